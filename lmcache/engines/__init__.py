@@ -1,0 +1,1 @@
+"""Engine connectors: each reads and writes one engine's KV cache."""

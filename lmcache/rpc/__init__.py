@@ -1,0 +1,1 @@
+"""Engine to sidecar: the messages (``kvcache.proto``), the generated code and a typed client."""

@@ -1,0 +1,301 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_SCHEDULER: _ClassVar[Role]
+    ROLE_WORKER: _ClassVar[Role]
+
+class Copier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COPIER_UNSPECIFIED: _ClassVar[Copier]
+    COPIER_ENGINE: _ClassVar[Copier]
+    COPIER_SIDECAR: _ClassVar[Copier]
+
+class Reservation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESERVATION_UNSPECIFIED: _ClassVar[Reservation]
+    SLOT: _ClassVar[Reservation]
+    EXISTS: _ClassVar[Reservation]
+    BUSY: _ClassVar[Reservation]
+ROLE_UNSPECIFIED: Role
+ROLE_SCHEDULER: Role
+ROLE_WORKER: Role
+COPIER_UNSPECIFIED: Copier
+COPIER_ENGINE: Copier
+COPIER_SIDECAR: Copier
+RESERVATION_UNSPECIFIED: Reservation
+SLOT: Reservation
+EXISTS: Reservation
+BUSY: Reservation
+
+class AttachRequest(_message.Message):
+    __slots__ = ("hello", "extents_mapped", "drained")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_MAPPED_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    extents_mapped: ExtentsMapped
+    drained: Drained
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., extents_mapped: _Optional[_Union[ExtentsMapped, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("attached", "extents")
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    attached: Attached
+    extents: Extents
+    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_UUID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_REASON_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    client_version: str
+    client_uuid: bytes
+    engine_uuid: bytes
+    pid: int
+    uid: int
+    role: Role
+    namespace: bytes
+    private_reason: str
+    geometry: Geometry
+    column: int
+    model: str
+    transfer: TransferOffer
+    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ...) -> None: ...
+
+class Geometry(_message.Message):
+    __slots__ = ("chunk_tokens", "num_columns", "groups")
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    chunk_tokens: int
+    num_columns: int
+    groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
+    def __init__(self, chunk_tokens: _Optional[int] = ..., num_columns: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+
+class KVGroup(_message.Message):
+    __slots__ = ("group", "kind", "block_tokens", "chunk_bytes", "window_tokens")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[KVGroup.Kind]
+        FULL_ATTENTION: _ClassVar[KVGroup.Kind]
+        SLIDING_WINDOW: _ClassVar[KVGroup.Kind]
+    KIND_UNSPECIFIED: KVGroup.Kind
+    FULL_ATTENTION: KVGroup.Kind
+    SLIDING_WINDOW: KVGroup.Kind
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    kind: KVGroup.Kind
+    block_tokens: int
+    chunk_bytes: int
+    window_tokens: int
+    def __init__(self, group: _Optional[int] = ..., kind: _Optional[_Union[KVGroup.Kind, str]] = ..., block_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., window_tokens: _Optional[int] = ...) -> None: ...
+
+class TransferOffer(_message.Message):
+    __slots__ = ("gpu_uuid", "allocations")
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    gpu_uuid: str
+    allocations: _containers.RepeatedCompositeFieldContainer[DeviceAllocation]
+    def __init__(self, gpu_uuid: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[DeviceAllocation, _Mapping]]] = ...) -> None: ...
+
+class DeviceAllocation(_message.Message):
+    __slots__ = ("ipc_handle", "num_bytes")
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ipc_handle: bytes
+    num_bytes: int
+    def __init__(self, ipc_handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STORE_COPIER_FIELD_NUMBER: _ClassVar[int]
+    COPIER_REASON_FIELD_NUMBER: _ClassVar[int]
+    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    TABLE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    READY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    server_version: str
+    epoch: int
+    store_copier: Copier
+    copier_reason: str
+    arena_path: str
+    table_offset: int
+    column_offset: int
+    slot_bytes: int
+    num_rows: int
+    ready_rows: int
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ...) -> None: ...
+
+class Extents(_message.Message):
+    __slots__ = ("ready_rows",)
+    READY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ready_rows: int
+    def __init__(self, ready_rows: _Optional[int] = ...) -> None: ...
+
+class ExtentsMapped(_message.Message):
+    __slots__ = ("epoch", "num_rows")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    num_rows: int
+    def __init__(self, epoch: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
+
+class Drained(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "tenant", "prefill_tokens_per_second")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_uuid: bytes
+    request_id: str
+    groups: _containers.RepeatedCompositeFieldContainer[GroupKeys]
+    tenant: bytes
+    prefill_tokens_per_second: float
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., tenant: _Optional[bytes] = ..., prefill_tokens_per_second: _Optional[float] = ...) -> None: ...
+
+class GroupKeys(_message.Message):
+    __slots__ = ("group", "keys")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    keys: bytes
+    def __init__(self, group: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("epoch", "num_resident", "num_leased", "num_pending", "probing", "slots")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
+    PROBING_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    num_resident: int
+    num_leased: int
+    num_pending: int
+    probing: bool
+    slots: _containers.RepeatedCompositeFieldContainer[GroupSlots]
+    def __init__(self, epoch: _Optional[int] = ..., num_resident: _Optional[int] = ..., num_leased: _Optional[int] = ..., num_pending: _Optional[int] = ..., probing: bool = ..., slots: _Optional[_Iterable[_Union[GroupSlots, _Mapping]]] = ...) -> None: ...
+
+class GroupSlots(_message.Message):
+    __slots__ = ("group", "rows", "generations")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("epoch", "client_uuid", "request_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_uuid: bytes
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("epoch", "client_uuid", "group", "keys", "tenant", "first_chunk")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_uuid: bytes
+    group: int
+    keys: bytes
+    tenant: bytes
+    first_chunk: int
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., first_chunk: _Optional[int] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("results", "rows", "generations")
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedScalarFieldContainer[Reservation]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, results: _Optional[_Iterable[_Union[Reservation, str]]] = ..., rows: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("epoch", "client_uuid", "rows", "generations")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_uuid: bytes
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., rows: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("epoch", "client_uuid", "rows", "generations")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_uuid: bytes
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., rows: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,102 @@
+"""Words and contracts that all tiers share.
+
+A **chunk** is ``chunk_tokens`` tokens of one request. A **row** is one chunk of all ranks of an engine; a **column**
+is one rank's part of it. The arena has one equal partition per column, so a **slot** is (row, column). A row is
+visible when all its columns are committed, is evicted whole, and has one index entry: all ranks agree on hit
+lengths by construction.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+KEY_BYTES = 32
+"""Length of a chunk key and of a namespace (both SHA-256)."""
+
+ROW_KEY_BYTES = 2 * KEY_BYTES
+"""Length of a row key: namespace, then chunk key."""
+
+RowKey = bytes
+"""64 bytes, ``namespace + chunk_key``: what the memory tier indexes and lower tiers name objects by."""
+
+
+def row_key(namespace: bytes, chunk_key: bytes) -> RowKey:
+    """Join a 32-byte namespace and a 32-byte chunk key."""
+    return namespace + chunk_key
+
+
+def split_row_key(key: RowKey) -> tuple[bytes, bytes]:
+    """Take a row key apart into (namespace, chunk key)."""
+    return key[:KEY_BYTES], key[KEY_BYTES:]
+
+
+class Slot(NamedTuple):
+    """A row of the arena as it was given to somebody: the generation changes whenever the row is given anew."""
+
+    row: int
+    generation: int
+
+
+class Reserved(enum.Enum):
+    """What ``reserve`` answers for one key; the values are those of ``kvcache.proto``'s Reservation."""
+
+    SLOT = 1  # copy into the slot, then commit or abort
+    EXISTS = 2  # this column of the row is committed already
+    BUSY = 3  # somebody is writing this column, or no row can be freed now
+
+
+class Reservation(NamedTuple):
+    """One answer of ``reserve``; ``slot`` is set if and only if ``result`` is SLOT."""
+
+    result: Reserved
+    slot: Slot | None = None
+
+
+class Removal(enum.Enum):
+    """Why an object left a tier; a label of the removal counters."""
+
+    EVICTED = "evicted"  # capacity: the policy chose it
+    INVALID = "invalid"  # checksum, length, version or key did not fit
+    DROPPED = "dropped"  # write-through queue full, or a failing medium
+    CLEARED = "cleared"  # asked for, or the arena was formatted anew
+
+
+class TierError(Exception):
+    """Base of all errors of the tiers; a miss is a value, never an exception."""
+
+
+class ArenaError(TierError):
+    """The arena can't be made, grown or adopted: the message says how much is needed, and where."""
+
+
+class StaleSlot(TierError):
+    """A slot was named by a generation that is over, or by somebody who does not hold it. Nothing was changed."""
+
+
+class TierUnavailable(TierError):
+    """A lower tier did not answer within its deadline, or its circuit is open."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What fixes the arena's slots. Two engines with another geometry can't share an arena."""
+
+    slot_bytes: int  # of one column, a multiple of 4096
+    num_columns: int
+
+
+class Arena(Protocol):
+    """Memory for rows. ``MemoryTier`` decides what is in it; an arena only holds bytes and the slot table."""
+
+    geometry: Geometry
+    num_rows: int
+    """Rows when all extents are ready."""
+
+    @property
+    def ready_rows(self) -> int:
+        """Rows below this number are populated and may be used. Only ever grows (shrinking: a later version)."""
+
+    def view(self, row: int, column: int) -> memoryview:
+        """The ``slot_bytes`` writable bytes of one slot."""
