@@ -1,0 +1,47 @@
+# The commands that always work from a checkout. Each does its own set-up; `make help` lists them.
+SHELL := /bin/sh
+PY := .venv/bin/python
+export PYTHONPATH := $(CURDIR)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup kube demo test test-fast check format generate pins bench gpu-check clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## everything the other targets need, idempotent
+	@tools/setup.sh
+
+kube: setup ## the Kubernetes binaries, built once into the cache directory (6-8 min from nothing)
+	@$(PY) -m tools.kube.binaries
+
+demo: setup ## the main job on real parts, with something to look at
+	@$(PY) -m demo
+
+test: setup kube ## everything that needs no GPU, on real Redis, vLLM and kube-apiserver
+	@$(PY) -m pytest -q tests
+
+test-fast: setup ## the part that needs none of them, in under a minute
+	@$(PY) -m pytest -q tests/unit
+
+check: setup kube ## format, lint, types, borders, sizes, generated files, chart
+	@$(PY) -m tools.check
+
+format: setup ## format the code and mend what the linter can
+	@.venv/bin/ruff check -q --fix . ; .venv/bin/ruff format -q .
+
+generate: setup ## the wire contract's code, the CRD, the chart's copy of it
+	@tools/generate_proto.sh
+	@$(PY) -m tools.generate
+
+pins: setup ## resolve pyproject.toml into tools/requirements/ anew
+	@tools/pins.sh
+
+bench: setup ## all benchmarks; one: python -m benchmarks NAME [--json FILE]
+	@$(PY) -m benchmarks
+
+gpu-check: setup ## functional checks and benchmark of the GPU paths; needs an NVIDIA GPU
+	@$(PY) -m pytest -q tests/gpu
+
+clean: ## what the targets made inside the checkout (the cache directory stays)
+	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo/report.json demo/logs

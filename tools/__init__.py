@@ -1,0 +1,1 @@
+"""What builds, checks and shows the project; nothing here is shipped."""

@@ -1,0 +1,44 @@
+"""Writes the generated files, or with ``--check`` says which are out of date."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lmcache_operator.api.crd import render
+
+ROOT = Path(__file__).resolve().parent.parent
+CRD = ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml"
+CHART_CRD = ROOT / "charts" / "lmcache-operator" / "files" / "crds" / CRD.name
+PROTO_CODE = [ROOT / "lmcache" / "rpc" / name for name in ("kvcache_pb2.py", "kvcache_pb2.pyi")]
+
+
+def generated() -> dict[Path, str]:
+    """Every generated file with the text it should have."""
+    crd = render()
+    with tempfile.TemporaryDirectory() as out:
+        subprocess.run([ROOT / "tools" / "generate_proto.sh", out], check=True)
+        code = {path: (Path(out) / path.relative_to(ROOT)).read_text() for path in PROTO_CODE}
+    return {CRD: crd, CHART_CRD: crd, **code}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of date")
+    check = parser.parse_args().check
+    stale = [path for path, text in generated().items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        if check:
+            print(f"{path.relative_to(ROOT)} is out of date: run `make generate`", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(generated()[path])
+            print(f"wrote {path.relative_to(ROOT)}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

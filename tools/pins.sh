@@ -1,0 +1,9 @@
+#!/bin/sh
+# Resolves pyproject.toml into tools/requirements/. No file names an index, so that any mirror works.
+# engine.txt is a freeze of the engine's own resolution, kept by hand; the others are constrained by it.
+set -eu
+cd "$(dirname "$0")/.."
+compile() { uv pip compile --quiet --upgrade --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
+  --constraint tools/requirements/engine.txt "$@"; }
+compile pyproject.toml --extra sidecar --extra operator --extra dev --output-file tools/requirements/dev.txt
+echo 'torch==2.13.0' | compile --output-file tools/requirements/torch.txt -
