@@ -1,0 +1,36 @@
+"""What a call to the sidecar can raise.
+
+::
+
+    SidecarError
+    ├── SidecarUnavailable   detached, deadline passed or connection lost: the call may or may not have been done
+    ├── StaleSession         the session's epoch is over: take the client's present session
+    └── RpcRefused           the sidecar said no and changed nothing; the message says what to do
+
+A caller that only wants to go on without the cache catches ``SidecarError``.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class SidecarError(Exception):
+    """Base of everything that a session's calls raise."""
+
+
+class SidecarUnavailable(SidecarError):
+    """No answer: detached, deadline passed or connection lost. The call may or may not have been done."""
+
+
+class StaleSession(SidecarError):
+    """The session's epoch is over. Nothing was done; take the client's present session."""
+
+
+class RpcRefused(SidecarError):
+    """The sidecar refused the call and changed nothing."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message

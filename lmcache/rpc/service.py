@@ -1,0 +1,81 @@
+"""What both ends of the wire must agree on beside the messages: names, limits, versions, where files lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from google.protobuf.message import Message
+
+from lmcache.rpc import kvcache_pb2 as pb
+
+PROTOCOL_VERSION = 1
+"""Changes when an old peer would misread a message; fields are otherwise only ever added."""
+
+SERVICE = "lmcache.kvcache.v1.KVCache"
+
+DEFAULT_SOCKET = "/run/lmcache/kvcache.sock"
+"""Where the sidecar listens unless told otherwise; ``LMCACHE_SOCKET`` overrides it on both sides."""
+
+MAX_SOCKET_PATH_BYTES = 107
+"""``sun_path`` is 108 bytes with its terminating zero."""
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Larger messages are refused by gRPC itself with RESOURCE_EXHAUSTED. 4 MiB is a lookup of 130,000 keys."""
+
+MAX_KEYS_PER_CALL = 1 << 16
+"""Handlers take time in proportion to their keys and the server's loop must stay responsive."""
+
+MAX_REQUEST_ID_BYTES = 256
+
+REASON_METADATA = "lmcache-reason"
+"""Trailing metadata of a refused call, for the reasons that a client acts upon."""
+
+REASON_ATTACH_AGAIN = "attach-again"
+"""The epoch is over or the client is not attached: a new Attach is the cure."""
+
+REASON_PROTOCOL = "protocol"
+"""The peers' protocol versions differ: only an upgrade helps, so there is no hurry to try again."""
+
+
+class Method(NamedTuple):
+    """One unary call of the service."""
+
+    name: str
+    request: type[Message]
+    reply: type[Message]
+
+    @property
+    def path(self) -> str:
+        """What goes over the wire."""
+        return f"/{SERVICE}/{self.name}"
+
+
+LOOKUP = Method("Lookup", pb.LookupRequest, pb.LookupReply)
+RESERVE = Method("Reserve", pb.ReserveRequest, pb.ReserveReply)
+COMMIT = Method("Commit", pb.CommitRequest, pb.CommitReply)
+ABORT = Method("Abort", pb.AbortRequest, pb.AbortReply)
+RELEASE = Method("Release", pb.ReleaseRequest, pb.ReleaseReply)
+UNARY_METHODS = (LOOKUP, RESERVE, COMMIT, ABORT, RELEASE)
+ATTACH_PATH = f"/{SERVICE}/Attach"
+
+
+def check_socket_path(path: str) -> None:
+    """Raise ValueError when the system can't address a UNIX socket at ``path``."""
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"socket path {path!r} has {num_bytes} bytes, the system takes at most {MAX_SOCKET_PATH_BYTES}:"
+            " choose a shorter directory"
+        )
+
+
+def locks_directory(socket_path: str) -> Path:
+    """Directory of the clients' lock files; the sidecar makes it."""
+    return Path(socket_path).parent / "clients"
+
+
+def lock_path(socket_path: str, client_uuid: bytes) -> Path:
+    """The file on which a client holds a POSIX record lock for as long as it lives."""
+    return locks_directory(socket_path) / f"{client_uuid.hex()}.lock"
