@@ -1,0 +1,57 @@
+"""``python -m benchmarks [NAME...] [--json FILE]``: runs benchmarks and prints their tables."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.report import Report, table
+
+NAMES = {
+    "transfer": "256 MiB of KV between paged blocks and the arena, against memcpy of the same pieces",
+    "rpc": "lookup of 128 keys, client to sidecar and back, against a bare gRPC echo of the same bytes",
+    "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
+}
+
+
+def machine() -> str:
+    system = f"{platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores, {system}"
+
+
+def main() -> int:
+    listing = "\n".join(f"  {name:<10} {what}" for name, what in NAMES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"Benchmarks (default: all):\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", default=list(NAMES))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(NAMES):
+        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}")
+    reports: list[Report] = []
+    for name in args.names:
+        print(f"\n== {name}: {NAMES[name]}", flush=True)
+        start = time.monotonic()
+        report: Report = importlib.import_module(f"benchmarks.{name}").run()
+        reports.append(report)
+        print(f"{report.conditions}\n")
+        print(table(("what", "measured", "bar", "held"), [figure.row() for figure in report.figures]))
+        print(f"\n({time.monotonic() - start:.0f} s on {machine()})", flush=True)
+    if args.json:
+        document = {"machine": machine(), "reports": [report.to_json() for report in reports]}
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {args.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
