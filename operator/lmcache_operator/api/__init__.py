@@ -1,0 +1,10 @@
+"""The LMCacheCluster resource: typed spec and status, the CRD made from them, and the parser."""
+
+from __future__ import annotations
+
+GROUP = "lmcache.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "LMCacheCluster"
+PLURAL = "lmcacheclusters"
+CRD_NAME = f"{PLURAL}.{GROUP}"

@@ -1,0 +1,151 @@
+"""The CustomResourceDefinition, generated from the dataclasses in `types.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from enum import StrEnum
+from typing import Any
+
+import yaml
+
+from . import CRD_NAME, GROUP, KIND, PLURAL, VERSION
+from .fields import FieldInfo, Rule, info_of, json_name
+from .types import Spec, Status
+
+_SCALARS: dict[Any, dict[str, Any]] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    bool: {"type": "boolean"},
+}
+_HEADER = "# Generated from operator/lmcache_operator/api by `python -m lmcache_operator crd`.\n"
+# The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
+_NAME_RULE = Rule(
+    "self.metadata.name.matches('^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$')",
+    "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
+    lambda _: True,
+)
+
+
+def optional_type(annotation: Any) -> tuple[Any, bool]:
+    """Split `X | None` into X and whether None was allowed."""
+    if isinstance(annotation, types.UnionType):
+        (inner,) = (a for a in annotation.__args__ if a is not types.NoneType)
+        return inner, True
+    return annotation, False
+
+
+def crd() -> dict[str, Any]:
+    """The CRD as a plain object."""
+    root = {
+        "type": "object",
+        "description": "A KV cache for LLM servers: engine pods, each with a sidecar that keeps its KV in tiers.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": _object_schema(Spec, "What the cluster should be."),
+            "status": _object_schema(Status, "What the operator sees."),
+        },
+        "x-kubernetes-validations": _validations((_NAME_RULE,)),
+    }
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": root},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.engine.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": _COLUMNS,
+    }
+    names = {
+        "kind": KIND,
+        "listKind": f"{KIND}List",
+        "plural": PLURAL,
+        "singular": KIND.lower(),
+        "shortNames": ["lmcluster"],
+        "categories": ["lmcache"],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": CRD_NAME},
+        "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
+    }
+
+
+def render() -> str:
+    """The CRD as it is checked in."""
+    return _HEADER + yaml.safe_dump(crd(), sort_keys=False, width=110)
+
+
+def _column(name: str, path: str, kind: str = "string", *, wide: bool = False) -> dict[str, Any]:
+    column = {"name": name, "type": kind, "jsonPath": path}
+    return column | {"priority": 1} if wide else column
+
+
+_COLUMNS = [
+    _column("Model", ".spec.model.name"),
+    _column("Desired", ".spec.engine.replicas", "integer"),
+    _column("Ready", ".status.readyReplicas", "integer"),
+    _column("Status", ".status.conditions[?(@.type=='Ready')].reason"),
+    _column("Memory", ".spec.tiers.memory.size"),
+    _column("Transfer", ".status.transfer.mode"),
+    _column("Age", ".metadata.creationTimestamp", "date"),
+    _column("Remote", ".spec.tiers.remote.external.url", wide=True),
+    _column("Message", ".status.conditions[?(@.type=='Ready')].message", wide=True),
+]
+
+
+def _object_schema(cls: Any, description: str) -> dict[str, Any]:
+    """Schema of a dataclass, fields in the order they are declared."""
+    hints = typing.get_type_hints(cls)
+    properties, required = {}, []
+    for declared in dataclasses.fields(cls):
+        info = info_of(declared)
+        annotation, is_optional = optional_type(hints[declared.name])
+        properties[json_name(declared.name)] = _field_schema(annotation, info)
+        if not is_optional and not info.has_default:
+            required.append(json_name(declared.name))
+    schema: dict[str, Any] = {"type": "object", "description": description, "properties": properties}
+    if required:
+        schema["required"] = required
+    if rules := getattr(cls, "RULES", ()):
+        schema["x-kubernetes-validations"] = _validations(rules)
+    return schema
+
+
+def _field_schema(annotation: Any, info: FieldInfo) -> dict[str, Any]:
+    schema = {**_type_schema(annotation, info), "description": info.description, **info.schema}
+    if info.has_default:
+        schema["default"] = info.default
+    if info.rules:
+        schema["x-kubernetes-validations"] = _validations(info.rules)
+    return schema
+
+
+def _type_schema(annotation: Any, info: FieldInfo) -> dict[str, Any]:
+    if annotation in _SCALARS:
+        return _SCALARS[annotation]
+    if dataclasses.is_dataclass(annotation):
+        return _object_schema(annotation, info.description)
+    origin = typing.get_origin(annotation)
+    if origin is list:
+        (item,) = typing.get_args(annotation)
+        return {"type": "array", "items": {**_type_schema(item, FieldInfo("")), **info.items}}
+    if origin is dict:
+        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    assert issubclass(annotation, StrEnum), f"no schema for {annotation}"
+    return {"type": "string", "enum": [member.value for member in annotation]}
+
+
+def _validations(rules: tuple[Rule, ...]) -> list[dict[str, Any]]:
+    return [{"rule": rule.cel, "message": rule.message} for rule in rules]
