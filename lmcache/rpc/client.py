@@ -3,7 +3,7 @@
 ::
 
     client = SidecarClient("/run/lmcache/kvcache.sock", hello)
-    client.start()                      # returns at once; attaches, and re-attaches for ever, in the background
+    client.start()                      # returns at once; attaches and re-attaches in the background
     session = client.session            # None while detached
     if session is not None:
         found = session.lookup("request-1", [(0, keys)])
@@ -13,61 +13,34 @@ Nothing here blocks longer than its deadline, and every failure is a ``SidecarEr
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import NamedTuple
+import atexit
+import contextlib
+import logging
+import os
+import random
+import threading
+import uuid
+from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
+import grpc
 
-from lmcache.tiers.base import Reservation, Slot
+from lmcache.rpc import service
+from lmcache.rpc.attachment import Attachment
+from lmcache.rpc.errors import SidecarError
+from lmcache.rpc.hello import ClientHello, KVGroup, Role
+from lmcache.rpc.lockfile import LockFile
+from lmcache.rpc.session import Copies, LookupResult, Session
 
-DEFAULT_TIMEOUT_SECONDS = 2.0
+__all__ = ["ClientHello", "KVGroup", "LookupResult", "Role", "Session", "SidecarClient"]
 
+logger = logging.getLogger(__name__)
 
-class Role(enum.Enum):
-    """What a client does; the values are those of ``kvcache.proto``."""
+_MIN_DELAY_SECONDS = 0.05
+_MAX_DELAY_SECONDS = 2.0
+_PROTOCOL_DELAY_SECONDS = 30.0
+"""Another protocol version is cured by an upgrade only."""
 
-    SCHEDULER = 1  # looks up and releases, maps nothing
-    WORKER = 2  # one rank: reserves, copies, commits
-
-
-@dataclass(frozen=True)
-class KVGroup:
-    """Layers whose KV lives and is dropped together."""
-
-    group: int
-    block_tokens: int
-    chunk_bytes: int  # of one column
-    window_tokens: int = 0  # 0: full attention, else a sliding window of so many tokens
-
-
-@dataclass(frozen=True)
-class ClientHello:
-    """Who the client is; the same for all its sessions."""
-
-    role: Role
-    engine_uuid: bytes  # 16 bytes, the same in all processes of one engine instance
-    namespace: bytes  # 32 bytes, see lmcache/keys.py
-    chunk_tokens: int
-    groups: tuple[KVGroup, ...]
-    num_columns: int = 1  # ranks whose KV differs
-    column: int = 0  # this rank's; 0 for the scheduler
-    private_reason: str = ""  # not empty: keys mean nothing outside this engine process; memory tier only
-    model: str = ""
-    gpu_uuid: str = ""  # empty: the engine's KV is in host memory
-
-
-class LookupResult(NamedTuple):
-    """What ``Session.lookup`` found; the counts are leading chunks that every group has."""
-
-    num_resident: int  # in memory
-    num_leased: int  # in memory and under this request's lease: may be loaded
-    num_pending: int  # after num_resident: lower tiers are bringing them, ask again
-    probing: bool  # lower tiers have not said yet what they hold
-    slots: dict[int, list[Slot]]  # group -> slots of its leased chunks, in order
+_CLOSE_SECONDS = 2.0
 
 
 class SidecarClient:
@@ -79,87 +52,110 @@ class SidecarClient:
     def __init__(
         self, socket_path: str, hello: ClientHello, *, on_change: Callable[[], None] | None = None
     ) -> None:
-        """``on_change`` is called from the background thread after ``session`` became another; it must not block.
+        """``on_change`` is called from the background thread when ``session`` became another; it must not block.
 
         Raises ValueError when ``socket_path`` is longer than the system takes.
         """
-        raise NotImplementedError
+        service.check_socket_path(socket_path)
+        client_uuid = uuid.uuid4().bytes
+        self._socket_path = socket_path
+        self._hello = hello.message(client_uuid)
+        self._on_change = on_change or (lambda: None)
+        self._pid = os.getpid()
+        self._lock_file = LockFile(service.lock_path(socket_path, client_uuid))
+        self._copies = Copies(self._wake)
+        self._owed: set[str] = set()  # request ids whose release did not reach the sidecar yet
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lmcache-attach", daemon=True)
+        self._attachment: Attachment | None = None
+        self._session: Session | None = None
+        self._reason = "not attached yet"
 
     def start(self) -> None:
         """Start attaching in the background. Returns at once, whatever the sidecar does."""
+        atexit.register(self.close)
+        self._thread.start()
 
     @property
     def session(self) -> Session | None:
         """The present session, or None while detached."""
-        raise NotImplementedError
+        return self._session if os.getpid() == self._pid else None
 
     @property
     def detached_reason(self) -> str:
         """One sentence why there is no session; empty while there is one."""
-        raise NotImplementedError
+        return "" if self.session is not None else self._reason
 
     def close(self) -> None:
-        """Detach, release the record lock and remove its file. Idempotent; waits at most 2 s."""
+        """Detach, release the record lock and remove its file. Idempotent; waits at most 2 s.
 
-
-class Session:
-    """One epoch: from one Attach to the end of its stream. All calls raise ``SidecarError`` and nothing else."""
-
-    epoch: int
-    slots: npt.NDArray[np.uint8] | None
-    """``[num_rows, slot_bytes]``, this worker's column of the arena; None for the scheduler. Rows that the sidecar
-    names in replies are ready; others must not be touched."""
-
-    @property
-    def is_over(self) -> bool:
-        """True once the stream ended; every later call raises StaleSession."""
-        raise NotImplementedError
-
-    def lookup(
-        self,
-        request_id: str,
-        group_keys: Sequence[tuple[int, bytes]],
-        *,
-        tenant: bytes = b"",
-        prefill_tokens_per_second: float = 0.0,
-        timeout: float = DEFAULT_TIMEOUT_SECONDS,
-    ) -> LookupResult:
-        """Lease the leading chunks that are in memory; ``group_keys`` is (group, 32 bytes per chunk) per group.
-
-        Repeating it with the same id extends the lease. Release the id in the end, also after an error: a call
-        whose answer was lost may have leased.
+        While a ``copying`` block is open the lock stays with the process: its slots can't be given away yet.
         """
-        raise NotImplementedError
+        if os.getpid() != self._pid or self._closing.is_set():
+            return
+        self._closing.set()
+        atexit.unregister(self.close)
+        if (attachment := self._attachment) is not None:
+            attachment.cancel()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_SECONDS)
+        if self._copies.idle and not self._thread.is_alive():
+            self._lock_file.release()
 
-    def reserve(
-        self,
-        group: int,
-        keys: bytes,
-        *,
-        first_chunk: int = 0,
-        tenant: bytes = b"",
-        timeout: float = DEFAULT_TIMEOUT_SECONDS,
-    ) -> list[Reservation]:
-        """Ask for slots of this client's column, one answer per key (32 bytes each, head of the chain first)."""
-        raise NotImplementedError
+    def _run(self) -> None:
+        delay = _MIN_DELAY_SECONDS
+        while not self._closing.is_set():
+            pause, was_attached = delay, False
+            try:
+                reason, was_attached = self._attach()
+            except grpc.RpcError as error:
+                reason = error.details() or error.code().name
+                if service.reason_of(error) == service.REASON_PROTOCOL:
+                    pause = _PROTOCOL_DELAY_SECONDS
+            except (
+                Exception
+            ) as error:  # this thread must outlive everything that a sick file system can think of
+                reason = str(error)
+            self._detached(reason)
+            delay = _MIN_DELAY_SECONDS if was_attached else min(2 * delay, _MAX_DELAY_SECONDS)
+            self._closing.wait(pause * random.uniform(0.5, 1.0))
 
-    def commit(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """Say that the bytes of reserved slots are complete. All or none: refused if one of them is not held."""
+    def _attach(self) -> tuple[str, bool]:
+        """Serve one stream to its end: why it ended, and whether there was a session."""
+        if not os.path.exists(self._socket_path):
+            return (
+                f"no socket at {self._socket_path}: is the sidecar up, is its directory mounted here?",
+                False,
+            )
+        self._lock_file.acquire()
+        self._attachment = attachment = Attachment(self._socket_path, self._hello, self._copies, self._owed)
+        if self._closing.is_set():
+            return "closed", False
+        try:
+            attachment.run(self._attached)
+            reason = "the sidecar ended the session"
+        except grpc.RpcError as error:
+            if self._session is None:
+                raise
+            reason = f"connection lost: {error.details()}"
+        return reason, self._session is not None
 
-    def abort(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """Give reserved slots back. No copy into them may be under way."""
+    def _attached(self, session: Session) -> None:
+        self._session, self._reason = session, ""
+        logger.info("Attached to the sidecar at %s, epoch %d", self._socket_path, session.epoch)
+        self._on_change()
+        if self._owed:
+            with contextlib.suppress(SidecarError):  # they stay owed
+                session.release(list(self._owed))
 
-    def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """End leases. Ids that could not be sent are remembered and sent after the next attach, so call it once."""
+    def _detached(self, reason: str) -> None:
+        if reason != self._reason and not self._closing.is_set():
+            logger.warning("Not attached to the sidecar, going on without it: %s", reason)
+        self._reason = reason
+        if self._session is not None:
+            self._session = None
+            self._on_change()
 
-    def holds(self, slot: Slot) -> bool:
-        """True if the slot is still what it was given as, straight from shared memory: check after a load's copy."""
-        raise NotImplementedError
-
-    def copying(self) -> AbstractContextManager[None]:
-        """Hold this around every copy from or to the arena, including its commit or abort.
-
-        Raises StaleSession when the session is over. Until all such blocks of older sessions are left, the sidecar
-        keeps their slots in quarantine.
-        """
-        raise NotImplementedError
+    def _wake(self) -> None:
+        if (attachment := self._attachment) is not None:
+            attachment.wake()

@@ -3,7 +3,7 @@
 ::
 
     SidecarError
-    ├── SidecarUnavailable   detached, deadline passed or connection lost: the call may or may not have been done
+    ├── SidecarUnavailable   no answer: the call may or may not have been done
     ├── StaleSession         the session's epoch is over: take the client's present session
     └── RpcRefused           the sidecar said no and changed nothing; the message says what to do
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import grpc
 from google.protobuf.message import Message
 
 from lmcache.rpc import kvcache_pb2 as pb
@@ -79,3 +81,9 @@ def locks_directory(socket_path: str) -> Path:
 def lock_path(socket_path: str, client_uuid: bytes) -> Path:
     """The file on which a client holds a POSIX record lock for as long as it lives."""
     return locks_directory(socket_path) / f"{client_uuid.hex()}.lock"
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """What a refused call carries under REASON_METADATA; empty if nothing."""
+    metadata = cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ())
+    return next((value for key, value in metadata if key == REASON_METADATA), "")

@@ -1,0 +1,145 @@
+"""One Attach stream, from connecting to its end.
+
+Two threads serve it: the client's reads the replies, and gRPC's own pulls the requests, which is where extents
+are populated. The engine's threads make the unary calls of the session that comes out of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache.rpc.session import Copies, Session
+from lmcache.tiers.arena import ColumnMapping, map_column
+
+_ATTACH_SECONDS = 2.0
+"""Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""
+
+_POPULATE_BYTES = 256 << 20
+"""Acknowledged at once: small enough that the first rows are usable soon, a few 10 ms each."""
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", service.MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a new attempt is a new connection, without gRPC's own back-off
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class Attachment:
+    """One stream and its session. ``run`` is called once; ``cancel`` ends it from any thread, at any time."""
+
+    def __init__(self, socket_path: str, hello: pb.Hello, copies: Copies, owed: set[str]) -> None:
+        self._socket_path = socket_path
+        self._hello = hello
+        self._copies = copies
+        self._owed = owed
+        self._stream: Any = None
+        self._changed = threading.Condition()  # protects everything below
+        self._epoch = 0
+        self._column: ColumnMapping | None = None
+        self._ready_rows = 0
+        self._mapped_rows = 0
+        self._drained = False
+        self._over = False
+
+    def run(self, on_session: Callable[[Session], None]) -> None:
+        """Attach, hand over the session, return when the stream ended.
+
+        Raises grpc.RpcError (refused, no answer, connection lost), ArenaError or OSError (arena can't be mapped).
+        """
+        with grpc.insecure_channel(f"unix:{self._socket_path}", options=_CHANNEL_OPTIONS) as channel:
+            attach = channel.stream_stream(
+                service.ATTACH_PATH,
+                request_serializer=pb.AttachRequest.SerializeToString,
+                response_deserializer=pb.AttachReply.FromString,
+            )
+            self._stream = stream = cast(Any, attach(self._requests()))
+            impatience = threading.Timer(_ATTACH_SECONDS, self.cancel)
+            impatience.daemon = True
+            impatience.start()
+            try:
+                if self._over:  # cancelled before there was a stream
+                    return
+                attached = next(stream).attached
+                impatience.cancel()
+                session = self._begin(channel, attached)
+                try:
+                    on_session(session)
+                    for reply in stream:
+                        self._extend(reply.extents.ready_rows)
+                finally:
+                    self._copies.finish(session)
+            finally:
+                impatience.cancel()
+                self.cancel()
+
+    def cancel(self) -> None:
+        """End the stream."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def wake(self) -> None:
+        """Look again whether the copies of older sessions are drained."""
+        with self._changed:
+            self._changed.notify()
+
+    def _begin(self, channel: grpc.Channel, attached: pb.Attached) -> Session:
+        column = self._map(attached) if self._hello.role == pb.ROLE_WORKER else None
+        with self._changed:
+            self._epoch, self._column = attached.epoch, column
+        self._extend(attached.ready_rows)
+        return Session(
+            channel,
+            self._hello.client_uuid,
+            attached.epoch,
+            column,
+            self._copies,
+            on_stale=self.cancel,
+            owed=self._owed,
+        )
+
+    def _map(self, attached: pb.Attached) -> ColumnMapping:
+        path = Path(attached.arena_path)
+        if not path.exists():  # mounted elsewhere in this container
+            path = Path(self._socket_path).parent / path.name
+        return map_column(
+            path, attached.table_offset, attached.column_offset, attached.slot_bytes, attached.num_rows
+        )
+
+    def _extend(self, ready_rows: int) -> None:
+        with self._changed:
+            self._ready_rows = max(self._ready_rows, ready_rows)
+            self._changed.notify()
+
+    def _requests(self) -> Iterator[pb.AttachRequest]:
+        """Everything the client says on this stream."""
+        yield pb.AttachRequest(hello=self._hello)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._must_drain() or self._must_populate())
+                if self._over:
+                    return
+            if self._must_drain():
+                self._drained = True
+                yield pb.AttachRequest(drained=pb.Drained(epoch=self._epoch))
+            elif self._column is not None:
+                rows_at_once = max(1, _POPULATE_BYTES // self._column.slots.shape[1])
+                end = min(self._ready_rows, self._mapped_rows + rows_at_once)
+                self._column.populate(self._mapped_rows, end)
+                self._mapped_rows = end
+                yield pb.AttachRequest(extents_mapped=pb.ExtentsMapped(epoch=self._epoch, num_rows=end))
+
+    def _must_drain(self) -> bool:
+        return self._epoch > 0 and not self._drained and self._copies.drained
+
+    def _must_populate(self) -> bool:
+        return self._column is not None and self._mapped_rows < self._ready_rows

@@ -1,0 +1,72 @@
+"""Who a client is: what it tells the sidecar first."""
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass
+
+import lmcache
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+
+
+class Role(enum.Enum):
+    """What a client does; the values are those of ``kvcache.proto``."""
+
+    SCHEDULER = 1  # looks up and releases, maps nothing
+    WORKER = 2  # one rank: reserves, copies, commits
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers whose KV lives and is dropped together."""
+
+    group: int
+    block_tokens: int
+    chunk_bytes: int  # of one column
+    window_tokens: int = 0  # 0: full attention, else a sliding window of so many tokens
+
+
+@dataclass(frozen=True)
+class ClientHello:
+    """Who the client is; the same for all its sessions."""
+
+    role: Role
+    engine_uuid: bytes  # 16 bytes, the same in all processes of one engine instance
+    namespace: bytes  # 32 bytes, see lmcache/keys.py
+    chunk_tokens: int
+    groups: tuple[KVGroup, ...]
+    num_columns: int = 1  # ranks whose KV differs
+    column: int = 0  # this rank's; 0 for the scheduler
+    private_reason: str = ""  # not empty: keys mean nothing outside this engine process; memory tier only
+    model: str = ""
+    gpu_uuid: str = ""  # empty: the engine's KV is in host memory
+
+    def message(self, client_uuid: bytes) -> pb.Hello:
+        """As it goes over the wire."""
+        groups = [
+            pb.KVGroup(
+                group=group.group,
+                kind=pb.KVGroup.SLIDING_WINDOW if group.window_tokens else pb.KVGroup.FULL_ATTENTION,
+                block_tokens=group.block_tokens,
+                chunk_bytes=group.chunk_bytes,
+                window_tokens=group.window_tokens,
+            )
+            for group in self.groups
+        ]
+        return pb.Hello(
+            protocol_version=service.PROTOCOL_VERSION,
+            client_version=lmcache.__version__,
+            client_uuid=client_uuid,
+            engine_uuid=self.engine_uuid,
+            pid=os.getpid(),
+            uid=os.getuid(),
+            role=pb.Role.Name(self.role.value),
+            namespace=self.namespace,
+            private_reason=self.private_reason,
+            geometry=pb.Geometry(chunk_tokens=self.chunk_tokens, num_columns=self.num_columns, groups=groups),
+            column=self.column,
+            model=self.model,
+            transfer=pb.TransferOffer(gpu_uuid=self.gpu_uuid),
+        )

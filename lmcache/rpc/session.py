@@ -1,0 +1,238 @@
+"""One epoch of a client: its calls, its view of the arena, and the count of copies under way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache.rpc.errors import RpcRefused, SidecarError, SidecarUnavailable, StaleSession
+from lmcache.tiers.arena import ColumnMapping
+from lmcache.tiers.base import Reservation, Reserved, Slot
+
+DEFAULT_TIMEOUT_SECONDS = 2.0
+
+_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+"""Codes that promise that nothing was done; with any other the call may have been done."""
+
+
+class LookupResult(NamedTuple):
+    """What ``Session.lookup`` found; the counts are leading chunks that every group has."""
+
+    num_resident: int  # in memory
+    num_leased: int  # in memory and under this request's lease: may be loaded
+    num_pending: int  # after num_resident: lower tiers are bringing them, ask again
+    probing: bool  # lower tiers have not said yet what they hold
+    slots: dict[int, list[Slot]]  # group -> slots of its leased chunks, in order
+
+
+class Copies:
+    """Counts the ``copying`` blocks of all sessions of one client, so that it knows when old ones are drained."""
+
+    def __init__(self, on_drained: Callable[[], None]) -> None:
+        self._lock = threading.Lock()  # protects the counts, and a session's is_over against a block's begin
+        self._of_present = 0
+        self._of_older = 0
+        self._on_drained = on_drained
+
+    @property
+    def drained(self) -> bool:
+        """True when no block of a session that is over is open."""
+        return self._of_older == 0
+
+    @property
+    def idle(self) -> bool:
+        """True when no block is open at all."""
+        return self._of_older + self._of_present == 0
+
+    def begin(self, session: Session) -> None:
+        """Open a block. Raises StaleSession."""
+        with self._lock:
+            session.check_present()
+            self._of_present += 1
+
+    def end(self, session: Session) -> None:
+        """Leave a block of this or an older session."""
+        with self._lock:
+            if not session.is_over:
+                self._of_present -= 1
+                return
+            self._of_older -= 1
+            drained = self.drained
+        if drained:
+            self._on_drained()
+
+    def finish(self, session: Session) -> None:
+        """End the session: its open blocks count as older from now on."""
+        with self._lock:
+            session.is_over = True
+            self._of_older += self._of_present
+            self._of_present = 0
+
+
+class Session:
+    """One epoch: from one Attach to the end of its stream. All calls raise ``SidecarError`` and nothing else."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        client_uuid: bytes,
+        epoch: int,
+        column: ColumnMapping | None,
+        copies: Copies,
+        *,
+        on_stale: Callable[[], None],
+        owed: set[str],
+    ) -> None:
+        """``on_stale`` is called when the sidecar does not know this epoch; ``owed`` are ids still to be released."""
+        self.epoch = epoch
+        self.is_over = False
+        self._client_uuid = client_uuid
+        self._column = column
+        self._copies = copies
+        self._on_stale = on_stale
+        self._owed = owed
+        self._pid = os.getpid()
+        self._calls = {
+            method: channel.unary_unary(
+                method.path,
+                request_serializer=method.request.SerializeToString,
+                response_deserializer=method.reply.FromString,
+            )
+            for method in service.UNARY_METHODS
+        }
+
+    @property
+    def slots(self) -> npt.NDArray[np.uint8] | None:
+        """``[num_rows, slot_bytes]``, this worker's column of the arena; None for the scheduler.
+
+        Rows that the sidecar names in replies are ready; others must not be touched.
+        """
+        return self._column.slots if self._column is not None else None
+
+    def lookup(
+        self,
+        request_id: str,
+        group_keys: Sequence[tuple[int, bytes]],
+        *,
+        tenant: bytes = b"",
+        prefill_tokens_per_second: float = 0.0,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> LookupResult:
+        """Lease the leading chunks that are in memory; ``group_keys`` is (group, 32 bytes per chunk) per group.
+
+        Repeating it with the same id extends the lease. Release the id in the end, also after an error: a call
+        whose answer was lost may have leased.
+        """
+        reply = self._call(
+            service.LOOKUP,
+            timeout,
+            request_id=request_id,
+            groups=[pb.GroupKeys(group=group, keys=keys) for group, keys in group_keys],
+            tenant=tenant,
+            prefill_tokens_per_second=prefill_tokens_per_second,
+        )
+        return LookupResult(
+            reply.num_resident,
+            reply.num_leased,
+            reply.num_pending,
+            reply.probing,
+            {found.group: list(map(Slot, found.rows, found.generations)) for found in reply.slots},
+        )
+
+    def reserve(
+        self,
+        group: int,
+        keys: bytes,
+        *,
+        first_chunk: int = 0,
+        tenant: bytes = b"",
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> list[Reservation]:
+        """Ask for slots of this client's column, one answer per key (32 bytes each, head of the chain first)."""
+        reply = self._call(
+            service.RESERVE, timeout, group=group, keys=keys, first_chunk=first_chunk, tenant=tenant
+        )
+        return [
+            Reservation(Reserved(result), Slot(row, generation) if result == pb.SLOT else None)
+            for result, row, generation in zip(reply.results, reply.rows, reply.generations, strict=True)
+        ]
+
+    def commit(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+        """Say that the bytes of reserved slots are complete. All or none: refused if one of them is not held."""
+        self._call(service.COMMIT, timeout, **_rows_and_generations(slots))
+
+    def abort(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+        """Give reserved slots back. No copy into them may be under way."""
+        self._call(service.ABORT, timeout, **_rows_and_generations(slots))
+
+    def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+        """End leases. Ids that could not be sent are remembered and sent after the next attach: call it once."""
+        self._owed.update(request_ids)
+        self._call(service.RELEASE, timeout, request_ids=request_ids)
+        self._owed.difference_update(request_ids)
+
+    def holds(self, slot: Slot) -> bool:
+        """True if the slot is still what it was given as, straight from shared memory: check after a load's copy."""
+        return self._column is not None and self._column.holds(slot)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Hold this around every copy from or to the arena, including its commit or abort.
+
+        Raises StaleSession when the session is over. Until all such blocks of older sessions are left, the sidecar
+        keeps their slots in quarantine.
+        """
+        self._copies.begin(self)
+        try:
+            yield
+        finally:
+            self._copies.end(self)
+
+    def check_present(self) -> None:
+        """Raise StaleSession when the session is over, SidecarUnavailable in a forked child."""
+        if os.getpid() != self._pid:
+            raise SidecarUnavailable(
+                "this process was forked from the attached one: make a client of its own"
+            )
+        if self.is_over:
+            raise StaleSession(f"epoch {self.epoch} is over: take the client's present session")
+
+    def _call(self, method: service.Method, timeout: float, **fields: Any) -> Any:
+        self.check_present()
+        try:
+            request: Message = method.request(epoch=self.epoch, client_uuid=self._client_uuid, **fields)
+            return self._calls[method](request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise self._translate(method, timeout, error) from error
+        except ValueError as error:  # the channel was closed under us, or a value does not fit its field
+            self.check_present()
+            raise RpcRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+
+    def _translate(self, method: service.Method, timeout: float, error: grpc.RpcError) -> SidecarError:
+        code, details = error.code(), error.details() or ""
+        if code not in _REFUSALS:
+            limit = f" within {timeout:g} s" if code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
+            return SidecarUnavailable(f"{method.name} was not answered{limit}: {code.name}: {details}")
+        if service.reason_of(error) == service.REASON_ATTACH_AGAIN:
+            self._on_stale()
+            return StaleSession(details)
+        return RpcRefused(code, details)
+
+
+def _rows_and_generations(slots: Sequence[Slot]) -> dict[str, list[int]]:
+    return {"rows": [slot.row for slot in slots], "generations": [slot.generation for slot in slots]}

@@ -1,0 +1,247 @@
+"""Configuration: one field per option, taken from flag > environment > file > default.
+
+A field's name is its YAML key; ``--memory-size`` and ``LMCACHE_MEMORY_SIZE`` are made of it. All sources go through
+the same parser, so a mistake reads the same wherever it was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
+
+ENV_PREFIX = "LMCACHE_"
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+class ConfigError(Exception):
+    """The configuration can't be used; one line that names the source, the value and the cure."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a Kubernetes-like quantity: ``4Gi``, ``512Mi``, ``1.5G``, ``1048576``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]|[KMGT]i)?", text)
+    num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if num_bytes <= 0:
+        raise ValueError(
+            f"{text!r} is not a size: write plain bytes, or a number with Ki, Mi, Gi or Ti, as in 4Gi"
+        )
+    return num_bytes
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 3600:
+        raise ValueError(f"{text!r} is not a number of seconds from 0 to 3600")
+    return seconds
+
+
+def _parse_port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise ValueError(f"{text!r} is not a port: write a number from 1 to 65535, or 0 for any free one")
+    return int(text)
+
+
+def _parse_socket(text: str) -> str:
+    check_socket_path(text)
+    return text
+
+
+def _parse_remote_url(text: str) -> str:
+    if text and (
+        urlsplit(text).scheme not in ("redis", "unix") or not urlsplit(text).netloc + urlsplit(text).path
+    ):
+        # Not quoted: it may carry a password.
+        raise ValueError("not a URL of a remote tier: write redis://host:port/db or unix:///path/of/socket")
+    return text
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _option(group: str, metavar: str, default: Any, parse: Callable[[str], Any], help_text: str) -> Any:
+    """Make a field; ``default`` is written as a user would write it."""
+    metadata = {"group": group, "metavar": metavar, "default": default, "parse": parse, "help": help_text}
+    return field(default=parse(default), metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options of ``lmcache-sidecar serve``."""
+
+    socket: str = _option(
+        "engine", "PATH", DEFAULT_SOCKET, _parse_socket,
+        "UNIX socket on which engines connect; its directory must exist, both containers mount it at the same path",
+    )  # fmt: skip
+    arena: str = _option(
+        "memory tier", "PATH", "", str,
+        "file that holds the memory tier, on tmpfs; it outlives a restart (default: 'arena' beside the socket)",
+    )  # fmt: skip
+    memory_size: int = _option(
+        "memory tier",
+        "SIZE",
+        "1Gi",
+        parse_size,
+        "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti",
+    )
+    remote_url: str = _option(
+        "remote tier", "URL", "", _parse_remote_url,
+        "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; empty: no remote tier",
+    )  # fmt: skip
+    remote_username_file: str = _option(
+        "remote tier", "FILE", "", str, "file with the user name for the remote tier; empty: the default user"
+    )
+    remote_password_file: str = _option(
+        "remote tier", "FILE", "", str, "file with the password for the remote tier; empty: no password"
+    )
+    drain_grace_seconds: float = _option(
+        "remote tier", "SECONDS", "20", _parse_seconds,
+        "how long a stopping sidecar goes on writing what is queued for the remote tier",
+    )  # fmt: skip
+    http_host: str = _option("monitoring", "ADDRESS", "0.0.0.0", str, "address of the read-only HTTP server")
+    http_port: int = _option(
+        "monitoring", "PORT", "9464", _parse_port,
+        "port of /metrics, /stats, /healthz and /readyz; 0: any free one, see the log",
+    )  # fmt: skip
+    log_format: str = _option("monitoring", "FORMAT", "text", _one_of("text", "json"), "text or json")
+    log_level: str = _option(
+        "monitoring", "LEVEL", "info", _one_of("debug", "info", "warning", "error"),
+        "debug, info, warning or error",
+    )  # fmt: skip
+
+    @property
+    def arena_path(self) -> str:
+        """Where the arena lies."""
+        return self.arena or str(Path(self.socket).parent / "arena")
+
+    @property
+    def remote_credentials(self) -> tuple[str, str]:
+        """User name and password from their files, empty where there is none. Raises ConfigError."""
+        return _read_secret("remote_username_file", self.remote_username_file), _read_secret(
+            "remote_password_file", self.remote_password_file
+        )
+
+
+def _read_secret(name: str, path: str) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag_of(name)}: {path} can't be read: {_reason(error)}") from error
+
+
+def flag_of(name: str) -> str:
+    """The command line's name of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def env_of(name: str) -> str:
+    """The environment's name of a field."""
+    return ENV_PREFIX + name.upper()
+
+
+def options() -> dict[str, Field[Any]]:
+    """Fields by name."""
+    return {option.name: option for option in fields(Config)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field, in groups. Values stay text: ``load`` parses them."""
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML file with the options below as keys [{ENV_PREFIX}CONFIG]"
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, option in options().items():
+        about = option.metadata
+        title = about["group"]
+        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
+        default = f" (default: {about['default']})" if about["default"] else ""
+        group.add_argument(
+            flag_of(name), metavar=about["metavar"], help=f"{about['help']}{default} [{env_of(name)}]"
+        )
+
+
+def load(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Config:
+    """Merge all sources. ``arguments`` maps field names, and ``config``, to what the flags said.
+
+    Raises ConfigError.
+    """
+    path = arguments.get("config") or environ.get(f"{ENV_PREFIX}CONFIG")
+    in_file = _read_file(path) if path else {}
+    values: dict[str, Any] = {}
+    for name, option in options().items():
+        for source, text in (
+            (flag_of(name), arguments.get(name)),
+            (env_of(name), environ.get(env_of(name))),
+            (f"{path}: {name}", in_file.get(name)),
+        ):
+            if text is not None:
+                try:
+                    values[name] = option.metadata["parse"](text)
+                except ValueError as error:
+                    raise ConfigError(f"{source}: {error}") from error
+                break
+    config = Config(**values)
+    if not config.remote_url and (config.remote_username_file or config.remote_password_file):
+        raise ConfigError("a user name or password for the remote tier was given, but no --remote-url")
+    return config
+
+
+def suspect_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """Sentences about variables that look like a mistyped option.
+
+    Only close matches: Kubernetes itself sets LMCACHE_..._SERVICE_HOST where a Service has such a name.
+    """
+    known = [f"{ENV_PREFIX}CONFIG", *map(env_of, options())]
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            for nearest in difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+                yield f"environment variable {name} is not known; did you mean {nearest}?"
+
+
+def _read_file(path: str) -> dict[str, str]:
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {_reason(error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    loaded = {} if loaded is None else loaded
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold keys and values, as in 'memory_size: 4Gi'")
+    for key, value in loaded.items():
+        if key not in options():
+            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(str(key), list(options()))}")
+        if value is None or isinstance(value, dict | list):
+            raise ConfigError(f"{path}: {key} must be a single value")
+    return {key: str(value) for key, value in loaded.items()}
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(word.replace("-", "_"), known, n=1, cutoff=0.0)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _reason(error: Exception) -> str:
+    return (os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)).lower()
