@@ -1,81 +1,277 @@
-"""The arena file: one shared-memory file that holds all rows of a sidecar, and outlives it."""
+"""Arenas: memory for rows. The sidecar's is one shared-memory file that outlives it; tests and the library use the heap.
+
+**Filling the file.** Pages are taken by this process first, so that its cgroup pays, and before anybody touches
+them, so that a lack of memory is an error and not a SIGBUS: extent by extent, ``posix_fallocate`` and then
+``MADV_POPULATE_WRITE``, in a background thread. Before the first format the file is filled from its start; after
+it by ranges of rows over all columns, since a row is usable only when all its columns are (what is filled already
+costs next to nothing then).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lmcache.tiers.base import Geometry, Slot
+from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.layout import HEAD_BYTES, PAGE_BYTES, Head, Layout
+from lmcache.tiers.mapping import MappedColumn, map_column, populate
+from lmcache.tiers.room import check_room
+from lmcache.tiers.slots import ENTRY, SlotTable
+
+__all__ = ["ArenaFile", "HeapArena", "MappedColumn", "map_column"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_EXTENT_BYTES = 1 << 30
+_EXTENTS_PER_ARENA = 16
+_STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
+
+
+class _Extent(NamedTuple):
+    """What is populated at once: all columns of rows below ``end``, or, without a layout, bytes below ``end``."""
+
+    layout: Layout | None
+    end: int
+    ranges: list[tuple[int, int]]  # (offset, length) in the file
 
 
 class ArenaFile:
-    """Create or adopt the file at ``path``; populate it in the background; hold its slot table.
+    """The file at ``path``: created, or adopted when its capacity and version fit.
 
-    Raises ArenaError when there is no room (saying how much is needed and where), when another process has the
-    file open as its arena, or when the file is something else.
+    A file of another capacity is unlinked, never truncated: clients may still have it mapped.
+    Raises ArenaError when there is no room (saying how much is needed and where), when another process uses the
+    file as its arena, or when it is something else.
     """
 
-    epoch: int
-    """Changes at every open and every ``format``; never comes back."""
-    growth_error: str | None
-    """Why the arena stopped growing below its capacity; None while all is well."""
+    def __init__(self, path: str | Path, capacity_bytes: int) -> None:
+        self.path = Path(path)
+        self.growth_error: str | None = None  # why growing stopped below capacity; None while all is well
+        self._capacity = capacity_bytes - capacity_bytes % PAGE_BYTES
+        self._changed = threading.Condition()
+        # protected by _changed
+        self._layout: Layout | None = None
+        self._ready = 0  # rows, or bytes before the first format
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        try:
+            self._fd, head = _open_arena(self.path, self._capacity)
+            self._map = mmap.mmap(self._fd, self._capacity)
+        except OSError as error:
+            raise ArenaError(f"can't open the arena {self.path}: {error.strerror}") from error
+        self._bytes = memoryview(self._map)
+        self._data = np.frombuffer(self._map, np.uint8)
+        self._head = head
+        if head.geometry is not None:
+            self._set_layout(Layout.plan(self._capacity, head.geometry))
+        self._write_head(head.geometry, head.first_generation)
 
-    def __init__(self, path: Path, capacity_bytes: int) -> None: ...
-
-    def start(self, on_growth: Callable[[], None]) -> None:
-        """Populate in a background thread; ``on_growth`` is called from that thread after each extent."""
+    @property
+    def epoch(self) -> int:
+        """Changes at every open and every ``format``; never comes back."""
+        return self._head.epoch
 
     @property
     def geometry(self) -> Geometry | None:
         """None until the arena is formatted."""
+        return self._head.geometry
+
+    @property
+    def first_generation(self) -> int:
+        """Generations of earlier formats are below this."""
+        return self._head.first_generation
 
     @property
     def num_rows(self) -> int:
         """Rows when all extents are ready; 0 until formatted."""
+        return self._layout.num_rows if self._layout else 0
 
     @property
     def ready_rows(self) -> int:
         """Rows below this number are populated; only grows between two formats."""
+        with self._changed:
+            return self._ready if self._layout else 0
+
+    def start(self, on_growth: Callable[[], None]) -> None:
+        """Populate in a background thread; ``on_growth`` is called from it after each extent, and on an error."""
+        self._thread = threading.Thread(target=self._grow, args=(on_growth,), name="arena", daemon=True)
+        self._thread.start()
 
     def format(self, geometry: Geometry) -> None:
         """Drop everything and lay the arena out anew: all slots free, another epoch, generations go on rising.
 
-        Raises ArenaError when not even one row fits. The caller made sure that nobody uses the old layout.
+        Raises ArenaError, changing nothing, when not even one row fits. The caller made sure that nobody uses the
+        old layout any more.
         """
+        layout = Layout.plan(self._capacity, geometry)
+        first_generation = self._head.first_generation
+        if self._layout is not None:
+            first_generation = max(first_generation, self.table.max_generation() + 1)
+        # Without a geometry the head disowns the table: a death from here on leaves an unformatted arena.
+        self._write_head(None, first_generation)
+        _allocate(self._fd, 0, layout.data_offset)
+        self._data[HEAD_BYTES : layout.data_offset] = 0
+        self._write_head(geometry, first_generation)
+        self._set_layout(layout)
 
     def table_offset(self, column: int) -> int:
         """Byte offset of the slot table of one column: ``num_rows`` entries of 128 bytes."""
+        return self._formatted().table_offset(column)
 
     def column_offset(self, column: int) -> int:
         """Byte offset of slot 0 of a column; slots follow each other without gaps."""
+        return self._formatted().slot_offset(0, column)
 
     def view(self, row: int, column: int) -> memoryview:
         """The ``slot_bytes`` writable bytes of one slot."""
+        layout = self._formatted()
+        if not (0 <= row < layout.num_rows and 0 <= column < layout.geometry.num_columns):
+            raise IndexError(f"no slot ({row}, {column})")
+        offset = layout.slot_offset(row, column)
+        return self._bytes[offset : offset + layout.geometry.slot_bytes]
 
     def close(self) -> None:
         """Stop populating and let go of the file; it stays for the next process."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self._fd)
+        del self._data, self._bytes
+        if self._layout is not None:
+            del self.table
+        # Views that others still hold keep the mapping until they go.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def _formatted(self) -> Layout:
+        if self._layout is None:
+            raise ArenaError("the arena is not formatted yet")
+        return self._layout
+
+    def _set_layout(self, layout: Layout) -> None:
+        columns, rows = layout.geometry.num_columns, layout.num_rows
+        table = self._data[HEAD_BYTES : layout.table_offset(columns)]
+        self.table = SlotTable(table.view(ENTRY).reshape(columns, rows))
+        with self._changed:
+            self._layout = layout
+            self._ready = 0
+            self.growth_error = None
+            self._changed.notify_all()
+
+    def _write_head(self, geometry: Geometry | None, first_generation: int) -> None:
+        # The clock keeps epochs apart even when the file itself was lost in between.
+        epoch = max(self._head.epoch + 1, time.time_ns())
+        self._head = Head(self._capacity, epoch, first_generation, geometry)
+        packed = self._head.pack()
+        self._bytes[: len(packed)] = packed
+
+    def _grow(self, on_growth: Callable[[], None]) -> None:
+        while (extent := self._next_extent()) is not None:
+            error = None
+            try:
+                for offset, length in extent.ranges:
+                    self._take(offset, length)
+            except ArenaError as caught:
+                error = f"{caught}; the arena {self.path} stays smaller than its {self._capacity} bytes"
+                _log.error("%s", error)
+            with self._changed:
+                if self._layout is extent.layout:
+                    self.growth_error = error
+                    self._ready = self._ready if error else extent.end
+            on_growth()
+
+    def _next_extent(self) -> _Extent | None:
+        """Wait for something to populate; None when the arena is being closed."""
+        with self._changed:
+            while not self._closing:
+                layout = self._layout
+                goal = layout.num_rows if layout else self._capacity
+                if self._ready < goal and self.growth_error is None:
+                    return _plan_extent(layout, self._ready, goal, self._capacity)
+                self._changed.wait()
+        return None
+
+    def _take(self, offset: int, length: int) -> None:
+        for start in range(offset, offset + length, _STEP_BYTES):
+            if self._closing:
+                return
+            size = min(_STEP_BYTES, offset + length - start)
+            _allocate(self._fd, start, size)
+            populate(self._data[start : start + size])
 
 
-class ColumnMapping:
-    """A client's view of its column of the arena; see ``map_column``."""
+class HeapArena:
+    """An arena in this process's own memory, ready at once; for the library and for tests."""
 
-    slots: NDArray[np.uint8]
-    """[num_rows, slot_bytes]"""
+    first_generation = 1
 
-    def populate(self, first_row: int, last_row: int) -> None:
-        """Fault rows ``first_row`` .. ``last_row - 1`` into this process's page tables, without the GIL."""
+    def __init__(self, geometry: Geometry, num_rows: int) -> None:
+        self.geometry = geometry
+        self.num_rows = self.ready_rows = num_rows
+        self.table = SlotTable(np.zeros((geometry.num_columns, num_rows), ENTRY))
+        self._slots = np.zeros((geometry.num_columns, num_rows, geometry.slot_bytes), np.uint8)
 
-    def holds(self, slot: Slot) -> bool:
-        """Is the slot still committed under this generation? Read straight from shared memory."""
-
-    def close(self) -> None:
-        """Let go of the mapping (it ends with the last array made from ``slots``)."""
+    def view(self, row: int, column: int) -> memoryview:
+        """The ``slot_bytes`` writable bytes of one slot."""
+        return memoryview(self._slots[column, row])
 
 
-def map_column(
-    path: Path, table_offset: int, column_offset: int, slot_bytes: int, num_rows: int
-) -> ColumnMapping:
-    """Map one column of an arena file; the offsets are those of the column (``Attached`` carries them)."""
+def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
+    """Return a locked descriptor of a file of ``capacity`` bytes, and its head (a fresh one for a new file)."""
+    fd = _open_locked(path)
+    try:
+        size = os.fstat(fd).st_size
+        head = Head.parse(os.pread(fd, HEAD_BYTES, 0).ljust(HEAD_BYTES, b"\0")) if size else None
+        if size and (head is None or head.capacity_bytes != capacity or size != capacity):
+            path.unlink()
+            os.close(fd)
+            fd, head = _open_locked(path), None
+        check_room(path, capacity, os.fstat(fd).st_blocks * 512)
+        os.ftruncate(fd, capacity)
+        _allocate(fd, 0, HEAD_BYTES)
+    except BaseException:
+        if os.fstat(fd).st_size == 0:  # made by us a moment ago
+            path.unlink(missing_ok=True)
+        os.close(fd)
+        raise
+    return fd, head or Head(capacity, epoch=0, first_generation=1, geometry=None)
+
+
+def _open_locked(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ArenaError(f"the arena {path} is in use by another sidecar: give each its own path") from None
+    return fd
+
+
+def _allocate(fd: int, offset: int, length: int) -> None:
+    try:
+        os.posix_fallocate(fd, offset, length)
+    except OSError as error:
+        raise ArenaError(f"can't take {length} bytes of the arena's volume: {error.strerror}") from error
+
+
+def _plan_extent(layout: Layout | None, ready: int, goal: int, capacity: int) -> _Extent:
+    extent_bytes = min(_MAX_EXTENT_BYTES, max(capacity // _EXTENTS_PER_ARENA, PAGE_BYTES))
+    if layout is None:
+        end = min(goal, ready + extent_bytes)
+        return _Extent(None, end, [(ready, end - ready)])
+    geometry = layout.geometry
+    end = min(goal, ready + max(1, extent_bytes // (geometry.slot_bytes * geometry.num_columns)))
+    length = (end - ready) * geometry.slot_bytes
+    columns = range(geometry.num_columns)
+    return _Extent(layout, end, [(layout.slot_offset(ready, column), length) for column in columns])

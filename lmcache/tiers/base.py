@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from lmcache.tiers.slots import SlotTable
 
 KEY_BYTES = 32
 """Length of a chunk key and of a namespace (both SHA-256)."""
@@ -90,13 +93,25 @@ class Geometry:
 class Arena(Protocol):
     """Memory for rows. ``MemoryTier`` decides what is in it; an arena only holds bytes and the slot table."""
 
-    geometry: Geometry
-    num_rows: int
-    """Rows when all extents are ready."""
+    @property
+    def geometry(self) -> Geometry | None:
+        """None while the arena is not formatted."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows when all extents are ready."""
 
     @property
     def ready_rows(self) -> int:
         """Rows below this number are populated and may be used. Only ever grows (shrinking: a later version)."""
+
+    @property
+    def first_generation(self) -> int:
+        """Generations of earlier formats of this arena are below this."""
+
+    @property
+    def table(self) -> SlotTable:
+        """What is known about every slot."""
 
     def view(self, row: int, column: int) -> memoryview:
         """The ``slot_bytes`` writable bytes of one slot."""

@@ -1,69 +1,472 @@
-"""The memory tier: index, reservations, leases, quarantine and eviction over an arena."""
+"""The memory tier: index, reservations, leases, quarantine and eviction over an arena.
+
+A row's life::
+
+    free -> reserved -> (all columns committed) visible -> evicted -> free
+                 `-> (a column aborted or quarantined) spoilt -> free
+
+**Slot reuse.** Bytes of a row may be under somebody's copy while it is reserved, leased, pinned or in quarantine;
+such a row is in nobody's reach but theirs. A row is reused only after each of them ended what they began, or is
+known to be gone: ``end_quarantine`` and ``end_lease_quarantine`` say so, and nothing else does.
+
+**Eviction** happens when a row is needed and none is free: rows dropped after a restart first, then incomplete
+rows that nobody writes, then what the policy says.
+
+Costs: O(1) per key; O(log rows) to take or free a row (the lowest free one is taken, which keeps to extents
+populated first).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import heapq
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from lmcache.tiers.base import Reservation, RowKey, Slot
+import numpy as np
+from numpy.typing import NDArray
+
+from lmcache.tiers.base import Arena, Removal, Reservation, Reserved, RowKey, Slot, StaleSlot
+from lmcache.tiers.policy import LRU, Policy
+from lmcache.tiers.slots import NO_CHECKSUM, State
+
+SIDECAR = bytes(16)
+"""Owner of the rows that the tier's own process fills (promotions)."""
 
 LeaseId = tuple[bytes, str]
 """(engine uuid, request id)"""
 
+INCOMPLETE_SECONDS = 30.0
+"""Ranks of one engine store a chunk within one step: by then the missing columns will not come any more."""
+
+_ADOPT_SLICE_ROWS = 128
+_MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
+
 
 @dataclass
 class MemoryStats:
-    """Plain counters; gauges are properties of the tier."""
+    """Counts since start, of rows."""
 
-    hits: int = 0
-    misses: int = 0
+    hits: int = 0  # found by a lookup, once per lease
+    misses: int = 0  # asked for and not found, by lookups of requests without a lease
+    refused: int = 0  # reservations refused because no row could be freed
+    removed: Counter[Removal] = field(default_factory=Counter)
+
+
+class _Row:
+    """What is known about a row that is not free."""
+
+    __slots__ = (
+        "adopted",
+        "committed",
+        "depth",
+        "key",
+        "num_leases",
+        "num_pins",
+        "slot",
+        "spoilt",
+        "unverified",
+        "visible",
+        "writers",
+    )
+
+    def __init__(self, key: RowKey, slot: Slot, depth: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.depth = depth  # position in its chain
+        self.writers: dict[int, bytes | None] = {}  # column -> owner, None in quarantine
+        self.committed: set[int] = set()  # columns
+        self.num_leases = 0
+        self.num_pins = 0
+        self.visible = False  # complete and in the index
+        self.spoilt = False  # out of the index for good
+        self.unverified = False  # adopted, checksum not compared yet
+        self.adopted = False  # a client from before the restart may be reading it
+
+    @property
+    def is_unused(self) -> bool:
+        return not (self.writers or self.num_leases or self.num_pins)
 
 
 class MemoryTier:
     """Not thread-safe: one event loop owns it.
 
-    ``owner`` is a client's uuid (16 bytes). Methods that take a Slot raise StaleSlot, and change nothing, when the
-    slot is not the caller's.
+    An ``owner`` of reservations is a client's uuid (16 bytes); leases belong to an engine. Methods that take slots
+    raise StaleSlot, and change nothing, when one of them is not the caller's.
     """
 
-    usable_rows: int
-    """Only rows below this are given out or leased: set by the sidecar to what all attached workers mapped."""
-    stats: MemoryStats
+    def __init__(
+        self, arena: Arena, policy: Policy | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.arena = arena
+        self.stats = MemoryStats()
+        self.usable_rows = arena.ready_rows
+        """Only rows below this are given out or leased: what all attached workers have mapped."""
+        self._policy = policy or LRU()
+        self._clock = clock
+        self._table = arena.table
+        self._next_generation = max(arena.first_generation, self._table.max_generation() + 1)
+        self._index: dict[RowKey, _Row] = {}
+        self._rows: dict[int, _Row] = {}  # all rows that are not free
+        self._free: list[int] = []  # heap
+        self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
+        self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
+        self._quarantine: dict[bytes, set[tuple[int, int]]] = {}
+        self._leases: dict[bytes, dict[str, dict[int, None]]] = {}  # engine -> request -> rows, head first
+        self._lease_quarantine: dict[bytes, list[dict[int, None]]] = {}
+        self._num_leased = 0
+        self._holding_adopted = True
+        self._dropped: list[_Row] = []  # adopted rows of no use, not free before ``release_adopted``
+
+    # ---- restart ----
 
     def adopt(self) -> Iterator[None]:
-        """Build the index from the slot table, in slices: run to the end before the first ``reserve``."""
+        """Build the index from the slot table in slices of less than 1 ms; exhaust it before anything else.
+
+        Committed rows with checksums come back, to be verified on first use; reserved slots are quarantined under
+        the owner that the table names; what else there is was not finished, and is dropped.
+        """
+        for first in range(0, self.arena.num_rows, _ADOPT_SLICE_ROWS):
+            entries = self._table.snapshot(first, min(first + _ADOPT_SLICE_ROWS, self.arena.num_rows))
+            used = (entries["state"] != State.FREE).any(axis=0)
+            for offset in range(entries.shape[1]):
+                if used[offset]:
+                    self._adopt_row(first + offset, entries[:, offset])
+                else:
+                    heapq.heappush(self._free, first + offset)
+            yield
+        if not self._index and not self._dropped:
+            self.release_adopted()
 
     def release_adopted(self) -> None:
-        """All clients from before the restart are drained or dead: adopted rows may be evicted now."""
+        """All clients from before the restart are drained or dead: adopted rows may be evicted from now on."""
+        self._holding_adopted = False
 
-    # reservations (owner = client uuid)
+    def _adopt_row(self, number: int, entries: NDArray[np.void]) -> None:
+        generation = int(entries["generation"].max())
+        newest = entries[int(entries["generation"].argmax())]
+        row = _Row(newest["key"].tobytes(), Slot(number, generation), depth=0)
+        row.adopted = True
+        self._rows[number] = row
+        if _is_whole(entries) and row.key not in self._index:
+            row.committed.update(range(len(entries)))
+            row.visible = row.unverified = True
+            self._index[row.key] = row
+            self._settle([row])
+            return
+        for column, entry in enumerate(entries):
+            owner = entry["owner"].tobytes()
+            if entry["state"] == State.RESERVED and owner != SIDECAR:
+                row.writers[column] = None
+                self._quarantine.setdefault(owner, set()).add((number, column))
+        self._spoil(row)
+        self._settle([row])
+
+    # ---- store ----
+
     def reserve(self, key: RowKey, column: int, owner: bytes, *, length: int, depth: int = 0) -> Reservation:
-        """``length``: payload bytes of the column (the group's chunk_bytes); ``depth``: position in its chain."""
+        """Give out one column of a row, which is made when it does not exist.
 
-    def commit(self, slot: Slot, column: int, owner: bytes) -> bool:
-        """The column's bytes are in the slot. True: the row became visible by this."""
+        ``length``: payload bytes of the column; ``depth``: position of the chunk in its chain.
+        """
+        row = self._index.get(key)
+        if row is None:
+            row = self._new_row(key, depth)
+        elif column in row.committed:
+            return Reservation(Reserved.EXISTS)
+        elif column in row.writers or row.slot.row >= self.usable_rows:
+            return Reservation(Reserved.BUSY)
+        if row is None:
+            return Reservation(Reserved.BUSY)
+        self._give(row, column, owner, length)
+        return Reservation(Reserved.SLOT, row.slot)
 
-    def abort(self, slot: Slot, column: int, owner: bytes) -> None:
-        """Give a reservation back; the row is never visible."""
+    def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Slot]:
+        """The column's bytes are in these slots (head first). Return the rows that became visible by this."""
+        rows = self._reserved_rows(slots, column, owner)
+        for row in rows:
+            self._table.commit(row.slot.row, column)
+            self._take_back(row, column, owner)
+            row.committed.add(column)
+            row.visible = len(row.committed) == self._table.num_columns and not row.spoilt
+        self._settle(rows)
+        return [row.slot for row in rows if row.visible]
+
+    def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
+        """Give reservations back: these rows are never visible."""
+        rows = self._reserved_rows(slots, column, owner)
+        for row in rows:
+            self._take_back(row, column, owner)
+            self._spoil(row)
+        self._settle(rows)
 
     def quarantine(self, owner: bytes) -> None:
         """The client's stream broke: its reservations can't be committed any more, nor their slots reused."""
+        reserved = self._reservations.pop(owner, set())
+        for number, column in reserved:
+            row = self._rows[number]
+            row.writers[column] = None
+            self._spoil(row)
+        if reserved:
+            self._quarantine.setdefault(owner, set()).update(reserved)
 
     def end_quarantine(self, owner: bytes) -> None:
         """The client sent Drained, or is proven dead: its quarantined slots may be reused."""
+        for number, column in self._quarantine.pop(owner, set()):
+            row = self._rows[number]
+            del row.writers[column]
+            self._settle([row])
 
-    # leases (owner = engine uuid)
+    @property
+    def quarantined_owners(self) -> set[bytes]:
+        """Clients whose slots or engines whose leases are in quarantine."""
+        return self._quarantine.keys() | self._lease_quarantine.keys()
+
+    # ---- load ----
+
     def lookup(self, lease_id: LeaseId, keys: Sequence[RowKey]) -> tuple[int, list[Slot]]:
-        """Number of leading keys resident, and the slots of those that are now under the lease (leading too)."""
+        """Return the number of leading keys resident, and the slots of those (leading, too) now under the lease.
+
+        Asking again under the same id extends the lease. At most half of the usable rows are leased in all.
+        """
+        engine, request = lease_id
+        lease = self._leases.get(engine, {}).get(request, {})
+        if not lease:
+            self.stats.misses += len(keys)
+        slots: list[Slot] = []
+        resident: list[int] = []
+        for row in self._resident(keys):
+            number = row.slot.row
+            if len(slots) == len(resident) and (number in lease or self._lease(row)):
+                slots.append(row.slot)
+                self.stats.hits += number not in lease
+                lease[number] = None
+            resident.append(number)
+        if lease:
+            self._leases.setdefault(engine, {})[request] = lease
+        self._policy.touch(resident)
+        return len(resident), slots
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease; unknown ids are ignored."""
+        engine, request = lease_id
+        leases = self._leases.get(engine, {})
+        self._end_lease(leases.pop(request, {}))
+        if not leases:
+            self._leases.pop(engine, None)
 
     def quarantine_leases(self, engine: bytes) -> None:
-        """All of an engine's leases stop being extendable or releasable, and go on holding their rows."""
+        """The engine's leases can't be extended or released any more, and go on holding their rows."""
+        leases = self._leases.pop(engine, {})
+        if leases:
+            self._lease_quarantine.setdefault(engine, []).extend(leases.values())
 
     def end_lease_quarantine(self, engine: bytes) -> None:
-        """All clients of the engine are drained or dead: the quarantined leases end."""
+        """All clients of the engine are drained or dead: its quarantined leases end."""
+        for lease in self._lease_quarantine.pop(engine, []):
+            self._end_lease(lease)
+
+    # ---- for the tiers below ----
+
+    def is_resident(self, key: RowKey) -> bool:
+        """Could a lookup lease it?"""
+        return any(True for _ in self._resident([key]))
+
+    def unverified(self, key: RowKey) -> Slot | None:
+        """Return the slot of an adopted row whose bytes must be compared with their checksums before use."""
+        row = self._index.get(key)
+        return row.slot if row and row.unverified else None
+
+    def verified(self, slot: Slot, *, is_intact: bool) -> None:
+        """Say what the comparison found; a row that is not intact is gone. The row must be pinned."""
+        row = self._rows[slot.row]
+        row.unverified = False
+        if not is_intact:
+            self.stats.removed[Removal.INVALID] += 1
+            self._spoil(row)
+
+    def pin(self, slot: Slot) -> RowKey | None:
+        """Keep a visible row from eviction while its bytes are read; None when it is gone already."""
+        row = self._rows.get(slot.row)
+        if row is None or row.slot != slot or not row.visible:
+            return None
+        row.num_pins += 1
+        self._policy.remove(slot.row)
+        return row.key
+
+    def unpin(self, slot: Slot) -> None:
+        """End one ``pin``."""
+        row = self._rows[slot.row]
+        row.num_pins -= 1
+        self._settle([row])
+
+    def depth(self, slot: Slot) -> int:
+        """Position of a row's chunk in its chain; 0 when it is not known."""
+        return self._rows[slot.row].depth
+
+    def reserve_row(self, key: RowKey) -> Slot | None:
+        """Reserve all columns for this process itself; None when the row exists, or no row can be freed."""
+        row = self._new_row(key, depth=0) if key not in self._index else None
+        if row is None:
+            return None
+        for column in range(self._table.num_columns):
+            self._give(row, column, SIDECAR, length=0)
+        return row.slot
+
+    def commit_row(self, slot: Slot, lengths: Sequence[int], checksums: Sequence[bytes]) -> None:
+        """All columns are in the slots, with these payload lengths and checksums."""
+        for column, (length, checksum) in enumerate(zip(lengths, checksums)):
+            self._table.set_length(slot.row, column, length)
+            self._table.seal(slot.row, column, checksum)
+            self.commit([slot], column, SIDECAR)
+
+    def abort_row(self, slot: Slot) -> None:
+        """Give all columns back."""
+        for column in range(self._table.num_columns):
+            self.abort([slot], column, SIDECAR)
+
+    # ---- gauges ----
+
+    @property
+    def num_used(self) -> int:
+        """Rows that are not free."""
+        return len(self._rows)
+
+    @property
+    def num_leased(self) -> int:
+        """Rows under at least one lease, those in quarantine included."""
+        return self._num_leased
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots (row and column) whose reuse is not proven safe yet."""
+        return sum(map(len, self._quarantine.values()))
+
+    # ---- inside ----
+
+    def _resident(self, keys: Iterable[RowKey]) -> Iterator[_Row]:
+        """Leading rows that can be leased."""
+        for key in keys:
+            row = self._index.get(key)
+            if row is None or not row.visible or row.unverified or row.slot.row >= self.usable_rows:
+                return
+            yield row
+
+    def _lease(self, row: _Row) -> bool:
+        if row.num_leases == 0:
+            if self._num_leased >= self.usable_rows // 2:
+                return False
+            self._num_leased += 1
+            self._policy.remove(row.slot.row)
+        row.num_leases += 1
+        return True
+
+    def _end_lease(self, lease: Iterable[int]) -> None:
+        rows = [self._rows[number] for number in lease]
+        for row in rows:
+            row.num_leases -= 1
+            self._num_leased -= row.num_leases == 0
+        self._settle(rows)
+
+    def _new_row(self, key: RowKey, depth: int) -> _Row | None:
+        number = self._take_free()
+        if number is None:
+            self.stats.refused += 1
+            return None
+        row = _Row(key, Slot(number, self._next_generation), depth)
+        self._next_generation += 1
+        self._rows[number] = self._index[key] = row
+        return row
+
+    def _give(self, row: _Row, column: int, owner: bytes, length: int) -> None:
+        number, generation = row.slot
+        self._table.reserve(number, column, key=row.key, owner=owner, length=length, generation=generation)
+        row.writers[column] = owner
+        self._reservations.setdefault(owner, set()).add((number, column))
+        self._incomplete.pop(number, None)
+
+    def _reserved_rows(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[_Row]:
+        rows = []
+        for slot in slots:
+            row = self._rows.get(slot.row)
+            if row is None or row.slot != slot or row.writers.get(column) != owner:
+                raise StaleSlot(f"column {column} of {slot} is not reserved by this client (any more)")
+            rows.append(row)
+        if len({slot.row for slot in slots}) != len(slots):
+            raise StaleSlot("a slot is named twice")
+        return rows
+
+    def _take_back(self, row: _Row, column: int, owner: bytes) -> None:
+        del row.writers[column]
+        reserved = self._reservations[owner]
+        reserved.remove((row.slot.row, column))
+        if not reserved:
+            del self._reservations[owner]
+
+    def _spoil(self, row: _Row) -> None:
+        """Take the row out of the index: whoever asks for its key gets another one."""
+        if self._index.get(row.key) is row:
+            del self._index[row.key]
+        row.visible = False
+        row.spoilt = True
+
+    def _settle(self, rows: Sequence[_Row]) -> None:
+        """Put rows of one request (head first) where they belong now that a use of them ended."""
+        idle = []
+        for row in rows:
+            if not row.is_unused:
+                continue
+            if row.spoilt:
+                self._discard(row)
+            elif row.visible:
+                idle.append(row.slot.row)
+            else:
+                self._incomplete[row.slot.row] = self._clock()
+        self._policy.admit(idle)
+
+    def _discard(self, row: _Row) -> None:
+        """Free a row that nobody uses, or put it aside while a reader from before the restart may be left."""
+        if row.adopted and self._holding_adopted:
+            self._dropped.append(row)
+            return
+        number = row.slot.row
+        self._table.free(number)
+        del self._rows[number]
+        heapq.heappush(self._free, number)
+
+    def _take_free(self) -> int | None:
+        for _ in range(_MAX_EVICTIONS):
+            if self._free and self._free[0] < self.usable_rows:
+                return heapq.heappop(self._free)
+            if self.usable_rows == 0 or self._holding_adopted or not self._make_room():
+                break
+        return None
+
+    def _make_room(self) -> bool:
+        """Free one row, whichever can be spared most easily (it may lie beyond ``usable_rows``: of no use there)."""
+        if self._dropped:
+            self._discard(self._dropped.pop())
+            return True
+        number, since = next(iter(self._incomplete.items()), (-1, self._clock()))
+        if self._clock() - since <= INCOMPLETE_SECONDS:
+            number = next(self._policy.victims(), -1)
+        if number < 0:
+            return False
+        self._incomplete.pop(number, None)
+        self._policy.remove(number)
+        row = self._rows[number]
+        self._spoil(row)
+        self._discard(row)
+        self.stats.removed[Removal.EVICTED] += 1
+        return True
 
 
-Clock = Callable[[], float]
+def _is_whole(entries: NDArray[np.void]) -> bool:
+    """Do the entries of one row belong together, committed and with checksums?"""
+    return bool(
+        (entries["state"] == State.COMMITTED).all()
+        and (entries["generation"] == entries["generation"][0]).all()
+        and (entries["key"] == entries["key"][0]).all()
+        and not any(entry.tobytes() == NO_CHECKSUM for entry in entries["checksum"])
+    )

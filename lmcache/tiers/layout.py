@@ -1,0 +1,101 @@
+"""Where things are in an arena file. Pure arithmetic, and the head page that records it.
+
+::
+
+    0            4096              data_offset                            (aligned)
+    | head page  | table column 0, table column 1, .. | slots of column 0 | slots of column 1 | ..
+
+A column's slots follow each other without gaps, so a rank maps and pins one range.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.slots import ENTRY_BYTES
+
+HEAD_BYTES = 4096
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
+# Below this, aligning to huge pages would waste a noticeable part of the arena.
+_LARGE_ARENA_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets of one format of the arena."""
+
+    geometry: Geometry
+    num_rows: int
+    data_offset: int
+    column_bytes: int  # distance between two columns
+
+    @classmethod
+    def plan(cls, capacity_bytes: int, geometry: Geometry) -> Layout:
+        """Lay out as many rows as fit; raises ArenaError when not even one does."""
+        columns, slot_bytes = geometry.num_columns, geometry.slot_bytes
+        if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES or columns < 1:
+            raise ArenaError(f"{columns} columns of {slot_bytes}-byte slots: slots are whole pages")
+        align = HUGE_PAGE_BYTES if capacity_bytes >= _LARGE_ARENA_BYTES else PAGE_BYTES
+        fixed = HEAD_BYTES + align * (columns + 1)
+        num_rows = (capacity_bytes - fixed) // (columns * (slot_bytes + ENTRY_BYTES))
+        if num_rows < 1:
+            least = fixed + columns * (slot_bytes + ENTRY_BYTES)
+            raise ArenaError(f"an arena of {capacity_bytes} bytes holds no row: one needs {least} bytes")
+        data_offset = _round_up(HEAD_BYTES + columns * num_rows * ENTRY_BYTES, align)
+        return cls(geometry, num_rows, data_offset, _round_up(num_rows * slot_bytes, align))
+
+    def table_offset(self, column: int) -> int:
+        """Byte offset of the entry of row 0 of a column."""
+        return HEAD_BYTES + column * self.num_rows * ENTRY_BYTES
+
+    def slot_offset(self, row: int, column: int) -> int:
+        """Byte offset of a slot."""
+        return self.data_offset + column * self.column_bytes + row * self.geometry.slot_bytes
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head page: what a file is, and how its last format laid it out."""
+
+    capacity_bytes: int
+    epoch: int
+    first_generation: int  # all generations of earlier formats are below
+    geometry: Geometry | None  # None: not formatted
+
+    _MAGIC = b"LMCarena"
+    _VERSION = 1
+    _FIELDS = struct.Struct("<8sIIQQQQ")
+
+    def pack(self) -> bytes:
+        """Return the head page's leading bytes."""
+        geometry = self.geometry or Geometry(0, 0)
+        return self._FIELDS.pack(
+            self._MAGIC,
+            self._VERSION,
+            geometry.num_columns,
+            self.capacity_bytes,
+            self.epoch,
+            self.first_generation,
+            geometry.slot_bytes,
+        )
+
+    @classmethod
+    def parse(cls, page: bytes) -> Head | None:
+        """Read a head page; None when it was never written or is of another version. ArenaError: not an arena."""
+        magic, version, columns, capacity, epoch, generation, slot_bytes = cls._FIELDS.unpack_from(page)
+        if not any(page):
+            return None
+        if magic != cls._MAGIC:
+            raise ArenaError("the file is not an arena: remove it or choose another path")
+        if version != cls._VERSION:
+            return None
+        geometry = Geometry(slot_bytes, columns) if slot_bytes else None
+        return cls(capacity, epoch, generation, geometry)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
