@@ -1,0 +1,69 @@
+{{- define "lmcache-operator.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* The release's name, unless it says the chart's already. */}}
+{{- define "lmcache-operator.fullname" -}}
+{{- $name := include "lmcache-operator.name" . }}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
+{{- default $full .Values.fullnameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "lmcache-operator.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "lmcache-operator.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "lmcache-operator.labels" -}}
+{{ include "lmcache-operator.selectorLabels" . }}
+app.kubernetes.io/component: operator
+app.kubernetes.io/part-of: lmcache-cluster
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "lmcache-operator.serviceAccountName" -}}
+{{- $default := ternary (include "lmcache-operator.fullname" .) "default" .Values.serviceAccount.create }}
+{{- default $default .Values.serviceAccount.name }}
+{{- end }}
+
+{{- define "lmcache-operator.image" -}}
+{{- $tag := default .Chart.AppVersion .Values.image.tag }}
+{{- with .Values.image.digest }}{{ $.Values.image.repository }}@{{ . }}{{ else }}{{ .Values.image.repository }}:{{ $tag }}{{ end }}
+{{- end }}
+
+{{/* What the operator may do to namespaced objects: in one namespace by a Role, in all by a ClusterRole. */}}
+{{- define "lmcache-operator.rules" -}}
+- apiGroups: [lmcache.io]
+  resources: [lmcacheclusters]
+  verbs: [get, list, watch]
+- apiGroups: [lmcache.io]
+  resources: [lmcacheclusters/status]
+  verbs: [patch]
+# Owner references that block deletion ask for it where that admission plugin is on (OpenShift).
+- apiGroups: [lmcache.io]
+  resources: [lmcacheclusters/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [statefulsets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps, serviceaccounts]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [pods/eviction]
+  verbs: [create]
+- apiGroups: [events.k8s.io, ""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end }}

@@ -1,0 +1,134 @@
+"""Checks manifests against the schemas of Kubernetes, without a network.
+
+    python -m tools.kube.schemas CHART      # what the chart renders, with each set of values
+    python -m tools.kube.schemas --write    # schemas.json anew, from the control plane's own OpenAPI document
+
+kubeconform usually downloads a schema per kind. Ours is one file with the kinds that chart and operator make,
+closed against unknown fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.kube import binaries
+from tools.kube.cluster import Cluster
+
+SCHEMAS = Path(__file__).with_name("schemas.json")
+KINDS = (
+    "v1/ConfigMap", "v1/Service", "v1/ServiceAccount", "apps/v1/Deployment", "apps/v1/StatefulSet",
+    "policy/v1/PodDisruptionBudget", "networking.k8s.io/v1/NetworkPolicy",
+    "rbac.authorization.k8s.io/v1/ClusterRole", "rbac.authorization.k8s.io/v1/ClusterRoleBinding",
+    "rbac.authorization.k8s.io/v1/Role", "rbac.authorization.k8s.io/v1/RoleBinding",
+    "apiextensions.k8s.io/v1/CustomResourceDefinition",
+)  # fmt: skip
+VALUES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("watchNamespaces={a,b}", "crds.enabled=false", "metrics.service.enabled=false"),
+    (
+        "image.digest=sha256:" + "0" * 64, "imagePullSecrets[0].name=x", "allowAllGpusSidecar=true",
+        "defaults.sidecarImage=i:1", "podLabels.a=b", "nodeSelector.a=b", "tolerations[0].key=x",
+        "serviceAccount.annotations.a=b", "priorityClassName=high",
+    ),
+)  # fmt: skip
+"""Values that between them turn every part of the templates on and off."""
+
+Schema = dict[str, Any]
+
+
+def convert(openapi: Schema) -> Schema:
+    """One JSON schema for `KINDS` from an OpenAPI v2 document, with only the definitions that they need."""
+    source: dict[str, Schema] = openapi["definitions"]
+    roots = {}
+    for name, definition in source.items():
+        for gvk in definition.get("x-kubernetes-group-version-kind", []):
+            roots["/".join(filter(None, (gvk["group"], gvk["version"], gvk["kind"])))] = name
+    needed, queue = {}, [roots[kind] for kind in KINDS]
+    while queue:
+        name = queue.pop()
+        if name not in needed:
+            needed[name] = _strict(source[name])
+            queue += _references(needed[name])
+    is_kind = [_is_kind(kind) for kind in KINDS]
+    rules = [
+        {"if": test, "then": {"$ref": f"#/definitions/{roots[kind]}"}}
+        for test, kind in zip(is_kind, KINDS, strict=True)
+    ]
+    return {"anyOf": is_kind, "allOf": rules, "definitions": needed}
+
+
+def _is_kind(kind: str) -> Schema:
+    api_version, _, name = kind.rpartition("/")
+    properties = {"apiVersion": {"const": api_version}, "kind": {"const": name}}
+    return {"required": list(properties), "properties": properties}
+
+
+def _references(schema: Schema) -> Iterator[str]:
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str):  # a CRD's schema has a property of that name
+            yield value.removeprefix("#/definitions/")
+        elif isinstance(value, dict):
+            yield from _references(value)
+
+
+def _strict(schema: Schema) -> Schema:
+    """Without prose, and closed: an unknown field is an error, as with ``kubectl --validate=strict``."""
+    if schema.get("format") == "int-or-string":
+        return {"type": ["integer", "string"]}
+    kept: Schema = {key: schema[key] for key in ("type", "$ref", "enum", "required") if key in schema}
+    if "items" in schema:
+        kept["items"] = _strict(schema["items"])
+    if "properties" in schema:
+        kept["properties"] = {name: _strict(value) for name, value in schema["properties"].items()}
+        kept["additionalProperties"] = False
+    elif isinstance(schema.get("additionalProperties"), dict):
+        kept["additionalProperties"] = _strict(schema["additionalProperties"])
+    if schema.get("description", "").startswith("Quantity is"):
+        kept["type"] = ["string", "number"]
+    return kept
+
+
+def validate(manifests: str) -> list[str]:
+    """What is wrong with a stream of YAML documents, a line each."""
+    argv = [str(binaries.path("kubeconform")), "-strict", "-output=json", f"-schema-location={SCHEMAS}", "-"]
+    done = subprocess.run(argv, input=manifests, capture_output=True, text=True)
+    try:
+        resources = json.loads(done.stdout)["resources"]
+    except ValueError:
+        return [done.stdout + done.stderr]
+    return [f"{r['kind']} {r['name']}: {r['msg']}" for r in resources if r["status"] != "statusValid"]
+
+
+def chart_errors(chart: Path) -> Iterator[str]:
+    for values in VALUES:
+        settings = [part for value in values for part in ("--set", value)]
+        argv = [str(binaries.path("helm")), "template", "release", str(chart), *settings]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        yield from validate(done.stdout) if done.returncode == 0 else [done.stderr.strip()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("chart", nargs="?", type=Path)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    if options.write:
+        with Cluster(num_nodes=0) as cluster:
+            schema = convert(cluster.api.request("GET", "/openapi/v2"))
+        SCHEMAS.write_text(json.dumps(schema, separators=(",", ":"), sort_keys=True) + "\n")
+    errors = list(chart_errors(options.chart)) if options.chart else []
+    for error in errors:
+        print(error)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
