@@ -16,7 +16,7 @@ import grpc
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.session import Copies, Session
-from lmcache.tiers.arena import ColumnMapping, map_column
+from lmcache.tiers.arena import MappedColumn, map_column
 
 _ATTACH_SECONDS = 2.0
 """Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""
@@ -42,7 +42,7 @@ class Attachment:
         self._stream: Any = None
         self._changed = threading.Condition()  # protects everything below
         self._epoch = 0
-        self._column: ColumnMapping | None = None
+        self._column: MappedColumn | None = None
         self._ready_rows = 0
         self._mapped_rows = 0
         self._drained = False
@@ -107,7 +107,7 @@ class Attachment:
             owed=self._owed,
         )
 
-    def _map(self, attached: pb.Attached) -> ColumnMapping:
+    def _map(self, attached: pb.Attached) -> MappedColumn:
         path = Path(attached.arena_path)
         if not path.exists():  # mounted elsewhere in this container
             path = Path(self._socket_path).parent / path.name

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import RpcRefused, SidecarError, SidecarUnavailable, StaleSession
-from lmcache.tiers.arena import ColumnMapping
+from lmcache.tiers.arena import MappedColumn
 from lmcache.tiers.base import Reservation, Reserved, Slot
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
@@ -92,7 +92,7 @@ class Session:
         channel: grpc.Channel,
         client_uuid: bytes,
         epoch: int,
-        column: ColumnMapping | None,
+        column: MappedColumn | None,
         copies: Copies,
         *,
         on_stale: Callable[[], None],

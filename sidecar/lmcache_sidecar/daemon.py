@@ -1,0 +1,147 @@
+"""The parts of the sidecar put together, from start to SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from http import HTTPStatus
+from pathlib import Path
+
+import lmcache
+from lmcache.rpc import service
+from lmcache.tiers.arena import ArenaFile
+from lmcache.tiers.base import ArenaError
+from lmcache.tiers.tiered import TieredStore
+from lmcache_sidecar import stats
+from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.http import HttpServer, Response
+from lmcache_sidecar.metrics import CallMetrics, Metrics
+from lmcache_sidecar.server import Server, claim_socket
+from lmcache_sidecar.sessions import Sessions
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(config: Config) -> None:
+    """Run until SIGTERM or SIGINT. Raises ConfigError when it can't start."""
+    sidecar = Sidecar(config)
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        await sidecar.start()
+        await stopping.wait()
+        logger.info("Stopping")
+    finally:
+        await sidecar.stop()
+
+
+class Sidecar:
+    """One daemon: arena, sessions, gRPC and HTTP servers."""
+
+    def __init__(self, config: Config) -> None:
+        """Take the socket and the arena. Raises ConfigError."""
+        self._config = config
+        claim_socket(config.socket)
+        locks = _make_locks_directory(config.socket)
+        self._arena = _open_arena(config)
+        self._sessions = Sessions(self._arena, config.arena_path, locks, lambda: TieredStore(self._arena))
+        calls = CallMetrics()
+        self._started = time.monotonic()
+        self._server = Server(self._sessions, config.socket, calls)
+        self._metrics = Metrics(calls, self._stats)
+        self._http = HttpServer(
+            {
+                "/metrics": self._metrics_page,
+                "/stats": self._stats_page,
+                "/healthz": self._healthz_page,
+                "/readyz": self._readyz_page,
+            }
+        )
+        self._deaths: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen; populating goes on in the background. Raises ConfigError."""
+        config, loop = self._config, asyncio.get_running_loop()
+        await self._sessions.start()
+        await self._server.start()
+        try:
+            port = await self._http.start(config.http_host, config.http_port)
+        except OSError as error:
+            raise ConfigError(
+                f"--http-port: can't listen on {config.http_host}:{config.http_port}: {error}"
+            ) from error
+
+        def on_growth() -> None:
+            loop.call_soon_threadsafe(self._server.arena_grew)
+
+        self._arena.start(on_growth)
+        self._deaths = asyncio.create_task(self._sessions.deaths.run())
+        logger.info(
+            "LMCache sidecar %s serves %s, arena %s of %d bytes, http port %d",
+            lmcache.__version__,
+            config.socket,
+            config.arena_path,
+            config.memory_size,
+            port,
+        )
+
+    async def stop(self) -> None:
+        """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
+        await self._server.stop()
+        if self._deaths is not None:
+            self._deaths.cancel()
+        store = self._sessions.store
+        if store is not None:
+            if not await store.drain(self._config.drain_grace_seconds):
+                logger.warning(
+                    "The grace period is over, rows that were not written through are lost to other pods"
+                )
+            await store.close()
+        await self._http.stop()
+        self._arena.close()
+        logger.info("Stopped")
+
+    def _stats(self) -> dict[str, object]:
+        return stats.collect(self._sessions, time.monotonic() - self._started)
+
+    async def _metrics_page(self) -> Response:
+        return Response(HTTPStatus.OK, await self._metrics.text(), "text/plain; version=0.0.4; charset=utf-8")
+
+    async def _stats_page(self) -> Response:
+        return Response(HTTPStatus.OK, json.dumps(self._stats()).encode() + b"\n", "application/json")
+
+    async def _healthz_page(self) -> Response:
+        return Response(HTTPStatus.OK, b"ok\n")  # that this runs is the proof
+
+    async def _readyz_page(self) -> Response:
+        if self._server.is_listening and self._arena.path.exists():
+            return Response(HTTPStatus.OK, b"ready\n")
+        return Response(HTTPStatus.SERVICE_UNAVAILABLE, b"not listening, or the arena's file is gone\n")
+
+
+def _make_locks_directory(socket_path: str) -> Path:
+    path = service.locks_directory(socket_path)
+    try:
+        path.mkdir(exist_ok=True)
+        path.chmod(0o2770)  # clients of the same group make their files here
+    except OSError as error:
+        raise ConfigError(
+            f"--socket: can't make {path} for the clients' lock files: {error.strerror}"
+        ) from error
+    return path
+
+
+def _open_arena(config: Config) -> ArenaFile:
+    directory = os.path.dirname(config.arena_path) or "."
+    if not os.path.isdir(directory):
+        raise ConfigError(f"--arena: {directory} is not a directory: make it, or mount a volume there")
+    try:
+        return ArenaFile(config.arena_path, config.memory_size)
+    except ArenaError as error:
+        raise ConfigError(f"--arena: {error}") from error

@@ -1,0 +1,127 @@
+"""A small, strict HTTP/1.1 server: GET only, one request per connection, everything bounded.
+
+It answers on the same loop as the engine's calls, so it reads little, waits briefly and knows its paths by heart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+_MAX_HEAD_BYTES = 8192
+_READ_SECONDS = 5.0
+_WRITE_SECONDS = 10.0
+_MAX_CONNECTIONS = 64
+
+
+class Response(NamedTuple):
+    """What a page answers."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+Page = Callable[[], Awaitable[Response]]
+
+
+class BadRequest(Exception):
+    """The request can't be served; ``status`` says why."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.status = status
+
+
+def parse_head(head: bytes) -> str:
+    """Path of a GET request, without its query. Raises BadRequest."""
+    lines = head.split(b"\r\n")
+    parts = lines[0].split(b" ")
+    if len(parts) != 3 or not parts[2].startswith(b"HTTP/1.") or not parts[1].startswith(b"/"):
+        raise BadRequest(HTTPStatus.BAD_REQUEST)
+    if not all(b":" in line for line in lines[1:] if line):
+        raise BadRequest(HTTPStatus.BAD_REQUEST)
+    if parts[0] != b"GET":
+        raise BadRequest(HTTPStatus.METHOD_NOT_ALLOWED)
+    try:
+        return parts[1].partition(b"?")[0].decode("ascii")
+    except UnicodeDecodeError as error:
+        raise BadRequest(HTTPStatus.BAD_REQUEST) from error
+
+
+class HttpServer:
+    """Serves ``pages`` (path to coroutine function) from ``start`` to ``stop``."""
+
+    def __init__(self, pages: Mapping[str, Page]) -> None:
+        self._pages = pages
+        self._server: asyncio.Server | None = None
+        self._num_connections = 0
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and say on which port. Raises OSError."""
+        self._server = await asyncio.start_server(self._connected, host, port, limit=_MAX_HEAD_BYTES)
+        chosen: int = self._server.sockets[0].getsockname()[1]
+        return chosen
+
+    async def stop(self) -> None:
+        """Take no more requests."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_connections += 1
+        try:
+            if self._num_connections > _MAX_CONNECTIONS:
+                response = _of_status(HTTPStatus.SERVICE_UNAVAILABLE)
+            else:
+                response = await self._respond(reader)
+            writer.write(_encode(response))
+            async with asyncio.timeout(_WRITE_SECONDS):
+                await writer.drain()
+        except (OSError, TimeoutError):
+            writer.transport.abort()  # it went away, or does not read
+        finally:
+            self._num_connections -= 1
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _respond(self, reader: asyncio.StreamReader) -> Response:
+        try:
+            async with asyncio.timeout(_READ_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+            page = self._pages.get(parse_head(head))
+            return await page() if page else _of_status(HTTPStatus.NOT_FOUND)
+        except BadRequest as error:
+            return _of_status(error.status)
+        except TimeoutError:
+            return _of_status(HTTPStatus.REQUEST_TIMEOUT)
+        except asyncio.LimitOverrunError:
+            return _of_status(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        except asyncio.IncompleteReadError:
+            return _of_status(HTTPStatus.BAD_REQUEST)
+        except Exception:
+            logger.exception("A page failed")
+            return _of_status(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _of_status(status: HTTPStatus) -> Response:
+    return Response(status, f"{status.value} {status.phrase}\n".encode())
+
+
+def _encode(response: Response) -> bytes:
+    head = [
+        f"HTTP/1.1 {response.status.value} {response.status.phrase}",
+        f"Content-Type: {response.content_type}",
+        f"Content-Length: {len(response.body)}",
+        "Connection: close",
+    ]
+    if response.status is HTTPStatus.METHOD_NOT_ALLOWED:
+        head.append("Allow: GET")
+    return "\r\n".join([*head, "", ""]).encode() + response.body

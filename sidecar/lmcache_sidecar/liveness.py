@@ -1,0 +1,106 @@
+"""Proof of death: a client is dead when the kernel has dropped its record lock, and then 2 s have passed.
+
+A broken stream proves nothing: the engine may be frozen, or swapped out, with a copy half done. Only clients in
+quarantine are looked at, so a healthy sidecar polls nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_SECONDS = 2.0
+"""Between the lock's end and the reuse of slots: a dying process's last DMA may still be under way."""
+
+POLL_SECONDS = 0.25
+
+
+class LockProbe:
+    """One client's lock file, by a descriptor of our own: it goes on naming that file when the path is gone."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when the file can't be opened."""
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def is_held(self) -> bool:
+        """Does the client hold its lock?"""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        return False
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+    def remove(self) -> None:
+        """The client is dead: remove its file, unless somebody put another there."""
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
+                self._path.unlink()
+        except FileNotFoundError:
+            pass
+        self.close()
+
+
+def probes_in(directory: Path) -> Iterator[tuple[bytes, LockProbe]]:
+    """(client uuid, probe) of every lock file that is there."""
+    for path in directory.glob("*.lock"):
+        if re.fullmatch(r"[0-9a-f]{32}", path.stem):
+            yield bytes.fromhex(path.stem), LockProbe(path)
+
+
+@dataclass
+class _Watched:
+    probe: LockProbe
+    unlocked_at: float | None = None  # when the lock was first found free
+
+
+class DeathWatch:
+    """Calls ``on_death(uuid)`` once per watched client, when it is proven dead."""
+
+    def __init__(self, on_death: Callable[[bytes], None], clock: Callable[[], float]) -> None:
+        self._on_death = on_death
+        self._clock = clock
+        self._watched: dict[bytes, _Watched] = {}
+        self._has_work = asyncio.Event()
+
+    def watch(self, uuid: bytes, probe: LockProbe) -> None:
+        """Look at a client from now on; takes over its probe."""
+        self._watched[uuid] = _Watched(probe)
+        self._has_work.set()
+
+    def forget(self, uuid: bytes) -> None:
+        """The client is attached again."""
+        if (watched := self._watched.pop(uuid, None)) is not None:
+            watched.probe.close()
+
+    def step(self) -> None:
+        """Look at every watched client once."""
+        now = self._clock()
+        for uuid, watched in list(self._watched.items()):
+            if watched.probe.is_held():
+                watched.unlocked_at = None
+            elif watched.unlocked_at is None:
+                watched.unlocked_at = now
+            elif now - watched.unlocked_at >= GRACE_SECONDS:
+                del self._watched[uuid]
+                watched.probe.remove()
+                self._on_death(uuid)
+
+    async def run(self) -> None:
+        """Step every POLL_SECONDS while there is somebody to look at."""
+        while True:
+            await self._has_work.wait()
+            self.step()
+            if not self._watched:
+                self._has_work.clear()
+            await asyncio.sleep(POLL_SECONDS)

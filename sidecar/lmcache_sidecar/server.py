@@ -1,0 +1,187 @@
+"""The gRPC face of the sessions: one asyncio loop, a UNIX socket, statuses with sentences."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache_sidecar.config import ConfigError
+from lmcache_sidecar.metrics import CallMetrics
+from lmcache_sidecar.sessions import Client, Sessions
+from lmcache_sidecar.wire import Refused, invalid
+
+logger = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", service.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),  # answers are bounded by what was asked
+]
+
+
+class Server:
+    """Serves ``sessions`` on ``socket_path`` from ``start`` to ``stop``."""
+
+    def __init__(self, sessions: Sessions, socket_path: str, metrics: CallMetrics) -> None:
+        self._sessions = sessions
+        self._socket_path = socket_path
+        self._metrics = metrics
+        self._server: grpc.aio.Server | None = None
+        self._grown = asyncio.Event()  # replaced whenever it was set
+
+    @property
+    def is_listening(self) -> bool:
+        """True from start to stop."""
+        return self._server is not None
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when the socket can't be made."""
+        server = grpc.aio.server(options=_OPTIONS)
+        calls = self._sessions
+        handlers: dict[service.Method, Callable[[Any], Any]] = {
+            service.LOOKUP: calls.lookup,
+            service.RESERVE: calls.reserve,
+            service.COMMIT: calls.commit,
+            service.ABORT: calls.abort,
+            service.RELEASE: calls.release,
+        }
+        methods = {method.name: self._unary(method, call) for method, call in handlers.items()}
+        methods["Attach"] = grpc.stream_stream_rpc_method_handler(
+            self._attach,
+            request_deserializer=pb.AttachRequest.FromString,
+            response_serializer=pb.AttachReply.SerializeToString,
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.SERVICE, methods),))
+        umask = os.umask(0o117)  # the socket is 0660 from the first moment
+        try:
+            server.add_insecure_port(f"unix:{self._socket_path}")
+        except RuntimeError as error:
+            raise ConfigError(f"--socket: can't listen on {self._socket_path}: {error}") from error
+        finally:
+            os.umask(umask)
+        await server.start()
+        self._server = server
+
+    async def stop(self) -> None:
+        """End all streams and take no more calls."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(grace=None)
+
+    def arena_grew(self) -> None:
+        """Tell every client that more rows are ready."""
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    def _unary(self, method: service.Method, call: Callable[[Any], Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        async def handle(request: Any, context: _Context) -> Any:
+            started = time.perf_counter()
+            code = grpc.StatusCode.OK
+            try:
+                return call(request)
+            except Refused as refused:
+                code = refused.code
+                await _abort(context, refused)
+            except Exception:
+                code = grpc.StatusCode.INTERNAL
+                logger.exception("%s failed", method.name)
+                await context.abort(code, "the sidecar has a bug, see its log")
+            finally:
+                self._metrics.observe(method.name, code, time.perf_counter() - started)
+
+        return grpc.unary_unary_rpc_method_handler(
+            handle,
+            request_deserializer=method.request.FromString,
+            response_serializer=method.reply.SerializeToString,
+        )
+
+    async def _attach(self, _: object, context: _Context) -> None:
+        code = grpc.StatusCode.OK
+        started = time.perf_counter()
+        try:
+            client = await self._greet(context)
+            self._metrics.observe("Attach", code, time.perf_counter() - started)
+            await self._serve(client, context)
+        except Refused as refused:
+            code = refused.code
+            await _abort(context, refused)
+        except Exception:
+            code = grpc.StatusCode.INTERNAL
+            logger.exception("Attach failed")
+            await context.abort(code, "the sidecar has a bug, see its log")
+        finally:
+            if code is not grpc.StatusCode.OK:
+                self._metrics.observe("Attach", code, time.perf_counter() - started)
+
+    async def _greet(self, context: _Context) -> Client:
+        message = await context.read()
+        if not isinstance(message, pb.AttachRequest) or message.WhichOneof("message") != "hello":
+            raise invalid("the first message of Attach must be hello")
+        return await self._sessions.attach(message.hello)
+
+    async def _serve(self, client: Client, context: _Context) -> None:
+        """From Attached to the end of the stream, whoever ends it."""
+        growth: asyncio.Task[None] | None = None
+        try:
+            attached = self._sessions.attached_message(client)
+            await context.write(pb.AttachReply(attached=attached))
+            growth = asyncio.create_task(self._announce_growth(context, attached.ready_rows))
+            while isinstance(message := await context.read(), pb.AttachRequest):
+                kind = message.WhichOneof("message")
+                if kind == "extents_mapped":
+                    self._sessions.mapped(client, message.extents_mapped)
+                elif kind == "drained":
+                    self._sessions.drained(client, message.drained)
+                else:
+                    raise invalid("after hello only extents_mapped and drained are understood")
+        finally:
+            if growth is not None:
+                growth.cancel()
+            self._sessions.detach(client)
+
+    async def _announce_growth(self, context: _Context, ready_rows: int) -> None:
+        arena = self._sessions.arena
+        while True:
+            grown = self._grown
+            if arena.ready_rows > ready_rows:
+                ready_rows = arena.ready_rows
+                await context.write(pb.AttachReply(extents=pb.Extents(ready_rows=ready_rows)))
+            await grown.wait()
+
+
+async def _abort(context: _Context, refused: Refused) -> NoReturn:
+    metadata = ((service.REASON_METADATA, refused.reason),) if refused.reason else ()
+    await context.abort(refused.code, refused.message, trailing_metadata=metadata)
+    raise AssertionError("abort raises")
+
+
+def claim_socket(path: str) -> None:
+    """Remove the socket file of a sidecar that is gone. Raises ConfigError when it is in use or can't be."""
+    directory = os.path.dirname(path) or "."
+    if not os.path.isdir(directory):
+        raise ConfigError(f"--socket: {directory} is not a directory: make it, or mount a volume there")
+    if not os.path.lexists(path):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except OSError as error:
+            raise ConfigError(f"--socket: {path} is in the way: {error.strerror or error}") from error
+    raise ConfigError(f"--socket: {path} is in use by a live sidecar: stop it, or choose another path")

@@ -1,0 +1,349 @@
+"""Who is attached, under which epoch, and what they may touch. One event loop owns it; nothing here blocks.
+
+A client is **attached** from its Hello to the end of its stream, then in **quarantine** until it attaches again and
+sends Drained, or is proven dead. Slots belong to the client, leases to its engine. Whoever attaches gets a new epoch,
+and every call must carry the present one: what a client did in an older epoch can't be mistaken for the new one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmcache
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache.tiers.arena import ArenaFile
+from lmcache.tiers.base import ArenaError, Geometry, StaleSlot
+from lmcache.tiers.tiered import TieredStore
+from lmcache_sidecar import wire
+from lmcache_sidecar.liveness import DeathWatch, LockProbe, probes_in
+from lmcache_sidecar.wire import Peer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Client:
+    """One client, attached or in quarantine."""
+
+    peer: Peer
+    probe: LockProbe  # given to the death watch when the stream ends
+    epoch: int
+    is_attached: bool = True
+    mapped_rows: int = 0  # it can use rows below this
+
+    @property
+    def copier_reason(self) -> str:
+        """Why the engine copies, stores included."""
+        kind = "in GPU memory, which this sidecar can't read" if self.peer.has_gpu else "in host memory"
+        return f"the engine copies: its KV is {kind}"
+
+
+class Sessions:
+    """All clients of one sidecar and the store they share.
+
+    ``arena`` is formatted by the first Hello, or adopted; ``make_store`` makes a TieredStore over it.
+    """
+
+    def __init__(
+        self,
+        arena: ArenaFile,
+        arena_path: str,
+        locks_directory: Path,
+        make_store: Callable[[], TieredStore],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.arena = arena
+        self.store: TieredStore | None = None
+        self.clients: dict[bytes, Client] = {}
+        self.deaths = DeathWatch(self._bury, clock)
+        self._arena_path = arena_path
+        self._locks_directory = locks_directory
+        self._make_store = make_store
+        self.from_before: set[bytes] = set()  # clients of an earlier sidecar that may still use adopted rows
+        self._active: set[bytes] = set()  # engines that mapped all rows below usable_rows
+        self._last_epoch = 0
+        self._forming = asyncio.Lock()  # protects the change of the arena's format, which awaits
+
+    async def start(self) -> None:
+        """Adopt what an earlier sidecar left in the arena."""
+        for uuid, probe in probes_in(self._locks_directory):
+            self.from_before.add(uuid)
+            self.deaths.watch(uuid, probe)
+        async with self._forming:
+            if self.arena.geometry is not None:
+                await self._open_store()
+
+    # ---- attaching ----
+
+    async def attach(self, hello: pb.Hello) -> Client:
+        """Admit a client under a new epoch. Raises Refused."""
+        peer = wire.parse_hello(hello)
+        probe = self._prove_life(peer)
+        try:
+            async with self._forming:
+                self._check_engine(peer)
+                await self._agree_on_format(peer.geometry)
+        except BaseException:
+            probe.close()
+            raise
+        if (older := self.clients.get(peer.uuid)) is not None:
+            self.detach(older)
+        self.deaths.forget(peer.uuid)
+        self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # also above those of earlier sidecars
+        client = self.clients[peer.uuid] = Client(peer, probe, self._last_epoch)
+        self._present_store().register(
+            peer.namespace, label=peer.model.encode(), private=bool(peer.private_reason)
+        )
+        logger.info("Client %s attached, epoch %d: %s", peer.uuid.hex(), client.epoch, _describe(peer))
+        return client
+
+    def attached_message(self, client: Client) -> pb.Attached:
+        """The answer to Hello."""
+        arena, column = self.arena, client.peer.column
+        return pb.Attached(
+            protocol_version=service.PROTOCOL_VERSION,
+            server_version=lmcache.__version__,
+            epoch=client.epoch,
+            store_copier=pb.COPIER_ENGINE,
+            copier_reason=client.copier_reason,
+            arena_path=self._arena_path,
+            table_offset=arena.table_offset(column),
+            column_offset=arena.column_offset(column),
+            slot_bytes=client.peer.geometry.slot_bytes,
+            num_rows=arena.num_rows,
+            ready_rows=arena.ready_rows,
+        )
+
+    def mapped(self, client: Client, message: pb.ExtentsMapped) -> None:
+        """The client can use rows below ``num_rows``."""
+        self._check_epoch(client, message.epoch)
+        if not client.mapped_rows <= message.num_rows <= self.arena.ready_rows:
+            raise wire.invalid(
+                f"{message.num_rows} rows can't be mapped: {client.mapped_rows} were, {self.arena.ready_rows} are ready"
+            )
+        client.mapped_rows = message.num_rows
+        self._recount(client.peer.engine)
+
+    def drained(self, client: Client, message: pb.Drained) -> None:
+        """No copy of an older epoch is under way in the client."""
+        self._check_epoch(client, message.epoch)
+        self._settle(client.peer.uuid)
+
+    def detach(self, client: Client) -> None:
+        """The client's stream ended: what it holds goes to quarantine."""
+        if not client.is_attached:
+            return
+        client.is_attached = False
+        self._present_store().memory.quarantine(client.peer.uuid)
+        self._recount(client.peer.engine)
+        self.deaths.watch(client.peer.uuid, client.probe)
+        logger.info("Client %s lost, epoch %d: in quarantine", client.peer.uuid.hex(), client.epoch)
+
+    # ---- calls ----
+
+    def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+        """Lease what is in memory."""
+        client = self._caller(request.client_uuid, request.epoch)
+        keys = wire.parse_lookup(request, client.peer)
+        reply = pb.LookupReply(epoch=client.epoch)
+        if client.peer.engine not in self._active:  # it could not load what it would be given
+            return reply
+        found = self._present_store().lookup((client.peer.engine, request.request_id), keys)
+        reply.num_resident, reply.num_pending, reply.probing = (
+            found.num_resident, found.num_pending, found.probing,
+        )  # fmt: skip
+        for group, slots in zip(request.groups, found.slots, strict=False):
+            rows, generations = zip(*slots, strict=True) if slots else ((), ())
+            reply.slots.add(group=group.group, rows=rows, generations=generations)
+            reply.num_leased = len(slots)
+        return reply
+
+    def reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
+        """Give out slots of the client's column."""
+        client = self._worker(request.client_uuid, request.epoch)
+        peer = client.peer
+        keys = wire.parse_reserve(request, peer)
+        if peer.engine not in self._active:
+            return pb.ReserveReply(
+                results=[pb.BUSY] * len(keys), rows=[0] * len(keys), generations=[0] * len(keys)
+            )
+        results = self._present_store().reserve(
+            keys,
+            peer.column,
+            peer.uuid,
+            length=peer.chunk_bytes[request.group],
+            first_chunk=request.first_chunk,
+        )
+        return pb.ReserveReply(
+            results=[pb.Reservation.Name(result.result.value) for result in results],
+            rows=[result.slot.row if result.slot else 0 for result in results],
+            generations=[result.slot.generation if result.slot else 0 for result in results],
+        )
+
+    def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
+        """The bytes of reserved slots are complete."""
+        client = self._worker(request.client_uuid, request.epoch)
+        slots = wire.parse_slots(request.rows, request.generations, self.arena.num_rows)
+        try:
+            self._present_store().commit(slots, client.peer.column, client.peer.uuid)
+        except StaleSlot as error:
+            raise wire.precondition(f"nothing was committed: {error}") from error
+        return pb.CommitReply()
+
+    def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
+        """Take reserved slots back."""
+        client = self._worker(request.client_uuid, request.epoch)
+        slots = wire.parse_slots(request.rows, request.generations, self.arena.num_rows)
+        try:
+            self._present_store().abort(slots, client.peer.column, client.peer.uuid)
+        except StaleSlot as error:
+            raise wire.precondition(f"nothing was aborted: {error}") from error
+        return pb.AbortReply()
+
+    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        """End leases."""
+        client = self._caller(request.client_uuid, request.epoch)
+        request_ids = [wire.parse_request_id(request_id) for request_id in request.request_ids]
+        for request_id in request_ids:
+            self._present_store().memory.release((client.peer.engine, request_id))
+        return pb.ReleaseReply()
+
+    # ---- inside ----
+
+    def _caller(self, uuid: bytes, epoch: int) -> Client:
+        client = self.clients.get(uuid)
+        if client is None or not client.is_attached:
+            raise wire.precondition("this client is not attached: attach again", service.REASON_ATTACH_AGAIN)
+        self._check_epoch(client, epoch)
+        return client
+
+    def _worker(self, uuid: bytes, epoch: int) -> Client:
+        client = self._caller(uuid, epoch)
+        if client.peer.role != pb.ROLE_WORKER:
+            raise wire.precondition("only a worker stores: this client attached as the scheduler")
+        return client
+
+    def _check_epoch(self, client: Client, epoch: int) -> None:
+        if epoch != client.epoch:
+            raise wire.precondition(
+                f"epoch {epoch} is over, the present one is {client.epoch}: attach again",
+                service.REASON_ATTACH_AGAIN,
+            )
+
+    def _prove_life(self, peer: Peer) -> LockProbe:
+        path = self._locks_directory / f"{peer.uuid.hex()}.lock"
+        try:
+            probe = LockProbe(path)
+        except OSError as error:
+            raise wire.precondition(
+                f"the client's lock file can't be opened, {error}: make it, then attach"
+            ) from error
+        if not probe.is_held():
+            probe.close()
+            raise wire.precondition(f"no other process holds the record lock on {path}: take it, then attach")
+        return probe
+
+    def _check_engine(self, peer: Peer) -> None:
+        for other in self.clients.values():
+            theirs = other.peer
+            if theirs.engine == peer.engine and theirs.layout != peer.layout:
+                raise wire.precondition(
+                    "another client of this engine_uuid has another namespace or geometry: all ranks of an engine"
+                    " must agree"
+                )
+
+    async def _agree_on_format(self, geometry: Geometry) -> None:
+        present = self.arena.geometry
+        if present != geometry:
+            if present is not None and (self.clients or self.from_before):
+                raise wire.precondition(
+                    f"the arena has slots of {present.slot_bytes} bytes in {present.num_columns} columns for"
+                    f" {len(self.clients) or len(self.from_before)} live clients, this one needs {geometry.slot_bytes}"
+                    f" in {geometry.num_columns}: stop those engines, or give this one a sidecar of its own"
+                )
+            if self.store is not None:
+                await self.store.close()
+                self.store = None
+            try:
+                self.arena.format(geometry)
+            except ArenaError as error:
+                raise wire.precondition(f"the arena can't be formatted: {error}") from error
+            logger.info("Arena formatted: %d rows, %s", self.arena.num_rows, geometry)
+        if self.store is None:
+            await self._open_store()
+
+    async def _open_store(self) -> None:
+        store = self._make_store()
+        store.memory.usable_rows = 0
+        self._active.clear()
+        await store.adopt()
+        self.store = store
+        # Slots of owners that left no lock file: their client said goodbye, or its pod is another one by now.
+        for owner in store.memory.quarantined_owners - self.from_before:
+            store.memory.end_quarantine(owner)
+        if not self.from_before:
+            store.memory.release_adopted()
+
+    def _present_store(self) -> TieredStore:
+        assert self.store is not None, "a client is attached, so the arena is formatted"
+        return self.store
+
+    def _settle(self, uuid: bytes) -> None:
+        """Nothing of the client's older epochs is in use any more."""
+        if self.store is None:
+            self.from_before.discard(uuid)
+            return
+        self.store.memory.end_quarantine(uuid)
+        if uuid in self.from_before:
+            self.from_before.remove(uuid)
+            if not self.from_before:
+                self.store.memory.release_adopted()
+
+    def _bury(self, uuid: bytes) -> None:
+        logger.info("Client %s is dead: its slots may be reused", uuid.hex())
+        self._settle(uuid)
+        client = self.clients.pop(uuid, None)
+        if client is None:
+            return
+        engine = client.peer.engine
+        if not any(other.peer.engine == engine for other in self.clients.values()):
+            memory = self._present_store().memory
+            memory.quarantine_leases(engine)
+            memory.end_lease_quarantine(engine)
+
+    def _recount(self, engine: bytes) -> None:
+        """Keep usable_rows at what all active engines have mapped.
+
+        An engine that is still mapping does not take rows away from those that are done: it becomes active when it
+        has caught up. Only when nobody else is active, its own count is what counts.
+        """
+        memory = self._present_store().memory
+        self._active.discard(engine)
+        mapped = self._mapped_rows(engine)
+        if mapped and (not self._active or mapped >= memory.usable_rows):
+            self._active.add(engine)
+        if self._active:
+            memory.usable_rows = min(map(self._mapped_rows, self._active))
+
+    def _mapped_rows(self, engine: bytes) -> int:
+        workers = [
+            client
+            for client in self.clients.values()
+            if client.is_attached and client.peer.engine == engine and client.peer.role == pb.ROLE_WORKER
+        ]
+        columns = {worker.peer.column for worker in workers}
+        if not workers or len(columns) < workers[0].peer.geometry.num_columns:
+            return 0
+        return min(worker.mapped_rows for worker in workers)
+
+
+def _describe(peer: Peer) -> str:
+    role = "scheduler" if peer.role == pb.ROLE_SCHEDULER else f"worker of column {peer.column}"
+    private = f", private keys ({peer.private_reason})" if peer.private_reason else ""
+    return f"{role}, pid {peer.pid}, model {peer.model!r}{private}"

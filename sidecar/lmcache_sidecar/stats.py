@@ -1,0 +1,82 @@
+"""What the sidecar knows about itself: one JSON document, from which the metrics are made too."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lmcache
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache_sidecar.sessions import Client, Sessions
+
+
+def collect(sessions: Sessions, uptime_seconds: float) -> dict[str, Any]:
+    """Everything, in plain numbers and text. Costs O(clients)."""
+    geometry = sessions.arena.geometry
+    return {
+        "version": lmcache.__version__,
+        "protocol_version": service.PROTOCOL_VERSION,
+        "pid": os.getpid(),
+        "uptime_seconds": round(uptime_seconds, 3),
+        "epoch": sessions.arena.epoch,
+        "geometry": None
+        if geometry is None
+        else {"slot_bytes": geometry.slot_bytes, "num_columns": geometry.num_columns},
+        "memory": _memory(sessions),
+        "clients": [_client(client) for client in sessions.clients.values()],
+        "num_clients_from_before": len(sessions.from_before),
+    }
+
+
+def _memory(sessions: Sessions) -> dict[str, Any]:
+    arena, store = sessions.arena, sessions.store
+    numbers: dict[str, Any] = {
+        "path": str(arena.path),
+        "growth_error": arena.growth_error,
+        "num_rows": arena.num_rows,
+        "ready_rows": arena.ready_rows,
+    }
+    if store is None or arena.geometry is None:
+        return numbers
+    memory, counts = store.memory, store.memory.stats
+    row_bytes = arena.geometry.slot_bytes * arena.geometry.num_columns
+    return numbers | {
+        "usable_rows": memory.usable_rows,
+        "used_rows": memory.num_used,
+        "leased_rows": memory.num_leased,
+        "quarantined_slots": memory.num_quarantined,
+        "capacity_bytes": arena.num_rows * row_bytes,
+        "ready_bytes": arena.ready_rows * row_bytes,
+        "used_bytes": memory.num_used * row_bytes,
+        "hits": counts.hits,
+        "misses": counts.misses,
+        "hit_ratio": _ratio(counts.hits, counts.misses),
+        "refused": counts.refused,
+        "removed": {reason.value: number for reason, number in counts.removed.items()},
+    }
+
+
+def _client(client: Client) -> dict[str, Any]:
+    peer = client.peer
+    return {
+        "uuid": peer.uuid.hex(),
+        "engine": peer.engine.hex(),
+        "role": "scheduler" if peer.role == pb.ROLE_SCHEDULER else "worker",
+        "column": peer.column,
+        "pid": peer.pid,
+        "uid": peer.uid,
+        "version": peer.version,
+        "model": peer.model,
+        "namespace": peer.namespace.hex(),
+        "private_reason": peer.private_reason,
+        "copier": "engine",
+        "copier_reason": client.copier_reason,
+        "epoch": client.epoch,
+        "is_attached": client.is_attached,
+        "mapped_rows": client.mapped_rows,
+    }
+
+
+def _ratio(hits: int, misses: int) -> float:
+    return round(hits / (hits + misses), 4) if hits + misses else 0.0
