@@ -1,0 +1,117 @@
+"""The rules that both images keep; there may be no container engine here to build them with."""
+
+import re
+import shlex
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKERFILES = [ROOT / "operator" / "Dockerfile", ROOT / "sidecar" / "Dockerfile"]
+PINNED = re.compile(r"[\w./-]+:(?=\S*\d+\.\d+\.\d+)[\w.-]+(@sha256:[0-9a-f]{64})?$")
+SECRET = re.compile(r"(?i)(password|token|secret|api_?key)\s*=")
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Instruction and argument, continuation lines joined, comments dropped."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    return [
+        (name.upper(), rest.strip())
+        for name, _, rest in (line.partition(" ") for line in joined.splitlines())
+    ]
+
+
+def ignored(path: str) -> bool:
+    """Whether the build context leaves ``path`` out; the last pattern that matches decides."""
+    verdict = False
+    for pattern in (ROOT / ".dockerignore").read_text().split("\n"):
+        negated, bare = pattern.startswith("!"), pattern.lstrip("!")
+        if pattern and not pattern.startswith("#") and (fnmatch(path, bare) or fnmatch(path + "/x", bare)):
+            verdict = not negated
+    return verdict
+
+
+def problems(text: str) -> list[str]:
+    """What is wrong with a Dockerfile, a line each."""
+    wrong, stages, steps = [], set(), instructions(text)
+    for name, rest in steps:
+        words = shlex.split(rest)
+        if name == "FROM":
+            if words[0] not in stages and not PINNED.match(words[0]):
+                wrong.append(f"FROM {words[0]} is not pinned to a release")
+            stages |= {words[2]} if len(words) == 3 else set()
+        elif name == "ADD":
+            wrong.append(f"ADD {rest}: use COPY")
+        elif name == "COPY" and words[0].startswith("--from="):
+            if words[0].removeprefix("--from=") not in stages:
+                wrong.append(f"COPY {words[0]}: no such stage")
+        elif name == "COPY":
+            for source in words[:-1]:
+                if not (ROOT / source).exists():
+                    wrong.append(f"COPY {source}: not in the checkout")
+                elif ignored(source):
+                    wrong.append(f"COPY {source}: .dockerignore leaves it out")
+        elif name == "RUN":
+            if "pip install" in rest and "uv pip" not in rest and "--no-cache-dir" not in rest:
+                wrong.append(f"RUN {rest}: leaves pip's cache in the image")
+            if re.search(r"\b(sudo|curl|wget)\b", rest):
+                wrong.append(f"RUN {rest}: fetches by hand or changes user")
+        elif name in ("ENV", "ARG") and SECRET.search(rest):
+            wrong.append(f"{name} {rest}: a secret in a layer")
+    last = steps[max(i for i, (name, _) in enumerate(steps) if name == "FROM") :]
+    users = [rest for name, rest in last if name == "USER"]
+    if not users or not re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]):
+        wrong.append("the image must end as a numeric user that is not root")
+    if not any(name == "ENTRYPOINT" and rest.startswith("[") for name, rest in last):
+        wrong.append("the ENTRYPOINT must be a JSON list: a shell in between swallows SIGTERM")
+    if not any(name == "LABEL" and "org.opencontainers.image.title" in rest for name, rest in last):
+        wrong.append("no OCI labels")
+    return wrong
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_dockerfile_keeps_the_rules(path):
+    assert problems(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (("FROM python:3.12.8-slim-bookworm\n", "FROM python:latest\n"), "not pinned"),
+        (("USER 65532:65532", "USER root"), "not root"),
+        (("USER 65532:65532", ""), "not root"),
+        (("COPY lmcache lmcache", "ADD https://example.com/x /x"), "use COPY"),
+        (("COPY lmcache lmcache", "COPY missing x"), "not in the checkout"),
+        (("COPY lmcache lmcache", "COPY tests tests"), ".dockerignore"),
+        (("--from=build", "--from=biuld"), "no such stage"),
+        ((" --no-cache-dir", ""), "cache"),
+        (('["/opt/lmcache/venv/bin/lmcache-operator"]', "lmcache-operator run"), "JSON list"),
+        (("CMD", "ENV API_KEY=1\nCMD"), "secret"),
+    ],
+)
+def test_a_broken_rule_is_found(change, problem):
+    text = DOCKERFILES[0].read_text()
+    assert change[0] in text
+    assert any(problem in line for line in problems(text.replace(*change)))
+
+
+def test_both_images_share_one_base():
+    bases = [
+        rest.split()[0]
+        for path in DOCKERFILES
+        for name, rest in instructions(path.read_text())
+        if name == "FROM"
+    ]
+    assert len(set(bases)) == 1
+
+
+def test_sidecar_has_the_uid_and_the_payload_path_that_pods_are_rendered_with():
+    text = DOCKERFILES[1].read_text()
+    from lmcache_operator.specs import paths
+
+    assert "USER 2000:2000" in text
+    assert f"tools.payload {paths.PAYLOAD_SOURCE}\n" in text
+    assert paths.SOCKET_DIR in text
+    assert paths.ARENA_DIR in text

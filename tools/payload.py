@@ -1,0 +1,76 @@
+"""The client as a folder that any engine's Python can import from: what the sidecar's image hands to engines.
+
+    python -m tools.payload OUT [--python 3.12 ...] [--platform x86_64-manylinux_2_28]
+
+    OUT/lmcache/                 the library; OUT is put on the engine's PYTHONPATH
+    OUT/lmcache_bundled/cp312/   gRPC and Protobuf for that Python; `lmcache` appends it to sys.path, so the
+                                 engine's own packages win wherever it has them
+
+Limits: Linux with glibc, the Pythons and the one platform it was made for; numpy and torch are the engine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = ROOT / "tools" / "requirements" / "dev.txt"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PLATFORM = f"{platform.machine()}-manylinux_2_28"
+BUNDLED = ("grpcio", "protobuf", "typing-extensions")
+"""What the client imports and an engine may lack, with its dependencies."""
+
+
+def pins() -> list[str]:
+    """`BUNDLED` with the versions that the tests run with. Raises ValueError when one is not pinned."""
+    found = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", PINS.read_text(), re.MULTILINE))
+    if missing := set(BUNDLED) - set(found):
+        raise ValueError(f"{PINS.name} has no pin for {', '.join(sorted(missing))}")
+    return [f"{name}=={found[name]}" for name in BUNDLED]
+
+
+def copy_library(out: Path) -> None:
+    unwanted = shutil.ignore_patterns("__pycache__", "*.proto", "*.pyi")
+    shutil.copytree(ROOT / "lmcache", out / "lmcache", ignore=unwanted)
+
+
+def bundle(out: Path, python: str, target: str = PLATFORM) -> None:
+    """Unpacks the wheels for one Python. Raises CalledProcessError when there is none for it."""
+    folder = out / "lmcache_bundled" / f"cp{python.replace('.', '')}"
+    subprocess.run(
+        [
+            os.environ.get("UV", "uv"), "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
+            f"--python-version={python}", f"--python-platform={target}", "--target", str(folder), *pins(),
+        ],
+        check=True,
+    )  # fmt: skip
+
+
+def make(out: Path, pythons: Sequence[str] = PYTHONS, target: str = PLATFORM) -> None:
+    """Lays the payload out in ``out``, which must not exist."""
+    out.mkdir(parents=True)
+    copy_library(out)
+    for python in pythons:
+        bundle(out, python, target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="X.Y", help="default: all four")
+    parser.add_argument("--platform", default=PLATFORM, help="default: %(default)s")
+    options = parser.parse_args()
+    make(options.out, options.python, options.platform)
+
+
+if __name__ == "__main__":
+    main()
