@@ -1,7 +1,7 @@
 """Names of things: chunk keys, namespaces, tenants. Pure, and the same in every process and on every machine.
 
-Every digest here is SHA-256 (or HMAC-SHA-256) of a *pre-image* that starts with a tag of what it names and its
-version, and in which every field has its length in front: two different inputs never make the same pre-image.
+Every digest here is SHA-256 (or HMAC-SHA-256) of a *pre-image* that starts with a tag of what it names and
+its version, and in which every field has its length in front: two different inputs never make the same pre-image.
 A change of any byte of a pre-image orphans every object stored so far; the golden tests notice it.
 """
 
@@ -26,8 +26,9 @@ def chunk_key(
 ) -> bytes:
     """Name one chunk (32 bytes).
 
-    ``block_hash`` is the engine's hash of the chunk's last block: it folds in all tokens before it. LoRA and salt
-    are named again because engines fold them into their own hash untagged, so that one can pose as the other.
+    ``block_hash`` is the engine's hash of the chunk's last block: it folds in all tokens before it. LoRA and
+    salt are named again because engines fold them into their own hash untagged, so that one can pose as the
+    other.
     """
     return hashlib.sha256(chunk_preimage(block_hash, lora_fingerprint, cache_salt, group)).digest()
 

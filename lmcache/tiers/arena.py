@@ -1,10 +1,11 @@
-"""Arenas: memory for rows. The sidecar's is one shared-memory file that outlives it; tests and the library use the heap.
+"""Arenas: memory for rows. The sidecar's is one shared-memory file that outlives it; tests and the library
+use the heap.
 
-**Filling the file.** Pages are taken by this process first, so that its cgroup pays, and before anybody touches
-them, so that a lack of memory is an error and not a SIGBUS: extent by extent, ``posix_fallocate`` and then
-``MADV_POPULATE_WRITE``, in a background thread. Before the first format the file is filled from its start; after
-it by ranges of rows over all columns, since a row is usable only when all its columns are (what is filled already
-costs next to nothing then).
+**Filling the file.** Pages are taken by this process first, so that its cgroup pays, and before anybody
+touches them, so that a lack of memory is an error and not a SIGBUS: extent by extent, ``posix_fallocate`` and
+then ``MADV_POPULATE_WRITE``, in a background thread. Before the first format the file is filled from its
+start; after it by ranges of rows over all columns, since a row is usable only when all its columns are (what
+is filled already costs next to nothing then).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
 
 
 class _Extent(NamedTuple):
-    """What is populated at once: all columns of rows below ``end``, or, without a layout, bytes below ``end``."""
+    """What is populated at once: all columns of rows below ``end``, or, without a layout, bytes below
+    ``end``."""
 
     layout: Layout | None
     end: int
@@ -49,8 +51,8 @@ class ArenaFile:
     """The file at ``path``: created, or adopted when its capacity and version fit.
 
     A file of another capacity is unlinked, never truncated: clients may still have it mapped.
-    Raises ArenaError when there is no room (saying how much is needed and where), when another process uses the
-    file as its arena, or when it is something else.
+    Raises ArenaError when there is no room (saying how much is needed and where), when another process uses
+    the file as its arena, or when it is something else.
     """
 
     def __init__(self, path: str | Path, capacity_bytes: int) -> None:
@@ -102,15 +104,17 @@ class ArenaFile:
             return self._ready if self._layout else 0
 
     def start(self, on_growth: Callable[[], None]) -> None:
-        """Populate in a background thread; ``on_growth`` is called from it after each extent, and on an error."""
+        """Populate in a background thread; ``on_growth`` is called from it after each extent, and on an
+        error."""
         self._thread = threading.Thread(target=self._grow, args=(on_growth,), name="arena", daemon=True)
         self._thread.start()
 
     def format(self, geometry: Geometry) -> None:
-        """Drop everything and lay the arena out anew: all slots free, another epoch, generations go on rising.
+        """Drop everything and lay the arena out anew: all slots free, another epoch, generations go on
+        rising.
 
-        Raises ArenaError, changing nothing, when not even one row fits. The caller made sure that nobody uses the
-        old layout any more.
+        Raises ArenaError, changing nothing, when not even one row fits. The caller made sure that nobody uses
+        the old layout any more.
         """
         layout = Layout.plan(self._capacity, geometry)
         first_generation = self._head.first_generation
@@ -228,7 +232,8 @@ class HeapArena:
 
 
 def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
-    """Return a locked descriptor of a file of ``capacity`` bytes, and its head (a fresh one for a new file)."""
+    """Return a locked descriptor of a file of ``capacity`` bytes, and its head (a fresh one for a new
+    file)."""
     fd = _open_locked(path)
     try:
         size = os.fstat(fd).st_size

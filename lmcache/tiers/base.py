@@ -1,9 +1,9 @@
 """Words and contracts that all tiers share.
 
-A **chunk** is ``chunk_tokens`` tokens of one request. A **row** is one chunk of all ranks of an engine; a **column**
-is one rank's part of it. The arena has one equal partition per column, so a **slot** is (row, column). A row is
-visible when all its columns are committed, is evicted whole, and has one index entry: all ranks agree on hit
-lengths by construction.
+A **chunk** is ``chunk_tokens`` tokens of one request. A **row** is one chunk of all ranks of an engine; a
+**column** is one rank's part of it. The arena has one equal partition per column, so a **slot** is (row,
+column). A row is visible when all its columns are committed, is evicted whole, and has one index entry: all
+ranks agree on hit lengths by construction.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def split_row_key(key: RowKey) -> tuple[bytes, bytes]:
 
 
 class Slot(NamedTuple):
-    """A row of the arena as it was given to somebody: the generation changes whenever the row is given anew."""
+    """A row of the arena as it was given to somebody: the generation changes whenever the row is given
+    anew."""
 
     row: int
     generation: int
@@ -75,7 +76,8 @@ class ArenaError(TierError):
 
 
 class StaleSlot(TierError):
-    """A slot was named by a generation that is over, or by somebody who does not hold it. Nothing was changed."""
+    """A slot was named by a generation that is over, or by somebody who does not hold it. Nothing was
+    changed."""
 
 
 class TierUnavailable(TierError):
@@ -103,7 +105,8 @@ class Arena(Protocol):
 
     @property
     def ready_rows(self) -> int:
-        """Rows below this number are populated and may be used. Only ever grows (shrinking: a later version)."""
+        """Rows below this number are populated and may be used. Only ever grows (shrinking: a later
+        version)."""
 
     @property
     def first_generation(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Union
+from typing import TypeAlias
 
 import xxhash
 
@@ -27,7 +27,7 @@ HEADER_BYTES = _FIELDS.size + _OWN_CHECKSUM.size
 # At 10-30 GB/s a piece takes well under 1 ms, should a build of xxhash hold the GIL.
 _PIECE_BYTES = 4 << 20
 
-Buffer = Union[bytes, bytearray, memoryview]
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class BadHeader(TierError):

@@ -85,7 +85,8 @@ class Head:
 
     @classmethod
     def parse(cls, page: bytes) -> Head | None:
-        """Read a head page; None when it was never written or is of another version. ArenaError: not an arena."""
+        """Read a head page; None when it was never written or is of another version. ArenaError: not an
+        arena."""
         magic, version, columns, capacity, epoch, generation, slot_bytes = cls._FIELDS.unpack_from(page)
         if not any(page):
             return None

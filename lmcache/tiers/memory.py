@@ -5,12 +5,13 @@ A row's life::
     free -> reserved -> (all columns committed) visible -> evicted -> free
                  `-> (a column aborted or quarantined) spoilt -> free
 
-**Slot reuse.** Bytes of a row may be under somebody's copy while it is reserved, leased, pinned or in quarantine;
-such a row is in nobody's reach but theirs. A row is reused only after each of them ended what they began, or is
-known to be gone: ``end_quarantine`` and ``end_lease_quarantine`` say so, and nothing else does.
+**Slot reuse.** Bytes of a row may be under somebody's copy while it is reserved, leased, pinned or in
+quarantine; such a row is in nobody's reach but theirs. A row is reused only after each of them ended what
+they began, or is known to be gone: ``end_quarantine`` and ``end_lease_quarantine`` say so, and nothing else
+does.
 
-**Eviction** happens when a row is needed and none is free: rows dropped after a restart first, then incomplete
-rows that nobody writes, then what the policy says.
+**Eviction** happens when a row is needed and none is free: rows dropped after a restart first, then
+incomplete rows that nobody writes, then what the policy says.
 
 Costs: O(1) per key; O(log rows) to take or free a row (the lowest free one is taken, which keeps to extents
 populated first).
@@ -92,8 +93,8 @@ class _Row:
 class MemoryTier:
     """Not thread-safe: one event loop owns it.
 
-    An ``owner`` of reservations is a client's uuid (16 bytes); leases belong to an engine. Methods that take slots
-    raise StaleSlot, and change nothing, when one of them is not the caller's.
+    An ``owner`` of reservations is a client's uuid (16 bytes); leases belong to an engine. Methods that take
+    slots raise StaleSlot, and change nothing, when one of them is not the caller's.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class MemoryTier:
     def adopt(self) -> Iterator[None]:
         """Build the index from the slot table in slices of less than 1 ms; exhaust it before anything else.
 
-        Committed rows with checksums come back, to be verified on first use; reserved slots are quarantined under
-        the owner that the table names; what else there is was not finished, and is dropped.
+        Committed rows with checksums come back, to be verified on first use; reserved slots are quarantined
+        under the owner that the table names; what else there is was not finished, and is dropped.
         """
         for first in range(0, self.arena.num_rows, _ADOPT_SLICE_ROWS):
             entries = self._table.snapshot(first, min(first + _ADOPT_SLICE_ROWS, self.arena.num_rows))
@@ -140,7 +141,8 @@ class MemoryTier:
             self.release_adopted()
 
     def release_adopted(self) -> None:
-        """All clients from before the restart are drained or dead: adopted rows may be evicted from now on."""
+        """All clients from before the restart are drained or dead: adopted rows may be evicted from now
+        on."""
         self._holding_adopted = False
 
     def _adopt_row(self, number: int, entries: NDArray[np.void]) -> None:
@@ -226,14 +228,14 @@ class MemoryTier:
     # ---- load ----
 
     def lookup(self, lease_id: LeaseId, keys: Sequence[RowKey]) -> tuple[int, list[Slot]]:
-        """Return the number of leading keys resident, and the slots of those (leading, too) now under the lease.
+        """Return the number of leading keys resident, and the slots of those (leading, too) now under the
+        lease.
 
         Asking again under the same id extends the lease. At most half of the usable rows are leased in all.
         """
         engine, request = lease_id
         lease = self._leases.get(engine, {}).get(request, {})
-        if not lease:
-            self.stats.misses += len(keys)
+        is_new = not lease
         slots: list[Slot] = []
         resident: list[int] = []
         for row in self._resident(keys):
@@ -245,6 +247,8 @@ class MemoryTier:
             resident.append(number)
         if lease:
             self._leases.setdefault(engine, {})[request] = lease
+        if is_new:
+            self.stats.misses += len(keys) - len(resident)
         self._policy.touch(resident)
         return len(resident), slots
 
@@ -301,9 +305,10 @@ class MemoryTier:
         row.num_pins -= 1
         self._settle([row])
 
-    def depth(self, slot: Slot) -> int:
-        """Position of a row's chunk in its chain; 0 when it is not known."""
-        return self._rows[slot.row].depth
+    def describe(self, slot: Slot) -> tuple[RowKey, int]:
+        """Return a row's key and the position of its chunk in its chain (0: not known)."""
+        row = self._rows[slot.row]
+        return row.key, row.depth
 
     def reserve_row(self, key: RowKey) -> Slot | None:
         """Reserve all columns for this process itself; None when the row exists, or no row can be freed."""
@@ -316,7 +321,7 @@ class MemoryTier:
 
     def commit_row(self, slot: Slot, lengths: Sequence[int], checksums: Sequence[bytes]) -> None:
         """All columns are in the slots, with these payload lengths and checksums."""
-        for column, (length, checksum) in enumerate(zip(lengths, checksums)):
+        for column, (length, checksum) in enumerate(zip(lengths, checksums, strict=True)):
             self._table.set_length(slot.row, column, length)
             self._table.seal(slot.row, column, checksum)
             self.commit([slot], column, SIDECAR)
@@ -444,7 +449,8 @@ class MemoryTier:
         return None
 
     def _make_room(self) -> bool:
-        """Free one row, whichever can be spared most easily (it may lie beyond ``usable_rows``: of no use there)."""
+        """Free one row, whichever can be spared most easily (it may lie beyond ``usable_rows``: of no use
+        there)."""
         if self._dropped:
             self._discard(self._dropped.pop())
             return True

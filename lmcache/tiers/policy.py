@@ -1,10 +1,10 @@
 """Which row goes when room is needed. Pure: a policy knows keys, not memory.
 
-A policy holds exactly the rows that may be evicted now: a row that is leased, reserved or being written is removed
-from it and admitted again afterwards, so that finding a victim never means skipping rows in use.
+A policy holds exactly the rows that may be evicted now: a row that is leased, reserved or being written is
+removed from it and admitted again afterwards, so that finding a victim never means skipping rows in use.
 
-**Tails before heads.** A chunk is of no use without all chunks before it. So the keys of one request, which come
-head first, are touched last to first: the head ends up as the most recently used.
+**Tails before heads.** A chunk is of no use without all chunks before it. So the keys of one request, which
+come head first, are touched last to first: the head ends up as the most recently used.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class LRU:
         self._rows.pop(row, None)
 
     def victims(self) -> Iterator[int]:
-        """Yield the least recently used row for as long as there is one; each must be removed before the next."""
+        """Yield the least recently used row for as long as there is one; each must be removed before the
+        next."""
         while self._rows:
             yield next(iter(self._rows))

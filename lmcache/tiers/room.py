@@ -1,4 +1,5 @@
-"""Is there room for an arena? Asked before any is taken: later the kernel answers with SIGBUS or the OOM killer."""
+"""Is there room for an arena? Asked before any is taken: later the kernel answers with SIGBUS or the OOM
+killer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _PROCESS_BYTES = 64 << 20
 
 
 def check_room(path: Path, capacity_bytes: int, present_bytes: int = 0) -> None:
-    """Raise ArenaError when ``capacity_bytes`` can't be had, of which the file holds ``present_bytes`` already."""
+    """Raise ArenaError when ``capacity_bytes`` can't be had, of which the file holds ``present_bytes``
+    already."""
     volume = os.statvfs(path.parent)
     free = volume.f_bavail * volume.f_frsize
     missing = capacity_bytes - present_bytes
@@ -27,8 +29,8 @@ def check_room(path: Path, capacity_bytes: int, present_bytes: int = 0) -> None:
     limit = memory_limit()
     if limit is not None and capacity_bytes + _PROCESS_BYTES > limit:
         raise ArenaError(
-            f"no room for the arena: {path} needs {_gib(capacity_bytes)} and the process {_gib(_PROCESS_BYTES)}, "
-            f"the memory limit of this container is {_gib(limit)}; raise it or make the memory tier smaller"
+            f"no room for the arena: {path} needs {_gib(capacity_bytes)} and the process "
+            f"{_gib(_PROCESS_BYTES)}, the memory limit of this container is {_gib(limit)}; raise it or make the memory tier smaller"
         )
 
 

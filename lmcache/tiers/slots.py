@@ -3,9 +3,9 @@
 It is the index that survives a restart of the sidecar, and what clients check after a copy. Only the sidecar
 writes it. It lies column by column, so that a client needs only its own column's part.
 
-**Write order.** A process can die between any two stores. So an entry is FREE while its other fields change, and
-the state is stored last: an entry that says RESERVED or COMMITTED is whole. A checksum is stored after COMMITTED;
-a torn one does not fit its bytes, so that the row fails its verification and is dropped.
+**Write order.** A process can die between any two stores. So an entry is FREE while its other fields change,
+and the state is stored last: an entry that says RESERVED or COMMITTED is whole. A checksum is stored after
+COMMITTED; a torn one does not fit its bytes, so that the row fails its verification and is dropped.
 """
 
 from __future__ import annotations

@@ -1,64 +1,423 @@
-"""The tiered store: the asyncio side that joins the memory tier with the tiers below it."""
+"""The tiered store: the asyncio side that joins the memory tier with the remote tier below it.
+
+One event loop owns everything here and in the memory tier. What blocks (the remote tier) or takes long
+(checksums) runs in worker threads that see only byte views and keys; rows are pinned or reserved while a
+thread works on them.
+
+::
+
+    commit -> visible -> checksum (a thread) -> slot table -> write queue -> remote tier (a thread)
+    lookup -> miss -> probe (a thread) -> promotion: reserve, load, verify (a thread), commit -> next lookup
+    hits
+
+A lookup never waits for any of it: it says what is there, and what is on its way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-from lmcache.tiers.base import Reservation, RowKey, Slot
+from lmcache.tiers.base import Arena, Reservation, RowKey, Slot, TierUnavailable, split_row_key
+from lmcache.tiers.header import checksum
 from lmcache.tiers.memory import LeaseId, MemoryTier
+from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.writes import WriteQueue
 
-if TYPE_CHECKING:
-    from lmcache.tiers.arena import ArenaFile
-    from lmcache.tiers.remote import RemoteTier
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_NUM_READERS = 2
+_NUM_WRITERS = 2
+_ABSENT_SECONDS = 1.0
+"""How long a key stays known as absent below: repeated lookups of one request must not probe again and
+again."""
 
 
 @dataclass
 class Lookup:
-    """Answer of ``TieredStore.lookup``; counts are chunks (a chunk = one row in every group)."""
+    """Answer of ``TieredStore.lookup``; counts are chunks, and a chunk is one row in every group."""
 
-    num_resident: int = 0
-    num_pending: int = 0
-    probing: bool = False
-    slots: list[list[Slot]] = field(default_factory=list)
-    """Per group, the slots of the leased chunks; ``num_leased`` = length of each."""
+    num_resident: int = 0  # leading chunks in memory
+    num_pending: int = 0  # chunks after those that are being brought
+    probing: bool = False  # the remote tier has not said yet what it holds
+    slots: list[list[Slot]] = field(default_factory=list)  # per group, of the leading chunks that are leased
+
+
+@dataclass
+class TieredStats:
+    """Counts since start, of rows."""
+
+    written: int = 0  # through to the remote tier, or found there
+    write_refused: int = 0  # by the remote tier
+    write_dropped: int = 0  # the queue was full
+    write_evicted: int = 0  # left the memory tier before their turn
+    probes: int = 0  # of the remote tier, one per lookup at most
+    promoted: int = 0
+    promotions_failed: int = 0  # gone, invalid, no room, or the tier became unavailable
+    verified: int = 0  # rows from before a restart, found intact
 
 
 class TieredStore:
-    """Made once per format of the arena, on the running loop. Nothing here blocks the loop.
+    """Made on the running loop, once per format of the arena. Nothing here blocks the loop.
 
-    Use: ``store = TieredStore(arena, remote)``; ``await store.adopt()``; ... ``await store.drain(seconds)``;
-    ``await store.close()`` (before the arena is formatted anew or closed).
-    Quarantine, leases and usable_rows: through ``store.memory``.
+    Use: ``await store.adopt()`` first; ``await store.close()`` before the arena is formatted anew or closed.
+    Quarantine, leases' ends and ``usable_rows`` are the business of ``store.memory``.
     """
 
-    memory: MemoryTier
-
-    def __init__(self, arena: ArenaFile, remote: RemoteTier | None = None) -> None: ...
+    def __init__(
+        self, arena: Arena, remote: RemoteTier | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.memory = MemoryTier(arena, clock=clock)
+        self.stats = TieredStats()
+        self._arena = arena
+        self._remote = remote
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._labels: dict[bytes, bytes] = {}  # of shared namespaces
+        self._queue = WriteQueue(arena.num_rows // 4)
+        self._num_unwritten = 0  # rows being checksummed or written
+        self._pending: set[RowKey] = set()  # being promoted or verified
+        self._promotions: OrderedDict[RowKey, None] = OrderedDict()  # those not begun yet
+        self._probing: set[RowKey] = set()  # first keys of probes under way
+        self._absent: OrderedDict[RowKey, float] = OrderedDict()  # known as absent below until then
+        self._has_writes = asyncio.Event()
+        self._has_promotions = asyncio.Event()
+        self._is_drained = asyncio.Event()
+        self._remote_is_well = asyncio.Event()
+        self._remote_is_well.set()
+        self._hashers = ThreadPoolExecutor(1, "checksum")
+        # One more than there are promotions, so that a probe never queues behind bytes.
+        self._readers = ThreadPoolExecutor(_NUM_READERS + 1, "read")
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, "write")
+        self._tasks: set[asyncio.Task[None]] = set()
+        if remote is not None:
+            for _ in range(_NUM_READERS):
+                self._spawn(self._keep_promoting())
+            for _ in range(_NUM_WRITERS):
+                self._spawn(self._keep_writing(remote))
 
     async def adopt(self) -> None:
-        """Rebuild the index from the slot table, in slices, letting the loop run in between."""
+        """Rebuild the index from the slot table, letting the loop run in between."""
+        for _ in self.memory.adopt():
+            await asyncio.sleep(0)
 
     def register(self, namespace: bytes, *, label: bytes = b"", private: bool = False) -> None:
-        """Tell what a namespace is. Rows of private or unregistered namespaces never leave the memory tier."""
+        """Say what a namespace is. Rows of private or unknown namespaces never leave the memory tier.
+
+        ``label`` (at most 512 bytes) goes with every stored object, for people who look at them.
+        """
+        if private:
+            self._labels.pop(namespace, None)
+        else:
+            self._labels[namespace] = label
+
+    # ---- load ----
 
     def lookup(self, lease_id: LeaseId, groups: Sequence[Sequence[RowKey]]) -> Lookup:
-        """Lease what is in memory, start bringing what the remote tier holds. Repeat to see how it goes on."""
+        """Lease what is in memory, and start bringing what the remote tier holds; repeat to see how it goes
+        on.
+
+        ``groups``: the keys of the same chunks in every KV group, head first.
+        """
+        chain = [key for chunk in zip(*groups, strict=True) for key in chunk]
+        num_resident, slots = self.memory.lookup(lease_id, chain)
+        num_pending, probing = self._bring(chain[num_resident:])
+        width = len(groups)
+        leased = slots[: len(slots) // width * width] if width else []
+        return Lookup(
+            num_resident=num_resident // max(1, width),
+            # Whole chunks: the last one may lie partly in memory and partly be on its way.
+            num_pending=(num_resident + num_pending) // max(1, width) - num_resident // max(1, width),
+            probing=probing,
+            slots=[leased[group::width] for group in range(width)],
+        )
+
+    def _bring(self, keys: Sequence[RowKey]) -> tuple[int, bool]:
+        """Return how many leading keys are here or on their way, and whether the remote tier is being
+        asked."""
+        to_verify = []
+        num_coming = 0
+        for key in keys:
+            if key not in self._pending:
+                slot = self.memory.unverified(key)
+                if slot is not None:
+                    to_verify.append((key, slot))
+                elif not self.memory.is_resident(key):
+                    break
+            num_coming += 1
+        if to_verify:
+            self._pending.update(key for key, _ in to_verify)
+            self._spawn(self._verify(to_verify))
+        return num_coming, self._probe(keys[num_coming:])
+
+    def _probe(self, keys: Sequence[RowKey]) -> bool:
+        """Ask the remote tier about these keys, unless that is under way, or of no use."""
+        remote = self._remote
+        if not keys or remote is None or not self.is_remote_well or not self._is_shared(keys[0]):
+            return False
+        if keys[0] in self._probing:
+            return True
+        room = self.memory.usable_rows // 4 - len(self._pending)
+        if room <= 0 or self._absent.get(keys[0], 0.0) > self._clock():
+            return False
+        self._probing.add(keys[0])
+        self.stats.probes += 1
+        self._spawn(self._probe_below(remote, keys[:room]))
+        return True
+
+    async def _probe_below(self, remote: RemoteTier, keys: Sequence[RowKey]) -> None:
+        num_present = 0
+        try:
+            num_columns = self._arena.table.num_columns
+            num_present = await self._in_thread(self._readers, lambda: remote.probe(keys, num_columns))
+        except TierUnavailable:
+            self._note_sick()
+        finally:
+            self._probing.discard(keys[0])
+        for key in keys[:num_present]:
+            if key not in self._pending:
+                self._pending.add(key)
+                self._promotions[key] = None
+        for key in keys[num_present : num_present + 1]:
+            self._note_absent(key)
+        self._has_promotions.set()
+
+    async def _keep_promoting(self) -> None:
+        while True:
+            await self._has_promotions.wait()
+            if not self._promotions:
+                self._has_promotions.clear()
+                continue
+            key, _ = self._promotions.popitem(last=False)
+            is_here = False
+            try:
+                is_here = await self._promote(key)
+            except TierUnavailable:
+                self._note_sick()
+            except Exception:
+                _log.exception("a promotion failed")
+            self._pending.discard(key)
+            self.stats.promoted += is_here
+            self.stats.promotions_failed += not is_here
+            if not is_here:
+                self._note_absent(key)
+
+    async def _promote(self, key: RowKey) -> bool:
+        slot = self.memory.reserve_row(key)
+        if slot is None:
+            return False
+        views = [self._arena.view(slot.row, column) for column in range(self._arena.table.num_columns)]
+        loaded = None
+        try:
+            loaded = await self._in_thread(self._readers, lambda: self._load_row(key, views))
+        finally:
+            if loaded is None:
+                self.memory.abort_row(slot)
+        if loaded is not None:
+            self.memory.commit_row(slot, *loaded)
+        return loaded is not None
+
+    def _load_row(self, key: RowKey, views: Sequence[memoryview]) -> tuple[list[int], list[bytes]] | None:
+        """In a reader thread: all columns, or nothing."""
+        assert self._remote is not None
+        lengths = []
+        for column, view in enumerate(views):
+            length = self._remote.load(key, column, view)
+            if length is None:
+                return None
+            lengths.append(length)
+        return lengths, [checksum(view[:length]) for view, length in zip(views, lengths, strict=True)]
+
+    async def _verify(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
+        """Compare rows from before a restart with their checksums."""
+        for key, slot in rows:
+            if self.memory.pin(slot) is not None:
+                try:
+                    found = await self._checksums(slot)
+                    noted = [self._arena.table.checksum(slot.row, column) for column in range(len(found))]
+                    self.memory.verified(slot, is_intact=found == noted)
+                    self.stats.verified += found == noted
+                finally:
+                    self.memory.unpin(slot)
+            self._pending.discard(key)
+
+    def _note_absent(self, key: RowKey) -> None:
+        now = self._clock()
+        self._absent[key] = now + _ABSENT_SECONDS
+        self._absent.move_to_end(key)
+        while next(iter(self._absent.values())) <= now:
+            self._absent.popitem(last=False)
+
+    # ---- store ----
 
     def reserve(
         self, keys: Sequence[RowKey], column: int, owner: bytes, *, length: int, first_chunk: int = 0
     ) -> list[Reservation]:
-        """One answer per key, the head of the chain first."""
+        """One answer per key, the head of the chain first; ``length``: payload bytes of one column of
+        each."""
+        return [
+            self.memory.reserve(key, column, owner, length=length, depth=depth)
+            for depth, key in enumerate(keys, first_chunk)
+        ]
 
     def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
-        """Commit all or, raising StaleSlot, none. Visible rows are checksummed and written through."""
+        """Commit all or, raising StaleSlot, none. Rows that become visible are checksummed and written
+        through."""
+        visible = self.memory.commit(slots, column, owner)
+        if visible:
+            self._num_unwritten += len(visible)
+            for slot in visible:
+                self.memory.pin(slot)
+            self._spawn(self._seal(visible))
 
     def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
         """Abort all or, raising StaleSlot, none."""
+        self.memory.abort(slots, column, owner)
+
+    async def _seal(self, slots: Sequence[Slot]) -> None:
+        """Checksum rows, so that they outlive a restart, and queue them for writing."""
+        for slot in slots:
+            try:
+                for column, value in enumerate(await self._checksums(slot)):
+                    self._arena.table.seal(slot.row, column, value)
+                self._enqueue(slot)
+            finally:
+                self.memory.unpin(slot)
+                self._num_unwritten -= 1
+                self._note_drained()
+
+    def _enqueue(self, slot: Slot) -> None:
+        key, depth = self.memory.describe(slot)
+        if self._remote is None or not self._is_shared(key):
+            return
+        self.stats.write_dropped += self._queue.push(slot, depth) is not None
+        self._has_writes.set()
+
+    async def _keep_writing(self, remote: RemoteTier) -> None:
+        while True:
+            await self._has_writes.wait()
+            await self._remote_is_well.wait()
+            item = self._queue.pop()
+            if item is None:
+                self._has_writes.clear()
+                continue
+            slot, depth = item
+            self._num_unwritten += 1
+            try:
+                await self._write(remote, slot)
+            except TierUnavailable:
+                self._note_sick()
+                self.stats.write_dropped += self._queue.push(slot, depth, is_first=True) is not None
+                self._has_writes.set()
+            except Exception:
+                _log.exception("a row could not be written through")
+                self.stats.write_dropped += 1
+            finally:
+                self._num_unwritten -= 1
+                self._note_drained()
+
+    async def _write(self, remote: RemoteTier, slot: Slot) -> None:
+        key = self.memory.pin(slot)
+        if key is None:
+            self.stats.write_evicted += 1
+            return
+        label = self._labels.get(split_row_key(key)[0], b"")
+        payloads = self._payloads(slot)
+
+        def store_row() -> bool:
+            return all(remote.store(key, column, view, label) for column, view in enumerate(payloads))
+
+        try:
+            is_stored = await self._in_thread(self._writers, store_row)
+        finally:
+            self.memory.unpin(slot)
+        self.stats.written += is_stored
+        self.stats.write_refused += not is_stored
+
+    # ---- life ----
+
+    @property
+    def num_queued_writes(self) -> int:
+        """Rows in the write queue."""
+        return len(self._queue)
+
+    @property
+    def is_remote_well(self) -> bool:
+        """Is there a remote tier, and does it answer as far as is known?"""
+        return self._remote is not None and self._remote_is_well.is_set()
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Wait until all writes are through; False when time ran out."""
+        """Wait until all rows committed so far are written through; False when time ran out."""
+        self._note_drained()
+        try:
+            await asyncio.wait_for(self._is_drained.wait(), timeout_seconds)
+        except asyncio.TimeoutError:
+            return False
+        return True
 
     async def close(self) -> None:
-        """Stop the workers; when this returns no thread touches the arena any more."""
+        """Stop all work; when this returns no thread touches the arena any more."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for pool in (self._hashers, self._readers, self._writers):
+            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
+        if self._remote is not None:
+            self._remote.close()
+
+    def _note_sick(self) -> None:
+        """An operation was refused: nothing more is asked of the remote tier until a trial succeeds."""
+        if self._remote is not None and self._remote_is_well.is_set():
+            self._remote_is_well.clear()
+            self._pending.difference_update(self._promotions)
+            self._promotions.clear()
+            self._spawn(self._recover(self._remote))
+
+    async def _recover(self, remote: RemoteTier) -> None:
+        """Try a sick remote tier in the background, so that no lookup ever has to."""
+        while remote.breaker.is_open:
+            await asyncio.sleep(remote.breaker.seconds_to_trial)
+            await self._in_thread(self._readers, remote.try_again)
+        self._remote_is_well.set()
+
+    def _note_drained(self) -> None:
+        if self._num_unwritten or self._queue:
+            self._is_drained.clear()
+        else:
+            self._is_drained.set()
+
+    def _is_shared(self, key: RowKey) -> bool:
+        return split_row_key(key)[0] in self._labels
+
+    def _payloads(self, slot: Slot) -> list[memoryview]:
+        table = self._arena.table
+        return [
+            self._arena.view(slot.row, column)[: table.length(slot.row, column)]
+            for column in range(table.num_columns)
+        ]
+
+    async def _checksums(self, slot: Slot) -> list[bytes]:
+        payloads = self._payloads(slot)
+        return await self._in_thread(self._hashers, lambda: [checksum(view) for view in payloads])
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+        return await self._loop.run_in_executor(pool, call)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("background work ended with an error", exc_info=task.exception())

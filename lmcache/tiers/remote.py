@@ -1,0 +1,293 @@
+"""The remote tier: one Redis or Valkey that many pods share.
+
+**Objects.** One column of a row is stored in parts of at most 4 MiB,
+``lmc1:<namespace>:{<key>:<column>}:<part>``, each with its own header. All writers of one name write the same
+bytes, so any valid set of parts makes the object, whoever wrote them. Part 0 is written last: it is the
+presence marker, and says how many parts there are.
+
+**Trust.** What is read is compared with what was asked for: version, name, column, part, lengths, checksum.
+Anything else is a miss, counted by reason. Only names of the form above are ever written; nothing is deleted.
+
+**Sickness.** Whatever goes wrong with the server itself raises TierUnavailable and opens the circuit; from
+then on operations raise at once, until ``try_again`` finds it well.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from lmcache.tiers.base import RowKey, TierUnavailable, split_row_key
+from lmcache.tiers.header import HEADER_BYTES, BadHeader, Header, checksum, parse
+from lmcache.tiers.resilience import CircuitBreaker
+from lmcache.tiers.resp import Address, Connection, ServerError, command, set_head
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+PART_BYTES = 4 << 20
+"""Redis handles one value at a time: larger ones would make all its other clients wait."""
+
+_FIRST_WINDOW = 16  # keys of the first probe; doubles, since a prefix that goes on mostly goes on
+_MAX_WINDOW = 1024
+_MAX_REWRITE = 4096  # names of invalid objects that are remembered
+_STORE_REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOPERM"})
+
+
+@dataclass
+class RemoteStats:
+    """Counts since start, of objects (one column of one row)."""
+
+    hits: int = 0  # loaded and valid
+    misses: int = 0  # no such object
+    stored: int = 0  # written by us
+    touched: int = 0  # was there already; its age was refreshed
+    refused: Counter[str] = field(default_factory=Counter)  # stores, by the server's error code
+    invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit
+    failures: int = 0  # operations that found the server sick
+
+
+class _Miss(Exception):
+    """There is nothing of use under this name; ``reason`` is empty when there is nothing at all."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RemoteTier:
+    """Thread-safe: each thread has its own connection. Every method but ``close`` blocks up to the deadline.
+
+    ``timeout_seconds`` is the deadline of one step: a connection, or one part.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_seconds: float = 1.0, breaker: CircuitBreaker | None = None
+    ) -> None:
+        self.address = Address.parse(url)
+        self.stats = RemoteStats()
+        self.breaker = breaker or CircuitBreaker()
+        self._timeout = timeout_seconds
+        self._local = threading.local()
+        self._lock = threading.Lock()  # protects stats and what follows
+        self._connections: set[Connection] = set()
+        self._rewrite: dict[tuple[RowKey, int], None] = {}  # found invalid: to be written though present
+
+    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
+        """Return how many leading rows have all their columns here."""
+        return self._run(lambda connection: _probe(connection, keys, num_columns))
+
+    def load(self, key: RowKey, column: int, into: memoryview) -> int | None:
+        """Read one column of a row into a slot. Return its payload's length; None: a miss (slot contents
+        undefined)."""
+        try:
+            length = self._run(lambda connection: _load(connection, key, column, into))
+        except _Miss as miss:
+            with self._lock:
+                if miss.reason:
+                    self.stats.invalid[miss.reason] += 1
+                    self._note_invalid(key, column)
+                else:
+                    self.stats.misses += 1
+            return None
+        with self._lock:
+            self.stats.hits += 1
+        return length
+
+    def store(self, key: RowKey, column: int, payload: memoryview, label: bytes = b"") -> bool:
+        """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
+        say)."""
+        is_rewrite = (key, column) in self._rewrite
+        try:
+            is_new = self._run(
+                lambda connection: _store(connection, key, column, payload, label, is_rewrite=is_rewrite)
+            )
+        except _Refused as refused:
+            with self._lock:
+                self.stats.refused[refused.code] += 1
+            return False
+        with self._lock:
+            self.stats.stored += is_new
+            self.stats.touched += not is_new
+            self._rewrite.pop((key, column), None)
+        return True
+
+    def try_again(self) -> bool:
+        """While the circuit is open: ask the server whether it is well, and close the circuit if so."""
+        try:
+            connection = Connection(self.address, self._timeout)
+            try:
+                connection.call("PING")
+            finally:
+                connection.close()
+        except (OSError, ServerError) as error:
+            self.breaker.failure()
+            _log.debug("remote tier %s is still away: %s", self.address, error)
+            return False
+        self.breaker.trial_succeeded()
+        _log.info("remote tier %s is back", self.address)
+        return True
+
+    def close(self) -> None:
+        """Close all connections; the threads that used them must have ended."""
+        with self._lock:
+            connections = tuple(self._connections)
+            self._connections.clear()
+        for connection in connections:
+            connection.close()
+
+    def _run(self, operation: Callable[[Connection], T]) -> T:
+        if self.breaker.is_open:
+            raise TierUnavailable(f"remote tier {self.address} is away")
+        try:
+            result = self._attempt(operation)
+        except _Miss:
+            self.breaker.success()
+            raise
+        except (OSError, ServerError) as error:
+            self.breaker.failure()
+            with self._lock:
+                self.stats.failures += 1
+            _log.warning("remote tier %s: %s", self.address, error)
+            raise TierUnavailable(f"remote tier {self.address}: {error}") from error
+        self.breaker.success()
+        return result
+
+    def _attempt(self, operation: Callable[[Connection], T]) -> T:
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is not None:
+            try:
+                return self._use(connection, operation)
+            except ConnectionError:
+                # It may have been closed while idle, by a restart of the server long ago: that says nothing
+                # about now.
+                pass
+        connection = Connection(self.address, self._timeout)
+        with self._lock:
+            self._connections.add(connection)
+        self._local.connection = connection
+        return self._use(connection, operation)
+
+    def _use(self, connection: Connection, operation: Callable[[Connection], T]) -> T:
+        try:
+            return operation(connection)
+        finally:
+            # After a failure, and after a miss that left replies unread: they would be taken for the next
+            # one's.
+            if connection.num_unread:
+                connection.close()
+                self._local.connection = None
+                with self._lock:
+                    self._connections.discard(connection)
+
+    def _note_invalid(self, key: RowKey, column: int) -> None:
+        self._rewrite[key, column] = None
+        if len(self._rewrite) > _MAX_REWRITE:
+            del self._rewrite[next(iter(self._rewrite))]
+
+
+class _Refused(_Miss):
+    """The server is well but does not take this object."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def part_name(key: RowKey, column: int, part: int) -> str:
+    """Name one part; all parts of an object share a hash tag."""
+    namespace, chunk_key = split_row_key(key)
+    return f"lmc1:{namespace.hex()}:{{{chunk_key.hex()}:{column}}}:{part}"
+
+
+def _probe(connection: Connection, keys: Sequence[RowKey], num_columns: int) -> int:
+    present = 0
+    window = _FIRST_WINDOW
+    while present < len(keys):
+        asked = keys[present : present + window]
+        markers = ([part_name(key, column, 0) for column in range(num_columns)] for key in asked)
+        connection.send(b"".join(command("EXISTS", *names) for names in markers), num_commands=len(asked))
+        answers = [connection.read_reply() == num_columns for _ in asked]
+        if False in answers:
+            return present + answers.index(False)
+        present += len(asked)
+        window = min(2 * window, _MAX_WINDOW)
+    return present
+
+
+def _load(connection: Connection, key: RowKey, column: int, into: memoryview) -> int:
+    connection.send(command("GET", part_name(key, column, 0)))
+    first = _read_part(connection, key, column, 0, into[:PART_BYTES])
+    if first.total_bytes > len(into):
+        raise _Miss("length")
+    for part in range(1, first.num_parts):
+        connection.send(command("GET", part_name(key, column, part)))
+        window = into[part * PART_BYTES : min((part + 1) * PART_BYTES, first.total_bytes)]
+        if _read_part(connection, key, column, part, window).total_bytes != first.total_bytes:
+            raise _Miss("length")
+    return first.total_bytes
+
+
+def _read_part(connection: Connection, key: RowKey, column: int, part: int, into: memoryview) -> Header:
+    """Read one part and make sure that it is what was asked for."""
+    try:
+        num_bytes = connection.read_bulk_length()
+    except ServerError as error:
+        if error.code != "WRONGTYPE":
+            raise
+        raise _Miss("type") from None
+    if num_bytes is None:
+        raise _Miss("part" if part else "")
+    length = num_bytes - HEADER_BYTES
+    if not 0 <= length <= len(into):
+        raise _Miss("length")
+    head = memoryview(bytearray(HEADER_BYTES))
+    connection.read_bulk((head, into[:length]))
+    try:
+        header = parse(head)
+    except BadHeader:
+        raise _Miss("header") from None
+    if (header.key, header.column, header.part) != (key, column, part):
+        raise _Miss("name")
+    if header.num_parts != num_parts(header.total_bytes) or length != part_bytes(header.total_bytes, part):
+        raise _Miss("length")
+    if header.payload_bytes != length or checksum(into[:length]) != header.checksum:
+        raise _Miss("checksum")
+    return header
+
+
+def _store(
+    connection: Connection, key: RowKey, column: int, payload: memoryview, label: bytes, *, is_rewrite: bool
+) -> bool:
+    """Return False when all of it was there already."""
+    total = num_parts(len(payload))
+    names = [part_name(key, column, part) for part in range(total)]
+    try:
+        if not is_rewrite and connection.call("TOUCH", *names) == total:
+            return False
+        for part in (*range(1, total), 0):
+            content = payload[part * PART_BYTES : (part + 1) * PART_BYTES]
+            header = Header(key, column, part, total, len(content), len(payload), checksum(content), label)
+            start = set_head(names[part], HEADER_BYTES + len(content)) + header.pack()
+            connection.send(start, content, b"\r\n")
+            connection.read_reply()
+    except ServerError as error:
+        if error.code not in _STORE_REFUSALS:
+            raise
+        raise _Refused(error.code) from None
+    return True
+
+
+def num_parts(total_bytes: int) -> int:
+    """Parts of a payload; an empty one has one, too."""
+    return max(1, -(-total_bytes // PART_BYTES))
+
+
+def part_bytes(total_bytes: int, part: int) -> int:
+    """Length of one part of a payload."""
+    return min(PART_BYTES, total_bytes - part * PART_BYTES)
