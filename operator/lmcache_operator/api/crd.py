@@ -8,10 +8,9 @@ import typing
 from enum import StrEnum
 from typing import Any
 
-import yaml
-
 from . import CRD_NAME, GROUP, KIND, PLURAL, VERSION
 from .fields import FieldInfo, Rule, info_of, json_name
+from .plain_yaml import dump
 from .types import Spec, Status
 
 _SCALARS: dict[Any, dict[str, Any]] = {
@@ -40,7 +39,7 @@ def crd() -> dict[str, Any]:
     """The CRD as a plain object."""
     root = {
         "type": "object",
-        "description": "A KV cache for LLM servers: engine pods, each with a sidecar that keeps its KV in tiers.",
+        "description": "Engine pods of an LLM server, each with a sidecar that keeps their KV in tiers.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string"},
@@ -84,7 +83,7 @@ def crd() -> dict[str, Any]:
 
 def render() -> str:
     """The CRD as it is checked in."""
-    return _HEADER + yaml.safe_dump(crd(), sort_keys=False, width=110)
+    return _HEADER + dump([crd()])
 
 
 def _column(name: str, path: str, kind: str = "string", *, wide: bool = False) -> dict[str, Any]:
@@ -126,10 +125,19 @@ def _object_schema(cls: Any, description: str) -> dict[str, Any]:
 def _field_schema(annotation: Any, info: FieldInfo) -> dict[str, Any]:
     schema = {**_type_schema(annotation, info), "description": info.description, **info.schema}
     if info.has_default:
-        schema["default"] = info.default
+        schema["default"] = _expanded_default(annotation, info)
     if info.rules:
         schema["x-kubernetes-validations"] = _validations(info.rules)
     return schema
+
+
+def _expanded_default(annotation: Any, info: FieldInfo) -> Any:
+    """The default with those of its own fields: rules are checked against it as it stands here."""
+    if not dataclasses.is_dataclass(annotation):
+        return info.default
+    hints = typing.get_type_hints(annotation)
+    inner = {field.name: (hints[field.name], info_of(field)) for field in dataclasses.fields(annotation)}
+    return {json_name(n): _expanded_default(*field) for n, field in inner.items() if field[1].has_default}
 
 
 def _type_schema(annotation: Any, info: FieldInfo) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class Model:
     """What the engine serves."""
 
     name: str = field(
-        "Model to serve: a name on the model hub, or a path in the model volume (mounted at /models). It cannot "
-        "be changed: while pods are replaced one by one, one Service would answer with two models.",
+        "Model to serve: a name on the model hub, or a path in the model volume (mounted at /models). It "
+        "cannot be changed: while pods are replaced one by one, one Service would answer with two models.",
         minLength=1,
         maxLength=512,
         pattern=r"^[^-\s]\S*$",
@@ -69,7 +69,7 @@ class Model:
         "Token for the model hub. It is mounted, never read by the operator."
     )
     volume: dict[str, Any] = field(
-        "Where model files are kept: any Kubernetes volume source, e.g. {persistentVolumeClaim: {claimName: x}}. "
+        "Where model files are kept: any Kubernetes volume source, such as a persistentVolumeClaim. "
         "Default: an emptyDir, so that each pod downloads the model.",
         default={},
     )
@@ -88,8 +88,8 @@ class Gpu:
         pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
     )
     device_class_name: str | None = field(
-        "DeviceClass for dynamic resource allocation. Engine and sidecar then name the same claim, so that the "
-        "sidecar sees the engine's GPUs.",
+        "DeviceClass for dynamic resource allocation. Engine and sidecar then name the same claim, so that "
+        "the sidecar sees the engine's GPUs.",
         **_SECRET_NAME,
     )
     runtime_class_name: str | None = field("RuntimeClass of the pods, e.g. nvidia.", **_SECRET_NAME)
@@ -138,8 +138,8 @@ class Engine:
         ),
     )
     pod_template: dict[str, Any] = field(
-        "Merged into the rendered pod: maps by key, containers, volumes, env and mounts by name (the containers "
-        "are called engine, sidecar and payload).",
+        "Merged into the rendered pod: maps by key, containers, volumes, env and mounts by name (the "
+        "containers are called engine, sidecar and payload).",
         default={},
     )
 
@@ -150,8 +150,8 @@ class Sidecar:
 
     image: str | None = field("Sidecar image. Default: the one of the operator's version.", **_IMAGE)
     transfer: TransferPreference = field(
-        "How sidecar and engine share KV: CudaIPC gives the sidecar sight of the engine's GPUs, SharedMemory does "
-        "not, Auto takes CudaIPC where it is possible. The outcome and its reason are in status.transfer.",
+        "How sidecar and engine share KV: CudaIPC gives the sidecar sight of the engine's GPUs, SharedMemory "
+        "does not, Auto takes CudaIPC where it is possible. Outcome and reason are in status.transfer.",
         default="Auto",
     )
     chunk_tokens: int = field(
@@ -173,8 +173,8 @@ class MemoryTier:
         pattern=BYTES_PATTERN,
         rules=(
             Rule(
-                f"quantity(self).compareTo(quantity('{_SMALLEST_MEMORY}')) >= 0 && "
-                f"quantity(self).compareTo(quantity('{_LARGEST_MEMORY}')) <= 0",
+                f"!isQuantity(self) || (quantity(self).compareTo(quantity('{_SMALLEST_MEMORY}')) >= 0 && "
+                f"quantity(self).compareTo(quantity('{_LARGEST_MEMORY}')) <= 0)",
                 f"tiers.memory.size must be between {_SMALLEST_MEMORY} and {_LARGEST_MEMORY}",
                 lambda size: (
                     parse_quantity(_SMALLEST_MEMORY)

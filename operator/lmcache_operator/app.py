@@ -1,0 +1,138 @@
+"""The running operator: kopf watches, the queue schedules, the reconciler works.
+
+Only `on.event` handlers are registered. kopf's change handlers, timers and daemons would put annotations or
+finalizers on objects; events alone write nothing, so that deletion works while the operator is down and a
+restart changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import kopf
+
+from . import metrics
+from .api import GROUP, KIND
+from .kube.client import connect
+from .queue import KeyedQueue
+from .reconcile.loop import ClusterKey, Reconciler
+from .settings import Settings
+from .specs.kinds import CHILDREN, CLUSTER
+from .specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
+
+logger = logging.getLogger(__name__)
+
+_MAX_RUN_SECONDS = 300.0
+"""A look at a cluster that takes longer than this hangs: single calls time out after half a minute."""
+_Queue = KeyedQueue[ClusterKey]
+
+
+async def run(settings: Settings) -> None:
+    """Run until SIGTERM or SIGINT."""
+    if settings.kubeconfig is not None:
+        os.environ["KUBECONFIG"] = settings.kubeconfig  # where kopf looks for it
+    metrics.serve(settings.metrics_port)
+    async with connect(settings.kubeconfig) as api:
+        reconciler = Reconciler(api, settings)
+        queue = KeyedQueue(reconciler.reconcile, num_workers=settings.num_workers)
+        metrics.CLUSTERS.set_function(lambda: len(queue))
+        await kopf.operator(
+            registry=build_registry(queue),
+            settings=_kopf_settings(),
+            standalone=True,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+            liveness_endpoint=f"http://0.0.0.0:{settings.health_port}/healthz",
+        )
+
+
+def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
+    """What kopf watches, and what it does about it: wake a cluster."""
+    registry = kopf.OperatorRegistry()
+
+    def cluster_changed(namespace: str | None, name: str | None, uid: str | None, **_: Any) -> None:
+        queue.wake(ClusterKey(namespace or "", name or "", uid or ""))
+
+    def child_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
+        if (key := owner_key(namespace or "", meta)) is not None:
+            queue.wake(key)
+
+    def look_for_hanging_work(**_: Any) -> float:
+        seconds = queue.longest_run_seconds()
+        if seconds > _MAX_RUN_SECONDS:
+            raise kopf.PermanentError(f"a reconciliation has been running for {seconds:.0f} s")
+        return seconds
+
+    async def stop_working(**_: Any) -> None:
+        await queue.close()  # else kopf waits for our tasks as for hanging ones of its own
+
+    kopf.on.login(registry=registry)(_login)
+    kopf.on.cleanup(registry=registry)(stop_working)
+    kopf.on.probe(registry=registry, id="longest_run_seconds")(look_for_hanging_work)
+    kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(
+        _as_async(cluster_changed)
+    )
+    for kind in CHILDREN:
+        kopf.on.event(
+            kind.group,
+            kind.version,
+            kind.plural,
+            labels={MANAGED_BY_LABEL: FIELD_MANAGER},
+            registry=registry,
+        )(_as_async(child_changed))
+    return registry
+
+
+def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
+    """The cluster that owns an object."""
+    for owner in metadata.get("ownerReferences") or []:
+        if owner.get("controller") and owner["kind"] == KIND and owner["apiVersion"].startswith(f"{GROUP}/"):
+            return ClusterKey(namespace, owner["name"], owner["uid"])
+    return None
+
+
+def _as_async(handler: Any) -> Any:
+    """Keep a handler on the event loop, where the queue lives; kopf runs plain functions in threads."""
+
+    async def call(**kwargs: Any) -> None:
+        handler(**kwargs)
+
+    return call
+
+
+def _login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+    """A kubeconfig where one is named or found, else the pod's ServiceAccount."""
+    if "KUBECONFIG" in os.environ:
+        return kopf.login_with_kubeconfig(**kwargs)
+    return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+
+def _kopf_settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    # A watch that is silently cut off by the network is noticed after 70 s; ten minutes bound what is left.
+    settings.watching.server_timeout = 600
+    settings.watching.connect_timeout = 10
+    settings.watching.chunk_size = 500
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 5
+    # Nothing is persisted as long as there are event handlers only; should that change, it must not look like
+    # another operator's.
+    settings.persistence.finalizer = f"{GROUP}/finalizer"
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+    # Filtered by the API server: other people's Services and ConfigMaps are never sent here.
+    for kind in CHILDREN:
+        selectors = settings.watching.label_selectors
+        selectors[kind.group, kind.version, kind.plural] = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
+    return settings
+
+
+def main(settings: Settings) -> None:
+    """Run the operator in an event loop of its own."""
+    asyncio.run(run(settings))

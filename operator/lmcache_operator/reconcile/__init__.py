@@ -1,0 +1,1 @@
+"""The loop over one cluster: observe, plan, apply, report."""

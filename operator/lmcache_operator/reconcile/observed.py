@@ -1,0 +1,57 @@
+"""What is known about a cluster at one moment: plain data, filled by the loop, read by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..specs import Object
+from ..specs.kinds import Ref
+from ..specs.names import RENDERED_HASH, SPEC_HASH, engine_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """A cluster and everything that belongs to it."""
+
+    resource: Object
+    """The LMCacheCluster as the API server has it."""
+    children: Mapping[Ref, Object] = field(default_factory=dict)
+    """Objects that the cluster owns."""
+    taken: frozenset[Ref] = frozenset()
+    """Names of children under which there is an object that the cluster does not own."""
+    pods: tuple[Object, ...] = ()
+    """The engine's pods."""
+    missing_secrets: tuple[str, ...] = ()
+    contested: Mapping[Ref, str] = field(default_factory=dict)
+    """Children that somebody else keeps changing back, with the field."""
+
+    @property
+    def name(self) -> str:
+        """Name of the cluster."""
+        name: str = self.resource["metadata"]["name"]
+        return name
+
+    @property
+    def stateful_set(self) -> Object | None:
+        """The engine's StatefulSet."""
+        return self.children.get(Ref("StatefulSet", engine_name(self.name)))
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a pod serves and is not on its way out."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+    return ready and "deletionTimestamp" not in pod["metadata"]
+
+
+def spec_hash_of(pod_or_template: Object) -> str | None:
+    """What the user had declared when this pod, or this template, was made."""
+    found: str | None = (pod_or_template["metadata"].get("annotations") or {}).get(SPEC_HASH)
+    return found
+
+
+def rendered_hash_of(live: Object) -> str | None:
+    """Hash of the rendering that was last applied to an object."""
+    found: str | None = (live["metadata"].get("annotations") or {}).get(RENDERED_HASH)
+    return found

@@ -1,0 +1,61 @@
+"""The kinds of objects the operator handles, and where the API server keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..api import GROUP, KIND, PLURAL, VERSION
+from . import Object
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of object; the core group is the empty string."""
+
+    group: str
+    version: str
+    kind: str
+    plural: str
+
+    @property
+    def api_version(self) -> str:
+        """As it stands in an object."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+
+class Ref(NamedTuple):
+    """A child, within the namespace of its cluster."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+CLUSTER = Kind(GROUP, VERSION, KIND, PLURAL)
+POD = Kind("", "v1", "Pod", "pods")
+SECRET = Kind("", "v1", "Secret", "secrets")
+
+CHILDREN = (
+    Kind("", "v1", "ServiceAccount", "serviceaccounts"),
+    Kind("", "v1", "ConfigMap", "configmaps"),
+    Kind("", "v1", "Service", "services"),
+    Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies"),
+    Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    Kind("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
+    Kind("apps", "v1", "StatefulSet", "statefulsets"),
+)
+BY_NAME = {kind.kind: kind for kind in (CLUSTER, POD, SECRET, *CHILDREN)}
+
+
+def ref_of(rendered: Object) -> Ref:
+    """The reference to an object."""
+    return Ref(rendered["kind"], rendered["metadata"]["name"])
+
+
+def controller_uid(live: Object) -> str | None:
+    """The uid of the object's controlling owner."""
+    owners = live["metadata"].get("ownerReferences") or []
+    return next((owner["uid"] for owner in owners if owner.get("controller")), None)

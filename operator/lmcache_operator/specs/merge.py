@@ -1,0 +1,76 @@
+"""Two questions about nested plain data: what do two objects make together, and does one contain the other.
+
+Lists of objects are taken as maps keyed by what names their items, as the API server takes them; other lists
+are values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..api.quantity import quantity_equal
+
+# In this order: a volume mount has a name and a path, and only the path is its own.
+_ITEM_KEYS = ("mountPath", "containerPort", "name")
+_QUANTITY_PARENTS = ("limits", "requests")
+# More labels here would mean something else, where more of anything else is somebody's addition.
+_ATOMIC_MAPS = ("matchLabels", "podSelector", "selector")
+
+
+def merge(base: Any, overlay: Any) -> Any:
+    """Lay `overlay` over `base`; None in the overlay removes. Neither is changed."""
+    if isinstance(base, Mapping) and isinstance(overlay, Mapping):
+        merged = {key: merge(base.get(key), value) for key, value in overlay.items() if value is not None}
+        return {key: value for key, value in base.items() if key not in overlay} | merged
+    if isinstance(base, list) and isinstance(overlay, list) and (key := _item_key(base + overlay)):
+        ours = {item[key]: item for item in base}
+        theirs = {item[key]: item for item in overlay}
+        return [merge(ours.get(name), theirs.get(name, {})) for name in ours | theirs]
+    return overlay
+
+
+def first_difference(wanted: Any, live: Any, path: str = "") -> str | None:
+    """Path of the first thing in `wanted` that `live` lacks or has otherwise; None if all of it is there.
+
+    `live` may hold more: defaults of the API server, and what others added. Empty lists and objects are the
+    same as absent ones, and quantities are compared by their amount, since the API server rewrites both.
+    """
+    if isinstance(wanted, Mapping):
+        if not isinstance(live, Mapping):
+            return path if wanted else None
+        if path.endswith(_ATOMIC_MAPS) and wanted.keys() != live.keys():
+            return path
+        for key, value in wanted.items():
+            if found := first_difference(value, live.get(key), f"{path}.{key}" if path else key):
+                return found
+        return None
+    if isinstance(wanted, list):
+        return _first_difference_in_list(wanted, live or [], path)
+    parent, _, key = path.rpartition(".")
+    is_quantity = parent.endswith(_QUANTITY_PARENTS) or key == "sizeLimit"
+    same = wanted == live or (is_quantity and quantity_equal(wanted, live))
+    return None if same else path
+
+
+def _first_difference_in_list(wanted: list[Any], live: Any, path: str) -> str | None:
+    if not isinstance(live, list):
+        return path
+    if key := _item_key(wanted):
+        named = {item.get(key): item for item in live if isinstance(item, Mapping)}
+        pairs = [(f"{path}[{item[key]}]", item, named.get(item[key])) for item in wanted]
+    elif len(wanted) != len(live):
+        return path
+    else:
+        pairs = [(f"{path}[{index}]", item, live[index]) for index, item in enumerate(wanted)]
+    for where, item, found in pairs:
+        if difference := first_difference(item, found, where):
+            return difference
+    return None
+
+
+def _item_key(items: list[Any]) -> str | None:
+    """The field that names the items of a list, if it is a list of named objects."""
+    if not items or not all(isinstance(item, Mapping) for item in items):
+        return None
+    return next((key for key in _ITEM_KEYS if all(key in item for item in items)), None)

@@ -1,0 +1,66 @@
+"""Names, labels and annotations: the one place that spells them."""
+
+from __future__ import annotations
+
+from ..api import API_VERSION, KIND
+from ..api.parse import Cluster
+from . import Object
+
+FIELD_MANAGER = "lmcache-operator"
+CLUSTER_LABEL = "lmcache.io/cluster"
+COMPONENT_LABEL = "lmcache.io/component"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+
+SPEC_HASH = "lmcache.io/spec-hash"
+"""On pods: what the user declared for them. A pod with another hash than its template is replaced."""
+RENDERED_HASH = "lmcache.io/rendered-hash"
+"""On every child: hash of what was rendered, so that fields we stop rendering are noticed and removed."""
+DEFAULT_IMAGES = "lmcache.io/default-images"
+"""On the StatefulSet: the images that were resolved when it was made, as JSON by container."""
+
+ENGINE = "engine"
+SIDECAR = "sidecar"
+PAYLOAD = "payload"
+
+ENGINE_PORT = 8000
+SIDECAR_PORT = 9464
+
+
+def engine_name(cluster_name: str) -> str:
+    """Name of the StatefulSet and of all that belongs to the engine's pods."""
+    return f"{cluster_name}-engine"
+
+
+def selector(cluster_name: str) -> dict[str, str]:
+    """Labels that select the engine's pods. They never change: a StatefulSet's selector is immutable."""
+    return {CLUSTER_LABEL: cluster_name, COMPONENT_LABEL: ENGINE}
+
+
+def labels(cluster: Cluster) -> dict[str, str]:
+    """Labels of every child."""
+    return {
+        "app.kubernetes.io/component": ENGINE,
+        "app.kubernetes.io/instance": cluster.name,
+        MANAGED_BY_LABEL: FIELD_MANAGER,
+        "app.kubernetes.io/name": "lmcache-cluster",
+        **selector(cluster.name),
+    }
+
+
+def child(cluster: Cluster, api_version: str, kind: str, name: str, **content: object) -> Object:
+    """An object that the cluster owns and that is deleted with it, also while the operator is down."""
+    owner = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": cluster.name,
+        "uid": cluster.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    metadata = {
+        "name": name,
+        "namespace": cluster.namespace,
+        "labels": labels(cluster),
+        "ownerReferences": [owner],
+    }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}

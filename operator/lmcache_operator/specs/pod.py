@@ -1,0 +1,276 @@
+"""The engine pod: the sidecar, the payload that carries the client into the engine's image, and the engine.
+
+The sidecar comes first and has no startup gate: it listens at once and populates its memory in the
+background, so neither a slow nor a broken cache keeps an engine from starting. For the same reason it has no
+readiness probe: a pod without a cache still serves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..api.parse import Cluster, InvalidSpec
+from ..api.quantity import format_mebibytes
+from ..settings import RenderSettings
+from . import Object, paths
+from .merge import first_difference, merge
+from .names import ENGINE, ENGINE_PORT, PAYLOAD, SIDECAR, SIDECAR_PORT, SPEC_HASH, engine_name, labels
+from .transfer import GpuSight, resolve_transfer
+from .vllm import engine_args
+
+# The uid of the stock engine image. Both containers share it: sockets, locks and the arena are files of one
+# user.
+_UID = 2000
+_CLAIM = "gpus"
+_MIB = 2**20
+# Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
+_SIDECAR_BASE_BYTES = 512 * _MIB
+_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+_FREE_TO_CHANGE = (
+    "imagePullPolicy",
+    "livenessProbe",
+    "readinessProbe",
+    "resources",
+    "securityContext",
+    "startupProbe",
+    "terminationGracePeriodSeconds",
+)
+
+
+def arena_limit(memory_bytes: int) -> int:
+    """Bytes of the arena's volume: the rows, and 1/64 + 64 MiB for its head, slot table and alignment."""
+    return memory_bytes + memory_bytes // 64 + 64 * _MIB
+
+
+def sidecar_memory(memory_bytes: int) -> int:
+    """Bytes of the sidecar's memory request and limit.
+
+    Its volume (tmpfs is charged to who touches it first), 512 MiB for the process, and 1/32 of the tier for
+    its index and for objects on their way to or from the remote tier.
+    """
+    return arena_limit(memory_bytes) + _SIDECAR_BASE_BYTES + memory_bytes // 32
+
+
+def pod_template(
+    cluster: Cluster, images: dict[str, str], spec_hash: str, settings: RenderSettings
+) -> Object:
+    """The template of the StatefulSet, with the user's `engine.podTemplate` merged in.
+
+    Raises:
+        InvalidSpec: the user's template breaks what the cache needs.
+    """
+    overlay, user_python_path = _take_python_path(cluster.spec.engine.pod_template)
+    base = {
+        "metadata": {
+            "annotations": {SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": ENGINE},
+            "labels": labels(cluster),
+        },
+        "spec": _pod_spec(cluster, images, user_python_path, settings),
+    }
+    merged: Object = merge(base, overlay)
+    if broken := first_difference(_needed(base), merged):
+        raise InvalidSpec("spec.engine.podTemplate", f"changes {broken}, which the cache depends on")
+    return merged
+
+
+def _pod_spec(cluster: Cluster, images: dict[str, str], python_path: str, settings: RenderSettings) -> Object:
+    gpu = cluster.spec.engine.gpu
+    sight = resolve_transfer(cluster, settings).sight
+    spec: Object = {
+        "automountServiceAccountToken": False,
+        "containers": [_engine(cluster, images[ENGINE], python_path)],
+        # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
+        "enableServiceLinks": False,
+        "initContainers": [_sidecar(cluster, images[SIDECAR], sight), _payload(images[SIDECAR])],
+        "securityContext": {
+            "fsGroup": _UID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "runAsGroup": _UID,
+            "runAsNonRoot": True,
+            "runAsUser": _UID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "serviceAccountName": engine_name(cluster.name),
+        # Engines finish requests, then the sidecar writes out what is queued.
+        "terminationGracePeriodSeconds": 90,
+        "volumes": _volumes(cluster),
+    }
+    if gpu.runtime_class_name is not None:
+        spec["runtimeClassName"] = gpu.runtime_class_name
+    if _uses_claims(cluster):
+        spec["resourceClaims"] = [{"name": _CLAIM, "resourceClaimTemplateName": engine_name(cluster.name)}]
+    return spec
+
+
+def _engine(cluster: Cluster, image: str, python_path: str) -> Object:
+    mounts = _shared_mounts() | {
+        paths.HOME_DIR: "home",
+        paths.MODELS_DIR: "models",
+        paths.PAYLOAD_DIR: "payload",
+    }
+    env = {
+        "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
+        "HOME": paths.HOME_DIR,
+        "LMCACHE_SOCKET": paths.SOCKET_PATH,
+        # Block hashes must be the same in every process, or no pod could use what another stored.
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": ":".join(filter(None, (python_path, paths.PAYLOAD_DIR))),
+        # torch asks for the user's name, and an image need not know the uid.
+        "USER": "lmcache",
+    }
+    if cluster.spec.model.token_secret_ref is not None:
+        mounts[paths.HUB_TOKEN_DIR] = "hub-token"
+        env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
+    if _has_several_ranks(cluster):
+        mounts["/dev/shm"] = "shm"
+    gpu = cluster.spec.engine.gpu
+    resources: Object = {}
+    if _uses_claims(cluster):
+        resources = {"claims": [{"name": _CLAIM}]}
+    elif gpu.count:
+        resources = {"limits": {gpu.resource_name: str(gpu.count)}}
+    return _container(ENGINE, image, mounts, env) | {
+        "args": engine_args(cluster),
+        "command": ["vllm", "serve"],
+        "livenessProbe": _probe("/health", ENGINE_PORT, period=10, failures=6),
+        "ports": [{"containerPort": ENGINE_PORT, "name": "http", "protocol": "TCP"}],
+        "readinessProbe": _probe("/health", ENGINE_PORT, period=5, failures=3),
+        "resources": resources,
+        # One hour: large models are downloaded and loaded before the engine answers.
+        "startupProbe": _probe("/health", ENGINE_PORT, period=5, failures=720),
+    }
+
+
+def _sidecar(cluster: Cluster, image: str, sight: GpuSight) -> Object:
+    mounts = _shared_mounts() | {paths.CONFIG_DIR: "config"}
+    remote = cluster.spec.tiers.remote
+    if remote and remote.external and remote.external.auth_secret_ref:
+        mounts[paths.REMOTE_AUTH_DIR] = "remote-auth"
+    env = {"HOME": paths.SOCKET_DIR}
+    if sight is GpuSight.ALL_GPUS:
+        env |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", "NVIDIA_VISIBLE_DEVICES": "all"}
+    elif sight is GpuSight.NONE:
+        # Said aloud: some images default to all GPUs.
+        env["NVIDIA_VISIBLE_DEVICES"] = "void"
+    memory_bytes = cluster.spec.tiers.memory.num_bytes
+    memory = format_mebibytes(sidecar_memory(memory_bytes))
+    resources: Object = {"limits": {"memory": memory}, "requests": {"cpu": "500m", "memory": memory}}
+    if sight is GpuSight.CLAIM:
+        resources["claims"] = [{"name": _CLAIM}]
+    return _container(SIDECAR, image, mounts, env) | {
+        # The size is an argument, not a key of the shared file: a pod keeps the one its volume was made for.
+        "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"--memory-size={memory_bytes}"],
+        "livenessProbe": _probe("/healthz", SIDECAR_PORT, period=10, failures=6),
+        "ports": [{"containerPort": SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}],
+        "resources": resources,
+        "restartPolicy": "Always",
+        "securityContext": {**_CONTAINER_SECURITY, "readOnlyRootFilesystem": True},
+    }
+
+
+def _payload(image: str) -> Object:
+    container = _container(PAYLOAD, image, {paths.PAYLOAD_DIR: "payload"}, {})
+    return container | {
+        "command": ["cp", "-r", f"{paths.PAYLOAD_SOURCE}/.", paths.PAYLOAD_DIR],
+        "resources": {"limits": {"memory": "256Mi"}, "requests": {"cpu": "100m", "memory": "64Mi"}},
+    }
+
+
+def _container(name: str, image: str, mounts: dict[str, str], env: dict[str, str]) -> Object:
+    read_only = ("config", "remote-auth", "hub-token")
+    return {
+        "env": [{"name": key, "value": env[key]} for key in sorted(env)],
+        "image": image,
+        "name": name,
+        "securityContext": _CONTAINER_SECURITY,
+        "volumeMounts": [
+            {"mountPath": path, "name": mounts[path]}
+            | ({"readOnly": True} if mounts[path] in read_only else {})
+            for path in sorted(mounts)
+        ],
+    }
+
+
+def _shared_mounts() -> dict[str, str]:
+    return {paths.ARENA_DIR: "arena", paths.SOCKET_DIR: "socket"}
+
+
+def _volumes(cluster: Cluster) -> list[Object]:
+    spec = cluster.spec
+    arena_bytes = arena_limit(spec.tiers.memory.num_bytes)
+    volumes: Object = {
+        "arena": {"emptyDir": {"medium": "Memory", "sizeLimit": format_mebibytes(arena_bytes)}},
+        "config": {"configMap": {"name": f"{cluster.name}-sidecar"}},
+        "home": {"emptyDir": {}},
+        "models": spec.model.volume or {"emptyDir": {}},
+        "payload": {"emptyDir": {}},
+        "socket": {"emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
+    }
+    if _has_several_ranks(cluster):
+        volumes["shm"] = {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
+    if token := spec.model.token_secret_ref:
+        volumes["hub-token"] = _secret_volume(token.name, {"token": token.key})
+    remote = spec.tiers.remote
+    if remote and remote.external and (auth := remote.external.auth_secret_ref):
+        keys = {"password": auth.password_key}
+        if auth.username_key is not None:
+            keys["username"] = auth.username_key
+        volumes["remote-auth"] = _secret_volume(auth.name, keys)
+    return [{"name": name, **volumes[name]} for name in sorted(volumes)]
+
+
+def _secret_volume(secret: str, keys: dict[str, str]) -> Object:
+    """Files named as we read them, whatever the user's keys are called."""
+    items = [{"key": keys[path], "path": path} for path in sorted(keys)]
+    return {"secret": {"items": items, "secretName": secret}}
+
+
+def _probe(path: str, port: int, *, period: int, failures: int) -> Object:
+    return {
+        "failureThreshold": failures,
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+    }
+
+
+def _uses_claims(cluster: Cluster) -> bool:
+    gpu = cluster.spec.engine.gpu
+    return gpu.count > 0 and gpu.device_class_name is not None
+
+
+def _has_several_ranks(cluster: Cluster) -> bool:
+    parallelism = cluster.spec.engine.parallelism
+    return parallelism.tensor * parallelism.pipeline > 1
+
+
+def _needed(base: Object) -> Object:
+    """The part of the rendered template that a user's template must leave alone."""
+
+    def strip(container: Object) -> Object:
+        kept = {key: value for key, value in container.items() if key not in _FREE_TO_CHANGE}
+        if container["name"] == SIDECAR:
+            # Less memory than the arena needs would kill the sidecar as soon as it is full.
+            kept["resources"] = {"limits": {"memory": container["resources"]["limits"]["memory"]}}
+        return kept
+
+    spec = {key: value for key, value in base["spec"].items() if key not in _FREE_TO_CHANGE}
+    for kind in ("containers", "initContainers"):
+        spec[kind] = [strip(container) for container in spec[kind]]
+    return {"metadata": base["metadata"], "spec": spec}
+
+
+def _take_python_path(template: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Split the engine's PYTHONPATH off the user's template: ours is appended to it."""
+    try:
+        spec = template.get("spec") or {}
+        engine: Object = next((c for c in spec.get("containers") or [] if c.get("name") == ENGINE), {})
+        env = engine.get("env") or []
+        user_path = next((item.get("value", "") for item in env if item.get("name") == "PYTHONPATH"), "")
+    except (AttributeError, TypeError) as error:
+        raise InvalidSpec("spec.engine.podTemplate", "is not a pod template") from error
+    if not user_path:
+        return template, ""
+    kept = engine | {"env": [item for item in env if item.get("name") != "PYTHONPATH"]}
+    containers = [kept if c is engine else c for c in spec["containers"]]
+    return template | {"spec": spec | {"containers": containers}}, user_path
