@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
 import yaml
 
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
+from lmcache.tiers.resp import Address
 
 ENV_PREFIX = "LMCACHE_"
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -31,7 +32,7 @@ class ConfigError(Exception):
 
 def parse_size(text: str) -> int:
     """Bytes of a Kubernetes-like quantity: ``4Gi``, ``512Mi``, ``1.5G``, ``1048576``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]|[KMGT]i)?", text)
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kMGT]|[KMGT]i)?", text)
     num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if num_bytes <= 0:
         raise ValueError(
@@ -62,11 +63,8 @@ def _parse_socket(text: str) -> str:
 
 
 def _parse_remote_url(text: str) -> str:
-    if text and (
-        urlsplit(text).scheme not in ("redis", "unix") or not urlsplit(text).netloc + urlsplit(text).path
-    ):
-        # Not quoted: it may carry a password.
-        raise ValueError("not a URL of a remote tier: write redis://host:port/db or unix:///path/of/socket")
+    if text:
+        Address.parse(text)
     return text
 
 
@@ -135,11 +133,14 @@ class Config:
         return self.arena or str(Path(self.socket).parent / "arena")
 
     @property
-    def remote_credentials(self) -> tuple[str, str]:
-        """User name and password from their files, empty where there is none. Raises ConfigError."""
-        return _read_secret("remote_username_file", self.remote_username_file), _read_secret(
-            "remote_password_file", self.remote_password_file
-        )
+    def full_remote_url(self) -> str:
+        """The URL of the remote tier with what its files say, never to be logged. Raises ConfigError."""
+        username = _read_secret("remote_username_file", self.remote_username_file)
+        password = _read_secret("remote_password_file", self.remote_password_file)
+        if not username and not password:
+            return self.remote_url
+        scheme, _, rest = self.remote_url.partition("://")
+        return f"{scheme}://{quote(username, safe='')}:{quote(password, safe='')}@{rest.rpartition('@')[2]}"
 
 
 def _read_secret(name: str, path: str) -> str:

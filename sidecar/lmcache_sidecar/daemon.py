@@ -15,6 +15,7 @@ import lmcache
 from lmcache.rpc import service
 from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError
+from lmcache.tiers.remote import RemoteTier
 from lmcache.tiers.tiered import TieredStore
 from lmcache_sidecar import stats
 from lmcache_sidecar.config import Config, ConfigError
@@ -50,7 +51,10 @@ class Sidecar:
         claim_socket(config.socket)
         locks = _make_locks_directory(config.socket)
         self._arena = _open_arena(config)
-        self._sessions = Sessions(self._arena, config.arena_path, locks, lambda: TieredStore(self._arena))
+        self._remote = RemoteTier(config.full_remote_url) if config.remote_url else None
+        self._sessions = Sessions(
+            self._arena, config.arena_path, locks, lambda: TieredStore(self._arena, self._remote)
+        )
         calls = CallMetrics()
         self._started = time.monotonic()
         self._server = Server(self._sessions, config.socket, calls)
@@ -103,12 +107,14 @@ class Sidecar:
                     "The grace period is over, rows that were not written through are lost to other pods"
                 )
             await store.close()
+        if self._remote is not None:
+            self._remote.close()
         await self._http.stop()
         self._arena.close()
         logger.info("Stopped")
 
     def _stats(self) -> dict[str, object]:
-        return stats.collect(self._sessions, time.monotonic() - self._started)
+        return stats.collect(self._sessions, self._remote, time.monotonic() - self._started)
 
     async def _metrics_page(self) -> Response:
         return Response(HTTPStatus.OK, await self._metrics.text(), "text/plain; version=0.0.4; charset=utf-8")

@@ -78,10 +78,8 @@ class HttpServer:
         self._num_connections += 1
         try:
             if self._num_connections > _MAX_CONNECTIONS:
-                response = _of_status(HTTPStatus.SERVICE_UNAVAILABLE)
-            else:
-                response = await self._respond(reader)
-            writer.write(_encode(response))
+                return
+            writer.write(_encode(await self._respond(reader)))
             async with asyncio.timeout(_WRITE_SECONDS):
                 await writer.drain()
         except (OSError, TimeoutError):

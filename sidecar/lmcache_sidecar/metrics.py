@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+_Stats = Mapping[str, Any]
 _BUCKETS_SECONDS = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
 
@@ -43,9 +44,9 @@ class Family(NamedTuple):
     """A metric that is read from the stats: ``read`` gives a number, or numbers by the label's value."""
 
     name: str
+    read: Callable[[_Stats], float | Mapping[str, float]]
+    label: str
     about: str
-    read: Callable[[Mapping[str, Any]], float | Mapping[str, float]]
-    label: str = ""
 
     @property
     def is_counter(self) -> bool:
@@ -53,68 +54,89 @@ class Family(NamedTuple):
         return self.name.endswith("_total")
 
 
-def _memory(key: str) -> Callable[[Mapping[str, Any]], float]:
+def _memory(key: str) -> Callable[[_Stats], float]:
     return lambda stats: stats["memory"].get(key, 0)
 
 
-def _clients(stats: Mapping[str, Any]) -> Mapping[str, float]:
+def _clients(stats: _Stats) -> Mapping[str, float]:
     attached = sum(client["is_attached"] for client in stats["clients"])
     return {"attached": attached, "quarantined": len(stats["clients"]) - attached}
 
 
+def _remote_operations(stats: _Stats) -> Mapping[str, float]:
+    remote = stats["remote"] or {}
+    results = ("hits", "misses", "stored", "touched", "failures")
+    counted = {result: remote[result] for result in results if result in remote}
+    return counted | {
+        result: sum(remote[result].values()) for result in ("refused", "invalid") if result in remote
+    }
+
+
+def _writes(stats: _Stats) -> Mapping[str, float]:
+    writes = stats["writes"] or {}
+    return {
+        result: writes[result] for result in ("written", "refused", "dropped", "evicted") if result in writes
+    }
+
+
 FAMILIES = (
-    Family("lmcache_uptime_seconds", "Time since the sidecar started", lambda stats: stats["uptime_seconds"]),
+    Family("lmcache_uptime_seconds", lambda stats: stats["uptime_seconds"], "", "Time since the start"),
+    Family("lmcache_clients", _clients, "state", "Clients; quarantined: stream lost and death not proven"),
+    Family("lmcache_memory_tier_capacity_bytes", _memory("capacity_bytes"), "", "Size when all is populated"),
+    Family("lmcache_memory_tier_ready_bytes", _memory("ready_bytes"), "", "Populated bytes"),
     Family(
-        "lmcache_clients",
-        "Clients by state; quarantined: its stream is lost, its death not proven",
-        _clients,
-        "state",
+        "lmcache_memory_tier_bytes", _memory("used_bytes"), "", "Bytes of rows in use, whole rows counted"
     ),
+    Family("lmcache_memory_tier_rows", _memory("used_rows"), "", "Rows (chunks of all ranks) in use"),
+    Family("lmcache_memory_tier_leased_rows", _memory("leased_rows"), "", "Rows under a lease"),
     Family(
-        "lmcache_memory_tier_capacity_bytes",
-        "Size of the memory tier when it is fully populated",
-        _memory("capacity_bytes"),
+        "lmcache_quarantined_slots", _memory("quarantined_slots"), "", "Slots whose reuse is not proven safe"
     ),
-    Family("lmcache_memory_tier_ready_bytes", "Populated bytes of the memory tier", _memory("ready_bytes")),
+    Family("lmcache_memory_tier_hits_total", _memory("hits"), "", "Chunks that lookups found in memory"),
     Family(
-        "lmcache_memory_tier_bytes",
-        "Bytes of rows that are in use, whole rows counted",
-        _memory("used_bytes"),
-    ),
-    Family("lmcache_memory_tier_rows", "Rows (chunks of all ranks) that are in use", _memory("used_rows")),
-    Family("lmcache_memory_tier_leased_rows", "Rows under a lease", _memory("leased_rows")),
-    Family(
-        "lmcache_memory_tier_quarantined_slots",
-        "Slots whose reuse is not proven safe yet",
-        _memory("quarantined_slots"),
-    ),
-    Family("lmcache_memory_tier_hits_total", "Chunks that lookups found in memory", _memory("hits")),
-    Family(
-        "lmcache_memory_tier_misses_total", "Chunks that lookups did not find in memory", _memory("misses")
+        "lmcache_memory_tier_misses_total",
+        _memory("misses"),
+        "",
+        "Chunks that lookups did not find in memory",
     ),
     Family(
         "lmcache_memory_tier_refused_total",
-        "Reservations refused because no row could be freed",
         _memory("refused"),
+        "",
+        "Reservations for which no row could be freed",
     ),
     Family(
         "lmcache_memory_tier_removals_total",
-        "Rows removed, by reason",
         lambda stats: stats["memory"].get("removed", {}),
         "reason",
+        "Rows removed",
     ),
+    Family(
+        "lmcache_remote_tier_up",
+        lambda stats: bool((stats["remote"] or {}).get("is_reachable")),
+        "",
+        "1: it answers",
+    ),
+    Family("lmcache_remote_tier_operations_total", _remote_operations, "result", "Columns read or written"),
+    Family(
+        "lmcache_write_queue_rows",
+        lambda stats: (stats["writes"] or {}).get("queued", 0),
+        "",
+        "Rows still to be written",
+    ),
+    Family("lmcache_writes_total", _writes, "result", "Rows written through, or why not"),
 )
 
 
 class _FromStats(Collector):
     """One family, as the registry wants it."""
 
-    def __init__(self, family: Family, stats: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, family: Family, stats: Callable[[], _Stats]) -> None:
         self._family = family
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        name, about, read, label = self._family
+        name, read, label, about = self._family
         kind = CounterMetricFamily if self._family.is_counter else GaugeMetricFamily
         metric = kind(name, about, labels=[label] if label else [])
         value = read(self._stats())
@@ -126,9 +148,9 @@ class _FromStats(Collector):
 class Metrics:
     """The whole text, family by family: other tasks run in between, so that no lookup waits for a scrape."""
 
-    def __init__(self, calls: CallMetrics, stats: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, calls: CallMetrics, stats: Callable[[], _Stats]) -> None:
         self._stats = stats
-        self._latest: Mapping[str, Any] = {}
+        self._latest: _Stats = {}
         self._registries = [*calls.registries]
         for family in FAMILIES:
             registry = CollectorRegistry()

@@ -8,10 +8,12 @@ from typing import Any
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.tiered import TieredStore
 from lmcache_sidecar.sessions import Client, Sessions
 
 
-def collect(sessions: Sessions, uptime_seconds: float) -> dict[str, Any]:
+def collect(sessions: Sessions, remote: RemoteTier | None, uptime_seconds: float) -> dict[str, Any]:
     """Everything, in plain numbers and text. Costs O(clients)."""
     geometry = sessions.arena.geometry
     return {
@@ -24,6 +26,8 @@ def collect(sessions: Sessions, uptime_seconds: float) -> dict[str, Any]:
         if geometry is None
         else {"slot_bytes": geometry.slot_bytes, "num_columns": geometry.num_columns},
         "memory": _memory(sessions),
+        "remote": None if remote is None else _remote(remote),
+        **_traffic(sessions.store),
         "clients": [_client(client) for client in sessions.clients.values()],
         "num_clients_from_before": len(sessions.from_before),
     }
@@ -54,6 +58,38 @@ def _memory(sessions: Sessions) -> dict[str, Any]:
         "hit_ratio": _ratio(counts.hits, counts.misses),
         "refused": counts.refused,
         "removed": {reason.value: number for reason, number in counts.removed.items()},
+    }
+
+
+def _remote(remote: RemoteTier) -> dict[str, Any]:
+    counts = remote.stats
+    return {
+        "address": str(remote.address),
+        "is_reachable": not remote.breaker.is_open,
+        **vars(counts),
+        "hit_ratio": _ratio(counts.hits, counts.misses),
+    }
+
+
+def _traffic(store: TieredStore | None) -> dict[str, Any]:
+    """Rows on their way down and up."""
+    if store is None:
+        return {"writes": None, "promotions": None}
+    counts = store.stats
+    return {
+        "writes": {
+            "queued": store.num_queued_writes,
+            "written": counts.written,
+            "refused": counts.write_refused,
+            "dropped": counts.write_dropped,
+            "evicted": counts.write_evicted,
+        },
+        "promotions": {
+            "probes": counts.probes,
+            "promoted": counts.promoted,
+            "failed": counts.promotions_failed,
+            "verified": counts.verified,
+        },
     }
 
 

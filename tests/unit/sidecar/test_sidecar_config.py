@@ -1,0 +1,185 @@
+"""Configuration: sources and their order, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from lmcache.tiers.resp import Address
+from lmcache_sidecar.__main__ import main
+from lmcache_sidecar.config import Config, ConfigError, load, options, parse_size, suspect_variables
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1", 1),
+        ("1048576", 1 << 20),
+        ("512Ki", 512 << 10),
+        ("512Mi", 512 << 20),
+        ("4Gi", 4 << 30),
+        ("1.5Gi", 3 << 29),
+        ("2Ti", 2 << 40),
+        ("3k", 3000),
+        ("2G", 2 * 10**9),
+    ],
+)
+def test_sizes(text, num_bytes):
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "4Gb", "4GiB", "-1", "Gi", "4 Gi", "1e9", "0x10", "nan", "٣Gi"])
+def test_what_is_not_a_size(text):
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+def test_defaults():
+    config = load({}, {})
+    assert config == Config()
+    assert config.socket == "/run/lmcache/kvcache.sock"
+    assert config.arena_path == "/run/lmcache/arena"
+    assert config.memory_size == 1 << 30
+    assert (config.http_port, config.drain_grace_seconds) == (9464, 20.0)
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text("memory_size: 1Mi\nhttp_port: 1111\nlog_level: debug\n")
+    environ = {"LMCACHE_MEMORY_SIZE": "2Mi", "LMCACHE_HTTP_PORT": "2222"}
+    config = load({"config": str(path), "memory_size": "3Mi"}, environ)
+    assert (config.memory_size, config.http_port, config.log_level) == (3 << 20, 2222, "debug")
+    assert config.log_format == "text"
+
+
+def test_the_file_may_come_from_the_environment(tmp_path):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text("memory_size: 1048576")
+    assert load({}, {"LMCACHE_CONFIG": str(path)}).memory_size == 1 << 20
+
+
+def test_an_empty_file_is_no_mistake(tmp_path):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text("# nothing\n")
+    assert load({"config": str(path)}, {}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("memory_sise: 1Gi", r"unknown key 'memory_sise'; did you mean 'memory_size'\?"),
+        ("memory-size: 1Gi", r"unknown key 'memory-size'; did you mean 'memory_size'\?"),
+        ("1: 2", "unknown key 1"),
+        ("memory_size: [1]", "memory_size must be a single value"),
+        ("memory_size:", "memory_size must be a single value"),
+        ("memory_size: 4Gb", r"sidecar.yaml: memory_size: '4Gb' is not a size"),
+        ("- a", "must hold keys and values"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_mistakes_in_the_file(tmp_path, content, sentence):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        load({"config": str(path)}, {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "sentence"),
+    [
+        ({"memory_size": "big"}, {}, "--memory-size: 'big' is not a size"),
+        ({}, {"LMCACHE_MEMORY_SIZE": "big"}, "LMCACHE_MEMORY_SIZE: 'big' is not a size"),
+        ({"http_port": "70000"}, {}, "--http-port: '70000' is not a port"),
+        ({"http_port": "x"}, {}, "--http-port: 'x' is not a port"),
+        ({"drain_grace_seconds": "-1"}, {}, "--drain-grace-seconds: '-1' is not a number of seconds"),
+        ({"drain_grace_seconds": "nan"}, {}, "is not a number of seconds"),
+        ({"log_format": "xml"}, {}, "'xml' is not one of text, json"),
+        ({"log_level": "loud"}, {}, "'loud' is not one of debug"),
+        ({"socket": "/" + "s" * 107}, {}, "has 108 bytes, the system takes at most 107"),
+        (
+            {"remote_url": "http://host"},
+            {},
+            "--remote-url: remote URL: scheme 'http' is not one of redis, unix",
+        ),
+        ({"remote_password_file": "/x"}, {}, "no --remote-url"),
+        ({"config": "/nowhere/x.yaml"}, {}, "/nowhere/x.yaml can't be read: no such file"),
+    ],
+)
+def test_mistakes_name_their_source(arguments, environ, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load(arguments, environ)
+
+
+def test_a_password_in_a_url_is_not_repeated():
+    with pytest.raises(ConfigError) as caught:
+        load({"remote_url": "rediss://:hunter2@host"}, {})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_longest_socket_path_is_taken():
+    assert load({"socket": "/" + "s" * 106}, {}).socket == "/" + "s" * 106
+
+
+@pytest.mark.parametrize(
+    ("url", "full_url"),
+    [
+        ("redis://host:6379/1", "redis://k%2Fv:p%40ss%3A%2F@host:6379/1"),
+        ("redis://old:secret@host/1", "redis://k%2Fv:p%40ss%3A%2F@host/1"),
+        ("unix:///run/redis.sock?db=2", "unix://k%2Fv:p%40ss%3A%2F@/run/redis.sock?db=2"),
+    ],
+)
+def test_credentials_come_from_files(tmp_path, url, full_url):
+    (tmp_path / "user").write_text("k/v\n")
+    (tmp_path / "password").write_text("p@ss:/\n")
+    config = Config(
+        remote_url=url,
+        remote_username_file=str(tmp_path / "user"),
+        remote_password_file=str(tmp_path / "password"),
+    )
+    assert config.full_remote_url == full_url
+    address = Address.parse(full_url)
+    assert (address.username, address.password) == ("k/v", "p@ss:/")
+
+
+def test_a_missing_secret_is_named():
+    with pytest.raises(ConfigError, match=r"--remote-password-file: /nowhere can't be read: no such file"):
+        _ = Config(remote_url="redis://host", remote_password_file="/nowhere").full_remote_url
+
+
+def test_mistyped_variables_are_pointed_out_but_those_of_services_are_not():
+    environ = {
+        "LMCACHE_MEMORY_SISE": "1Gi",
+        "LMCACHE_OPERATOR_SERVICE_HOST": "10.0.0.1",
+        "LMCACHE_MEMORY_SIZE": "1Gi",
+        "HOME": "/",
+    }
+    assert list(suspect_variables(environ)) == [
+        "environment variable LMCACHE_MEMORY_SISE is not known; did you mean LMCACHE_MEMORY_SIZE?"
+    ]
+
+
+def test_help_names_every_option_and_its_variable(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name in options():
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"[LMCACHE_{name.upper()}]" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--memory-size", "big"], "--memory-size: 'big' is not a size"),
+        (["--socket", "/nowhere/x.sock"], "--socket: /nowhere is not a directory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(capsys, monkeypatch, arguments, sentence):
+    monkeypatch.delenv("LMCACHE_CONFIG", raising=False)
+    assert main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lmcache-sidecar: error: ")
+    assert error.count("\n") == 1
+    assert sentence in error
