@@ -1,0 +1,155 @@
+"""Connects the two halves to the sidecar. The only part that reads the engine's configuration by name."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from lmcache import keys
+from lmcache.engines.vllm import fingerprint
+from lmcache.engines.vllm.copier import EngineCopier, make_copier
+from lmcache.engines.vllm.layouts import Layout, Unsupported, check_supported, content_id, page_views
+from lmcache.engines.vllm.lookups import GROUP, LookupThread
+from lmcache.engines.vllm.plan import EngineIdentity, Grid
+from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SOCKET = "/run/lmcache/kvcache.sock"
+DEFAULT_CHUNK_TOKENS = 256
+
+
+class Settings(NamedTuple):
+    """``kv_connector_extra_config`` of the connector; keys start with ``lmcache.``."""
+
+    socket: str = DEFAULT_SOCKET
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+
+    @classmethod
+    def read(cls, extra_config: Mapping[str, Any]) -> Settings:
+        """Read and check; ``LMCACHE_SOCKET`` beats the configuration. Raises Unsupported with a sentence."""
+        known = {f"lmcache.{name}": name for name in cls._fields}
+        given = {key: value for key, value in extra_config.items() if key.startswith("lmcache.")}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise Unsupported(f"unknown setting {unknown[0]} (known: {', '.join(sorted(known))})")
+        settings = cls(**{known[key]: value for key, value in given.items()})
+        if not isinstance(settings.chunk_tokens, int) or settings.chunk_tokens <= 0:
+            raise Unsupported(
+                f"lmcache.chunk_tokens must be a positive number, not {settings.chunk_tokens!r}"
+            )
+        return settings._replace(socket=os.environ.get("LMCACHE_SOCKET", str(settings.socket)))
+
+
+def attach_worker(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[SidecarClient, EngineCopier, EngineIdentity]:
+    """Find out who this rank is and start its client. Raises Unsupported and ValueError."""
+    settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    check_supported(vllm_config, kv_cache_config)
+    group, num_blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
+    block_tokens = group.kv_cache_spec.block_size
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
+    grid = Grid.fit(settings.chunk_tokens, block_tokens, hash_tokens)
+    layout = Layout(tuple(page_views(group.layer_names, kv_caches, num_blocks)), grid.blocks_per_chunk)
+    contents = [_content_id(vllm_config, layer, kv_caches[layer], num_blocks) for layer in group.layer_names]
+    identity = _identity(vllm_config, grid, layout, contents)
+    copier = make_copier(layout)
+    client = _client(vllm_config, identity, settings.socket, Role.WORKER, _column(vllm_config), layout)
+    return client, copier, identity
+
+
+def attach_scheduler(vllm_config: Any) -> Callable[[EngineIdentity, Callable[[], float]], LookupThread]:
+    """Return what starts the scheduler's lookup thread, once the workers said who they are."""
+
+    def connect(identity: EngineIdentity, rate: Callable[[], float]) -> LookupThread:
+        settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        client = _client(vllm_config, identity, settings.socket, Role.SCHEDULER)
+        return LookupThread(client, identity.namespace, rate)
+
+    return connect
+
+
+def _identity(vllm_config: Any, grid: Grid, layout: Layout, contents: list[str]) -> EngineIdentity:
+    from vllm.v1.core import kv_cache_utils
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    weights = fingerprint.weights_fingerprint(fingerprint.model_dir(model.model, model.revision))
+    has_fixed_seed = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    reason = fingerprint.private_reason(vllm_config, weights, has_fixed_seed)
+    listing = fingerprint.listing(
+        vllm_config, weights, contents, (grid.chunk_tokens, grid.block_tokens, grid.hash_tokens)
+    )
+    if reason:
+        listing["private_to"] = _engine_uuid(vllm_config)
+        logger.warning("Cached KV stays private to this engine: %s", reason)
+    num_columns = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    chunk_bytes = _largest_column_bytes(vllm_config, layout)
+    return EngineIdentity(keys.namespace(listing), reason, grid, chunk_bytes, num_columns, model.model)
+
+
+def _client(
+    vllm_config: Any,
+    identity: EngineIdentity,
+    socket: str,
+    role: Role,
+    column: int = 0,
+    layout: Layout | None = None,
+) -> SidecarClient:
+    gpu_uuid = ""
+    if layout is not None and layout.pages[0].device.type == "cuda":
+        gpu_uuid = f"GPU-{torch.cuda.get_device_properties(layout.pages[0].device).uuid}"
+    hello = ClientHello(
+        role=role,
+        engine_uuid=_engine_uuid(vllm_config),
+        namespace=identity.namespace,
+        chunk_tokens=identity.grid.chunk_tokens,
+        groups=(KVGroup(GROUP, identity.grid.block_tokens, identity.chunk_bytes),),
+        num_columns=identity.num_columns,
+        column=column,
+        private_reason=identity.private_reason,
+        model=identity.model,
+        gpu_uuid=gpu_uuid,
+    )
+    client = SidecarClient(socket, hello)
+    client.start()
+    return client
+
+
+def _content_id(vllm_config: Any, layer: str, kv: torch.Tensor, num_blocks: int) -> str:
+    import vllm
+
+    attention = vllm_config.compilation_config.static_forward_context[layer]
+    backend = attention.get_attn_backend().get_name()
+    return content_id(kv, num_blocks, backend, getattr(attention, "isa", ""), vllm.__version__)
+
+
+def _column(vllm_config: Any) -> int:
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
+    return int(get_pp_group().rank_in_group * tensor_parallel + get_tensor_model_parallel_rank())
+
+
+def _largest_column_bytes(vllm_config: Any, layout: Layout) -> int:
+    """Pipeline stages may differ in layers; all columns of a row have the size of the largest."""
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    if num_stages == 1:
+        return layout.chunk_bytes
+    from vllm.distributed.utils import get_pp_indices
+
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    stages = [get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)]
+    most = max(end - start for start, end in stages)
+    page_bytes = layout.pages[0].shape[1]
+    return layout.blocks_per_chunk * page_bytes * int(most)
+
+
+def _engine_uuid(vllm_config: Any) -> bytes:
+    """The same in all processes of one engine instance, another one after a restart."""
+    instance = f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}"
+    return hashlib.sha256(instance.encode()).digest()[:16]

@@ -1,0 +1,209 @@
+"""What to load and what to store: arithmetic over tokens, blocks and chunks, and the messages of a step.
+
+Pure: imports neither the engine nor torch. Three grids lie over a request's tokens: **blocks** (the engine
+allocates them, its local hits end on them), **hashes** (the engine's chained block hashes) and **chunks**
+(what is stored). The edges of chunks are edges of blocks and hashes, but not the reverse: a load may begin
+and end inside a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lmcache.tiers.base import Slot
+
+MAX_DEFERRAL_SECONDS = 0.2
+"""Bound of waiting for rows that lower tiers are bringing."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes in tokens; ``chunk_tokens`` is a multiple of the two others."""
+
+    chunk_tokens: int
+    block_tokens: int
+    hash_tokens: int
+
+    @classmethod
+    def fit(cls, chunk_tokens: int, block_tokens: int, hash_tokens: int) -> Grid:
+        """Take the smallest multiple of ``chunk_tokens`` that the engine's sizes divide."""
+        return cls(math.lcm(chunk_tokens, block_tokens, hash_tokens), block_tokens, hash_tokens)
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks of one full chunk."""
+        return self.chunk_tokens // self.block_tokens
+
+    def num_full_chunks(self, num_hashes: int, num_tokens: int) -> int:
+        """Leading chunks that have a name (all their hashes) and lie within ``num_tokens``."""
+        return min(num_hashes * self.hash_tokens, num_tokens) // self.chunk_tokens
+
+    def chunk_hashes(self, block_hashes: Sequence[bytes], first: int, end: int) -> list[bytes]:
+        """Per chunk from ``first`` to ``end``: its last block's hash, which folds in all tokens before."""
+        step = self.chunk_tokens // self.hash_tokens
+        return [bytes(block_hashes[(chunk + 1) * step - 1]) for chunk in range(first, end)]
+
+
+class Span(NamedTuple):
+    """Tokens ``start`` to ``end`` of a request, both on edges of blocks."""
+
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Length; 0 when there is nothing to load."""
+        return self.end - self.start
+
+
+def loadable_span(grid: Grid, num_computed_tokens: int, num_tokens: int, num_leased: int) -> Span:
+    """Return what a load could add to ``num_computed_tokens`` when ``num_leased`` leading chunks can be read.
+
+    It leaves at least one of the ``num_tokens`` tokens to compute: the engine samples from the last one.
+    """
+    whole_blocks = (num_tokens - 1) // grid.block_tokens * grid.block_tokens
+    end = min(num_leased * grid.chunk_tokens, whole_blocks)
+    if num_computed_tokens % grid.block_tokens or end <= num_computed_tokens:
+        return Span(num_computed_tokens, num_computed_tokens)
+    return Span(num_computed_tokens, end)
+
+
+class Piece(NamedTuple):
+    """Consecutive blocks of one slot and where they go."""
+
+    slot: Slot
+    first_block: int  # within the chunk
+    blocks: tuple[int, ...]  # ids in the engine's KV
+
+
+def load_pieces(grid: Grid, span: Span, slots: Sequence[Slot], blocks: Sequence[int]) -> tuple[Piece, ...]:
+    """Cut a load at the edges of chunks; ``slots`` and ``blocks`` are the request's from its start."""
+    pieces = []
+    start = span.start
+    while start < span.end:
+        chunk, offset = divmod(start, grid.chunk_tokens)
+        end = min((chunk + 1) * grid.chunk_tokens, span.end)
+        ids = blocks[start // grid.block_tokens : end // grid.block_tokens]
+        pieces.append(Piece(slots[chunk], offset // grid.block_tokens, tuple(ids)))
+        start = end
+    return tuple(pieces)
+
+
+def deferral_seconds(num_missing_tokens: int, prefill_tokens_per_second: float) -> float:
+    """How long waiting for a lower tier may take: not longer than computing the tokens, and bounded."""
+    if prefill_tokens_per_second <= 0:
+        return MAX_DEFERRAL_SECONDS
+    return min(num_missing_tokens / prefill_tokens_per_second, MAX_DEFERRAL_SECONDS)
+
+
+@dataclass(frozen=True)
+class KeyContext:
+    """What a request adds to the engine's block hashes to make chunk keys."""
+
+    lora_fingerprint: bytes = b""
+    cache_salt: str = ""
+    tenant: bytes = b""
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Fill blocks of a request from leased slots. Without pieces: report it as failed."""
+
+    request_id: str
+    pieces: tuple[Piece, ...]
+    blocks: tuple[int, ...]  # all that count as not loaded when the job fails before its first piece
+
+
+@dataclass(frozen=True)
+class StoreJob:
+    """Store consecutive full chunks of a request."""
+
+    job_id: int
+    request_id: str
+    first_chunk: int
+    hashes: tuple[bytes, ...]  # of each chunk's last block
+    blocks: tuple[int, ...]  # blocks_per_chunk ids per chunk
+    context: KeyContext
+
+
+@dataclass
+class StepMeta:
+    """From the scheduler half to every worker half, once per engine step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)  # their blocks are given away in this step
+    held: list[str] = field(default_factory=list)  # finished; their blocks wait for our stores
+    is_idle: bool = False  # nothing is computed in this step
+    timed_step: int = 0  # not 0: say when the step is over
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """Whose bytes these are and how they lie. The workers know it first, the scheduler half needs it."""
+
+    namespace: bytes
+    private_reason: str
+    grid: Grid
+    chunk_bytes: int  # of the largest column
+    num_columns: int
+    model: str
+
+
+@dataclass
+class WorkerReport:
+    """From the worker halves to the scheduler half, once per engine step when there is something to say."""
+
+    stores_ended: Counter[int] = field(default_factory=Counter)  # job id -> ranks
+    failed_loads: set[str] = field(default_factory=set)
+    timed_step: int = 0
+    identity: EngineIdentity | None = None
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """Join the reports of two ranks (called by the engine)."""
+        return WorkerReport(
+            self.stores_ended + other.stores_ended,
+            self.failed_loads | other.failed_loads,
+            max(self.timed_step, other.timed_step),
+            self.identity or other.identity,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.stores_ended or self.failed_loads or self.timed_step or self.identity)
+
+
+class PrefillRate:
+    """Tokens per second of the engine's prefill, from timed steps. Steps may overlap (async scheduling)."""
+
+    MIN_STEP_TOKENS = 256
+    """Smaller steps are dominated by fixed costs."""
+
+    _WEIGHT = 0.3
+
+    def __init__(self) -> None:
+        self.tokens_per_second = 0.0  # 0: not known yet
+        self._steps: dict[int, tuple[int, float]] = {}  # step -> (tokens, time it was scheduled)
+        self._num_steps = 0
+        self._last_end = 0.0
+
+    def begin(self, num_tokens: int, now: float) -> int:
+        """Time a step of ``num_tokens``; returns its number, 0 when it is too small to tell something."""
+        if num_tokens < self.MIN_STEP_TOKENS:
+            return 0
+        self._num_steps += 1
+        self._steps[self._num_steps] = (num_tokens, now)
+        return self._num_steps
+
+    def end(self, step: int, now: float) -> None:
+        """The step is over; unknown numbers are ignored."""
+        num_tokens, began = self._steps.pop(step, (0, now))
+        seconds = now - max(began, self._last_end)
+        self._last_end = now
+        if seconds > 0 and num_tokens:
+            rate = num_tokens / seconds
+            known = self.tokens_per_second
+            self.tokens_per_second = rate if not known else known + self._WEIGHT * (rate - known)

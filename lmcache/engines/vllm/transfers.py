@@ -1,0 +1,312 @@
+"""Copies between the engine's KV and the arena, on two threads, and the rules of how long blocks must live.
+
+Loads and stores have a thread each: a request that waits for its load must not queue behind stores. Both
+sides of the engine's contract are kept here, whatever fails: every load is reported exactly once, and only
+after its copy ended; every held request is reported exactly once, at most ``HOLD_SECONDS`` later.
+
+- **Store**: waits for the fence that was set after the step's forward; a slot is committed only if its copy
+  ended while the engine still owned the blocks (``StoreTransfer.note_copied``).
+- **Finished**: blocks are held at most ``HOLD_SECONDS``, then what is not copied is aborted.
+- **Preempted**: waits at most ``PREEMPTION_SECONDS`` for copies that read the blocks, then aborts them.
+- **Load**: each slot is checked after its copy; was it given away meanwhile, the blocks count as not loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from lmcache import keys
+from lmcache.engines.vllm.copier import EngineCopier, Fence
+from lmcache.engines.vllm.lookups import GROUP
+from lmcache.engines.vllm.plan import EngineIdentity, LoadJob, StoreJob, WorkerReport
+from lmcache.rpc.client import Session
+from lmcache.rpc.errors import SidecarError, SidecarUnavailable
+from lmcache.tiers.base import Reserved, Slot
+
+logger = logging.getLogger(__name__)
+
+HOLD_SECONDS = 2.0
+PREEMPTION_SECONDS = 0.005
+IDLE_WAIT_SECONDS = 0.0005
+"""When there is nothing to do but to wait: an engine in its caller's process would spin for the GIL."""
+
+MAX_QUEUED_STORES = 256
+"""Stores beyond this are dropped: the sidecar is frozen or far too slow."""
+
+_BACK_OFF_SECONDS = 1.0
+
+
+class Sessions(Protocol):
+    """What is needed of the wire client."""
+
+    @property
+    def session(self) -> Session | None:
+        """The present session, or None while detached."""
+
+    def close(self) -> None:
+        """Detach."""
+
+
+class LoadTransfer:
+    """A LoadJob under way."""
+
+    def __init__(self, job: LoadJob, fence: Fence) -> None:
+        self.job = job
+        self._fence = fence
+        self.bad_blocks: tuple[int, ...] = job.blocks
+        """Blocks that can't be used: all, until their pieces are proven good."""
+
+    def run(self, session: Session | None, copier: EngineCopier) -> None:
+        """Copy piece by piece; the first bad one ends it: KV after a gap is useless. Raises SidecarError."""
+        if session is None or session.slots is None:
+            return
+        with session.copying():
+            for piece in self.job.pieces:
+                copier.load(session.slots[piece.slot.row], piece.first_block, piece.blocks, self._fence)
+                if not session.holds(piece.slot):
+                    return
+                self.bad_blocks = self.bad_blocks[len(piece.blocks) :]
+
+
+class StoreTransfer:
+    """A StoreJob under way. ``cancel`` may come at any time, from the engine's thread."""
+
+    def __init__(self, job: StoreJob, fence: Fence) -> None:
+        self.job = job
+        self._fence = fence
+        self._lock = threading.Lock()  # protects what follows
+        self._is_cancelled = False
+        self._copied: list[Slot] = []
+        self.ended = threading.Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True when the engine may have given the blocks away."""
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """From now on no copy of this job counts: the engine takes the blocks back."""
+        with self._lock:
+            self._is_cancelled = True
+
+    def note_copied(self, slot: Slot) -> bool:
+        """Count a copy that ended, unless the engine took the blocks back before: its bytes may be torn."""
+        with self._lock:
+            if not self._is_cancelled:
+                self._copied.append(slot)
+            return not self._is_cancelled
+
+    def run(self, session: Session | None, copier: EngineCopier) -> None:
+        """Reserve, copy, commit what was copied in time, abort the rest. Raises SidecarError."""
+        if session is None or session.slots is None or self._is_cancelled:
+            return
+        with session.copying():
+            reserved = self._reserve(session)
+            try:
+                per_chunk = len(self.job.blocks) // len(self.job.hashes)
+                for chunk, slot in reserved:
+                    blocks = self.job.blocks[chunk * per_chunk : (chunk + 1) * per_chunk]
+                    copier.store(session.slots[slot.row], blocks, self._fence)
+                    if not self.note_copied(slot):
+                        break
+            finally:
+                self._settle(session, [slot for _, slot in reserved])
+
+    def _reserve(self, session: Session) -> list[tuple[int, Slot]]:
+        context = self.job.context
+        names = b"".join(
+            keys.chunk_key(block_hash, context.lora_fingerprint, context.cache_salt, GROUP)
+            for block_hash in self.job.hashes
+        )
+        answers = session.reserve(GROUP, names, first_chunk=self.job.first_chunk, tenant=context.tenant)
+        return [
+            (chunk, answer.slot)
+            for chunk, answer in enumerate(answers)
+            if answer.result is Reserved.SLOT and answer.slot is not None
+        ]
+
+    def _settle(self, session: Session, reserved: list[Slot]) -> None:
+        rest = [slot for slot in reserved if slot not in self._copied]
+        try:
+            if self._copied:
+                session.commit(self._copied)
+        finally:
+            if rest:
+                session.abort(rest)
+
+
+class _CopyThread:
+    """Runs transfers one after the other."""
+
+    def __init__(self, name: str, run: Callable[[LoadTransfer | StoreTransfer], None]) -> None:
+        self._queue: queue.SimpleQueue[LoadTransfer | StoreTransfer | None] = queue.SimpleQueue()
+        self._run_transfer = run
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_queued(self) -> int:
+        return self._queue.qsize()
+
+    def submit(self, transfer: LoadTransfer | StoreTransfer) -> None:
+        self._queue.put(transfer)
+
+    def close(self) -> None:
+        """Run what is queued, then end; waits at most HOLD_SECONDS."""
+        self._queue.put(None)
+        self._thread.join(HOLD_SECONDS)
+
+    def _run(self) -> None:
+        while (transfer := self._queue.get()) is not None:
+            self._run_transfer(transfer)
+
+
+class Transfers:
+    """All transfers of one rank. The engine's thread calls the methods; none waits longer than it says."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._client: Sessions | None = None  # None: nothing can be copied
+        self._copier: EngineCopier | None = None
+        self._loader: _CopyThread | None = None
+        self._storer: _CopyThread | None = None
+        self._stores_resume_at = 0.0
+        self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
+        self._progress = threading.Event()  # set after each put into _ended
+        self._loading: set[str] = set()
+        self._stores: dict[str, set[StoreTransfer]] = {}  # request id -> not ended
+        self._held: dict[str, float] = {}  # request id -> when it was first asked for
+        self._bad_blocks: set[int] = set()
+        self._report = WorkerReport()
+
+    def begin(self, client: Sessions, copier: EngineCopier, identity: EngineIdentity) -> None:
+        """From now on jobs are carried out; before, loads fail and stores are dropped."""
+        self._copier = copier
+        self._loader = _CopyThread("lmcache-load", self._run)
+        self._storer = _CopyThread("lmcache-store", self._run)
+        self._report.identity = identity
+        self._client = client
+
+    def go_offline(self) -> None:
+        """Copy nothing any more. What is under way is still reported."""
+        self._client = None
+        for transfer in [store for stores in self._stores.values() for store in stores]:
+            transfer.cancel()
+
+    def load(self, job: LoadJob, fence: Fence) -> None:
+        """Begin a load."""
+        if job.request_id in self._loading:
+            return
+        self._loading.add(job.request_id)
+        transfer = LoadTransfer(job, fence)
+        if self._client is None or self._loader is None:
+            self._end(transfer)
+        else:
+            self._loader.submit(transfer)
+
+    def store(self, job: StoreJob, fence: Fence) -> None:
+        """Begin a store."""
+        transfer = StoreTransfer(job, fence)
+        self._stores.setdefault(job.request_id, set()).add(transfer)
+        if self._client is None or self._storer is None or self._storer.num_queued >= MAX_QUEUED_STORES:
+            self._end(transfer)
+        else:
+            self._storer.submit(transfer)
+
+    def preempt(self, request_ids: Iterable[str]) -> None:
+        """The engine is about to overwrite these requests' blocks."""
+        transfers = [store for request_id in request_ids for store in self._stores.get(request_id, ())]
+        deadline = time.monotonic() + PREEMPTION_SECONDS
+        for transfer in transfers:
+            if not transfer.ended.wait(max(0.0, deadline - time.monotonic())):
+                transfer.cancel()
+
+    def collect(self, newly_held: Iterable[str], is_idle: bool) -> tuple[set[str], set[str]]:
+        """Return the requests that are not held any more, and those whose load ended."""
+        for request_id in newly_held:
+            self._held[request_id] = self._clock()
+        if is_idle and self._loading and self._ended.empty():
+            self._progress.wait(IDLE_WAIT_SECONDS)
+        self._progress.clear()
+        loaded: set[str] = set()
+        while not self._ended.empty():
+            self._note_ended(self._ended.get(), loaded)
+        return self._let_go(), loaded
+
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks of ended loads that hold no KV."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_report(self, timed_step: int) -> WorkerReport | None:
+        """What the scheduler half has to know."""
+        report, self._report = self._report, WorkerReport()
+        report.timed_step = timed_step
+        return report or None
+
+    def close(self) -> None:
+        """End the threads after what is queued, and detach; bounded."""
+        client = self._client
+        self.go_offline()
+        for thread in (self._loader, self._storer):
+            if thread is not None:
+                thread.close()
+        if client is not None:
+            client.close()
+
+    def _run(self, transfer: LoadTransfer | StoreTransfer) -> None:
+        client, copier = self._client, self._copier
+        try:
+            if client is not None and copier is not None and not self._is_paused(transfer):
+                transfer.run(client.session, copier)
+        except SidecarUnavailable as error:
+            # A frozen sidecar holds up every call: requests would be held for nothing.
+            self._stores_resume_at = time.monotonic() + _BACK_OFF_SECONDS
+            logger.debug("The sidecar did not answer: %s", error)
+        except SidecarError as error:
+            logger.debug("The sidecar refused: %s", error)
+        except Exception:
+            logger.exception("A copy failed; the cache goes on without it")
+        finally:
+            self._end(transfer)
+
+    def _is_paused(self, transfer: LoadTransfer | StoreTransfer) -> bool:
+        return isinstance(transfer, StoreTransfer) and time.monotonic() < self._stores_resume_at
+
+    def _end(self, transfer: LoadTransfer | StoreTransfer) -> None:
+        if isinstance(transfer, StoreTransfer):
+            transfer.ended.set()
+        self._ended.put(transfer)
+        self._progress.set()
+
+    def _note_ended(self, transfer: LoadTransfer | StoreTransfer, loaded: set[str]) -> None:
+        request_id = transfer.job.request_id
+        if isinstance(transfer, StoreTransfer):
+            self._report.stores_ended[transfer.job.job_id] += 1
+            stores = self._stores[request_id]
+            stores.discard(transfer)
+            if not stores:
+                del self._stores[request_id]
+            return
+        self._loading.discard(request_id)
+        loaded.add(request_id)
+        if transfer.bad_blocks:
+            self._bad_blocks.update(transfer.bad_blocks)
+            self._report.failed_loads.add(request_id)
+
+    def _let_go(self) -> set[str]:
+        now = self._clock()
+        free = {request_id for request_id in self._held if request_id not in self._stores}
+        for request_id in self._held.keys() - free:
+            if now - self._held[request_id] >= HOLD_SECONDS:
+                for transfer in self._stores[request_id]:
+                    transfer.cancel()
+                free.add(request_id)
+        for request_id in free:
+            del self._held[request_id]
+        return free

@@ -1,0 +1,1 @@
+"""A real, tiny engine for tests, the demo and benchmarks."""

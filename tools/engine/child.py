@@ -1,0 +1,168 @@
+"""The child of ``process.EngineProcess``: one vLLM engine that obeys JSON lines on two inherited pipes.
+
+Each line is ``{"do": name, ...}`` and is answered by one line, ``{"error": text}`` when it failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from typing import IO, Any
+
+import torch
+
+_SCRUBBED = 0x5A
+"""KV bytes that no kernel wrote: a load that copies nothing must not find the right bytes by luck."""
+
+
+class Child:
+    """Runs the commands; every public method is one."""
+
+    def __init__(self, engine_args: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._engine = LLM(**engine_args).llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self._next_id = 0
+        self._kv: dict[str, list[list[str]]] = {}
+        self._first_scheduled: dict[str, float] = {}
+        self._watch_finished_requests()
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?}`` at once, to their
+        end.
+        """
+        from vllm import SamplingParams
+
+        ids, results = [], {}
+        for request in requests:
+            request_id = str(self._next_id)
+            self._next_id += 1
+            prompt = {"prompt_token_ids": request["prompt"]}
+            if salt := request.get("cache_salt"):
+                prompt["cache_salt"] = salt
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=request["max_tokens"],
+                ignore_eos=True,
+                logprobs=0,
+                prompt_logprobs=request.get("prompt_logprobs"),
+                detokenize=False,
+            )
+            results[request_id] = {"began": time.perf_counter()}
+            ids.append(self._engine.add_request(request_id, prompt, params))
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                self._note(results[output.request_id], output)
+        self._drain()
+        for request_id in results:
+            results[request_id]["kv"] = next(
+                self._kv.pop(key) for key in list(self._kv) if key.split("-")[0] == request_id
+            )
+        return list(results.values())
+
+    def scrub_kv(self) -> None:
+        """Overwrite all KV blocks, and forget which are cached in the engine itself."""
+        self._drain()
+        assert self._core.scheduler.reset_prefix_cache()
+        for kv in self._kv_caches():
+            kv.view(torch.uint8).fill_(_SCRUBBED) if kv.is_contiguous() else kv.fill_(0)
+
+    def hook_times(self) -> dict[str, list[float]]:
+        """Seconds of every call of the connector's hooks on the scheduler's thread since the last call of
+        this.
+        """
+        times, self._times = getattr(self, "_times", {}), {}
+        return times
+
+    def time_hooks(self) -> None:
+        """Begin to measure the hooks on the scheduler's thread."""
+        self._times: dict[str, list[float]] = {}
+        connector = self._core.scheduler.connector
+        for name in (
+            "on_new_request",
+            "get_num_new_matched_tokens",
+            "update_state_after_alloc",
+            "build_connector_meta",
+            "update_connector_output",
+            "request_finished_all_groups",
+        ):
+            setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def _timed(self, name: str, hook: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return hook(*args)
+            finally:
+                self._times.setdefault(name, []).append(time.perf_counter() - began)
+
+        return timed
+
+    def _note(self, result: dict[str, Any], output: Any) -> None:
+        answer = output.outputs[0]
+        if answer.token_ids and "ttft" not in result:
+            result["ttft"] = time.perf_counter() - result.pop("began")
+        if output.finished:
+            result["tokens"] = list(answer.token_ids)
+            result["logprobs"] = [
+                step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)
+            ]
+            result["num_cached_tokens"] = output.num_cached_tokens
+            result["finish_reason"] = answer.finish_reason
+
+    def _drain(self) -> None:
+        """Let the connector give back the blocks that it holds."""
+        deadline = time.monotonic() + 10
+        while self._core.scheduler.has_finished_requests() and time.monotonic() < deadline:
+            self._engine.step()
+
+    def _kv_caches(self) -> list[torch.Tensor]:
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        return list(runner.kv_caches)
+
+    def _watch_finished_requests(self) -> None:
+        """Hash each request's full blocks, of each layer, at the last moment that they are its own."""
+        scheduler = self._core.scheduler
+        finished = scheduler._connector_finished
+
+        def watch(request: Any) -> Any:
+            (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            full = request.num_computed_tokens // scheduler.block_size
+            self._kv[request.request_id] = [
+                [_digest(kv[block]) for block in blocks[:full]] for kv in self._kv_caches()
+            ]
+            return finished(request)
+
+        scheduler._connector_finished = watch
+
+
+def _digest(block: torch.Tensor) -> str:
+    return hashlib.sha256(block.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _serve(child: Child, commands: IO[str], answers: IO[str]) -> None:
+    for line in commands:
+        command = json.loads(line)
+        try:
+            answer = {"answer": getattr(child, command.pop("do"))(**command)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """``child.py COMMAND_FD ANSWER_FD ENGINE_ARGS_JSON``."""
+    with open(int(sys.argv[1])) as commands, open(int(sys.argv[2]), "w") as answers:
+        child = Child(json.loads(sys.argv[3]))
+        answers.write('{"answer": "ready"}\n')
+        answers.flush()
+        _serve(child, commands, answers)
+        child._core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

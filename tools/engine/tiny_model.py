@@ -1,0 +1,86 @@
+"""A random-weight Llama of 10 MB and a tokenizer in which one ASCII character is one token.
+
+Made once per content of this file, into the cache directory. Its weights are larger than is usual for random
+ones (``initializer_range``), so that greedy answers depend on the prompt instead of repeating one token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+VOCAB_SIZE = 320
+MAX_TOKENS = 32768
+
+
+def cache_dir() -> Path:
+    """Where things that are costly to make are kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lmcache-cluster"
+
+
+def tiny_model() -> Path:
+    """Return the model's directory; makes it when it is not there (5 s)."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    target = cache_dir() / f"tiny-llama-{digest}"
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            model = Path(scratch) / "model"
+            _save_tokenizer(model)
+            _save_weights(model)
+            try:
+                model.rename(target)
+            except OSError:  # another process was faster
+                shutil.rmtree(model)
+    return target
+
+
+def _save_tokenizer(target: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate(["<pad>", "<s>", "</s>", "<unk>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        model_max_length=MAX_TOKENS,
+    )
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    fast.save_pretrained(target)
+
+
+def _save_weights(target: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_TOKENS,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).float().save_pretrained(target)
