@@ -1,8 +1,8 @@
 """Names of things: chunk keys, namespaces, tenants. Pure, and the same in every process and on every machine.
 
 Every digest here is SHA-256 (or HMAC-SHA-256) of a *pre-image* that starts with a tag of what it names and
-its version, and in which every field has its length in front: two different inputs never make the same pre-image.
-A change of any byte of a pre-image orphans every object stored so far; the golden tests notice it.
+its version, and in which every field has its length in front: two different inputs never make the same
+pre-image. A change of any byte of a pre-image orphans every object stored so far; the golden tests notice it.
 """
 
 from __future__ import annotations

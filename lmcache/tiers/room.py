@@ -30,7 +30,8 @@ def check_room(path: Path, capacity_bytes: int, present_bytes: int = 0) -> None:
     if limit is not None and capacity_bytes + _PROCESS_BYTES > limit:
         raise ArenaError(
             f"no room for the arena: {path} needs {_gib(capacity_bytes)} and the process "
-            f"{_gib(_PROCESS_BYTES)}, the memory limit of this container is {_gib(limit)}; raise it or make the memory tier smaller"
+            f"{_gib(_PROCESS_BYTES)}, the memory limit of this container is {_gib(limit)}; "
+            f"raise it or make the memory tier smaller"
         )
 
 

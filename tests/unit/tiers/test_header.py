@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import contextlib
+
+import hypothesis.strategies as st
+import pytest
+import xxhash
+from hypothesis import given
+
+from lmcache.tiers.header import HEADER_BYTES, MAX_LABEL_BYTES, BadHeader, Header, checksum, parse
+
+
+@st.composite
+def headers(draw):
+    num_parts = draw(st.integers(1, 1 << 20))
+    total = draw(st.integers(0, 2**64 - 1))
+    return Header(
+        key=draw(st.binary(min_size=64, max_size=64)),
+        column=draw(st.integers(0, 2**32 - 1)),
+        part=draw(st.integers(0, num_parts - 1)),
+        num_parts=num_parts,
+        payload_bytes=draw(st.integers(0, total)),
+        total_bytes=total,
+        checksum=draw(st.binary(min_size=16, max_size=16)),
+        label=draw(st.binary(max_size=MAX_LABEL_BYTES)),
+    )
+
+
+@given(headers())
+def test_round_trip(header):
+    packed = header.pack()
+    assert len(packed) == HEADER_BYTES == 704
+    assert parse(packed) == header
+
+
+@given(st.binary(max_size=HEADER_BYTES + 8) | st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_any_other_bytes_are_a_bad_header(raw):
+    with pytest.raises(BadHeader):
+        parse(raw)
+
+
+@given(headers(), st.integers(0, HEADER_BYTES * 8 - 1))
+def test_no_bit_may_flip(header, bit):
+    raw = bytearray(header.pack())
+    raw[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(BadHeader):
+        parse(raw)
+
+
+@given(headers(), st.integers(0, HEADER_BYTES - 9), st.integers(1, 255))
+def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(header, position, change):
+    raw = bytearray(header.pack())
+    raw[position] ^= change
+    raw[-8:] = xxhash.xxh3_64_intdigest(bytes(raw[:-8])).to_bytes(8, "little")
+    with contextlib.suppress(BadHeader):
+        assert parse(raw).pack() == raw
+
+
+def test_another_version_says_so():
+    raw = bytearray(Header(bytes(64), 0, 0, 1, 0, 0, bytes(16)).pack())
+    raw[8] += 1
+    with pytest.raises(BadHeader, match="version 2"):
+        parse(raw)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"key": bytes(63)},
+        {"label": bytes(513)},
+        {"part": 2, "num_parts": 2},
+        {"payload_bytes": 3, "total_bytes": 2},
+        {"checksum": b""},
+    ],
+)
+def test_what_could_not_be_read_is_not_written(fields):
+    good = {"key": bytes(64), "column": 0, "part": 0, "num_parts": 1}
+    good |= {"payload_bytes": 0, "total_bytes": 0, "checksum": bytes(16)}
+    with pytest.raises(ValueError, match=r"."):
+        Header(**(good | fields)).pack()
+
+
+@pytest.mark.parametrize("size", [0, 1, (4 << 20) - 1, 4 << 20, (4 << 20) + 1])
+def test_checksum_in_pieces_is_that_of_the_whole(size):
+    payload = bytes(range(256)) * (size // 256 + 1)
+    assert checksum(payload[:size]) == xxhash.xxh3_128(payload[:size]).digest()
+    assert checksum(memoryview(payload)[:size]) == checksum(payload[:size])

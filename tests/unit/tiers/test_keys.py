@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+
+from lmcache.keys import chunk_key, chunk_preimage, namespace, namespace_preimage, tenant
+
+LISTING = {
+    "model": {"layers": 32, "dtype": "bfloat16", "rope": 1e6, "tied": False, "window": None},
+    "weights": b"\x00\x01",
+    "sizes": [2, 1],
+}
+
+
+@pytest.mark.parametrize(
+    ("made", "golden"),
+    [
+        (
+            chunk_key(b"h" * 32),
+            "5ac35dddce2a88683afa8dd7f043192f0670454d7c5b49f69bd8a8d51d7f4cfa",
+        ),
+        (
+            chunk_key(b"h" * 32, b"lora", "salt", 3),
+            "093462369c4864b1cdad92cdc043bd29ce99b9967c02faab4e7c707beaf20c80",
+        ),
+        (
+            namespace(LISTING),
+            "0d28ac42e7c329353ea16f194038c16f9c145b658d6c35d494672bcef49fe3e3",
+        ),
+        (
+            tenant("salt", b"secret"),
+            "7bf3dd4657369233799ecd9ca6e305a02aee4ea8670c2603272d7b517b7068df",
+        ),
+    ],
+    ids=["plain chunk", "full chunk", "namespace", "tenant"],
+)
+def test_formats_never_change(made, golden):
+    # A change here orphans every object that anybody stored: it needs a new tag, and a line in the changelog.
+    assert made.hex() == golden
+
+
+fields = st.tuples(st.binary(max_size=40), st.binary(max_size=8), st.text(max_size=8), st.integers(0, 300))
+
+
+@given(fields, fields)
+@example((b"ab", b"c", "", 0), (b"a", b"bc", "", 0))
+@example((b"a", b"b", "c", 1), (b"a", b"", "bc", 1))
+@example((b"", b"", "1", 0), (b"", b"", "", 10))
+def test_different_chunks_have_different_preimages(one, other):
+    assert (chunk_preimage(*one) == chunk_preimage(*other)) == (one == other)
+
+
+listed = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def typed(value: object) -> object:
+    """Values as the namespace tells them apart: 1, 1.0 and True are equal to Python only."""
+    if isinstance(value, dict):
+        return ("map", frozenset((key, typed(item)) for key, item in value.items()))
+    if isinstance(value, list):
+        return ("list", tuple(map(typed, value)))
+    return (type(value), repr(value))
+
+
+@given(
+    st.dictionaries(st.text(max_size=3), listed, max_size=3),
+    st.dictionaries(st.text(max_size=3), listed, max_size=3),
+)
+@example({"a": 1}, {"a": True})
+@example({"a": 1}, {"a": 1.0})
+@example({"a": "1"}, {"a": b"1"})
+@example({"a": [1, [2]]}, {"a": [[1], 2]})
+@example({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}})
+@example({"a": 0.0}, {"a": -0.0})
+def test_different_listings_have_different_preimages(one, other):
+    assert (namespace_preimage(one) == namespace_preimage(other)) == (typed(one) == typed(other))
+
+
+def test_order_of_keys_does_not_matter():
+    assert namespace(LISTING) == namespace(dict(reversed(LISTING.items())))
+
+
+@pytest.mark.parametrize(
+    ("listing", "where"),
+    [
+        ({"a": {"b": {1, 2}}}, r"listing\.a\.b: a set"),
+        ({"a": [1, object()]}, r"listing\.a\[1\]: a object"),
+        ({"a": {3: 1}}, r"listing\.a: key 3 is a int"),
+    ],
+)
+def test_what_has_no_canonical_form_is_refused_by_name(listing, where):
+    with pytest.raises(TypeError, match=where):
+        namespace(listing)
+
+
+def test_salts_of_any_text_have_keys():
+    assert len({chunk_key(b"h", cache_salt=salt) for salt in ("", "\ud800", "\udfff", "é", "e\u0301")}) == 5
+
+
+def test_tenant_is_empty_without_salt_and_differs_by_secret():
+    assert tenant("", b"secret") == b""
+    assert tenant("a", b"one") != tenant("a", b"two")

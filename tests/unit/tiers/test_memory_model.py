@@ -1,0 +1,374 @@
+"""The memory tier against an oracle: what is resident, who holds which bytes, which row goes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache.tiers.arena import HeapArena
+from lmcache.tiers.base import Geometry, Reserved, Slot, StaleSlot
+from lmcache.tiers.header import checksum
+from lmcache.tiers.memory import INCOMPLETE_SECONDS, MemoryTier
+
+NUM_ROWS = 6
+NUM_COLUMNS = 2
+SLOT_BYTES = 4096
+CHAIN = [bytes([number]) * 64 for number in range(9)]
+OWNERS = [b"a" * 16, b"b" * 16, b"c" * 16]
+ENGINES = [b"E" * 16, b"F" * 16]
+REQUESTS = ["r0", "r1"]
+
+keys = st.sampled_from(CHAIN)
+owners = st.sampled_from(OWNERS)
+columns = st.integers(0, NUM_COLUMNS - 1)
+lease_ids = st.tuples(st.sampled_from(ENGINES), st.sampled_from(REQUESTS))
+
+
+@dataclass
+class Row:
+    """A row as its users know it."""
+
+    slot: Slot
+    key: bytes
+    writing: dict[int, bytes] = field(default_factory=dict)  # column -> owner
+    quarantined: dict[int, bytes] = field(default_factory=dict)
+    committed: set[int] = field(default_factory=set)
+    readers: int = 0  # leases, those in quarantine included
+    pins: int = 0
+    spoilt: bool = False
+    sealed: bool = False
+    unverified: bool = False
+    held: bool = False  # a client from before the restart may read it
+    idle_since: float = 0.0
+
+    @property
+    def visible(self) -> bool:
+        return len(self.committed) == NUM_COLUMNS and not self.spoilt
+
+    @property
+    def used(self) -> bool:
+        return bool(self.writing or self.quarantined or self.readers or self.pins)
+
+    def content(self, column: int) -> bytes:
+        return bytes([self.slot.generation % 251, column + 1]) * (SLOT_BYTES // 2)
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.arena = HeapArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_ROWS)
+        self.rows: dict[int, Row] = {}  # the oracle: rows that are not free
+        self.order: list[int] = []  # rows that may be evicted, next victim first
+        self.dropped: list[int] = []  # rows of no use that wait for clients from before the restart
+        self.leases: dict[tuple[bytes, str], list[Row]] = {}
+        self.old_leases: dict[bytes, list[list[Row]]] = {}
+        self.holding = False
+        self.generations = dict.fromkeys(range(NUM_ROWS), 0)
+        self.stale: list[tuple[Slot, int, bytes]] = []
+        self.start()
+
+    def start(self) -> None:
+        self.tier = MemoryTier(self.arena, clock=lambda: self.now)
+        for _ in self.tier.adopt():
+            pass
+
+    # ---- the oracle's own bookkeeping ----
+
+    def find(self, key: bytes) -> Row | None:
+        return next((row for row in self.rows.values() if row.key == key and not row.spoilt), None)
+
+    def settle(self, rows: list[Row]) -> None:
+        for row in rows:
+            if not row.used and row.spoilt:
+                if row.held and self.holding:
+                    self.dropped.append(row.slot.row)
+                else:
+                    del self.rows[row.slot.row]
+            elif not row.used and not row.visible:
+                row.idle_since = self.now
+        for row in reversed(rows):
+            if not row.used and row.visible:
+                self.use(row)
+
+    def use(self, row: Row) -> None:
+        if row.slot.row in self.order:
+            self.order.remove(row.slot.row)
+        self.order.append(row.slot.row)
+
+    def may_take(self) -> list[int]:
+        """Return the rows of which the tier must take one now; none: it must refuse."""
+        free = sorted(set(range(NUM_ROWS)) - self.rows.keys())
+        if free:
+            return free[:1]
+        if self.holding or self.dropped:
+            return [] if self.holding else self.dropped
+        idle = [row for row in self.rows.values() if not (row.used or row.visible or row.spoilt)]
+        idle = [row for row in idle if self.now - row.idle_since > INCOMPLETE_SECONDS]
+        if idle:
+            oldest = min(row.idle_since for row in idle)
+            return [row.slot.row for row in idle if row.idle_since == oldest]
+        return self.order[:1]
+
+    def take(self, number: int) -> None:
+        self.rows.pop(number, None)
+        self.order = [other for other in self.order if other != number]
+        self.dropped = [other for other in self.dropped if other != number]
+
+    # ---- store ----
+
+    @rule(key=keys, column=columns, owner=owners)
+    def reserve(self, key, column, owner):
+        row = self.find(key)
+        if row is None:
+            self.check_new_row(key, column, owner)
+            return
+        result = self.tier.reserve(key, column, owner, length=SLOT_BYTES)
+        if column in row.committed:
+            assert result.result is Reserved.EXISTS
+        elif column in row.writing:
+            assert result.result is Reserved.BUSY
+        else:
+            assert result == (Reserved.SLOT, row.slot)
+            self.begin(row, column, owner)
+
+    @rule(first=st.integers(0, 8), count=st.integers(1, 4))
+    def store_whole_rows(self, first, count):
+        # Without it a full arena, and so an eviction, would be rare.
+        for key in CHAIN[first : first + count]:
+            for column in range(NUM_COLUMNS):
+                self.reserve(key, column, OWNERS[column])
+        for column in range(NUM_COLUMNS):
+            self.commit_all(column, OWNERS[column])
+
+    def check_new_row(self, key: bytes, column: int, owner: bytes) -> None:
+        allowed = self.may_take()
+        result, slot = self.tier.reserve(key, column, owner, length=SLOT_BYTES)
+        if not allowed:
+            assert result is Reserved.BUSY
+            return
+        assert result is Reserved.SLOT
+        assert slot is not None
+        # The slot reuse rule: nobody uses the rows that the oracle allows.
+        assert slot.row in allowed
+        assert slot.generation > self.generations[slot.row]
+        self.generations[slot.row] = slot.generation
+        self.take(slot.row)
+        self.rows[slot.row] = Row(slot, key)
+        self.begin(self.rows[slot.row], column, owner)
+
+    def begin(self, row: Row, column: int, owner: bytes) -> None:
+        row.writing[column] = owner
+        self.arena.view(row.slot.row, column)[:] = row.content(column)
+
+    def writers(self) -> list[tuple[Row, int, bytes]]:
+        return [(row, c, owner) for row in self.rows.values() for c, owner in row.writing.items()]
+
+    @precondition(lambda self: self.writers())
+    @rule(data=st.data())
+    def commit(self, data):
+        _, column, owner = data.draw(st.sampled_from(self.writers()))
+        self.commit_all(column, owner)
+
+    def commit_all(self, column: int, owner: bytes) -> None:
+        batch = [row for row in self.rows.values() if row.writing.get(column) == owner]
+        visible = self.tier.commit([row.slot for row in batch], column, owner)
+        for row in batch:
+            del row.writing[column]
+            row.committed.add(column)
+            self.stale.append((row.slot, column, owner))
+        assert visible == [row.slot for row in batch if row.visible]
+        self.settle(batch)
+
+    @precondition(lambda self: self.writers())
+    @rule(data=st.data())
+    def abort(self, data):
+        row, column, owner = data.draw(st.sampled_from(self.writers()))
+        self.tier.abort([row.slot], column, owner)
+        self.stale.append((row.slot, column, owner))
+        del row.writing[column]
+        row.spoilt = True
+        self.settle([row])
+
+    @rule(owner=owners)
+    def lose_stream(self, owner):
+        self.tier.quarantine(owner)
+        for row, column, writer in self.writers():
+            if writer == owner:
+                row.quarantined[column] = row.writing.pop(column)
+                row.spoilt = True
+                self.stale.append((row.slot, column, owner))
+
+    @rule(owner=owners)
+    def drained_or_dead(self, owner):
+        self.tier.end_quarantine(owner)
+        for row in list(self.rows.values()):
+            ended = [column for column, writer in row.quarantined.items() if writer == owner]
+            for column in ended:
+                del row.quarantined[column]
+            if ended:
+                self.settle([row])
+
+    @precondition(lambda self: self.stale)
+    @rule(data=st.data())
+    def use_stale(self, data):
+        slot, column, owner = data.draw(st.sampled_from(self.stale))
+        row = self.rows.get(slot.row)
+        if row is not None and row.slot == slot and row.writing.get(column) == owner:
+            return
+        with pytest.raises(StaleSlot):
+            self.tier.commit([slot], column, owner)
+        with pytest.raises(StaleSlot):
+            self.tier.abort([slot], column, owner)
+
+    # ---- load ----
+
+    @rule(lease_id=lease_ids, first=st.integers(0, 8), count=st.integers(1, 6))
+    def lookup(self, lease_id, first, count):
+        asked = CHAIN[first : first + count]
+        num_resident, slots = self.tier.lookup(lease_id, asked)
+        lease = self.leases.get(lease_id, [])
+        resident, leased = [], []
+        for key in asked:
+            row = self.find(key)
+            if row is None or not row.visible or row.unverified:
+                break
+            num_leased = sum(row.readers > 0 for row in self.rows.values())
+            if len(leased) == len(resident) and (row in lease or row.readers or num_leased < NUM_ROWS // 2):
+                leased.append(row)
+                if row not in lease:
+                    lease.append(row)
+                    row.readers += 1
+                    if row.slot.row in self.order:
+                        self.order.remove(row.slot.row)
+            resident.append(row)
+        for row in reversed(resident):  # tails before heads
+            if row.slot.row in self.order:
+                self.use(row)
+        if lease:
+            self.leases[lease_id] = lease
+        assert num_resident == len(resident)
+        assert slots == [row.slot for row in leased]
+
+    @rule(lease_id=lease_ids)
+    def release(self, lease_id):
+        self.tier.release(lease_id)
+        self.end(self.leases.pop(lease_id, []))
+
+    def end(self, lease: list[Row]) -> None:
+        for row in lease:
+            row.readers -= 1
+        self.settle(lease)
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def lose_engine(self, engine):
+        self.tier.quarantine_leases(engine)
+        for lease_id in [lease_id for lease_id in self.leases if lease_id[0] == engine]:
+            self.old_leases.setdefault(engine, []).append(self.leases.pop(lease_id))
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def engine_drained_or_dead(self, engine):
+        leases = self.old_leases.pop(engine, [])
+        self.tier.end_lease_quarantine(engine)
+        for lease in leases:
+            self.end(lease)
+
+    @rule(key=keys)
+    def pin(self, key):
+        row = self.find(key)
+        if row is not None:
+            assert self.tier.pin(row.slot) == (key if row.visible else None)
+            if row.visible:
+                row.pins += 1
+                if row.slot.row in self.order:
+                    self.order.remove(row.slot.row)
+
+    @precondition(lambda self: any(row.pins for row in self.rows.values()))
+    @rule(data=st.data())
+    def unpin(self, data):
+        row = data.draw(st.sampled_from([row for row in self.rows.values() if row.pins]))
+        self.tier.unpin(row.slot)
+        row.pins -= 1
+        self.settle([row])
+
+    # ---- restart ----
+
+    @rule(key=keys)
+    def seal(self, key):
+        row = self.find(key)
+        if row is not None and row.visible:
+            for column in range(NUM_COLUMNS):
+                self.arena.table.seal(row.slot.row, column, checksum(row.content(column)))
+            row.sealed = True
+
+    @rule()
+    def restart(self):
+        # Rows that were free of users may be reused at once; all others wait for their users.
+        self.order.clear()
+        self.dropped.clear()
+        self.leases.clear()
+        self.old_leases.clear()
+        self.holding = True
+        for row in sorted(self.rows.values(), key=lambda row: row.slot.row):
+            row.quarantined |= row.writing
+            row.writing.clear()
+            row.readers = row.pins = 0
+            row.held = True
+            row.unverified = row.sealed
+            row.spoilt |= not (row.sealed and row.visible)
+            self.settle([row])
+        if not self.order and not self.dropped:
+            self.holding = False
+        self.start()
+        self.tier.usable_rows = NUM_ROWS
+
+    @rule()
+    def old_clients_gone(self):
+        self.tier.release_adopted()
+        self.holding = False
+
+    @rule(key=keys, is_intact=st.booleans())
+    def verify(self, key, is_intact):
+        row = self.find(key)
+        assert self.tier.unverified(key) == (row.slot if row and row.unverified else None)
+        if row and row.unverified and self.tier.pin(row.slot):
+            row.pins += 1
+            self.order = [number for number in self.order if number != row.slot.row]
+            self.tier.verified(row.slot, is_intact=is_intact)
+            row.unverified = False
+            row.spoilt = not is_intact
+            self.tier.unpin(row.slot)
+            row.pins -= 1
+            self.settle([row])
+
+    @rule(seconds=st.sampled_from([1.0, INCOMPLETE_SECONDS + 1]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    # ---- always ----
+
+    @invariant()
+    def residents_are_those_of_the_oracle(self):
+        for key in CHAIN:
+            row = self.find(key)
+            assert self.tier.is_resident(key) == bool(row and row.visible and not row.unverified)
+
+    @invariant()
+    def bytes_in_use_are_untouched(self):
+        for row in self.rows.values():
+            for column in {*row.writing, *row.quarantined, *(row.committed if row.visible else ())}:
+                assert bytes(self.arena.view(row.slot.row, column)) == row.content(column)
+
+    @invariant()
+    def gauges_agree(self):
+        assert self.tier.num_used == len(self.rows)
+        assert self.tier.num_leased == sum(row.readers > 0 for row in self.rows.values())
+        assert self.tier.num_quarantined == sum(len(row.quarantined) for row in self.rows.values())
+
+
+TestMemoryModel = MemoryMachine.TestCase
+TestMemoryModel.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
