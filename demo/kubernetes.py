@@ -1,0 +1,154 @@
+"""Second half: a real control plane, our chart, one LMCacheCluster; it becomes Ready, scales and heals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from demo.show import command, note, step, title
+from tools.kube.cluster import Cluster
+from tools.kube.process import free_ports
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMESPACE, RELEASE, NAME = "default", "lmcache", "llama-8b"
+KIND = "lmcache.io/v1alpha1/lmcacheclusters"
+CHILDREN = (
+    "apps/v1/statefulsets", "v1/services", "v1/configmaps", "v1/serviceaccounts",
+    "policy/v1/poddisruptionbudgets", "networking.k8s.io/v1/networkpolicies",
+)  # fmt: skip
+REST_SECONDS = 10
+
+
+def run(logs: Path) -> dict[str, object]:
+    """Returns what goes into the report, times in seconds."""
+    title("2. One object, a real control plane, our chart")
+    with step("etcd, kube-apiserver, controller-manager, scheduler; nodes with GPUs are simulated by kwok"):
+        cluster = Cluster()
+        cluster.__enter__()
+    try:
+        return _with(cluster, logs)
+    finally:
+        cluster.stop()
+
+
+def _with(cluster: Cluster, logs: Path) -> dict[str, object]:
+    command(f"helm install {RELEASE} charts/lmcache-operator -n lmcache-system --create-namespace")
+    with step("installing the chart"):
+        cluster.helm("install", RELEASE, str(ROOT / "charts" / "lmcache-operator"), "-n", "lmcache-system",
+                     "--create-namespace")  # fmt: skip
+    with operator(cluster, logs / "operator.log"):
+        note("No kubelet runs here, so the operator runs as a process, with the token of the chart's own")
+        note("ServiceAccount: what the chart allows is all it can do.")
+        return {**_becomes_ready(cluster), **_rests(cluster), **_scales(cluster), **_heals(cluster)}
+
+
+@contextmanager
+def operator(cluster: Cluster, log: Path) -> Iterator[None]:
+    """The operator, as the chart's ServiceAccount."""
+    account = cluster.api.objects(
+        "v1/serviceaccounts", "lmcache-system", "app.kubernetes.io/name=lmcache-operator"
+    )
+    name = account[0]["metadata"]["name"]
+    token = cluster.service_account_token("lmcache-system", name)
+    kubeconfig = cluster.kubeconfig(f"sa:{name}", token=token)
+    health, metrics = free_ports(2)
+    argv = [sys.executable, "-m", "lmcache_operator", "run", "--kubeconfig", str(kubeconfig),
+            "--health-port", str(health), "--metrics-port", str(metrics)]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=out, env=env)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _becomes_ready(cluster: Cluster) -> dict[str, object]:
+    example = ROOT / "examples" / "llama-8b.yaml"
+    command("kubectl apply -f examples/llama-8b.yaml")
+    start = time.monotonic()
+    with step("waiting for the LMCacheCluster to become Ready"):
+        cluster.kubectl("apply", "--server-side", "-f", example)
+        cluster.wait(lambda: len(children(cluster)) >= len(CHILDREN))
+        present = time.monotonic() - start
+        cluster.wait(lambda: condition(cluster, "Ready") == "True", timeout=60)
+        ready = time.monotonic() - start
+    command("kubectl get lmcluster")
+    note(cluster.kubectl("get", "lmcluster"))
+    command("kubectl get all,cm,pdb,netpol -l lmcache.io/cluster=llama-8b")
+    note("\n".join(f"{child['kind']:<22} {child['metadata']['name']}" for child in children(cluster)))
+    note(cluster.kubectl("get", "pods", "-l", f"lmcache.io/cluster={NAME}"))
+    return {
+        "apply_to_all_children_present_seconds": round(present, 2),
+        "apply_to_Ready_seconds": round(ready, 2),
+    }
+
+
+def _rests(cluster: Cluster) -> dict[str, object]:
+    with step(f"watching it rest for {REST_SECONDS} s"):
+        mark = cluster.mark()
+        time.sleep(REST_SECONDS)  # the measurement itself: nothing may happen in this time
+        writes = cluster.written_since(mark, by="lmcache-operator")
+    note(f"writes by the operator: {len(writes)}")
+    return {f"at_rest_for_{REST_SECONDS}_s_writes": len(writes)}
+
+
+def _scales(cluster: Cluster) -> dict[str, object]:
+    command("kubectl scale lmcluster/llama-8b --replicas=3")
+    start = time.monotonic()
+    with step("waiting for the third engine pod"):
+        cluster.kubectl("scale", f"lmcluster/{NAME}", "--replicas=3")
+        cluster.wait(lambda: resource(cluster)["status"].get("replicas") == 3 and len(pods(cluster)) == 3)
+    return {"scale_to_3_seconds": round(time.monotonic() - start, 2)}
+
+
+def _heals(cluster: Cluster) -> dict[str, object]:
+    slowest = 0.0
+    for child in children(cluster):
+        kind, name, uid = child["path"], child["metadata"]["name"], child["metadata"]["uid"]
+        cluster.api.delete(kind, name, NAMESPACE)
+        took = _timed(cluster, lambda: _is_new(cluster, kind, name, uid))  # noqa: B023
+        note(f"deleted {child['kind'].removesuffix('s')} {name}: back after {took:.2f} s")
+        slowest = max(slowest, took)
+    return {"slowest_child_healed_after_deletion_seconds": round(slowest, 2)}
+
+
+def _timed(cluster: Cluster, what: Callable[[], object]) -> float:
+    start = time.monotonic()
+    cluster.wait(what)
+    return time.monotonic() - start
+
+
+def _is_new(cluster: Cluster, kind: str, name: str, uid: str) -> bool:
+    found = cluster.api.find(kind, name, NAMESPACE)
+    return found is not None and found["metadata"]["uid"] != uid
+
+
+def resource(cluster: Cluster) -> dict[str, Any]:
+    found: dict[str, Any] = cluster.api.get(KIND, NAME, NAMESPACE)
+    return found
+
+
+def condition(cluster: Cluster, kind: str) -> str:
+    conditions = resource(cluster).get("status", {}).get("conditions", [])
+    return next((str(entry["status"]) for entry in conditions if entry["type"] == kind), "Unknown")
+
+
+def pods(cluster: Cluster) -> list[dict[str, Any]]:
+    return cluster.api.objects("v1/pods", NAMESPACE, f"lmcache.io/cluster={NAME}")
+
+
+def children(cluster: Cluster) -> list[dict[str, Any]]:
+    """What the operator made for the object, each with the path of its kind."""
+    return [
+        {**child, "path": kind, "kind": child.get("kind") or kind.rpartition("/")[2]}
+        for kind in CHILDREN
+        for child in cluster.api.objects(kind, NAMESPACE, f"lmcache.io/cluster={NAME}")
+    ]
