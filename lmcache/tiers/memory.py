@@ -200,6 +200,7 @@ class MemoryTier:
         rows = self._reserved_rows(slots, column, owner)
         for row in rows:
             self._take_back(row, column, owner)
+            self._table.free_slot(row.slot.row, column)
             self._spoil(row)
         self._settle(rows)
 
@@ -218,6 +219,7 @@ class MemoryTier:
         for number, column in self._quarantine.pop(owner, set()):
             row = self._rows[number]
             del row.writers[column]
+            self._table.free_slot(number, column)
             self._settle([row])
 
     @property

@@ -67,6 +67,10 @@ class SlotTable:
         """Note the checksum of a committed payload: from now on it outlives a restart."""
         self._checksums[column, row] = checksum
 
+    def free_slot(self, row: int, column: int) -> None:
+        """Free one column of a row that is not complete."""
+        self._states[column, row] = State.FREE
+
     def free(self, row: int) -> None:
         """Free all columns of the row; generations stay, so that they go on rising."""
         self._states[:, row] = State.FREE

@@ -315,6 +315,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.holding = True
         for row in sorted(self.rows.values(), key=lambda row: row.slot.row):
             row.quarantined |= row.writing
+            if not row.quarantined and not row.committed:
+                del self.rows[row.slot.row]
+                continue
             row.writing.clear()
             row.readers = row.pins = 0
             row.held = True
