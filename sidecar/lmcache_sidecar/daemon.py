@@ -104,7 +104,7 @@ class Sidecar:
         if store is not None:
             if not await store.drain(self._config.drain_grace_seconds):
                 logger.warning(
-                    "The grace period is over, rows that were not written through are lost to other pods"
+                    "%d rows were not written through within the grace period", store.num_queued_writes
                 )
             await store.close()
         if self._remote is not None:

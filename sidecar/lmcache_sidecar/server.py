@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -168,20 +168,23 @@ async def _abort(context: _Context, refused: Refused) -> NoReturn:
 
 
 def claim_socket(path: str) -> None:
-    """Remove the socket file of a sidecar that is gone. Raises ConfigError when it is in use or can't be."""
+    """Remove the socket file of a sidecar that is gone. Raises ConfigError when the path can't be used."""
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
         raise ConfigError(f"--socket: {directory} is not a directory: make it, or mount a volume there")
     if not os.path.lexists(path):
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigError(f"--socket: {path} is in the way and no socket: remove it, or choose another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)  # a frozen sidecar with a full backlog is a live one
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            os.unlink(path)
             return
+        except TimeoutError:
+            pass
         except OSError as error:
-            raise ConfigError(f"--socket: {path} is in the way: {error.strerror or error}") from error
+            raise ConfigError(f"--socket: {path} can't be looked at: {error.strerror}") from error
     raise ConfigError(f"--socket: {path} is in use by a live sidecar: stop it, or choose another path")
