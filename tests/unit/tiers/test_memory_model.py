@@ -277,15 +277,15 @@ class MemoryMachine(RuleBasedStateMachine):
         for lease in leases:
             self.end(lease)
 
-    @rule(key=keys)
-    def pin(self, key):
-        row = self.find(key)
-        if row is not None:
-            assert self.tier.pin(row.slot) == (key if row.visible else None)
-            if row.visible:
-                row.pins += 1
-                if row.slot.row in self.order:
-                    self.order.remove(row.slot.row)
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def pin(self, data):
+        row = data.draw(st.sampled_from(list(self.rows.values())))
+        assert self.tier.pin(row.slot) == (row.key if row.visible else None)
+        if row.visible:
+            row.pins += 1
+            if row.slot.row in self.order:
+                self.order.remove(row.slot.row)
 
     @precondition(lambda self: any(row.pins for row in self.rows.values()))
     @rule(data=st.data())
@@ -305,8 +305,10 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.arena.table.seal(row.slot.row, column, checksum(row.content(column)))
             row.sealed = True
 
-    @rule()
-    def restart(self):
+    @rule(is_due=st.sampled_from([False, False, False, True]))
+    def restart(self, is_due):
+        if not is_due:  # too many restarts leave no time for anything else
+            return
         # Rows that were free of users may be reused at once; all others wait for their users.
         self.order.clear()
         self.dropped.clear()

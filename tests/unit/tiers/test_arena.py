@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmcache.tiers.arena import ArenaFile, HeapArena, map_column
+from lmcache.tiers.base import ArenaError, Geometry, Reserved, Slot
+from lmcache.tiers.header import checksum
+from lmcache.tiers.layout import HEAD_BYTES, Layout
+from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.room import check_room, memory_limit
+from lmcache.tiers.slots import ENTRY, ENTRY_BYTES, SlotTable, State
+
+MIB = 1 << 20
+GEOMETRY = Geometry(64 << 10, 2)
+OWNER = b"o" * 16
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "arena"
+
+
+@pytest.fixture
+def opened(path):
+    """Open arenas that are closed at the end."""
+    arenas = []
+
+    def open_arena(capacity: int = 8 * MIB) -> ArenaFile:
+        arenas.append(ArenaFile(path, capacity))
+        return arenas[-1]
+
+    yield open_arena
+    for arena in arenas:
+        if not arena._closing:
+            arena.close()
+
+
+def fill(arena: ArenaFile) -> list[int]:
+    """Populate all of it; return the numbers of ready rows on the way."""
+    seen = []
+    grown = threading.Condition()
+
+    def on_growth() -> None:
+        with grown:
+            seen.append(arena.ready_rows)
+            grown.notify()
+
+    arena.start(on_growth)
+    with grown:
+        assert grown.wait_for(lambda: (seen and seen[-1] == arena.num_rows > 0) or arena.growth_error, 20)
+    return seen
+
+
+class TestLayout:
+    @pytest.mark.parametrize("capacity", [8 * MIB, 1 << 30, (1 << 30) + 12345 * 4096])
+    @pytest.mark.parametrize("geometry", [Geometry(4096, 1), GEOMETRY, Geometry(1 << 20, 7)])
+    def test_nothing_overlaps_and_little_is_wasted(self, capacity, geometry):
+        layout = Layout.plan(capacity, geometry)
+        last = geometry.num_columns - 1
+        assert layout.table_offset(0) == HEAD_BYTES
+        assert layout.table_offset(last) + layout.num_rows * ENTRY_BYTES <= layout.data_offset
+        for column in range(last):
+            assert layout.slot_offset(layout.num_rows, column) <= layout.slot_offset(0, column + 1)
+        assert layout.slot_offset(layout.num_rows, last) <= capacity
+        assert layout.slot_offset(0, last) % 4096 == 0
+        used = layout.num_rows * geometry.num_columns * (geometry.slot_bytes + ENTRY_BYTES)
+        assert used > capacity * 0.96 - 2 * geometry.slot_bytes * geometry.num_columns
+
+    def test_too_small_says_how_much_one_row_needs(self):
+        with pytest.raises(ArenaError, match=r"one needs \d+ bytes"):
+            Layout.plan(64 << 10, GEOMETRY)
+
+    def test_slots_are_whole_pages(self):
+        with pytest.raises(ArenaError, match="whole pages"):
+            Layout.plan(MIB, Geometry(5000, 1))
+
+
+class TestFile:
+    def test_entries_have_the_size_of_the_contract(self):
+        assert ENTRY_BYTES == 128
+
+    def test_rows_become_ready_in_extents(self, opened):
+        arena = opened()
+        arena.format(GEOMETRY)
+        seen = fill(arena)
+        assert seen == sorted(seen)
+        assert len(set(seen)) > 4
+        assert os.stat(arena.path).st_blocks * 512 >= arena.column_offset(1) + arena.num_rows * 65536
+
+    def test_is_filled_before_it_is_formatted_too(self, opened):
+        arena = opened()
+        filled = threading.Event()
+        arena.start(lambda: filled.set() if os.stat(arena.path).st_blocks * 512 >= 8 * MIB else None)
+        assert filled.wait(20)
+        assert arena.ready_rows == 0
+        arena.close()
+
+    def test_format_while_it_is_being_filled(self, opened):
+        arena = opened(32 * MIB)
+        ready = threading.Event()
+
+        def on_growth() -> None:
+            if arena.num_rows and arena.ready_rows == arena.num_rows:
+                ready.set()
+
+        arena.start(on_growth)
+        arena.format(GEOMETRY)
+        arena.format(Geometry(128 << 10, 1))
+        assert ready.wait(20)
+
+    def test_slots_are_apart_and_reach_clients(self, opened, path):
+        arena = opened()
+        arena.format(GEOMETRY)
+        for row in range(arena.num_rows):
+            for column in range(2):
+                arena.view(row, column)[:] = bytes([row + 1, column]) * (32 << 10)
+        for column in range(2):
+            mapped = map_column(
+                path, arena.table_offset(column), arena.column_offset(column), 64 << 10, arena.num_rows
+            )
+            mapped.populate(0, arena.num_rows)
+            for row in range(arena.num_rows):
+                assert mapped.slots[row].tobytes() == bytes([row + 1, column]) * (32 << 10)
+            mapped.close()
+        with pytest.raises(IndexError):
+            arena.view(arena.num_rows, 0)
+
+    def test_client_sees_whether_it_still_holds_a_slot(self, opened, path):
+        arena = opened()
+        arena.format(GEOMETRY)
+        tier = MemoryTier(arena)
+        tier.usable_rows = 1
+        list(tier.adopt())
+        mapped = map_column(path, arena.table_offset(1), arena.column_offset(1), 64 << 10, arena.num_rows)
+        slots = [tier.reserve(b"k" * 64, column, OWNER, length=1).slot for column in range(2)]
+        assert not mapped.holds(slots[1])
+        for column in range(2):
+            tier.commit([slots[column]], column, OWNER)
+        assert mapped.holds(slots[1])
+        assert not mapped.holds(Slot(slots[1].row, slots[1].generation + 1))
+        tier.reserve(b"l" * 64, 1, OWNER, length=1)
+        assert not mapped.holds(slots[1])
+        mapped.close()
+
+    def test_a_file_smaller_than_the_sidecar_says_is_refused(self, opened, path):
+        opened(8 * MIB)
+        with pytest.raises(ArenaError, match="not the same file"):
+            map_column(path, 4096, 8 * MIB, 65536, 1)
+
+    def test_one_sidecar_per_file(self, opened, path):
+        opened()
+        with pytest.raises(ArenaError, match="in use by another sidecar"):
+            ArenaFile(path, 8 * MIB)
+
+    def test_somebody_elses_file_is_left_alone(self, path):
+        path.write_bytes(b"precious" * 1024)
+        with pytest.raises(ArenaError, match="not an arena"):
+            ArenaFile(path, 8 * MIB)
+        assert path.read_bytes() == b"precious" * 1024
+
+    def test_another_capacity_makes_another_file(self, opened, path):
+        opened().close()
+        inode = path.stat().st_ino
+        with path.open("rb"):  # a client has it open: its bytes must stay
+            arena = opened(16 * MIB)
+            assert path.stat().st_ino != inode
+        assert arena.geometry is None
+
+    def test_unreachable_path_says_so(self, tmp_path):
+        with pytest.raises(ArenaError, match="missing/arena"):
+            ArenaFile(tmp_path / "missing" / "arena", MIB)
+
+    def test_epochs_and_generations_rise_over_restart_and_format(self, opened):
+        epochs, generations = [], []
+        for geometry in (GEOMETRY, None, Geometry(128 << 10, 1), None):
+            arena = opened()
+            if geometry:
+                arena.format(geometry)
+            epochs.append(arena.epoch)
+            tier = MemoryTier(arena)
+            tier.usable_rows = arena.num_rows
+            list(tier.adopt())
+            tier.release_adopted()
+            slot = tier.reserve(bytes([len(epochs)]) * 64, 0, OWNER, length=1).slot
+            generations.append(slot.generation)
+            del tier
+            arena.close()
+        assert epochs == sorted(set(epochs))
+        assert generations == sorted(set(generations))
+
+    def test_no_room_while_growing_keeps_what_there_is(self, opened, monkeypatch):
+        arena = opened()
+        arena.format(GEOMETRY)
+        real, half = os.posix_fallocate, 4 * MIB
+
+        def full_volume(fd: int, offset: int, length: int) -> None:
+            if offset > half:
+                raise OSError(28, "No space left on device")
+            real(fd, offset, length)
+
+        monkeypatch.setattr(os, "posix_fallocate", full_volume)
+        arena.format(Geometry(64 << 10, 1))
+        fill(arena)
+        assert 0 < arena.ready_rows < arena.num_rows
+        assert "No space left" in arena.growth_error
+
+
+class TestRoom:
+    def test_volume_too_small_says_how_much_and_where(self, path):
+        with pytest.raises(ArenaError, match=rf"{path} needs 1048576.00 GiB more, its volume has"):
+            ArenaFile(path, 1 << 50)
+        assert not path.exists()
+
+    def test_what_the_file_holds_already_counts(self, path, monkeypatch):
+        monkeypatch.setattr("lmcache.tiers.room.memory_limit", lambda: None)
+        volume = os.statvfs(path.parent)
+        too_much = volume.f_bavail * volume.f_frsize + (1 << 34)
+        with pytest.raises(ArenaError, match="volume"):
+            check_room(path, too_much)
+        check_room(path, too_much, 1 << 35)
+
+    def test_memory_limit_says_so(self, path, monkeypatch):
+        monkeypatch.setattr("lmcache.tiers.room.memory_limit", lambda: 100 * MIB)
+        with pytest.raises(ArenaError, match=r"memory limit of this container is 0\.10 GiB"):
+            check_room(path, 90 * MIB)
+        check_room(path, 30 * MIB)
+
+    @pytest.mark.parametrize(
+        ("membership", "files", "limit"),
+        [
+            ("0::/\n", {"memory.max": "1000\n"}, 1000),
+            ("0::/\n", {"memory.max": "max\n"}, None),
+            ("0::/a/b\n", {"a/memory.max": "500\n", "a/b/memory.max": "max\n", "memory.max": "800"}, 500),
+            ("0::/host/pod\n", {"memory.max": "800"}, 800),
+            ("4:cpu,memory:/x\n", {"memory/x/memory.limit_in_bytes": "700"}, 700),
+            ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+            ("", {}, None),
+        ],
+    )
+    def test_limits_of_cgroups(self, tmp_path, membership, files, limit):
+        (tmp_path / "cgroup").write_text(membership)
+        for name, text in files.items():
+            file = tmp_path / "fs" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        assert memory_limit(tmp_path / "fs", tmp_path / "cgroup") == limit
+
+
+class TestUsableRows:
+    def tier(self, num_rows: int = 8) -> MemoryTier:
+        tier = MemoryTier(HeapArena(Geometry(4096, 1), num_rows))
+        list(tier.adopt())
+        return tier
+
+    def store(self, tier: MemoryTier, name: int) -> Reserved:
+        result, slot = tier.reserve(bytes([name]) * 64, 0, OWNER, length=4096)
+        if slot:
+            tier.commit([slot], 0, OWNER)
+        return result
+
+    def test_rows_beyond_are_neither_given_nor_leased(self):
+        tier = self.tier()
+        tier.usable_rows = 2
+        assert [self.store(tier, name) for name in (1, 2)] == [Reserved.SLOT] * 2
+        tier.usable_rows = 1
+        assert tier.lookup((b"e" * 16, "r"), [bytes([1]) * 64])[0] == 1
+        assert tier.lookup((b"e" * 16, "r"), [bytes([2]) * 64])[0] == 0
+        assert self.store(tier, 3) is Reserved.SLOT
+        assert tier.lookup((b"e" * 16, "r"), [bytes([3]) * 64])[0] == 1
+
+    def test_nothing_is_evicted_while_nobody_can_use_a_row(self):
+        tier = self.tier(2)
+        for name in (1, 2):
+            self.store(tier, name)
+        tier.usable_rows = 0
+        assert self.store(tier, 3) is Reserved.BUSY
+        tier.usable_rows = 2
+        assert tier.is_resident(bytes([1]) * 64)
+        assert tier.is_resident(bytes([2]) * 64)
+
+
+CRASHER = """
+import random, sys
+from pathlib import Path
+from lmcache.tiers.arena import ArenaFile
+from lmcache.tiers.base import Geometry, Reserved
+from lmcache.tiers.header import checksum
+from lmcache.tiers.memory import MemoryTier
+
+owner = b"o" * 16
+arena = ArenaFile(sys.argv[1], 2 << 20)
+if arena.geometry is None:
+    arena.format(Geometry(4096, 2))
+tier = MemoryTier(arena)
+tier.usable_rows = 60
+for _ in tier.adopt():
+    pass
+tier.end_quarantine(owner)
+tier.release_adopted()
+print("ready", flush=True)
+while True:
+    name = random.randbytes(64)
+    for column in range(2):
+        slot = tier.reserve(name, column, owner, length=4096).slot
+        arena.view(slot.row, column)[:] = (name + bytes([column]) * 64) * 32
+        tier.commit([slot], column, owner)
+        if random.random() < 0.5:
+            arena.table.seal(slot.row, column, checksum(arena.view(slot.row, column)))
+"""
+
+
+def test_killed_between_any_two_stores_no_wrong_row_is_adopted(path):
+    """A real process writes rows for ever and is killed; what is adopted must be whole, whenever that was."""
+    num_adopted = 0
+    for _ in range(8):
+        child = subprocess.Popen([sys.executable, "-c", CRASHER, str(path)], stdout=subprocess.PIPE)
+        assert child.stdout.readline() == b"ready\n"
+        # The moment of death is what is varied here; nothing waits for it.
+        try:
+            child.wait(timeout=random.uniform(0.01, 0.1))
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        num_adopted += check_adopted(path)
+    assert num_adopted > 0
+
+
+def check_adopted(path: Path) -> int:
+    arena = ArenaFile(path, 2 << 20)
+    tier = MemoryTier(arena)
+    tier.usable_rows = 60
+    list(tier.adopt())
+    entries = arena.table.snapshot(0, arena.num_rows)
+    num_adopted = 0
+    for row in range(60):
+        key = entries[0, row]["key"].tobytes()
+        if tier.unverified(key) is None or tier.unverified(key).row != row:
+            continue
+        num_adopted += 1
+        for column in range(2):
+            content = bytes(arena.view(row, column))
+            assert content == (key + bytes([column]) * 64) * 32
+            assert entries[column, row]["checksum"].tobytes() == checksum(content)
+    del tier, entries
+    arena.close()
+    return num_adopted
+
+
+def test_entries_are_free_while_they_change():
+    """The write order itself: every store of an entry is watched."""
+    entries = np.zeros((1, 1), ENTRY)
+    table = SlotTable(entries)
+    table.reserve(0, 0, key=b"a" * 64, owner=OWNER, length=7, generation=3)
+    table.commit(0, 0)
+    seen = []
+
+    class Watched:
+        def __setitem__(self, index: object, value: tuple[object, ...]) -> None:
+            seen.append((entries[0, 0]["state"], value[5]))
+            entries[index] = value
+
+    table._entries = Watched()
+    table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
+    assert seen == [(State.FREE, State.FREE)]
+    assert table.state(0, 0) is State.RESERVED
