@@ -105,18 +105,25 @@ def cache_directory() -> Path:
     return cache_root() / "kube" / digest.hexdigest()[:16]
 
 
-def directory(names: Sequence[str] = ALL) -> Path:
-    """A directory that holds ``names``; what is missing is fetched or built first. Raises `BinariesError`."""
+def find(names: Sequence[str] = ALL) -> Path | None:
+    """A directory that already holds ``names``."""
     if unknown := set(names) - set(ALL):
         raise BinariesError(f"unknown program {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     given = os.environ.get("KUBEBUILDER_ASSETS")
-    if given and all(os.access(Path(given) / name, os.X_OK) for name in names):
-        return Path(given)
+    for candidate in [*([Path(given)] if given else []), cache_directory()]:
+        if all(os.access(candidate / name, os.X_OK) for name in names):
+            return candidate
+    return None
+
+
+def directory(names: Sequence[str] = ALL) -> Path:
+    """A directory that holds ``names``; what is missing is fetched or built first. Raises `BinariesError`."""
+    if found := find(names):
+        return found
     bin_dir = cache_directory()
-    if not all((bin_dir / name).exists() for name in names):
-        bin_dir.mkdir(parents=True, exist_ok=True)
-        with _lock(bin_dir / ".lock"):
-            _install([name for name in names if not (bin_dir / name).exists()], bin_dir)
+    bin_dir.mkdir(parents=True, exist_ok=True)
+    with _lock(bin_dir / ".lock"):
+        _install(names, bin_dir)
     return bin_dir
 
 
@@ -144,7 +151,7 @@ def _install(names: Sequence[str], bin_dir: Path) -> None:
     online = True
     for name in names:
         if (bin_dir / name).exists():
-            continue  # came with the one binary
+            continue
         program = PROGRAMS[name]
         with tempfile.TemporaryDirectory(prefix=".new-", dir=bin_dir) as temporary:
             if online and program.url:

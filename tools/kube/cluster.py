@@ -134,13 +134,20 @@ class Cluster:
         """A point in the audit log, for `written_since`."""
         return self._audit.stat().st_size
 
-    def written_since(self, mark: int, *, by: str = "", kind: str = "") -> list[Write]:
-        """Write requests since ``mark``, by users whose name has ``by`` in it, to resource ``kind``."""
+    def written_since(
+        self, mark: int, *, by: str = "", namespace: str = "", dry_runs: bool = False
+    ) -> list[Write]:
+        """Write requests answered since ``mark``, by users whose name has ``by`` in it."""
         with self._audit.open("rb") as log:
             log.seek(mark)
-            lines = log.read().splitlines()
-        writes = [_write(json.loads(line)) for line in lines]
-        return [write for write in writes if by in write.user and kind in ("", write.resource)]
+            writes = [_write(json.loads(line)) for line in log.read().splitlines()]
+        return [
+            write
+            for write in writes
+            if by in write.user
+            and namespace in ("", write.namespace)
+            and (dry_runs or "dryRun=All" not in write.uri)
+        ]
 
     def kill(self, name: str) -> None:
         """SIGKILL; `restart` brings the component back on the same data."""
@@ -278,9 +285,8 @@ def _write(event: dict[str, Any]) -> Write:
 
 
 def _condition(obj: Object, kind: str) -> bool:
-    return any(
-        c["type"] == kind and c["status"] == "True" for c in obj.get("status", {}).get("conditions", [])
-    )
+    conditions = obj.get("status", {}).get("conditions") or []  # null until the first one is known
+    return any(c["type"] == kind and c["status"] == "True" for c in conditions)
 
 
 def _is_schedulable(node: Object) -> bool:

@@ -60,7 +60,9 @@ def convert(openapi: Schema) -> Schema:
         {"if": test, "then": {"$ref": f"#/definitions/{roots[kind]}"}}
         for test, kind in zip(is_kind, KINDS, strict=True)
     ]
-    return {"anyOf": is_kind, "allOf": rules, "definitions": needed}
+    # Named, because kubeconform otherwise reads draft 4, which has no conditions and would accept anything.
+    draft = "http://json-schema.org/draft-07/schema#"
+    return {"$schema": draft, "anyOf": is_kind, "allOf": rules, "definitions": needed}
 
 
 def _is_kind(kind: str) -> Schema:

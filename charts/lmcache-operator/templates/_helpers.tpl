@@ -47,20 +47,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   verbs: [update]
 - apiGroups: [""]
   resources: [serviceaccounts, configmaps, services]
-  verbs: &children [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: *children
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: *children
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaimtemplates]
-  verbs: *children
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
   resources: [statefulsets]
-  verbs: *children
-# Whether a Secret exists is asked by a dry run of its creation; none can be read.
+  verbs: [get, list, watch, create, patch, delete]
+# Only for dry runs: "already exists" tells whether a Secret is there. Nothing of a Secret is ever read.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
@@ -69,12 +69,5 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   verbs: [list]
 - apiGroups: [""]
   resources: [pods/eviction]
-  verbs: [create]
-- apiGroups: [resource.k8s.io]
-  resources: [resourceclaimtemplates]
-  verbs: [get, list, watch, create, patch, delete]
-# Only for dry runs: "already exists" tells whether a Secret is there. Nothing of a Secret is ever read.
-- apiGroups: [""]
-  resources: [secrets]
   verbs: [create]
 {{- end }}

@@ -1,0 +1,177 @@
+"""The control plane, the installed chart and the operator process, as fixtures.
+
+One control plane for the whole run and one namespace per test. The operator runs beside it with the token of
+the chart's ServiceAccount, so the chart's RBAC is what is tested.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools.kube import binaries, cluster
+from tools.kube.api import Object, wait_for
+from tools.kube.cluster import Cluster
+from tools.kube.process import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts" / "lmcache-operator"
+CRDS = sorted((ROOT / "crds").glob("*.yaml"))
+EXAMPLE = ROOT / "examples" / "llama-8b.yaml"
+CLUSTERS = "lmcache.io/v1alpha1/lmcacheclusters"
+SYSTEM_NAMESPACE, RELEASE = "lmcache-system", "lmcache"
+SERVICE_ACCOUNT = "lmcache-lmcache-operator"
+
+
+class Operator:
+    """``lmcache-operator run`` as a process of ours, under a ServiceAccount of the cluster."""
+
+    def __init__(self, plane: Cluster, directory: Path, account: str, *flags: str) -> None:
+        self.user = f"system:serviceaccount:{account.replace('/', ':')}"
+        self.log = directory / "operator.log"
+        self._plane, self._account = plane, account
+        self._health_port, self._metrics_port = free_ports(2)
+        self._flags = (*flags, f"--health-port={self._health_port}", f"--metrics-port={self._metrics_port}")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._marks = 0, 0
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
+        namespace, _, name = self._account.partition("/")
+        token = self._plane.service_account_token(namespace, name)
+        config = self._plane.kubeconfig(self._account, token=token)
+        argv = [sys.executable, "-m", "lmcache_operator", "run", f"--kubeconfig={config}", *self._flags]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "operator")])
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                argv, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}
+            )
+        wait_for(self._is_healthy)
+
+    def stop(self) -> int:
+        """SIGTERM; its exit status."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait(20)
+        self._process = None
+        return code
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def metric(self, name: str) -> float:
+        """A sample of its /metrics, the label sets added up."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    def num_looks(self) -> float:
+        """How often it has looked at some LMCacheCluster."""
+        return self.metric("lmcache_operator_reconcile_seconds_count")
+
+    def refusals(self) -> list[str]:
+        """What RBAC refused it since `forgive`; anything here is a hole in the chart's roles."""
+        log_mark, audit_mark = self._marks
+        lines = self.log.read_text()[log_mark:].splitlines()
+        told = [line for line in lines if re.search(r"cannot \w+ resource", line)]
+        writes = self._plane.written_since(audit_mark, by=self.user, dry_runs=True)
+        return told + [str(write) for write in writes if write.code == 403 and not self._is_ending(write)]
+
+    def forgive(self) -> None:
+        """Forget what was refused so far: an API server that starts has not read its roles yet."""
+        self._marks = len(self.log.read_text()), self._plane.mark()
+
+    def _is_ending(self, write: cluster.Write) -> bool:
+        """Whether it was refused because the namespace is on its way out, which is no matter of rights."""
+        found = self._plane.api.find("v1/namespaces", write.namespace) if write.namespace else None
+        return found is None or "deletionTimestamp" in found["metadata"]
+
+    def _is_healthy(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the operator exited:\n{self.log.read_text()[-3000:]}")
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._health_port}/healthz", timeout=5) as answer:
+            return bool(answer.status == 200)
+
+
+@contextlib.contextmanager
+def new_namespace(plane: Cluster, name: str, **labels: str) -> Iterator[str]:
+    """A namespace whose ServiceAccount is there. Its end is not waited for: that takes five seconds."""
+    plane.api.create("v1/namespaces", {"metadata": {"name": name, "labels": labels}})
+    plane.wait(lambda: plane.api.get("v1/serviceaccounts", "default", name))
+    yield name
+    # First the owners: else the operator would bring their children back while the namespace ends.
+    for item in plane.api.objects(CLUSTERS, name):
+        plane.api.delete(CLUSTERS, item["metadata"]["name"], name)
+    plane.api.delete("v1/namespaces", name)
+
+
+def example(**spec: object) -> Object:
+    """The example that users start from, with top-level parts of its spec replaced."""
+    loaded: Object = yaml.safe_load(EXAMPLE.read_text())
+    loaded["spec"] |= spec
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def plane() -> Iterator[Cluster]:
+    """The control plane of this run."""
+    if binaries.find(cluster.PROGRAMS) is None:
+        pytest.fail("the Kubernetes programs are not there yet: run `make kube` (6-8 minutes, once)")
+    with Cluster(crds=CRDS) as started:
+        yield started
+        started.check()
+
+
+@pytest.fixture(scope="session")
+def chart(plane: Cluster) -> str:
+    """The chart, installed for all namespaces; the "namespace/name" of its ServiceAccount."""
+    plane.helm(
+        "install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
+        "--set", "crds.enabled=false",
+    )  # fmt: skip
+    return f"{SYSTEM_NAMESPACE}/{SERVICE_ACCOUNT}"
+
+
+@pytest.fixture(scope="session")
+def operator_process(
+    plane: Cluster, chart: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Operator]:
+    process = Operator(plane, tmp_path_factory.mktemp("operator"), chart)
+    yield process
+    if process.is_running:
+        process.kill()
+
+
+@pytest.fixture
+def operator(operator_process: Operator) -> Iterator[Operator]:
+    """The operator, running; whatever a test did to it, it had all the rights it needed."""
+    if not operator_process.is_running:
+        operator_process.start()
+    yield operator_process
+    assert operator_process.refusals() == []
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def namespace(plane: Cluster) -> Iterator[str]:
+    """A namespace of the test's own."""
+    with new_namespace(plane, f"test-{next(_numbers)}") as name:
+        yield name

@@ -1,0 +1,232 @@
+"""The chart, installed by Helm into a real API server: what it makes, may do, and leaves behind."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from tests.harness.kube import CHART, CLUSTERS, EXAMPLE, SERVICE_ACCOUNT, Operator, example, new_namespace
+from tools.kube import schemas
+from tools.kube.cluster import CRDS as CRD_KIND
+from tools.kube.cluster import Cluster
+
+pytestmark = pytest.mark.kube
+
+CRD = "lmcacheclusters.lmcache.io"
+NAME = "llama-8b"
+
+
+def helm_error(plane: Cluster, *argv: object) -> str:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        plane.helm(*map(str, argv))
+    return str(refused.value.stderr)
+
+
+def rendered(plane: Cluster, *settings: str) -> list[dict]:
+    flags = [part for setting in settings for part in ("--set", setting)]
+    return [obj for obj in yaml.safe_load_all(plane.helm("template", "release", CHART, *flags)) if obj]
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Cluster]:
+    """A cluster that has never heard of us."""
+    with Cluster(num_nodes=1) as plane:
+        yield plane
+
+
+def test_install_use_uninstall_keeps_what_users_made(fresh):
+    notes = fresh.helm("install", "cache", CHART, "--namespace", "system", "--create-namespace")
+    assert "kubectl -n system rollout status deployment/cache-lmcache-operator" in notes
+    assert "keeps the LMCacheCluster definition" in notes
+    fresh.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=20s")
+    fresh.kubectl("apply", "--filename", EXAMPLE)
+    fresh.helm("upgrade", "cache", CHART, "--namespace", "system", "--set", "image.tag=0.1.1")
+    fresh.helm("uninstall", "cache", "--namespace", "system", "--wait")
+    assert (
+        fresh.api.get(CLUSTERS, NAME, "default")["spec"] == fresh.api.get(CLUSTERS, NAME, "default")["spec"]
+    )
+    assert fresh.api.find(CRD_KIND, CRD) is not None
+    left = fresh.kubectl(
+        "get", "deployments,services,serviceaccounts,clusterroles,clusterrolebindings", "--all-namespaces",
+        "--selector=app.kubernetes.io/instance=cache", "--output=name",
+    )  # fmt: skip
+    assert left == ""
+    # A second installation takes the definition that the first one left, and the object is still served.
+    fresh.helm("install", "cache", CHART, "--namespace", "system")
+    assert fresh.api.get(CLUSTERS, NAME, "default")["metadata"]["name"] == NAME
+
+
+def test_definition_goes_with_the_release_if_it_is_not_kept(plane):
+    kept = {obj["kind"]: obj for obj in rendered(plane)}["CustomResourceDefinition"]
+    assert kept["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    dropped = {obj["kind"]: obj for obj in rendered(plane, "crds.keep=false")}["CustomResourceDefinition"]
+    assert "annotations" not in dropped["metadata"]
+    assert "CustomResourceDefinition" not in {obj["kind"] for obj in rendered(plane, "crds.enabled=false")}
+
+
+def test_pod_is_admitted_where_only_restricted_pods_are(plane):
+    with new_namespace(plane, "strict", **{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
+        plane.helm("install", "strict", CHART, "--namespace", namespace, "--set", "crds.enabled=false")
+        plane.kubectl(
+            "rollout",
+            "status",
+            "deployment/strict-lmcache-operator",
+            "--namespace",
+            namespace,
+            "--timeout=30s",
+        )
+
+        # The Service finds the pod by its labels and its named port.
+        def ports() -> set[int]:
+            slices = plane.api.objects("discovery.k8s.io/v1/endpointslices", namespace)
+            return {port["port"] for found in slices if found["endpoints"] for port in found["ports"]}
+
+        plane.wait(lambda: ports() == {9465})
+        plane.helm("uninstall", "strict", "--namespace", namespace)
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "allowed"),
+    [
+        ("patch", "statefulsets.apps", True),
+        ("create", "pods/eviction", True),
+        ("patch", "lmcacheclusters.lmcache.io/status", True),
+        ("create", "secrets", True),
+        ("get", "secrets", False),
+        ("list", "secrets", False),
+        ("patch", "secrets", False),
+        ("patch", "lmcacheclusters.lmcache.io", False),
+        ("delete", "lmcacheclusters.lmcache.io", False),
+        ("create", "pods", False),
+        ("delete", "pods", False),
+        ("create", "pods/exec", False),
+        ("patch", "customresourcedefinitions.apiextensions.k8s.io", False),
+        ("create", "clusterroles.rbac.authorization.k8s.io", False),
+        ("patch", "nodes", False),
+        ("delete", "namespaces", False),
+    ],
+)
+def test_rights_are_the_least_that_do(plane, chart, verb, resource, allowed):
+    group_resource, _, subresource = resource.partition("/")
+    plural, _, group = group_resource.partition(".")
+    attributes = {
+        "verb": verb,
+        "group": group,
+        "resource": plural,
+        "subresource": subresource,
+        "namespace": "x",
+    }
+    review = {
+        "spec": {
+            "user": f"system:serviceaccount:{chart.replace('/', ':')}",
+            "resourceAttributes": attributes,
+        }
+    }
+    answer = plane.api.create("authorization.k8s.io/v1/subjectaccessreviews", review)
+    assert answer["status"]["allowed"] is allowed
+
+
+def test_with_a_list_of_namespaces_only_these_are_served(plane, tmp_path):
+    with new_namespace(plane, "served") as served, new_namespace(plane, "foreign") as foreign:
+        flags = ["--set", "crds.enabled=false", "--set", f"watchNamespaces={{{served}}}"]
+        plane.helm("install", "some", CHART, "--namespace", served, *flags, "--set", "nameOverride=op")
+        deployment = plane.api.get("apps/v1/deployments", "some-op", served)
+        container = deployment["spec"]["template"]["spec"]["containers"][0]
+        assert f"--namespace={served}" in container["args"]
+        process = Operator(plane, tmp_path, f"{served}/some-op", f"--namespace={served}")
+        process.start()
+        try:
+            for namespace in (served, foreign):
+                plane.api.create(CLUSTERS, example(), namespace)
+
+            def is_ready() -> bool:
+                status = plane.api.get(CLUSTERS, NAME, served).get("status", {})
+                return any(
+                    c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", [])
+                )
+
+            plane.wait(is_ready)
+            assert plane.written_since(0, by=process.user, namespace=foreign) == []
+            assert process.refusals() == []
+        finally:
+            process.kill()
+        plane.helm("uninstall", "some", "--namespace", served)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("replicas=2", "replicas"),
+        ("image.digest=abc", "digest"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("metrics.service.port=0", "port"),
+        ("watchNamespaces={Bad_Name}", "watchNamespaces"),
+        ("crds.enabled=perhaps", "enabled"),
+        ("extraArgs={positional}", "extraArgs"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(plane, setting, message):
+    assert message in helm_error(plane, "template", "release", CHART, "--set", setting)
+
+
+def test_deployment_flags_are_understood_by_the_operator(plane):
+    """The container's arguments, all optional ones included, parse with the operator's own command line."""
+    from lmcache_operator.__main__ import _parser
+
+    settings = [
+        "watchNamespaces={a,b}", "defaults.engineImage=e:1", "defaults.sidecarImage=s:1",
+        "allowAllGpusSidecar=true", "extraArgs={--log-format=json}",
+    ]  # fmt: skip
+    deployment = {obj["kind"]: obj for obj in rendered(plane, *settings)}["Deployment"]
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    parsed = _parser().parse_args(container["args"])
+    assert parsed.namespace == ["a", "b"]
+    assert (parsed.engine_image, parsed.sidecar_image, parsed.log_format) == ("e:1", "s:1", "json")
+    assert parsed.allow_all_gpus_sidecar is True
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])
+
+
+def test_two_releases_do_not_collide(plane):
+    one = {(o["kind"], o["metadata"]["name"]) for o in rendered(plane, "crds.enabled=false")}
+    flags = ["--set", "crds.enabled=false"]
+    two = yaml.safe_load_all(plane.helm("template", "other", CHART, *flags))
+    assert one.isdisjoint({(o["kind"], o["metadata"]["name"]) for o in two if o})
+
+
+def test_rendered_manifests_fit_the_schemas():
+    assert list(schemas.chart_errors(CHART)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("replicas: 1", "replica: 1"), "replica"),
+        (("apps/v1", "apps/v1beta1"), "Deployment"),
+        (("containers:", "container:"), "container"),
+    ],
+)
+def test_a_wrong_manifest_is_found(plane, change, message):
+    text = plane.helm("template", "release", CHART, "--show-only", "templates/deployment.yaml")
+    assert change[0] in text
+    wrong = schemas.validate(text.replace(*change, 1))
+    assert len(wrong) == 1
+    assert message in wrong[0]
+
+
+def test_schemas_are_those_of_the_control_plane(plane):
+    current = schemas.convert(plane.api.request("GET", "/openapi/v2"))
+    assert json.loads(schemas.SCHEMAS.read_text()) == current
+
+
+def test_operators_children_fit_the_schemas(plane):
+    argv = [sys.executable, "-m", "lmcache_operator", "render", "-f", str(EXAMPLE)]
+    manifests = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    assert schemas.validate(manifests) == []
+
+
+def test_service_account_name_is_what_the_harness_uses(plane, chart):
+    assert plane.api.find("v1/serviceaccounts", SERVICE_ACCOUNT, chart.partition("/")[0]) is not None

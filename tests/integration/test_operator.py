@@ -1,0 +1,333 @@
+"""The operator against a real API server, controllers and scheduler; kwok plays the kubelet."""
+
+import time
+from collections.abc import Callable, Iterator
+from subprocess import CalledProcessError
+
+import pytest
+import yaml
+
+from tests.harness.kube import CLUSTERS, EXAMPLE, Operator, example, new_namespace
+from tools.kube.api import ApiError, Object
+from tools.kube.cluster import Cluster, Write
+
+pytestmark = pytest.mark.kube
+
+NAME = "llama-8b"
+ENGINE = f"{NAME}-engine"
+HEAL_SECONDS = 5
+REST_SECONDS = 60
+CHILDREN = [
+    ("v1/serviceaccounts", ENGINE),
+    ("v1/configmaps", f"{NAME}-sidecar"),
+    ("v1/services", ENGINE),
+    ("v1/services", NAME),
+    ("networking.k8s.io/v1/networkpolicies", ENGINE),
+    ("policy/v1/poddisruptionbudgets", ENGINE),
+    ("apps/v1/statefulsets", ENGINE),
+]
+EDITS: list[tuple[str, str, Object]] = [
+    ("v1/serviceaccounts", ENGINE, {"automountServiceAccountToken": True}),
+    ("v1/configmaps", f"{NAME}-sidecar", {"data": {"sidecar.yaml": "arena: /elsewhere"}}),
+    ("v1/services", NAME, {"spec": {"selector": {"lmcache.io/cluster": "another"}}}),
+    ("v1/services", ENGINE, {"metadata": {"labels": {"app.kubernetes.io/instance": "another"}}}),
+    ("networking.k8s.io/v1/networkpolicies", ENGINE, {"spec": {"policyTypes": ["Egress"]}}),
+    ("policy/v1/poddisruptionbudgets", ENGINE, {"spec": {"maxUnavailable": 2}}),
+    ("apps/v1/statefulsets", ENGINE, {"spec": {"replicas": 5}}),
+]
+
+
+def condition(plane: Cluster, namespace: str, kind: str) -> Object:
+    status = plane.api.get(CLUSTERS, NAME, namespace).get("status", {})
+    found: Object = next((c for c in status.get("conditions", []) if c["type"] == kind), {})
+    return found
+
+
+def wait_ready(plane: Cluster, namespace: str) -> None:
+    """Until the operator has seen the present spec and says Ready."""
+
+    def is_ready() -> bool:
+        live = plane.api.get(CLUSTERS, NAME, namespace)
+        ready = condition(plane, namespace, "Ready")
+        seen = ready.get("observedGeneration") == live["metadata"]["generation"]
+        return seen and ready["status"] == "True"
+
+    plane.wait(is_ready)
+
+
+def pods(plane: Cluster, namespace: str) -> dict[str, Object]:
+    """The engine's pods by uid."""
+    found = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
+    return {pod["metadata"]["uid"]: pod for pod in found}
+
+
+def look_once_more(plane: Cluster, operator: Operator, namespace: str) -> None:
+    """Make the operator look at the cluster again, by a change that means nothing, and wait until it did."""
+    before = operator.num_looks()
+    note = {"metadata": {"annotations": {"test/poke": str(time.monotonic_ns())}}}
+    plane.api.patch(CLUSTERS, NAME, note, namespace)
+    plane.wait(lambda: operator.num_looks() > before)
+
+
+def wait_quiet(plane: Cluster, operator: Operator, namespace: str) -> None:
+    """Until a look at the cluster writes nothing: it has told all it had to tell."""
+
+    def is_quiet() -> bool:
+        mark = plane.mark()
+        look_once_more(plane, operator, namespace)
+        return not written(plane, operator, mark, namespace)
+
+    plane.wait(is_quiet)
+
+
+def written(plane: Cluster, operator: Operator, mark: int, namespace: str) -> list[Write]:
+    return plane.written_since(mark, by=operator.user, namespace=namespace)
+
+
+@pytest.fixture(scope="module")
+def shared(plane: Cluster, operator_process: Operator) -> Iterator[str]:
+    """A namespace with the example, Ready: for tests that leave it as they found it."""
+    if not operator_process.is_running:
+        operator_process.start()
+    with new_namespace(plane, "shared") as namespace:
+        plane.api.create(CLUSTERS, example(), namespace)
+        wait_ready(plane, namespace)
+        yield namespace
+
+
+@pytest.fixture(scope="module")
+def resting(plane: Cluster, shared: str, operator_process: Operator) -> Iterator[tuple[str, int, float]]:
+    """A cluster that nobody touches, with the moment since when: it rests while the other tests run."""
+    with new_namespace(plane, "resting") as namespace:
+        plane.api.create(CLUSTERS, example(), namespace)
+        wait_ready(plane, namespace)
+        wait_quiet(plane, operator_process, namespace)
+        yield namespace, plane.mark(), time.monotonic()
+
+
+@pytest.fixture(autouse=True)
+def _rests_from_the_start(resting: tuple[str, int, float], operator: Operator) -> None:
+    """The resting cluster is made before the first test; the operator runs in each."""
+
+
+def test_example_gets_all_its_children_and_becomes_ready(plane, operator, namespace):
+    plane.kubectl("apply", "--namespace", namespace, "--filename", EXAMPLE)
+    plane.wait(lambda: all(plane.api.find(kind, name, namespace) for kind, name in CHILDREN), HEAL_SECONDS)
+    plane.kubectl(
+        "wait", "--namespace", namespace, f"lmcluster/{NAME}", "--for=condition=Ready", "--timeout=30s"
+    )
+    live = plane.api.get(CLUSTERS, NAME, namespace)
+    assert live["status"]["replicas"] == 2
+    assert live["status"]["observedGeneration"] == live["metadata"]["generation"]
+    assert live["metadata"].get("finalizers", []) == []
+    # All that `kubectl apply` and the API server put there: the operator marks no object of the user.
+    assert set(live["metadata"]["annotations"]) == {"kubectl.kubernetes.io/last-applied-configuration"}
+    for pod in pods(plane, namespace).values():
+        assert pod["spec"]["initContainers"][0]["name"] == "sidecar"
+        assert pod["spec"]["nodeName"].startswith("node-")
+
+
+def test_children_are_what_render_prints_without_a_cluster(plane, operator, shared):
+    from lmcache_operator.api.parse import parse
+    from lmcache_operator.settings import RenderSettings
+    from lmcache_operator.specs.children import children
+    from lmcache_operator.specs.kinds import CHILDREN as KINDS
+
+    settings = RenderSettings()
+    images = {"engine": settings.engine_image, "sidecar": settings.sidecar_image}
+    resource = plane.api.get(CLUSTERS, NAME, shared)
+    wanted = {(c["kind"], c["metadata"]["name"]) for c in children(parse(resource), images, settings)}
+    live = {
+        (kind.kind, found["metadata"]["name"])
+        for kind in KINDS
+        for found in plane.api.objects(
+            f"{kind.api_version}/{kind.plural}", shared, f"lmcache.io/cluster={NAME}"
+        )
+    }
+    assert live == wanted
+    assert len(CHILDREN) == len(wanted)
+
+
+def test_get_shows_what_matters(plane, operator, shared):
+    header, row = plane.kubectl("get", "lmcluster", "--namespace", shared).splitlines()
+    columns = dict(zip(header.split(), row.split(), strict=True))
+    shown = {column: columns[column] for column in ("NAME", "DESIRED", "READY", "STATUS", "MEMORY")}
+    assert shown == {"NAME": NAME, "DESIRED": "2", "READY": "2", "STATUS": "Ready", "MEMORY": "64Gi"}
+
+
+def test_restart_writes_nothing(plane, operator, shared):
+    wait_quiet(plane, operator, shared)
+    mark = plane.mark()
+    assert operator.stop() == 0
+    operator.start()
+    plane.wait(lambda: operator.num_looks() >= operator.metric("lmcache_operator_clusters") > 0)
+    look_once_more(plane, operator, shared)
+    assert written(plane, operator, mark, shared) == []
+
+
+@pytest.mark.parametrize(("kind", "name"), CHILDREN)
+def test_deleted_child_comes_back(plane, operator, shared, kind, name):
+    gone = plane.api.get(kind, name, shared)["metadata"]["uid"]
+    plane.api.delete(kind, name, shared)
+
+    def is_back() -> bool:
+        return bool(plane.api.get(kind, name, shared)["metadata"]["uid"] != gone)
+
+    plane.wait(is_back, HEAL_SECONDS)
+    wait_ready(plane, shared)
+
+
+@pytest.mark.parametrize(("kind", "name", "edit"), EDITS)
+def test_edited_child_is_healed(plane, operator, shared, kind, name, edit):
+    def content() -> Object:
+        live = plane.api.get(kind, name, shared)
+        for volatile in ("managedFields", "resourceVersion", "generation"):
+            live["metadata"].pop(volatile, None)
+        live.pop("status", None)
+        return live
+
+    before = content()
+    plane.api.patch(kind, name, edit, shared)
+    plane.wait(lambda: content() == before, HEAL_SECONDS)
+    wait_ready(plane, shared)
+
+
+def test_scale(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(), namespace)
+    wait_ready(plane, namespace)
+    plane.kubectl("scale", "--namespace", namespace, f"lmcluster/{NAME}", "--replicas=3")
+    wait_ready(plane, namespace)
+    assert plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["replicas"] == 3
+    scale = plane.api.request("GET", plane.api.path(CLUSTERS, namespace, f"{NAME}/scale"))
+    assert scale["spec"]["replicas"] == scale["status"]["replicas"] == 3
+    # What an autoscaler counts: the selector finds exactly the engine's pods.
+    assert len(plane.api.objects("v1/pods", namespace, scale["status"]["selector"])) == 3
+
+
+def test_resizing_the_cache_restarts_no_engine(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(), namespace)
+    wait_ready(plane, namespace)
+    before = set(pods(plane, namespace))
+    revision = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["status"]["updateRevision"]
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"tiers": {"memory": {"size": "32Gi"}}}}, namespace)
+
+    def is_new_template() -> bool:
+        status = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["status"]
+        return bool(status["updateRevision"] != revision)
+
+    plane.wait(is_new_template)
+    wait_ready(plane, namespace)
+    look_once_more(plane, operator, namespace)
+    assert set(pods(plane, namespace)) == before
+
+
+def test_new_image_replaces_every_pod_through_eviction(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(), namespace)
+    wait_ready(plane, namespace)
+    before, mark = set(pods(plane, namespace)), plane.mark()
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"image": "vllm/vllm-openai:v0.31.0"}}}, namespace)
+    plane.wait(lambda: not before & set(pods(plane, namespace)))
+    wait_ready(plane, namespace)
+    images = {pod["spec"]["containers"][0]["image"] for pod in pods(plane, namespace).values()}
+    assert images == {"vllm/vllm-openai:v0.31.0"}
+    assert len([w for w in written(plane, operator, mark, namespace) if w.resource == "pods/eviction"]) >= 2
+    assert not [w for w in written(plane, operator, mark, namespace) if w.resource == "pods"]
+
+
+@pytest.mark.parametrize("is_running", [True, False], ids=["operator-running", "operator-down"])
+def test_delete_leaves_nothing(plane, operator, namespace, is_running):
+    plane.api.create(CLUSTERS, example(), namespace)
+    wait_ready(plane, namespace)
+    if not is_running:
+        operator.kill()
+    plane.kubectl("delete", "--namespace", namespace, f"lmcluster/{NAME}", "--timeout=20s")
+    selector = f"lmcache.io/cluster={NAME}"
+    kinds = {kind for kind, _ in CHILDREN} | {"v1/pods"}
+    plane.wait(lambda: not any(plane.api.objects(kind, namespace, selector) for kind in kinds))
+
+
+def _set(path: str, value: object) -> Callable[[Object], None]:
+    def change(resource: Object) -> None:
+        *parents, last = path.split(".")
+        node = resource
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+
+    return change
+
+
+REDIS = {"url": "redis://redis:6379/0"}
+REFUSED = [
+    ("spec.tiers.memory.size", "64Gigs", "spec.tiers.memory.size"),
+    ("spec.tiers.memory.size", "1Ki", "spec.tiers.memory.size"),
+    (
+        "spec.tiers.remote",
+        {"external": REDIS, "managed": {"shards": 1, "memoryPerShard": "1Gi"}},
+        "exactly one",
+    ),
+    ("spec.tiers.remote", {}, "exactly one"),
+    ("spec.engine.parallelism", {"tensor": 2, "pipeline": 2}, "must equal gpu.count"),
+    ("spec.engine.gpu.count", 3, "must equal gpu.count"),
+    ("spec.engine.replicas", -1, "spec.engine.replicas"),
+    ("spec.engine.args", ["--tensor-parallel-size=2"], "parallelism"),
+    ("spec.sidecar", {"chunkTokens": 17}, "chunkTokens"),
+    ("spec.sidecar", {"transfer": "Magic"}, "transfer"),
+    ("spec.model.name", "", "spec.model.name"),
+    ("metadata.name", "8b", "name"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), REFUSED)
+def test_invalid_object_is_refused_by_the_api_server(plane, shared, path, value, message):
+    resource = example()
+    resource["metadata"]["name"] = "invalid"
+    _set(path, value)(resource)
+    with pytest.raises(ApiError, match=message) as refused:
+        plane.api.create(CLUSTERS, resource, shared)
+    assert refused.value.code == 422
+
+
+def test_unknown_field_is_refused_by_kubectl(plane, shared):
+    resource = example()
+    resource["spec"]["engine"]["replica"] = 3
+    with pytest.raises(CalledProcessError) as refused:
+        plane.kubectl("apply", "--namespace", shared, "--filename", "-", stdin=yaml.safe_dump(resource))
+    assert 'unknown field "spec.engine.replica"' in refused.value.stderr
+
+
+def test_model_cannot_be_changed(plane, operator, shared):
+    with pytest.raises(ApiError, match=r"spec.model.name.*cannot be changed"):
+        plane.api.patch(CLUSTERS, NAME, {"spec": {"model": {"name": "another/model"}}}, shared)
+
+
+def test_missing_secret_is_named_and_heals(plane, operator, namespace):
+    resource = example(model={"name": "a/model", "tokenSecretRef": {"name": "hub", "key": "token"}})
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: condition(plane, namespace, "Ready").get("reason") == "MissingSecret")
+    assert '"hub"' in condition(plane, namespace, "Ready")["message"]
+    assert condition(plane, namespace, "Degraded")["status"] == "True"
+    plane.api.create("v1/secrets", {"metadata": {"name": "hub"}, "stringData": {"token": "x"}}, namespace)
+    wait_ready(plane, namespace)
+    assert condition(plane, namespace, "Degraded")["status"] == "False"
+
+
+def test_operator_lives_through_a_restart_of_the_api_server(plane, operator, shared):
+    plane.kill("kube-apiserver")
+    plane.restart("kube-apiserver")
+    plane.api.delete("v1/configmaps", f"{NAME}-sidecar", shared)
+    plane.wait(lambda: plane.api.find("v1/configmaps", f"{NAME}-sidecar", shared))
+    wait_ready(plane, shared)
+    operator.forgive()
+
+
+def test_nothing_is_written_at_rest(plane, operator, resting):
+    """The last test: the cluster has rested while the others ran, through restarts of both servers."""
+    namespace, mark, since = resting
+    remaining = REST_SECONDS - (time.monotonic() - since)
+    while remaining > 0:
+        time.sleep(min(1.0, remaining))
+        plane.check()
+        remaining = REST_SECONDS - (time.monotonic() - since)
+    look_once_more(plane, operator, namespace)
+    assert written(plane, operator, mark, namespace) == []
