@@ -8,7 +8,9 @@ import logging
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -48,88 +50,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lmcache-operator",
-        description="Turns LMCacheCluster objects into running engine pods with a KV cache.",
-    )
+    about = "Turns LMCacheCluster objects into running engine pods with a KV cache."
+    parser = argparse.ArgumentParser(prog="lmcache-operator", description=about)
     parser.add_argument("--version", action="version", version=f"lmcache-operator {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="watch a Kubernetes cluster and look after its LMCacheClusters")
-    scope = run.add_mutually_exclusive_group()
-    scope.add_argument(
-        "--namespace", action="append", metavar="NAME", help="watch this namespace only; may be repeated"
-    )
-    scope.add_argument("--all-namespaces", action="store_true", help="watch all namespaces (the default)")
-    run.add_argument(
-        "--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, else the pod's own ServiceAccount"
-    )
-    run.add_argument(
-        "--health-port",
-        type=int,
-        default=_DEFAULTS.health_port,
-        metavar="PORT",
-        help="port of /healthz (default: %(default)s)",
-    )
-    run.add_argument(
-        "--metrics-port",
-        type=int,
-        default=_DEFAULTS.metrics_port,
-        metavar="PORT",
-        help="port of /metrics (default: %(default)s)",
-    )
-    run.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: %(default)s)")
-    run.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="(default: %(default)s)",
-    )
     run.set_defaults(command=_run)
+    scope = run.add_mutually_exclusive_group()
+    namespace_help = "watch this namespace only; may be repeated"
+    scope.add_argument("--namespace", action="append", metavar="NAME", help=namespace_help)
+    scope.add_argument("--all-namespaces", action="store_true", help="watch all namespaces (the default)")
+    add = partial(_add_option, run)
+    add("--kubeconfig", "FILE", None, "default: $KUBECONFIG, else the pod's own ServiceAccount")
+    add("--health-port", "PORT", _DEFAULTS.health_port, "port of /healthz")
+    add("--metrics-port", "PORT", _DEFAULTS.metrics_port, "port of /metrics")
+    add("--log-format", None, "text", "how to write log lines", choices=("text", "json"))
+    add("--log-level", None, "info", "what to log", choices=("debug", "info", "warning", "error"))
 
-    render = commands.add_parser(
-        "render", help="print what `run` would apply for an LMCacheCluster; needs no cluster"
-    )
-    render.add_argument(
-        "-f",
-        "--filename",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="YAML file with LMCacheClusters; - for standard input",
-    )
+    render = commands.add_parser("render", help="print what `run` would apply; needs no Kubernetes cluster")
     render.set_defaults(command=_render)
+    file_help = "YAML file with LMCacheClusters; - for standard input"
+    render.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=file_help)
     for command in (run, render):
-        _add_render_options(command)
+        group = command.add_argument_group("rendering")
+        add = partial(_add_option, group)
+        add("--engine-image", "IMAGE", _DEFAULTS.render.engine_image, "for clusters that name none")
+        add("--sidecar-image", "IMAGE", _DEFAULTS.render.sidecar_image, "for clusters that name none")
+        sight_help = "let sidecars that can't share a claim see all GPUs of their node, also other tenants'"
+        group.add_argument("--allow-all-gpus-sidecar", action="store_true", help=sight_help)
 
     crd = commands.add_parser("crd", help="print the CustomResourceDefinition")
-    crd.add_argument(
-        "--check", type=Path, metavar="FILE", help="print nothing; exit 1 if FILE is not up to date"
-    )
     crd.set_defaults(command=_crd)
+    add = partial(_add_option, crd)
+    add("--check", "FILE", None, "print nothing; exit 1 if FILE is not up to date", type=Path)
     return parser
 
 
-def _add_render_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("rendering")
-    defaults = RenderSettings()
-    group.add_argument(
-        "--engine-image",
-        default=defaults.engine_image,
-        metavar="IMAGE",
-        help="for clusters that name none (default: %(default)s)",
-    )
-    group.add_argument(
-        "--sidecar-image",
-        default=defaults.sidecar_image,
-        metavar="IMAGE",
-        help="for clusters that name none (default: %(default)s)",
-    )
-    group.add_argument(
-        "--allow-all-gpus-sidecar",
-        action="store_true",
-        help="let sidecars see all GPUs of their node, also other tenants', where no claim can be shared",
-    )
+def _add_option(
+    group: argparse._ActionsContainer, flag: str, metavar: str | None, default: Any, about: str, **more: Any
+) -> None:
+    """An option of the default's type; its help names the default."""
+    text = about if default is None else f"{about} (default: {default})"
+    kind = {"type": type(default)} if default is not None else {}
+    group.add_argument(flag, metavar=metavar, default=default, help=text, **kind | more)
 
 
 def _render_settings(arguments: argparse.Namespace) -> RenderSettings:

@@ -61,7 +61,7 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
         if (key := owner_key(namespace or "", meta)) is not None:
             queue.wake(key)
 
-    def look_for_hanging_work(**_: Any) -> float:
+    async def look_for_hanging_work(**_: Any) -> float:
         seconds = queue.longest_run_seconds()
         if seconds > _MAX_RUN_SECONDS:
             raise kopf.PermanentError(f"a reconciliation has been running for {seconds:.0f} s")
@@ -78,11 +78,7 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
     )
     for kind in CHILDREN:
         kopf.on.event(
-            kind.group,
-            kind.version,
-            kind.plural,
-            labels={MANAGED_BY_LABEL: FIELD_MANAGER},
-            registry=registry,
+            kind.group, kind.version, kind.plural, labels={MANAGED_BY_LABEL: FIELD_MANAGER}, registry=registry
         )(_as_async(child_changed))
     return registry
 

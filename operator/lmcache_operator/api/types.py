@@ -10,15 +10,13 @@ from typing import Any, ClassVar
 from .fields import Rule, field
 from .quantity import BYTES_PATTERN, parse_quantity
 
-_SECRET_NAME: dict[str, Any] = {
-    "minLength": 1,
-    "maxLength": 253,
-    "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$",
-}
+_NAME: dict[str, Any] = {"minLength": 1, "maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
 _SECRET_KEY: dict[str, Any] = {"minLength": 1, "maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}
 _IMAGE: dict[str, Any] = {"minLength": 1, "maxLength": 512, "pattern": r"^\S+$"}
+_MODEL: dict[str, Any] = {"minLength": 1, "maxLength": 512, "pattern": r"^[^-\s]\S*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 _SMALLEST_MEMORY, _LARGEST_MEMORY = "64Mi", "16Ti"
+_SMALLEST_MEMORY_BYTES, _LARGEST_MEMORY_BYTES = 64 * 2**20, 16 * 2**40
 _PARALLELISM_FLAGS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
@@ -40,7 +38,7 @@ class TransferPreference(StrEnum):
 class SecretKeyRef:
     """One key of a Secret in the object's own namespace."""
 
-    name: str = field("Name of the Secret, in the same namespace.", **_SECRET_NAME)
+    name: str = field("Name of the Secret, in the same namespace.", **_NAME)
     key: str = field("Key in the Secret.", default="token", **_SECRET_KEY)
 
 
@@ -51,23 +49,11 @@ class Model:
     name: str = field(
         "Model to serve: a name on the model hub, or a path in the model volume (mounted at /models). It "
         "cannot be changed: while pods are replaced one by one, one Service would answer with two models.",
-        minLength=1,
-        maxLength=512,
-        pattern=r"^[^-\s]\S*$",
-        rules=(
-            Rule(
-                "self == oldSelf",
-                "model.name cannot be changed: create another LMCacheCluster",
-                lambda _: True,
-            ),
-        ),
+        rules=(Rule("self == oldSelf", "cannot be changed: create another LMCacheCluster", lambda _: True),),
+        **_MODEL,
     )
-    revision: str | None = field(
-        "Revision on the model hub: branch, tag or commit.", maxLength=256, pattern=r"^[^-\s]\S*$"
-    )
-    token_secret_ref: SecretKeyRef | None = field(
-        "Token for the model hub. It is mounted, never read by the operator."
-    )
+    revision: str | None = field("Revision on the model hub: branch, tag or commit.", **_MODEL)
+    token_secret_ref: SecretKeyRef | None = field("Token for the model hub; mounted, never read.")
     volume: dict[str, Any] = field(
         "Where model files are kept: any Kubernetes volume source, such as a persistentVolumeClaim. "
         "Default: an emptyDir, so that each pod downloads the model.",
@@ -79,7 +65,7 @@ class Model:
 class Gpu:
     """The GPUs of one engine pod."""
 
-    count: int = field("GPUs of one pod; 0 runs the engine without a GPU.", default=1, minimum=0, maximum=64)
+    count: int = field("GPUs of one pod; 0 for an engine on CPUs.", default=1, minimum=0, maximum=64)
     resource_name: str = field(
         "Extended resource a device plugin offers. Not used with deviceClassName.",
         default="nvidia.com/gpu",
@@ -90,9 +76,9 @@ class Gpu:
     device_class_name: str | None = field(
         "DeviceClass for dynamic resource allocation. Engine and sidecar then name the same claim, so that "
         "the sidecar sees the engine's GPUs.",
-        **_SECRET_NAME,
+        **_NAME,
     )
-    runtime_class_name: str | None = field("RuntimeClass of the pods, e.g. nvidia.", **_SECRET_NAME)
+    runtime_class_name: str | None = field("RuntimeClass of the pods, e.g. nvidia.", **_NAME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +101,8 @@ class Engine:
         ),
     )
 
-    image: str | None = field(
-        "Engine image with vLLM 0.29-0.32. Default: the stock image the operator was tested with.", **_IMAGE
-    )
-    replicas: int = field(
-        "Engine pods. `kubectl scale` and autoscalers change it.", default=1, minimum=0, maximum=1000
-    )
+    image: str | None = field("Image with vLLM 0.29-0.32. Default: the operator's, see its help.", **_IMAGE)
+    replicas: int = field("Engine pods; autoscalers change it.", default=1, minimum=0, maximum=1000)
     gpu: Gpu = field("GPUs of one pod.", default={})
     parallelism: Parallelism = field("How the model is split over the GPUs of a pod.", default={})
     args: list[str] = field(
@@ -176,11 +158,7 @@ class MemoryTier:
                 f"!isQuantity(self) || (quantity(self).compareTo(quantity('{_SMALLEST_MEMORY}')) >= 0 && "
                 f"quantity(self).compareTo(quantity('{_LARGEST_MEMORY}')) <= 0)",
                 f"tiers.memory.size must be between {_SMALLEST_MEMORY} and {_LARGEST_MEMORY}",
-                lambda size: (
-                    parse_quantity(_SMALLEST_MEMORY)
-                    <= parse_quantity(size)
-                    <= parse_quantity(_LARGEST_MEMORY)
-                ),
+                lambda size: _SMALLEST_MEMORY_BYTES <= parse_quantity(size) <= _LARGEST_MEMORY_BYTES,
             ),
         ),
     )
@@ -195,7 +173,7 @@ class MemoryTier:
 class AuthSecretRef:
     """Credentials of the remote tier."""
 
-    name: str = field("Name of the Secret, in the same namespace.", **_SECRET_NAME)
+    name: str = field("Name of the Secret, in the same namespace.", **_NAME)
     username_key: str | None = field("Key of the user name. Default: Redis' default user.", **_SECRET_KEY)
     password_key: str = field("Key of the password.", default="password", **_SECRET_KEY)
 
@@ -207,18 +185,10 @@ class ExternalRemote:
     url: str = field(
         "redis://host:port/db, without credentials.",
         maxLength=512,
-        rules=(
-            Rule(
-                "!self.contains('@')",
-                "url must not hold credentials: name a Secret in authSecretRef",
-                lambda u: "@" not in u,
-            ),
-        ),
         pattern=r"^redis://[^\s/?#]+(/[0-9]+)?$",
+        rules=(Rule("!self.contains('@')", "credentials belong into authSecretRef", lambda u: "@" not in u),),
     )
-    auth_secret_ref: AuthSecretRef | None = field(
-        "Credentials. They are mounted, never read by the operator."
-    )
+    auth_secret_ref: AuthSecretRef | None = field("Credentials; mounted, never read.")
 
 
 _NOT_YET = "is not available in this version of the operator: use remote.external"
@@ -247,12 +217,8 @@ class RemoteTier:
     )
 
     external: ExternalRemote | None = field("A Redis or Valkey that exists already.")
-    managed: dict[str, Any] | None = field(
-        "Reserved: a Redis tier the operator runs. Refused by this version."
-    )
-    cluster_ref: dict[str, Any] | None = field(
-        "Reserved: the remote tier of another LMCacheCluster. Refused by this version."
-    )
+    managed: dict[str, Any] | None = field("A Redis tier the operator runs. Not in this version.")
+    cluster_ref: dict[str, Any] | None = field("The tier of another cluster. Not in this version.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,9 +255,7 @@ class Condition:
 class TransferStatus:
     """How sidecar and engine share KV, and why."""
 
-    mode: str = field(
-        "CudaIPC: the sidecar sees the engine's GPUs. SharedMemory: it does not, and the engine copies."
-    )
+    mode: str = field("CudaIPC: the sidecar sees the engine's GPUs. SharedMemory: the engine copies.")
     reason: str = field("CamelCase cause.")
 
 
@@ -299,15 +263,9 @@ class TransferStatus:
 class Status:
     """What the operator sees."""
 
-    observed_generation: int | None = field(
-        "metadata.generation this status was derived from.", format="int64"
-    )
+    observed_generation: int | None = field("metadata.generation this was derived from.", format="int64")
     replicas: int | None = field("Engine pods that exist.")
     ready_replicas: int | None = field("Engine pods that are Ready.")
     selector: str | None = field("Label selector of the engine pods, for autoscalers.")
     transfer: TransferStatus | None = field("How sidecar and engine share KV.")
-    conditions: list[Condition] = field(
-        "Ready, Progressing, Degraded, EngineAvailable.",
-        default=[],
-        **_MAP_BY_TYPE,
-    )
+    conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

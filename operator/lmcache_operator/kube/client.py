@@ -19,12 +19,12 @@ from .. import metrics
 from ..specs import Object
 from ..specs.kinds import BY_NAME, POD, SECRET, Kind, Ref
 from ..specs.names import FIELD_MANAGER
-from .errors import ApiError, Refused, error_of
+from .errors import Refused, error_of
 
 _JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"
 _REQUEST_SECONDS = 30.0
-_PAGE_SIZE = "500"
+_FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 
 
 @asynccontextmanager
@@ -54,29 +54,20 @@ class KubeApi:
 
     async def list(self, kind: Kind, namespace: str, selector: Mapping[str, str]) -> list[Object]:
         """All objects with these labels; none for a kind that the API server does not know."""
-        query = {
-            "labelSelector": ",".join(f"{key}={value}" for key, value in selector.items()),
-            "limit": _PAGE_SIZE,
-        }
-        items: list[Object] = []
-        while True:
-            status, page = await self._call(
-                "GET", _path(kind, namespace), query=query, accept=(HTTPStatus.NOT_FOUND,)
-            )
-            if status == HTTPStatus.NOT_FOUND:
-                return []
-            items += page["items"]
-            if not (proceed := page["metadata"].get("continue")):
-                return [{**item, "apiVersion": kind.api_version, "kind": kind.kind} for item in items]
-            query["continue"] = proceed
+        query = {"labelSelector": ",".join(f"{key}={value}" for key, value in selector.items())}
+        path, missing = _path(kind, namespace), HTTPStatus.NOT_FOUND
+        status, page = await self._call("GET", path, query=query, accept=(missing,))
+        items = [] if status == missing else page["items"]
+        return [{**item, "apiVersion": kind.api_version, "kind": kind.kind} for item in items]
 
-    async def apply(self, wanted: Object) -> Object:
+    async def apply(self, wanted: Object) -> None:
         """Server-side apply: the fields of `wanted` become ours, and those we no longer name are given up."""
-        return await self._apply(wanted, "")
+        await self._call("PATCH", _path_of(wanted), query=_FORCE, body=wanted, content_type=_APPLY)
 
-    async def apply_status(self, wanted: Object) -> Object:
-        """The same for the status subresource."""
-        return await self._apply(wanted, "/status")
+    async def apply_status(self, wanted: Object) -> None:
+        """The same for the status; nothing happens if the object is gone."""
+        path, gone = f"{_path_of(wanted)}/status", (HTTPStatus.NOT_FOUND,)
+        await self._call("PATCH", path, query=_FORCE, body=wanted, content_type=_APPLY, accept=gone)
 
     async def delete(self, ref: Ref, namespace: str, uid: str) -> None:
         """Delete this very object; nothing happens if it is gone or has been replaced."""
@@ -105,24 +96,11 @@ class KubeApi:
         """
         body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": namespace}}
         try:
-            status, _ = await self._call(
-                "POST",
-                _path(SECRET, namespace),
-                query={"dryRun": "All"},
-                body=body,
-                accept=(HTTPStatus.CONFLICT,),
-            )
+            path, exists = _path(SECRET, namespace), HTTPStatus.CONFLICT
+            status, _ = await self._call("POST", path, query={"dryRun": "All"}, body=body, accept=(exists,))
         except Refused:
             return True
-        return status == HTTPStatus.CONFLICT
-
-    async def _apply(self, wanted: Object, subresource: str) -> Object:
-        metadata = wanted["metadata"]
-        path = _path(BY_NAME[wanted["kind"]], metadata["namespace"], metadata["name"]) + subresource
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        live: Object
-        _, live = await self._call("PATCH", path, query=query, body=wanted, content_type=_APPLY)
-        return live
+        return status == exists
 
     async def _call(
         self,
@@ -159,10 +137,11 @@ class KubeApi:
             return 0, json.dumps({"message": f"no answer: {error or type(error).__name__}"}).encode()
 
 
+def _path_of(wanted: Object) -> str:
+    return _path(BY_NAME[wanted["kind"]], wanted["metadata"]["namespace"], wanted["metadata"]["name"])
+
+
 def _path(kind: Kind, namespace: str, name: str | None = None) -> str:
     root = f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"
     collection = f"{root}/namespaces/{namespace}/{kind.plural}"
     return f"{collection}/{name}" if name else collection
-
-
-__all__ = ["ApiError", "KubeApi", "connect"]

@@ -1,8 +1,8 @@
 """What can go wrong with a call, sorted once by what to do about it.
 
 ApiError
-├── Transient   try again: the server is busy, gone, or somebody was faster
-└── Refused     trying again changes nothing: the request or the permissions have to change
+├── Transient   the server is busy, gone, or somebody was faster: it goes away
+└── Refused     the request, or the permissions, have to change first
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..queue import RetryableError
 _TRANSIENT_STATUSES = frozenset({0, 408, 409, 429})
 
 
-class ApiError(Exception):
+class ApiError(RetryableError):
     """A call to the API server failed. `status` is the HTTP status, 0 when there was no answer."""
 
     def __init__(self, what: str, status: int, message: str) -> None:
@@ -23,7 +23,7 @@ class ApiError(Exception):
         self.message = message
 
 
-class Transient(ApiError, RetryableError):
+class Transient(ApiError):
     """No answer, 408, 409, 429 or 5xx."""
 
 

@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .. import metrics
 from ..api.parse import InvalidSpec, parse
+from ..kube.client import KubeApi
 from ..kube.errors import Refused
 from ..settings import Settings
 from ..specs import Object
-from ..specs.kinds import CHILDREN, CLUSTER, POD, Kind, Ref, controller_uid, ref_of
+from ..specs.kinds import BY_NAME, CHILDREN, CLUSTER, POD, controller_uid, ref_of
 from ..specs.merge import first_difference
 from ..specs.names import CLUSTER_LABEL, selector
 from .contest import ContestLog
@@ -42,24 +43,12 @@ class ClusterKey(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
-class Api(Protocol):
-    """What the loop needs of the API server; `KubeApi` is one."""
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None: ...  # noqa: D102
-    async def list(self, kind: Kind, namespace: str, selector: dict[str, str]) -> list[Object]: ...  # noqa: D102
-    async def apply(self, wanted: Object) -> Object: ...  # noqa: D102
-    async def apply_status(self, wanted: Object) -> Object: ...  # noqa: D102
-    async def delete(self, ref: Ref, namespace: str, uid: str) -> None: ...  # noqa: D102
-    async def evict(self, namespace: str, pod: str, uid: str) -> bool: ...  # noqa: D102
-    async def secret_exists(self, namespace: str, name: str) -> bool: ...  # noqa: D102
-
-
 class Reconciler:
     """Brings clusters to their declared state. Between looks it remembers only who contests which child."""
 
     def __init__(
         self,
-        api: Api,
+        api: KubeApi,
         settings: Settings,
         *,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
@@ -123,9 +112,8 @@ class Reconciler:
 
     async def _look_up(self, key: ClusterKey, observed: Observed, unknown: list[Object]) -> Observed:
         """Find the objects of these names that our labels did not find."""
-        kinds = {kind.kind: kind for kind in CHILDREN}
         refs = [ref_of(rendered) for rendered in unknown]
-        found = await asyncio.gather(*(self._api.get(kinds[r.kind], key.namespace, r.name) for r in refs))
+        found = await asyncio.gather(*(self._api.get(BY_NAME[r.kind], key.namespace, r.name) for r in refs))
         live = {ref: child for ref, child in zip(refs, found, strict=True) if child is not None}
         own = {ref: child for ref, child in live.items() if controller_uid(child) == key.uid}
         children = {**observed.children, **own}

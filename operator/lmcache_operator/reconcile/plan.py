@@ -60,8 +60,8 @@ def plan(observed: Observed, settings: RenderSettings) -> Plan:
     )
     wanted_refs = {ref_of(rendered) for rendered in wanted}
     outdated = _outdated_pods(observed, wanted)
-    # A pod is replaced by what the StatefulSet says, so that has to be written first; and a new pod that can't
-    # mount a Secret would be worse than the old one.
+    # A pod is replaced by what the StatefulSet says, so that has to be written first; and a new pod that
+    # can't mount a Secret would be worse than the old one.
     is_settled = not observed.missing_secrets and not any(r["kind"] == "StatefulSet" for r in apply)
     return Plan(
         apply=apply,

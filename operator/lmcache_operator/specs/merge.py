@@ -21,8 +21,8 @@ _ATOMIC_MAPS = ("matchLabels", "podSelector", "selector")
 def merge(base: Any, overlay: Any) -> Any:
     """Lay `overlay` over `base`; None in the overlay removes. Neither is changed."""
     if isinstance(base, Mapping) and isinstance(overlay, Mapping):
-        merged = {key: merge(base.get(key), value) for key, value in overlay.items() if value is not None}
-        return {key: value for key, value in base.items() if key not in overlay} | merged
+        merged = dict(base) | {key: merge(base.get(key), value) for key, value in overlay.items()}
+        return {key: value for key, value in merged.items() if value is not None}
     if isinstance(base, list) and isinstance(overlay, list) and (key := _item_key(base + overlay)):
         ours = {item[key]: item for item in base}
         theirs = {item[key]: item for item in overlay}

@@ -7,8 +7,6 @@ readiness probe: a pod without a cache still serves.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..api.parse import Cluster, InvalidSpec
 from ..api.quantity import format_mebibytes
 from ..settings import RenderSettings
@@ -59,26 +57,25 @@ def pod_template(
     Raises:
         InvalidSpec: the user's template breaks what the cache needs.
     """
-    overlay, user_python_path = _take_python_path(cluster.spec.engine.pod_template)
     base = {
         "metadata": {
             "annotations": {SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": ENGINE},
             "labels": labels(cluster),
         },
-        "spec": _pod_spec(cluster, images, user_python_path, settings),
+        "spec": _pod_spec(cluster, images, settings),
     }
-    merged: Object = merge(base, overlay)
+    merged: Object = merge(base, cluster.spec.engine.pod_template)
     if broken := first_difference(_needed(base), merged):
         raise InvalidSpec("spec.engine.podTemplate", f"changes {broken}, which the cache depends on")
     return merged
 
 
-def _pod_spec(cluster: Cluster, images: dict[str, str], python_path: str, settings: RenderSettings) -> Object:
+def _pod_spec(cluster: Cluster, images: dict[str, str], settings: RenderSettings) -> Object:
     gpu = cluster.spec.engine.gpu
     sight = resolve_transfer(cluster, settings).sight
     spec: Object = {
         "automountServiceAccountToken": False,
-        "containers": [_engine(cluster, images[ENGINE], python_path)],
+        "containers": [_engine(cluster, images[ENGINE])],
         # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
         "enableServiceLinks": False,
         "initContainers": [_sidecar(cluster, images[SIDECAR], sight), _payload(images[SIDECAR])],
@@ -102,7 +99,7 @@ def _pod_spec(cluster: Cluster, images: dict[str, str], python_path: str, settin
     return spec
 
 
-def _engine(cluster: Cluster, image: str, python_path: str) -> Object:
+def _engine(cluster: Cluster, image: str) -> Object:
     mounts = _shared_mounts() | {
         paths.HOME_DIR: "home",
         paths.MODELS_DIR: "models",
@@ -114,7 +111,7 @@ def _engine(cluster: Cluster, image: str, python_path: str) -> Object:
         "LMCACHE_SOCKET": paths.SOCKET_PATH,
         # Block hashes must be the same in every process, or no pod could use what another stored.
         "PYTHONHASHSEED": "0",
-        "PYTHONPATH": ":".join(filter(None, (python_path, paths.PAYLOAD_DIR))),
+        "PYTHONPATH": paths.PAYLOAD_DIR,
         # torch asks for the user's name, and an image need not know the uid.
         "USER": "lmcache",
     }
@@ -258,19 +255,3 @@ def _needed(base: Object) -> Object:
     for kind in ("containers", "initContainers"):
         spec[kind] = [strip(container) for container in spec[kind]]
     return {"metadata": base["metadata"], "spec": spec}
-
-
-def _take_python_path(template: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Split the engine's PYTHONPATH off the user's template: ours is appended to it."""
-    try:
-        spec = template.get("spec") or {}
-        engine: Object = next((c for c in spec.get("containers") or [] if c.get("name") == ENGINE), {})
-        env = engine.get("env") or []
-        user_path = next((item.get("value", "") for item in env if item.get("name") == "PYTHONPATH"), "")
-    except (AttributeError, TypeError) as error:
-        raise InvalidSpec("spec.engine.podTemplate", "is not a pod template") from error
-    if not user_path:
-        return template, ""
-    kept = engine | {"env": [item for item in env if item.get("name") != "PYTHONPATH"]}
-    containers = [kept if c is engine else c for c in spec["containers"]]
-    return template | {"spec": spec | {"containers": containers}}, user_path

@@ -1,0 +1,126 @@
+"""LMCacheClusters and the API server's side of them, in memory, for tests that need no control plane.
+
+It stores what is applied, answers what is asked, makes pods for StatefulSets, and fills in fields as the
+API server does. It is no API server: what depends on one is tested against a real one.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+from lmcache_operator.kube.errors import Refused
+from lmcache_operator.specs.kinds import CLUSTER, POD, Kind, Ref
+from lmcache_operator.specs.merge import merge
+
+Object = dict[str, Any]
+MINIMAL_SPEC: Object = {"model": {"name": "org/model"}, "tiers": {"memory": {"size": "1Gi"}}}
+NAMESPACE, NAME, UID = "team", "demo", "0e7a4a2c-0000-4000-8000-000000000001"
+
+
+def cluster(spec: Object | None = None, **changes: Object) -> Object:
+    """An LMCacheCluster as the API server would hand it out; `changes` are merged into its spec."""
+    metadata = {"name": NAME, "namespace": NAMESPACE, "uid": UID, "generation": 1}
+    return {
+        "apiVersion": CLUSTER.api_version,
+        "kind": CLUSTER.kind,
+        "metadata": metadata,
+        "spec": merge(copy.deepcopy(spec or MINIMAL_SPEC), changes),
+    }
+
+
+class World:
+    """The in-memory side of `KubeApi`. `writes` lists what changed something."""
+
+    def __init__(self, resource: Object) -> None:
+        self.resource = resource
+        self.objects: dict[Ref, Object] = {}
+        self.pods: dict[str, Object] = {}
+        self.secrets: set[str] = set()
+        self.writes: list[str] = []
+        self.refused_kinds: set[str] = set()
+        self.evictions_allowed = True
+        self._uids = itertools.count(100)
+
+    # -- the calls of KubeApi
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        found = self.resource if kind == CLUSTER else self.objects.get(Ref(kind.kind, name))
+        return copy.deepcopy(found)
+
+    async def list(self, kind: Kind, namespace: str, selector: dict[str, str]) -> list[Object]:
+        held = (
+            self.pods.values() if kind == POD else (o for r, o in self.objects.items() if r.kind == kind.kind)
+        )
+        return [
+            copy.deepcopy(o) for o in held if selector.items() <= (o["metadata"].get("labels") or {}).items()
+        ]
+
+    async def apply(self, wanted: Object) -> None:
+        ref = Ref(wanted["kind"], wanted["metadata"]["name"])
+        if ref.kind in self.refused_kinds:
+            raise Refused(f"apply {ref}", 403, "quota exceeded")
+        self.writes.append(f"apply {ref}")
+        before = self.objects.get(ref, {"metadata": {"uid": str(next(self._uids)), "generation": 0}})
+        live = merge(before, copy.deepcopy(wanted))
+        live["metadata"]["generation"] += 1
+        self.objects[ref] = live
+        self._settle(live)
+
+    async def apply_status(self, wanted: Object) -> None:
+        self.writes.append("status")
+        self.resource["status"] = copy.deepcopy(wanted["status"])
+
+    async def delete(self, ref: Ref, namespace: str, uid: str) -> None:
+        self.writes.append(f"delete {ref}")
+        assert self.objects.pop(ref)["metadata"]["uid"] == uid
+
+    async def evict(self, namespace: str, pod: str, uid: str) -> bool:
+        if self.evictions_allowed:
+            self.writes.append(f"evict {pod}")
+            assert self.pods.pop(pod)["metadata"]["uid"] == uid
+        return self.evictions_allowed
+
+    async def secret_exists(self, namespace: str, name: str) -> bool:
+        return name in self.secrets
+
+    # -- what controllers would do
+
+    def change(self, **changes: Object) -> None:
+        """The user edits the spec."""
+        self.resource["spec"] = merge(self.resource["spec"], changes)
+        self.resource["metadata"]["generation"] += 1
+
+    def run_stateful_sets(self, *, is_ready: bool = True) -> None:
+        """Make the pods that are missing, from the present template, and drop those that are too many."""
+        for live in [o for r, o in self.objects.items() if r.kind == "StatefulSet"]:
+            live["status"] = {"observedGeneration": live["metadata"]["generation"]}
+            names = [f"{live['metadata']['name']}-{n}" for n in range(live["spec"]["replicas"])]
+            self.pods = {name: pod for name, pod in self.pods.items() if name in names}
+            for name in names:
+                self.pods.setdefault(name, self._pod(name, live, is_ready))
+
+    def set_ready(self, name: str, is_ready: bool) -> None:
+        """Change a pod's readiness."""
+        self.pods[name]["status"] = {"conditions": [{"type": "Ready", "status": str(is_ready)}]}
+
+    def _pod(self, name: str, owner: Object, is_ready: bool) -> Object:
+        template = copy.deepcopy(owner["spec"]["template"])
+        owners = [{"kind": "StatefulSet", "uid": owner["metadata"]["uid"], "controller": True}]
+        template["metadata"] |= {"name": name, "uid": str(next(self._uids)), "ownerReferences": owners}
+        return template | {"status": {"conditions": [{"type": "Ready", "status": str(is_ready)}]}}
+
+    def _settle(self, live: Object) -> None:
+        """Defaults and canonical quantities, in a few places where they differ from what was sent."""
+        live["metadata"]["resourceVersion"] = str(next(self._uids))
+        if live["kind"] == "StatefulSet":
+            pod = live["spec"]["template"]["spec"]
+            pod.setdefault("dnsPolicy", "ClusterFirst")
+            for container in pod["containers"] + pod["initContainers"]:
+                container.setdefault("imagePullPolicy", "IfNotPresent")
+                limits = container.get("resources", {}).get("limits", {})
+                if limits.get("memory") == "1024Mi":
+                    limits["memory"] = "1Gi"
+            pod["containers"][0]["env"].append({"name": "INJECTED", "value": "by somebody else"})
+            pod["containers"][0]["env"] = list({e["name"]: e for e in pod["containers"][0]["env"]}.values())

@@ -1,0 +1,96 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+from lmcache_operator.__main__ import _JsonFormatter, main
+from lmcache_operator.api.crd import render as render_crd
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.name)
+def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    has_cluster = "kind: LMCacheCluster" in example.read_text()
+    assert main(["render", "-f", str(example)]) == (0 if has_cluster else 2)
+    kinds = [rendered["kind"] for rendered in yaml.safe_load_all(capsys.readouterr().out)]
+    assert kinds == (
+        [
+            "ServiceAccount",
+            "ConfigMap",
+            "Service",
+            "Service",
+            "NetworkPolicy",
+            "PodDisruptionBudget",
+            "StatefulSet",
+        ]
+        if has_cluster
+        else []
+    )
+
+
+def test_render_takes_the_settings_of_run(capsys: pytest.CaptureFixture[str]) -> None:
+    example = str(ROOT / "examples" / "llama-8b.yaml")
+    arguments = ["--engine-image", "e:1", "--sidecar-image", "s:1", "--allow-all-gpus-sidecar"]
+    assert main(["render", "-f", example, *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "image: e:1" in output
+    assert "image: s:1" in output
+    assert "NVIDIA_VISIBLE_DEVICES\n          value: all" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind: LMCacheCluster\nmetadata: {name: x}\nspec: {}\n", "spec.model: is required"),
+        ("kind: Service\n", "holds no LMCacheCluster"),
+        ("a: [", "while parsing"),
+    ],
+)
+def test_render_says_what_is_wrong(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    assert main(["render", "-f", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"{file}: ")
+    assert message in captured.err
+
+
+def test_render_of_a_file_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "-f", str(tmp_path / "none.yaml")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_crd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["crd"]) == 0
+    assert capsys.readouterr().out == render_crd()
+    file = tmp_path / "crd.yaml"
+    assert main(["crd", "--check", str(file)]) == 1
+    file.write_text(render_crd())
+    assert main(["crd", "--check", str(file)]) == 0
+
+
+@pytest.mark.parametrize("command", ["run", "render", "crd"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "default" in capsys.readouterr().out or command == "crd"
+
+
+def test_a_log_line_as_json() -> None:
+    try:
+        raise ValueError("x")
+    except ValueError as error:
+        record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s %s", ("b", "c"), (ValueError, error, None))
+    line = json.loads(_JsonFormatter().format(record))
+    assert (line["level"], line["logger"], line["message"]) == ("error", "a", "b c")
+    assert "ValueError: x" in line["exception"]

@@ -1,0 +1,316 @@
+"""Whole looks at a cluster, against an API server's behaviour in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import kopf
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+from lmcache_operator.app import build_registry, owner_key
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.kube.errors import Refused, Transient, error_of
+from lmcache_operator.queue import KeyedQueue
+from lmcache_operator.reconcile.contest import ContestLog
+from lmcache_operator.reconcile.loop import ClusterKey, Reconciler
+from lmcache_operator.settings import Settings
+from lmcache_operator.specs.kinds import CHILDREN, POD, Ref
+
+from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
+
+KEY = ClusterKey(NAMESPACE, NAME, UID)
+REMOTE = {"remote": {"external": {"url": "redis://h:1", "authSecretRef": {"name": "redis-auth"}}}}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """A world and a reconciler on it."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.world, self.clock = World(cluster(**changes)), Clock()
+        self.restart()
+
+    def restart(self) -> None:
+        self.reconciler = Reconciler(cast(KubeApi, self.world), Settings(), monotonic=self.clock)
+
+    def look(self) -> float | None:
+        """One look; what it wrote is in `writes`."""
+        self.world.writes.clear()
+        return asyncio.run(self.reconciler.reconcile(KEY))
+
+    def settle(self) -> None:
+        """Looks and controllers in turn, until nothing is written."""
+        for _ in range(10):
+            self.world.run_stateful_sets()
+            self.look()
+            if not self.writes:
+                return
+        raise AssertionError(f"does not come to rest: {self.writes}")
+
+    @property
+    def writes(self) -> list[str]:
+        return self.world.writes
+
+    def ready(self) -> tuple[str, str]:
+        found = next(c for c in self.world.resource["status"]["conditions"] if c["type"] == "Ready")
+        return found["status"], found["message"]
+
+
+def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
+    bench = Bench()
+    bench.look()
+    assert bench.writes[-2:] == ["apply StatefulSet demo-engine", "status"]
+    bench.settle()
+    assert bench.ready() == ("True", "1 of 1 engine pods are ready")
+    seconds = bench.look()
+    assert seconds is not None
+    assert 500 < seconds < 700
+
+
+def test_a_restart_writes_nothing() -> None:
+    bench = Bench(engine={"replicas": 2})
+    bench.settle()
+    bench.restart()
+    bench.look()
+    assert bench.writes == []
+
+
+def test_a_cluster_that_is_gone_replaced_or_going_is_not_touched() -> None:
+    for resource in (None, cluster() | {"metadata": {"uid": "other", "name": NAME}}):
+        bench = Bench()
+        bench.world.resource = cast(Any, resource)
+        assert bench.look() is None
+        assert bench.writes == []
+    bench = Bench()
+    bench.world.resource["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert bench.look() is None
+    assert bench.writes == []
+
+
+def test_a_missing_secret_is_named_and_heals_soon_after_it_appears() -> None:
+    bench = Bench(tiers=REMOTE)
+    for _ in range(2):
+        seconds = bench.look()
+        bench.world.run_stateful_sets()
+    assert bench.ready() == ("False", 'Secret "redis-auth" does not exist in this namespace')
+    assert seconds is not None
+    assert seconds <= 5
+    bench.world.secrets.add("redis-auth")
+    bench.settle()
+    assert bench.ready()[0] == "True"
+
+
+def test_an_object_of_somebody_else_is_never_taken_over() -> None:
+    bench = Bench()
+    foreign = {"metadata": {"name": NAME, "uid": "1", "labels": {}}}
+    bench.world.objects[Ref("Service", NAME)] = foreign
+    bench.settle()
+    assert bench.world.objects[Ref("Service", NAME)] is foreign
+    assert bench.ready()[1].startswith("Service demo exists and belongs to somebody else")
+    del bench.world.objects[Ref("Service", NAME)]
+    bench.settle()
+    assert bench.ready()[0] == "True"
+
+
+def test_a_child_whose_labels_were_removed_is_found_by_its_name() -> None:
+    bench = Bench()
+    bench.settle()
+    bench.world.objects[Ref("Service", NAME)]["metadata"]["labels"] = {}
+    bench.look()
+    assert bench.writes == ["apply Service demo"]
+
+
+def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() -> None:
+    bench = Bench()
+    bench.world.refused_kinds = {"NetworkPolicy"}
+    assert bench.look() == 30
+    assert "apply StatefulSet demo-engine" in bench.writes
+    assert bench.ready() == ("False", "NetworkPolicy demo-engine: quota exceeded")
+
+
+def test_a_field_that_is_taken_back_again_and_again_is_left_alone_for_a_while() -> None:
+    bench = Bench()
+    bench.settle()
+    healed = 0
+    for _ in range(6):
+        bench.clock.now += 1
+        bench.world.objects[Ref("StatefulSet", "demo-engine")]["spec"]["replicas"] = 9
+        bench.look()
+        healed += "apply StatefulSet demo-engine" in bench.writes
+    assert healed == 4
+    assert "spec.replicas of StatefulSet demo-engine" in bench.ready()[1]
+    bench.clock.now += 601
+    bench.look()
+    assert "apply StatefulSet demo-engine" in bench.writes
+
+
+def test_slow_drift_is_no_contest() -> None:
+    log = ContestLog()
+    for minute in range(20):
+        log.note_healing(Ref("Service", "x"), "spec", minute * 61.0)
+        assert log.contested(minute * 61.0) == {}
+
+
+def test_pods_are_replaced_as_far_as_disruption_budgets_allow() -> None:
+    bench = Bench(engine={"replicas": 2})
+    bench.settle()
+    bench.world.change(engine={"args": ["--new"]})
+    bench.world.evictions_allowed = False
+    bench.look()
+    bench.world.run_stateful_sets()
+    assert bench.look() == 15
+    assert not any(write.startswith("evict") for write in bench.writes)
+    bench.world.evictions_allowed = True
+    bench.look()
+    assert "evict demo-engine-0" in bench.writes
+    bench.world.run_stateful_sets()
+    bench.settle()
+    assert all("--new" in pod["spec"]["containers"][0]["args"] for pod in bench.world.pods.values())
+
+
+def test_pods_of_another_owner_are_not_counted() -> None:
+    bench = Bench()
+    bench.settle()
+    stranger = bench.world.pods["demo-engine-0"] | {"metadata": {"name": "x", "labels": {
+        "lmcache.io/cluster": NAME, "lmcache.io/component": "engine"}}}  # fmt: skip
+    bench.world.pods["x"] = stranger
+    bench.look()
+    assert bench.writes == []
+
+
+# -- errors and requests
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(0, Transient), (408, Transient), (409, Transient), (429, Transient), (500, Transient), (503, Transient),
+     (400, Refused), (401, Refused), (403, Refused), (404, Refused), (422, Refused)],
+)  # fmt: skip
+def test_errors_are_sorted_by_what_to_do(status: int, kind: type[Exception]) -> None:
+    error = error_of("PATCH /x", status, b'{"message": "why"}')
+    assert type(error) is kind
+    assert (error.status, str(error)) == (status, "PATCH /x: why")
+
+
+@pytest.mark.parametrize(("body", "message"), [(b"", "HTTP 502"), (b"<html>", "<html>"), (b"[]", "[]")])
+def test_an_error_without_a_status_object_still_has_a_message(body: bytes, message: str) -> None:
+    assert error_of("GET /x", 502, body).message == message
+
+
+class Server:
+    """Answers every request with what is set, and records it."""
+
+    def __init__(self) -> None:
+        self.answer: tuple[int, Any] = (200, {})
+        self.requests: list[tuple[str, str, str, Any]] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.text()
+        self.requests.append((request.method, request.path_qs, request.content_type, body))
+        status, answer = self.answer
+        return web.json_response(answer, status=status)
+
+
+async def call(server: Server, method: str, *arguments: Any, is_down: bool = False) -> Any:
+    application = web.Application()
+    application.router.add_route("*", "/{tail:.*}", server.handle)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    if is_down:
+        await runner.cleanup()
+    configuration = Configuration(host=f"http://127.0.0.1:{port}")
+    try:
+        async with ApiClient(configuration) as client:
+            return await getattr(KubeApi(client, 4), method)(*arguments)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+CORE = "/api/v1/namespaces/n"
+FORCE = "?fieldManager=lmcache-operator&force=true"
+SERVICE = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a", "namespace": "n"}}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "answer", "expected", "request_line"),
+    [
+        ("get", (POD, "n", "p"), (200, {"a": 1}), {"a": 1}, f"GET {CORE}/pods/p"),
+        ("get", (POD, "n", "p"), (404, {}), None, f"GET {CORE}/pods/p"),
+        ("list", (POD, "n", {"a": "b"}), (404, {}), [], f"GET {CORE}/pods?labelSelector=a%3Db"),
+        ("apply", (SERVICE,), (201, {}), None, f"PATCH {CORE}/services/a{FORCE}"),
+        ("apply_status", (SERVICE,), (404, {}), None, f"PATCH {CORE}/services/a/status{FORCE}"),
+        ("delete", (Ref("Service", "a"), "n", "u"), (404, {}), None, f"DELETE {CORE}/services/a"),
+        ("delete", (Ref("Service", "a"), "n", "u"), (409, {}), None, f"DELETE {CORE}/services/a"),
+        ("evict", ("n", "p", "u"), (201, {}), True, f"POST {CORE}/pods/p/eviction"),
+        ("evict", ("n", "p", "u"), (429, {}), False, f"POST {CORE}/pods/p/eviction"),
+        ("secret_exists", ("n", "s"), (409, {}), True, f"POST {CORE}/secrets?dryRun=All"),
+        ("secret_exists", ("n", "s"), (201, {}), False, f"POST {CORE}/secrets?dryRun=All"),
+        ("secret_exists", ("n", "s"), (403, {}), True, f"POST {CORE}/secrets?dryRun=All"),
+    ],
+)
+def test_requests_and_their_answers(
+    server: Server, method: str, arguments: Any, answer: Any, expected: Any, request_line: str
+) -> None:
+    server.answer = answer
+    assert asyncio.run(call(server, method, *arguments)) == expected
+    ((verb, path, content_type, _),) = server.requests
+    assert f"{verb} {path}" == request_line
+    assert content_type == ("application/apply-patch+yaml" if verb == "PATCH" else "application/json")
+
+
+def test_listed_objects_know_their_kind(server: Server) -> None:
+    server.answer = (200, {"items": [{"metadata": {"name": "p"}}]})
+    assert asyncio.run(call(server, "list", POD, "n", {})) == [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}
+    ]
+
+
+def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -> None:
+    with pytest.raises(Transient, match="no answer"):
+        asyncio.run(call(server, "get", POD, "n", "p", is_down=True))
+    for status, kind in ((429, Transient), (503, Transient), (403, Refused), (422, Refused)):
+        server.answer = (status, {"message": "why"})
+        with pytest.raises(kind, match="why"):
+            asyncio.run(call(server, "apply", SERVICE))
+
+
+# -- what wakes a cluster
+
+
+def test_children_wake_the_cluster_that_owns_them() -> None:
+    owner = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "name": NAME, "uid": UID}
+    assert owner_key(NAMESPACE, {"ownerReferences": [owner | {"controller": True}]}) == KEY
+    assert owner_key(NAMESPACE, {"ownerReferences": [owner]}) is None
+    assert owner_key(NAMESPACE, {}) is None
+    other = owner | {"controller": True, "apiVersion": "apps/v1", "kind": "Deployment"}
+    assert owner_key(NAMESPACE, {"ownerReferences": [other]}) is None
+
+
+def test_kopf_gets_handlers_that_write_nothing() -> None:
+    """Change handlers, timers and daemons put annotations or finalizers on objects."""
+
+    async def work(_: ClusterKey) -> None:
+        return None
+
+    registry = build_registry(KeyedQueue(work, num_workers=1))
+    assert isinstance(registry, kopf.OperatorRegistry)
+    assert len(registry._watching.get_all_handlers()) == 1 + len(CHILDREN)
+    assert not registry._changing.get_all_handlers()
+    assert not registry._spawning.get_all_handlers()
+    assert not registry._indexing.get_all_handlers()

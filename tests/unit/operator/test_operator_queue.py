@@ -1,0 +1,194 @@
+"""The queue of keys, on an event loop whose clock jumps from timer to timer."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lmcache_operator.queue import Backoff, KeyedQueue, RetryableError
+
+T = TypeVar("T")
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Never waits: when nothing is ready, it is the time of the next timer."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        timers: list[Any] = self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0].cancelled():
+            heapq.heappop(timers)._scheduled = False
+            self._timer_cancelled_count -= 1
+        if timers and not self._ready:  # type: ignore[attr-defined]
+            self.now = max(self.now, timers[0].when())
+        super()._run_once()  # type: ignore[misc]
+
+
+def run(scenario: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        return runner.run(scenario)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def until_empty(queue: KeyedQueue[str]) -> None:
+    while len(queue):  # noqa: ASYNC110 - time jumps here, nothing waits
+        await asyncio.sleep(1)
+
+
+events = st.lists(
+    st.tuples(st.floats(0, 1), st.sampled_from("abc")), min_size=1, max_size=20
+)  # seconds after the event before it, key
+
+
+@given(events, st.floats(0, 0.5), st.integers(1, 3), st.sets(st.integers(0, 10)))
+def test_no_wake_up_is_lost(
+    wakes: list[tuple[float, str]], work_seconds: float, num_workers: int, failing: set[int]
+) -> None:
+    """Every wake-up is followed by a whole run of its key, whatever runs, fails or ends meanwhile."""
+
+    async def scenario() -> None:
+        starts: dict[str, list[float]] = defaultdict(list)
+        running: list[str] = []
+        num_runs = 0
+
+        async def work(key: str) -> float | None:
+            nonlocal num_runs
+            num_runs += 1
+            assert key not in running, "one key, two runs at a time"
+            running.append(key)
+            assert len(running) <= num_workers
+            starts[key].append(now())
+            is_failing = num_runs in failing
+            await asyncio.sleep(work_seconds)
+            running.remove(key)
+            if is_failing:
+                raise RetryableError("try again")
+            return None
+
+        queue = KeyedQueue(work, num_workers=num_workers)
+        woken: dict[str, float] = {}
+        for pause, key in wakes:
+            await asyncio.sleep(pause)
+            queue.wake(key)
+            woken[key] = now()
+        await until_empty(queue)
+        assert all(starts[key][-1] >= woken[key] for key in woken)
+
+    run(scenario())
+
+
+def test_a_burst_of_wake_ups_makes_one_run() -> None:
+    async def scenario() -> int:
+        num_runs = 0
+
+        async def work(_: str) -> float:
+            nonlocal num_runs
+            num_runs += 1
+            return 100.0
+
+        queue = KeyedQueue(work, num_workers=1)
+        for _ in range(50):
+            queue.wake("a")
+        await asyncio.sleep(50)
+        await queue.close()
+        return num_runs
+
+    assert run(scenario()) == 1
+
+
+def test_a_wake_up_during_a_run_makes_one_more() -> None:
+    async def scenario() -> int:
+        num_runs = 0
+        inside = asyncio.Event()
+
+        async def work(_: str) -> None:
+            nonlocal num_runs
+            num_runs += 1
+            inside.set()
+            await asyncio.sleep(10)
+
+        queue = KeyedQueue(work, num_workers=1)
+        queue.wake("a")
+        await inside.wait()
+        queue.wake("a")
+        queue.wake("a")
+        await until_empty(queue)
+        return num_runs
+
+    assert run(scenario()) == 2
+
+
+def test_a_key_comes_back_when_it_said_so() -> None:
+    async def scenario() -> list[float]:
+        times: list[float] = []
+
+        async def work(_: str) -> float | None:
+            times.append(now())
+            return 600.0 if len(times) < 3 else None
+
+        queue = KeyedQueue(work, num_workers=1, settle_seconds=0)
+        queue.wake("a")
+        await until_empty(queue)
+        return times
+
+    assert run(scenario()) == pytest.approx([0, 600, 1200])
+
+
+def test_failures_back_off_and_success_forgets_them(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> list[float]:
+        times: list[float] = []
+
+        async def work(_: str) -> float | None:
+            times.append(now())
+            if len(times) in (1, 2, 3, 5):
+                raise RetryableError("busy") if len(times) < 5 else KeyError("bug")
+            return 0.0 if len(times) < 6 else None
+
+        queue = KeyedQueue(work, num_workers=1, settle_seconds=0, backoff=Backoff(1.0, 3.0))
+        queue.wake("a")
+        await until_empty(queue)
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    pauses = run(scenario())
+    for pause, longest in zip(pauses, [1, 2, 3, 0, 1], strict=True):
+        assert longest / 2 <= pause <= longest
+    levels = [record.levelno for record in caplog.records if record.name.endswith("queue")]
+    assert levels == [logging.WARNING] * 3 + [logging.ERROR]
+    assert caplog.records[-1].exc_info is not None  # a bug is logged with its stack
+
+
+@given(st.integers(1, 10_000))
+def test_a_back_off_stays_within_its_bounds(num_failures: int) -> None:
+    assert 0.25 <= Backoff().delay(num_failures) <= 60
+
+
+def test_hanging_work_is_visible_and_can_be_cancelled() -> None:
+    async def scenario() -> None:
+        async def work(_: str) -> None:
+            await asyncio.Event().wait()
+
+        queue = KeyedQueue(work, num_workers=1, settle_seconds=0)
+        assert queue.longest_run_seconds() == 0
+        queue.wake("a")
+        await asyncio.sleep(400)
+        assert queue.longest_run_seconds() == pytest.approx(400)
+        await queue.close()
+        queue.wake("b")
+        assert len(queue) == 0
+
+    run(scenario())

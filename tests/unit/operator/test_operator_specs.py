@@ -1,0 +1,357 @@
+"""What is rendered: as checked in, the same in every process, and with what the cache needs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from lmcache_operator.api.parse import InvalidSpec, parse
+from lmcache_operator.api.plain_yaml import dump
+from lmcache_operator.settings import RenderSettings
+from lmcache_operator.specs.children import children, spec_hash
+from lmcache_operator.specs.merge import first_difference, merge
+from lmcache_operator.specs.pod import arena_limit, sidecar_memory
+from lmcache_operator.specs.transfer import GpuSight, resolve_transfer
+from lmcache_operator.specs.vllm import engine_args
+
+from tests.harness.operator_model import cluster
+
+GOLDEN = Path(__file__).parent / "golden"
+IMAGES = {"engine": "vllm/vllm-openai:v0.32.0", "sidecar": "ghcr.io/lmcache-cluster/sidecar:0.1.0"}
+AUTH = {"name": "redis-auth", "usernameKey": "user", "passwordKey": "pass"}
+FULL: dict[str, Any] = {
+    "model": {
+        "revision": "main",
+        "tokenSecretRef": {"name": "hf", "key": "hub"},
+        "volume": {"persistentVolumeClaim": {"claimName": "models"}},
+    },
+    "engine": {
+        "image": "registry.example/vllm:1",
+        "replicas": 3,
+        "gpu": {"count": 4, "runtimeClassName": "nvidia"},
+        "parallelism": {"tensor": 2, "pipeline": 2},
+        "args": ["--max-model-len=32768", "--served-model-name", "llm"],
+        "podTemplate": {
+            "metadata": {"labels": {"team": "search"}},
+            "spec": {
+                "nodeSelector": {"gpu": "h200"},
+                "containers": [{"name": "engine", "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]}],
+            },
+        },
+    },
+    "sidecar": {"image": "registry.example/sidecar:1", "chunkTokens": 512},
+    "tiers": {"remote": {"external": {"url": "redis://redis.caches:6379/1", "authSecretRef": AUTH}}},
+}
+CASES = {
+    "minimal": {},
+    "full": FULL,
+    "dra": {"engine": {"gpu": {"count": 1, "deviceClassName": "gpu.nvidia.com"}}},
+}
+
+
+def render(changes: dict[str, Any], settings: RenderSettings | None = None) -> list[dict[str, Any]]:
+    return children(parse(cluster(**changes)), IMAGES, settings or RenderSettings())
+
+
+def pod_of(changes: dict[str, Any], settings: RenderSettings | None = None) -> dict[str, Any]:
+    template: dict[str, Any] = render(changes, settings)[-1]["spec"]["template"]
+    return template
+
+
+def env_of(container: dict[str, Any]) -> dict[str, str]:
+    return {item["name"]: item["value"] for item in container["env"]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rendering_is_as_checked_in(name: str) -> None:
+    """LMCACHE_UPDATE_GOLDEN=1 writes the files anew; look at the difference before committing it."""
+    path, text = GOLDEN / f"{name}.yaml", dump(render(CASES[name]))
+    if os.environ.get("LMCACHE_UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert path.read_text() == text
+
+
+def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(cluster(**FULL), sort_keys=False))
+    command = [sys.executable, "-m", "lmcache_operator", "render", "-f", str(file)]
+    outputs = {
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert outputs == {dump(render(FULL)).encode()}
+
+
+# -- spec hash: what makes the operator replace pods
+
+
+@pytest.mark.parametrize(
+    ("changes", "replaces"),
+    [
+        ({"engine": {"replicas": 7}}, False),
+        ({"tiers": {"memory": {"size": "2Gi"}}}, False),
+        ({"engine": {"args": ["--x"]}}, True),
+        ({"engine": {"image": "other:1"}}, True),
+        ({"sidecar": {"chunkTokens": 512}}, True),
+        ({"tiers": {"remote": {"external": {"url": "redis://h"}}}}, True),
+        ({"engine": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}, True),
+    ],
+)
+def test_only_a_declaration_for_the_pod_replaces_pods(changes: dict[str, Any], replaces: bool) -> None:
+    before, after = (spec_hash(parse(cluster(**c)), IMAGES) for c in ({}, changes))
+    assert (before != after) is replaces
+
+
+def test_another_default_image_replaces_pods_and_another_operator_setting_does_not() -> None:
+    plain = parse(cluster())
+    assert spec_hash(plain, IMAGES) != spec_hash(plain, IMAGES | {"sidecar": "sidecar:2"})
+    hashes = {
+        pod_of({}, RenderSettings(allow_all_gpus_sidecar=flag))["metadata"]["annotations"][
+            "lmcache.io/spec-hash"
+        ]
+        for flag in (True, False)
+    }
+    assert len(hashes) == 1
+
+
+# -- the pod
+
+
+def test_the_sidecar_comes_first_and_gates_nothing() -> None:
+    sidecar, payload = pod_of({})["spec"]["initContainers"]
+    assert (sidecar["name"], sidecar["restartPolicy"], payload["name"]) == ("sidecar", "Always", "payload")
+    assert not {"startupProbe", "readinessProbe"} & sidecar.keys()
+    assert payload["image"] == sidecar["image"]
+
+
+def test_memory_of_the_sidecar_holds_its_arena_and_more() -> None:
+    template = pod_of({"tiers": {"memory": {"size": "64Gi"}}})
+    sidecar = template["spec"]["initContainers"][0]
+    arena = next(volume for volume in template["spec"]["volumes"] if volume["name"] == "arena")
+    assert "--memory-size=68719476736" in sidecar["args"]
+    assert arena["emptyDir"] == {"medium": "Memory", "sizeLimit": "66624Mi"}
+    assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == "69184Mi"
+
+
+@given(st.integers(2**26, 2**44))
+def test_the_sidecar_is_never_smaller_than_what_it_holds(size: int) -> None:
+    assert size < arena_limit(size) < sidecar_memory(size) < 1.06 * size + 2**30
+
+
+def test_every_container_meets_the_restricted_pod_security_standard() -> None:
+    spec = pod_of(FULL)["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in spec["containers"] + spec["initContainers"]:
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert all("hostPath" not in volume for volume in spec["volumes"])
+
+
+def test_secrets_are_mounted_under_our_names_whatever_their_keys_are_called() -> None:
+    objects = render(FULL)
+    volumes = {volume["name"]: volume for volume in objects[-1]["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["remote-auth"]["secret"] == {
+        "secretName": "redis-auth",
+        "items": [{"key": "pass", "path": "password"}, {"key": "user", "path": "username"}],
+    }
+    config = yaml.safe_load(next(o for o in objects if o["kind"] == "ConfigMap")["data"]["sidecar.yaml"])
+    assert config["remote_password_file"] == "/etc/lmcache/remote-auth/password"
+    assert config["remote_url"] == "redis://redis.caches:6379/1"
+
+
+def test_the_sidecar_accepts_its_configuration(tmp_path: Path) -> None:
+    config = pytest.importorskip("lmcache_sidecar.config")
+    file = tmp_path / "sidecar.yaml"
+    file.write_text(next(o for o in render(FULL) if o["kind"] == "ConfigMap")["data"]["sidecar.yaml"])
+    loaded = config.load({"config": str(file), "memory_size": "1073741824"}, {})
+    assert (loaded.arena_path, loaded.http_port, loaded.memory_size) == (
+        "/var/lib/lmcache/arena",
+        9464,
+        2**30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "allow_all", "mode", "reason", "sight"),
+    [
+        ({}, False, "SharedMemory", "GPUNotShared", GpuSight.NONE),
+        ({}, True, "CudaIPC", "AllGPUsVisible", GpuSight.ALL_GPUS),
+        (CASES["dra"], False, "CudaIPC", "DRAClaimShared", GpuSight.CLAIM),
+        ({"engine": {"gpu": {"count": 0}}}, True, "SharedMemory", "NoGPU", GpuSight.NONE),
+        ({"sidecar": {"transfer": "SharedMemory"}}, True, "SharedMemory", "Requested", GpuSight.NONE),
+        ({"sidecar": {"transfer": "CudaIPC"}}, False, "SharedMemory", "GPUNotShared", GpuSight.NONE),
+    ],
+)
+def test_transfer(changes: dict[str, Any], allow_all: bool, mode: str, reason: str, sight: GpuSight) -> None:
+    settings = RenderSettings(allow_all_gpus_sidecar=allow_all)
+    transfer = resolve_transfer(parse(cluster(**changes)), settings)
+    assert (transfer.mode, transfer.reason, transfer.sight) == (mode, reason, sight)
+    assert bool(transfer.problem) is (changes.get("sidecar") == {"transfer": "CudaIPC"})
+    sidecar = pod_of(changes, settings)["spec"]["initContainers"][0]
+    visible = {GpuSight.NONE: "void", GpuSight.ALL_GPUS: "all", GpuSight.CLAIM: None}[sight]
+    assert env_of(sidecar).get("NVIDIA_VISIBLE_DEVICES") == visible
+    assert ("claims" in sidecar["resources"]) is (sight is GpuSight.CLAIM)
+
+
+# -- the user's template
+
+
+SMALL = {"limits": {"memory": "1Mi"}}
+
+
+def pod(spec: Any) -> dict[str, Any]:
+    return {"engine": {"podTemplate": {"spec": spec}}}
+
+
+def template(**engine: Any) -> dict[str, Any]:
+    return pod({"containers": [{"name": "engine", **engine}]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        (template(command=["sh"]), "spec.containers[engine].command"),
+        (template(args=["x"]), "spec.containers[engine].args"),
+        (template(env=[{"name": "PYTHONHASHSEED", "value": "1"}]), "env[PYTHONHASHSEED].value"),
+        (template(image="x"), "spec.containers[engine].image"),
+        (template(volumeMounts=[{"mountPath": "/run/lmcache", "name": "x"}]), "[/run/lmcache].name"),
+        (pod({"volumes": [{"name": "arena", "emptyDir": None}]}), "volumes[arena]"),
+        (pod({"initContainers": None}), "spec.initContainers"),
+        (pod({"initContainers": [{"name": "sidecar", "resources": SMALL}]}), "resources.limits.memory"),
+        (pod("x"), "spec"),
+        ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/cluster": "x"}}}}}, "labels"),
+    ],
+)  # fmt: skip
+def test_a_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        render(changes)
+    assert caught.value.path == "spec.engine.podTemplate"
+    assert where in str(caught.value)
+
+
+def test_a_template_may_change_everything_else() -> None:
+    extra = {"name": "logger", "image": "logger:1"}
+    overlay = {
+        "spec": {
+            "containers": [{"name": "engine", "resources": {"limits": {"cpu": "8"}}}, extra],
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "securityContext": {"fsGroup": 3000},
+            "volumes": [{"name": "scratch", "emptyDir": {}}],
+        }
+    }
+    spec = pod_of({"engine": {"podTemplate": overlay}})["spec"]
+    assert spec["containers"][0]["resources"]["limits"] == {"cpu": "8", "nvidia.com/gpu": "1"}
+    assert [c["name"] for c in spec["containers"]] == ["engine", "logger"]
+    assert spec["securityContext"]["fsGroup"] == 3000
+    assert spec["securityContext"]["runAsUser"] == 2000
+
+
+# -- the engine's arguments
+
+
+def kv_transfer_of(args: list[str]) -> dict[str, Any]:
+    rendered = engine_args(parse(cluster(engine={"args": args})))
+    (config,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config")]
+    return dict(json.loads(config.split("=", 1)[1]))
+
+
+@pytest.mark.parametrize("form", [["--kv-transfer-config={}"], ["--kv_transfer_config", "{}"]])
+@pytest.mark.parametrize("is_multi", [True, False])
+def test_a_connector_of_the_user_runs_beside_ours(form: list[str], is_multi: bool) -> None:
+    theirs: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    given_config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [theirs]}}
+    text = json.dumps(given_config if is_multi else theirs)
+    config = kv_transfer_of([arg.replace("{}", text) for arg in form])
+    assert config["kv_connector"] == "MultiConnector"
+    ours, other = config["kv_connector_extra_config"]["connectors"]
+    assert (ours["kv_connector"], other) == ("LMCacheClusterConnector", theirs)
+
+
+def test_without_a_connector_of_the_user_ours_stands_alone() -> None:
+    config = kv_transfer_of([])
+    assert config["kv_connector"] == "LMCacheClusterConnector"
+    assert config["kv_load_failure_policy"] == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--kv-transfer-config={"], "is not JSON"),
+        (["--kv-transfer-config"], "is not JSON"),
+        (["--kv-transfer-config=[]"], "names a kv_connector"),
+        (["--kv-transfer-config.kv_connector=X"], "not in parts"),
+        (['--kv-transfer-config={"kv_connector":"X"}'] * 2, "given twice"),
+        (['--kv-transfer-config={"kv_connector":"X","kv_connector_extra_config":1}'], "must be an object"),
+        (["--port=1"], "--port can't be set"),
+        (["--prefix_caching_hash_algo", "xxhash"], "--prefix-caching-hash-algo can't be set"),
+        (["--no-enable-prefix-caching"], "can't be set"),
+    ],
+)
+def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        engine_args(parse(cluster(engine={"args": args})))
+    assert caught.value.path.startswith("spec.engine.args[")
+    assert sentence in str(caught.value)
+
+
+# -- merge and containment
+
+names = st.sampled_from(["a", "b", "c"])
+leaves = st.none() | st.booleans() | st.integers(0, 3) | st.text("xy", max_size=2)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=12,
+)
+objects = st.dictionaries(names, values, max_size=3)
+
+
+@given(objects)
+def test_everything_contains_itself(value: dict[str, Any]) -> None:
+    assert first_difference(value, copy.deepcopy(value)) is None
+
+
+@given(objects, st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2))
+def test_fields_of_others_do_not_matter(ours: dict[str, Any], others: dict[str, Any]) -> None:
+    assert first_difference(ours, {**others, **ours}) is None
+
+
+@given(objects, objects)
+def test_merging_changes_neither_side(base: dict[str, Any], overlay: dict[str, Any]) -> None:
+    copies = copy.deepcopy((base, overlay))
+    merge(base, overlay)
+    assert (base, overlay) == copies
+
+
+@pytest.mark.parametrize(
+    ("wanted", "live", "where"),
+    [
+        ({"a": 1}, {"a": 2}, "a"),
+        ({"a": {"b": 1}}, {}, "a"),
+        ({"a": {}}, {}, None),
+        ({"a": []}, {}, None),
+        ({"a": [1, 2]}, {"a": [2, 1]}, "a[0]"),
+        ({"a": [1]}, {"a": [1, 2]}, "a"),
+        ({"e": [{"name": "x", "v": 1}]}, {"e": [{"name": "y"}, {"name": "x", "v": 1}]}, None),
+        ({"e": [{"name": "x", "v": 1}]}, {"e": [{"name": "x", "v": 2}]}, "e[x].v"),
+        ({"e": [{"name": "x"}]}, {"e": [{"name": "y"}]}, "e[x]"),
+        ({"ports": [{"port": 1}]}, {"ports": [{"port": 1}, {"port": 2}]}, "ports"),
+        ({"selector": {"a": "b"}}, {"selector": {"a": "b", "c": "d"}}, "selector"),
+        ({"r": {"limits": {"memory": "1024Mi"}}}, {"r": {"limits": {"memory": "1Gi"}}}, None),
+        ({"data": {"memory": "1024Mi"}}, {"data": {"memory": "1Gi"}}, "data.memory"),
+    ],
+)
+def test_the_first_difference_is_named(wanted: Any, live: Any, where: str | None) -> None:
+    assert first_difference(wanted, live) == where
