@@ -31,13 +31,16 @@ def wait_until(predicate: Callable[[], Any], *, timeout: float = 20.0, what: str
 
 
 class SidecarProcess:
-    """``with SidecarProcess(memory_size="64Mi") as sidecar:`` starts it; options are those of the command line.
+    """``with SidecarProcess(memory_size="64Mi") as sidecar:`` starts it; options are those of the command
+    line.
 
-    Socket, arena and folder stay the same over ``kill``/``restart``; ``log`` holds the output of all processes.
+    Socket, arena and folder stay the same over ``kill``/``restart``; ``log`` holds the output of all
+    processes.
     """
 
     def __init__(self, **options: Any) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="lmc-sidecar-"))
+        shm = Path("/dev/shm")  # in memory, as in a pod: an arena on a disk would be written back to it
+        self.folder = Path(tempfile.mkdtemp(prefix="lmc-sidecar-", dir=shm if shm.is_dir() else None))
         self.socket_path = str(self.folder / "kvcache.sock")
         self.arena_path = self.folder / "arena"
         self.log_path = self.folder / "log"

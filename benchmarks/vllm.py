@@ -1,0 +1,77 @@
+"""Time to first token on a real engine at 8,192 prompt tokens: cold, memory hit, remote hit, no connector."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.report import Figure, Report, at_least, at_most, spread
+from tests.harness.redis_server import RedisServer
+from tests.harness.sidecar import SidecarProcess
+from tools.engine.process import EngineProcess, connector_config
+
+PROMPT_TOKENS, CHUNK_TOKENS, REPEATS = 8192, 256, 3
+ROWS = PROMPT_TOKENS // CHUNK_TOKENS
+
+
+def prompt(seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(4, 320) for _ in range(PROMPT_TOKENS)]
+
+
+def ttft(engine: EngineProcess, tokens: list[int]) -> float:
+    return engine.generate(tokens, max_tokens=1)[0].ttft
+
+
+def forget_memory(sidecar: SidecarProcess) -> None:
+    """Only the remote tier is left: another sidecar, an empty arena. The engine attaches again by itself."""
+    sidecar.terminate()
+    sidecar.arena_path.unlink()
+    sidecar.start()
+    sidecar.wait_until(lambda stats: stats["memory"].get("usable_rows", 0) >= 4 * ROWS)
+    sidecar.wait_until(lambda stats: sum(client["is_attached"] for client in stats["clients"]) == 2)
+
+
+def run() -> Report:
+    seconds: dict[str, list[float]] = {name: [] for name in ("bare", "cold", "memory hit", "remote hit")}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RedisServer() as redis,
+        SidecarProcess(memory_size="512Mi", remote_url=redis.unix_url) as sidecar,
+        EngineProcess(Path(folder) / "engine", connector_config(sidecar.socket_path)) as engine,
+        EngineProcess(Path(folder) / "bare") as bare,
+    ):
+        for warm in (engine.wait_ready(), bare.wait_ready()):
+            ttft(warm, prompt(REPEATS))
+        for repeat in range(REPEATS):
+            tokens = prompt(repeat)
+            written = sidecar.stats()["writes"]["written"]
+            seconds["bare"].append(ttft(bare, tokens))
+            seconds["cold"].append(ttft(engine, tokens))
+            sidecar.wait_until(lambda stats, want=written + ROWS: stats["writes"]["written"] >= want)
+            seconds["memory hit"].append(ttft(engine, tokens))
+            forget_memory(sidecar)
+            seconds["remote hit"].append(ttft(engine, tokens))
+    return Report("vllm", _conditions(seconds), _figures(seconds))
+
+
+def _conditions(seconds: dict[str, list[float]]) -> str:
+    shown = "\n".join(f"  {name:<10}  {spread(samples)}" for name, samples in seconds.items())
+    return (
+        "vLLM on the CPU, a tiny Llama (fp32, 4 KiB of KV per token), Redis over a UNIX socket;\n"
+        f"{PROMPT_TOKENS} prompt tokens, 1 answer token; {REPEATS} prompts, interleaved.\n"
+        f"Time to first token, median (min-max):\n{shown}"
+    )
+
+
+def _figures(seconds: dict[str, list[float]]) -> list[Figure]:
+    median = {name: statistics.median(samples) for name, samples in seconds.items()}
+    return [
+        at_most("memory hit, share of cold", 100 * median["memory hit"] / median["cold"], "%", 8),
+        at_most("remote hit, share of cold", 100 * median["remote hit"] / median["cold"], "%", 25),
+        at_least(
+            "speed of cold, of an engine with no connector", 100 * median["bare"] / median["cold"], "%", 97
+        ),
+    ]
