@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry, Reserved, Slot, StaleSlot
@@ -136,9 +136,21 @@ class MemoryMachine(RuleBasedStateMachine):
             assert result == (Reserved.SLOT, row.slot)
             self.begin(row, column, owner)
 
-    @rule(first=st.integers(0, 8), count=st.integers(1, 4))
+    # Engines do mostly these two; without them a full arena, and so an eviction, would be rare.
+
+    @rule(lease_id=lease_ids, first=st.integers(0, 8), count=st.integers(1, 6), is_kept=st.booleans())
+    def serve(self, lease_id, first, count, is_kept):
+        self.lookup(lease_id, first, count)
+        self.store_whole_rows(first, count)
+        if not is_kept:
+            self.release(lease_id)
+
+    @initialize(count=st.integers(0, 6))
+    def begin_with(self, count):
+        self.store_whole_rows(0, count)
+
+    @rule(first=st.integers(0, 8), count=st.integers(1, 6))
     def store_whole_rows(self, first, count):
-        # Without it a full arena, and so an eviction, would be rare.
         for key in CHAIN[first : first + count]:
             for column in range(NUM_COLUMNS):
                 self.reserve(key, column, OWNERS[column])
@@ -376,4 +388,4 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemoryModel = MemoryMachine.TestCase
-TestMemoryModel.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestMemoryModel.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
