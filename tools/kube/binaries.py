@@ -37,18 +37,12 @@ ARCH = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.
 DOWNLOAD_TIMEOUT_SECONDS = 5
 PROGRESS_SECONDS = 10
 
+_MAJOR, _MINOR, _ = KUBERNETES.removeprefix("v").split(".")
 # Helm takes the version of Kubernetes that it renders for from its linker flags; unset, it is 1.20.
-LDFLAGS = " ".join(
-    [
-        "-s -w",
-        f"-X k8s.io/component-base/version.gitVersion={KUBERNETES}",
-        f"-X helm.sh/helm/v3/internal/version.version={HELM}",
-        *(
-            f"-X helm.sh/helm/v3/pkg/{package}.k8sVersion{part}={number}"
-            for package in ("chartutil", "lint/rules")
-            for part, number in zip(("Major", "Minor"), KUBERNETES[1:].split("."), strict=False)
-        ),
-    ]
+_HELM_PACKAGE = "helm.sh/helm/v3/pkg/chartutil.k8sVersion"
+LDFLAGS = (
+    f"-s -w -X k8s.io/component-base/version.gitVersion={KUBERNETES} "
+    f"-X {_HELM_PACKAGE}Major={_MAJOR} -X {_HELM_PACKAGE}Minor={_MINOR}"
 )
 
 

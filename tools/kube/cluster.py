@@ -11,6 +11,8 @@ nothing runs in them, probes are not made, claims for volumes stay pending.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -24,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from tools.kube import binaries, pki
 from tools.kube.api import Api, ApiError, Object, manifests, wait_for
@@ -33,6 +35,7 @@ from tools.kube.process import Component, free_ports
 HERE = Path(__file__).resolve().parent
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok", "kubectl", "helm")
 CRDS = "apiextensions.k8s.io/v1/customresourcedefinitions"
+PREFIX = "lmcache-kube-"
 FAKE_NODE = "kwok.x-k8s.io/node"
 NODE_CAPACITY = {
     "cpu": "64", "memory": "1Ti", "pods": "250", "ephemeral-storage": "8Ti", "nvidia.com/gpu": "8",
@@ -63,10 +66,7 @@ class Cluster:
     def __init__(self, *, crds: Sequence[Path] = (), num_nodes: int = 2) -> None:
         self.crds, self.num_nodes = crds, num_nodes
         self.bin = binaries.directory(PROGRAMS)
-        # In memory where there is a tmpfs: etcd writes a lot, and nothing of it is worth keeping.
-        shm = Path("/dev/shm")
-        base = shm if os.access(shm, os.W_OK) else None
-        self.directory = Path(tempfile.mkdtemp(prefix="lmcache-kube-", dir=base))
+        self.directory, self._owner = _new_directory()
         self.components: dict[str, Component] = {}
         self.seconds: dict[str, float] = {}
         """When each step of the start was done."""
@@ -164,6 +164,7 @@ class Cluster:
         for component in reversed(self.components.values()):
             component.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._owner.close()
 
     # -- start
 
@@ -268,6 +269,23 @@ class Cluster:
             f"--service-account-private-key-file={keys}/sa.key",
             f"--cluster-signing-cert-file={self._ca}", f"--cluster-signing-key-file={keys}/ca.key",
         ]  # fmt: skip
+
+
+def _new_directory() -> tuple[Path, IO[bytes]]:
+    """A directory of our own, and the file whose lock says that we live; those of killed runs are removed.
+
+    It is in memory where there is a tmpfs: etcd writes a lot, and nothing of it is worth keeping.
+    """
+    shm = Path("/dev/shm")
+    base = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+    for owner in base.glob(f"{PREFIX}*/owner"):
+        with contextlib.suppress(OSError), owner.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent)
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    lock = (directory / "owner").open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return directory, lock
 
 
 def _write(event: dict[str, Any]) -> Write:

@@ -1,0 +1,66 @@
+"""Components of the control plane: their end is noticed, and they never outlive us."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.kube.api import wait_for
+from tools.kube.process import Component, ComponentDied, free_ports
+
+
+def test_own_end_is_told_with_the_tail_of_the_log(tmp_path):
+    component = Component("etcd", ["sh", "-c", "echo no space left >&2; exit 3"], tmp_path / "log")
+    component.start()
+    component.process.wait(10)
+    with pytest.raises(ComponentDied, match=r"etcd exited with 3:\nno space left"):
+        component.check()
+
+
+def test_stopped_component_is_no_failure_and_starts_again(tmp_path):
+    component = Component("sleep", ["sleep", "60"], tmp_path / "log")
+    component.start()
+    component.stop()
+    component.check()
+    component.start()
+    component.check()
+    component.kill()
+
+
+def test_deaf_component_is_killed_after_its_grace(tmp_path):
+    component = Component(
+        "deaf", ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"], tmp_path / "log"
+    )
+    component.start()
+    wait_for(lambda: "up" in component.log.read_text())
+    process = component.process
+    component.stop(grace_seconds=0.2)
+    assert process.poll() == -9
+
+
+def test_component_dies_with_us_even_if_we_are_killed(tmp_path):
+    code = (
+        "import pathlib; from tools.kube.process import Component\n"
+        f"c = Component('sleep', ['sleep', '60'], pathlib.Path({str(tmp_path / 'log')!r})); c.start()\n"
+        "print(c.process.pid, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        pid = int(parent.stdout.readline())
+        # setpriv has become the program: only from then on is the wish to die with us in force.
+        wait_for(lambda: Path(f"/proc/{pid}/comm").read_text().strip() == "sleep")
+        parent.kill()
+
+        def is_gone() -> bool:
+            try:
+                return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+            except FileNotFoundError:
+                return True
+
+        wait_for(is_gone)
+
+
+def test_ports_are_distinct():
+    assert len(set(free_ports(20))) == 20
