@@ -27,8 +27,9 @@ class Child:
         self._core = self._engine.engine_core.engine_core
         self._next_id = 0
         self._kv: dict[str, list[list[str]]] = {}
-        self._first_scheduled: dict[str, float] = {}
+        self._num_preemptions = 0
         self._watch_finished_requests()
+        self._count_preemptions()
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?}`` at once, to their
@@ -63,12 +64,16 @@ class Child:
             )
         return list(results.values())
 
+    def num_preemptions(self) -> int:
+        """How often a request was preempted so far."""
+        return self._num_preemptions
+
     def scrub_kv(self) -> None:
         """Overwrite all KV blocks, and forget which are cached in the engine itself."""
         self._drain()
         assert self._core.scheduler.reset_prefix_cache()
         for kv in self._kv_caches():
-            kv.view(torch.uint8).fill_(_SCRUBBED) if kv.is_contiguous() else kv.fill_(0)
+            kv.view(torch.uint8).fill_(_SCRUBBED)
 
     def hook_times(self) -> dict[str, list[float]]:
         """Seconds of every call of the connector's hooks on the scheduler's thread since the last call of
@@ -137,6 +142,15 @@ class Child:
             return finished(request)
 
         scheduler._connector_finished = watch
+
+    def _count_preemptions(self) -> None:
+        preempt = self._core.scheduler._preempt_request
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self._num_preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self._core.scheduler._preempt_request = count
 
 
 def _digest(block: torch.Tensor) -> str:

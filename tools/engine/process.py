@@ -149,6 +149,10 @@ class EngineProcess:
         times: dict[str, list[float]] = self._call("hook_times")
         return times
 
+    def num_preemptions(self) -> int:
+        """How often a request was preempted so far."""
+        return int(self._call("num_preemptions"))
+
     def log(self) -> str:
         """What the engine has printed."""
         return self._log.read_text(errors="replace")
@@ -198,7 +202,14 @@ class EngineProcess:
 class ServedEngine:
     """``vllm serve`` of the tiny model on a local port. A context manager; ready after about 25 s."""
 
-    def __init__(self, log: Path, port: int, connector: dict[str, Any] | None = None, *args: str) -> None:
+    def __init__(
+        self,
+        log: Path,
+        port: int,
+        connector: dict[str, Any] | None = None,
+        *args: str,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         """``args`` are further arguments of ``vllm serve``; the server's output goes to ``log``."""
         self._log = log
         self.url = f"http://127.0.0.1:{port}"
@@ -216,7 +227,7 @@ class ServedEngine:
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

@@ -14,8 +14,8 @@ from lmcache import keys
 from lmcache.engines.vllm import fingerprint
 from lmcache.engines.vllm.copier import EngineCopier, make_copier
 from lmcache.engines.vllm.layouts import Layout, Unsupported, check_supported, content_id, page_views
-from lmcache.engines.vllm.lookups import GROUP, LookupThread
-from lmcache.engines.vllm.plan import EngineIdentity, Grid
+from lmcache.engines.vllm.lookups import LookupThread
+from lmcache.engines.vllm.plan import GROUP, EngineIdentity, Grid
 from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,13 @@
 
 **A cache failure is never an inference failure.** A hook that raises takes its half offline for the life of
 the process: one log line with the stack, then every hook answers as if there were no cache. What was promised
-to the engine before (loads that it waits for, blocks that it holds) is still reported.
+to the engine before is still reported.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -62,32 +61,25 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def shutdown(self) -> None:
         """End the threads and detach."""
-        for half in (self._scheduler, self._worker):
-            if half is not None:
-                self._guarded(half.close, neutral=_nothing)
+        _call(self._scheduler or self._worker, "close", None)
 
     # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the engine's KV tensors."""
-        if self._worker is not None:
-            self._guarded(self._worker.register_kv_caches, kv_caches, neutral=_nothing)
+        _call(self._worker, "register_kv_caches", None, kv_caches)
 
     def get_handshake_metadata(self) -> EngineIdentity | None:
         """Tell the scheduler half who we are, before the first request."""
         return self._worker.identity if self._worker is not None else None
 
-    def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Blocks of preempted requests are about to be overwritten."""
-        if self._worker is not None:
-            self._guarded(self._worker.handle_preemptions, kv_connector_metadata, neutral=_nothing)
+        _call(self._worker, "handle_preemptions", None, kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
-        if self._worker is not None:
-            # A second try after a fault: the offline half fails the loads that the first did not begin.
-            load, meta = self._worker.start_loads, self._connector_metadata
-            self._guarded(load, meta, neutral=lambda: load(meta))
+        _call(self._worker, "start_loads", None, self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: no layer waits."""
@@ -97,95 +89,79 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def wait_for_save(self) -> None:
         """Begin the step's stores; waits for nothing."""
-        if self._worker is not None:
-            self._guarded(self._worker.start_stores, self._connector_metadata, neutral=_nothing)
+        _call(self._worker, "start_stores", None, self._connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Report requests whose blocks are not needed any more, and ended loads."""
-        if self._worker is None:
-            return None, None
-        collect, meta = self._worker.collect, self._connector_metadata
-        return self._guarded(collect, meta, neutral=lambda: (None, None))
+        nothing: tuple[set[str] | None, set[str] | None] = (None, None)
+        return _call(self._worker, "collect", nothing, self._connector_metadata)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed loads, in the step that reports the load as ended."""
-        if self._worker is None:
-            return set()
-        return self._guarded(self._worker.take_bad_blocks, neutral=set)
+        nothing: set[int] = set()
+        return _call(self._worker, "take_bad_blocks", nothing)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What the scheduler half has to know."""
-        if self._worker is None:
-            return None
-        return self._guarded(self._worker.take_report, self._connector_metadata, neutral=_nothing)
+        return _call(self._worker, "take_report", None, self._connector_metadata)
 
     # ---- scheduler ----
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Take what the workers said (older engines)."""
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): meta for rank, meta in metadata.items()})
+        _call(self._scheduler, "adopt", None, metadata.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Take what the workers said. Inside a MultiConnector it may be another connector's."""
-        if self._scheduler is not None:
-            self._guarded(self._scheduler.greet, list(metadata.values()), neutral=_nothing)
+        _call(self._scheduler, "adopt", None, metadata.values())
 
     def on_new_request(self, request: Any) -> None:
         """Begin to look up."""
-        if self._scheduler is not None:
-            self._guarded(self._scheduler.on_new_request, request, neutral=_nothing)
+        _call(self._scheduler, "on_new_request", None, request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded beyond the computed ones; None: ask again in the next step."""
-        if self._scheduler is None:
-            return 0, False
-        match = self._scheduler.get_num_new_matched_tokens
-        return self._guarded(match, request, num_computed_tokens, neutral=lambda: (0, False))
+        nothing: tuple[int | None, bool] = (0, False)
+        return _call(self._scheduler, "get_num_new_matched_tokens", nothing, request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are allocated: make the load."""
-        if self._scheduler is not None:
-            update, args = self._scheduler.update_state_after_alloc, (request, blocks, num_external_tokens)
-            # The engine waits for this load from now on: the offline half makes one that fails.
-            self._guarded(update, *args, neutral=lambda: update(*args))
+        _call(self._scheduler, "update_state_after_alloc", None, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta | KVConnectorMetadata:
         """Hand out the step's loads and stores."""
-        if self._scheduler is None:
-            return KVConnectorMetadata()
-        build = self._scheduler.build_connector_meta
-        return self._guarded(build, scheduler_output, neutral=lambda: build(scheduler_output))
+        return _call(self._scheduler, "build_connector_meta", KVConnectorMetadata(), scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note what the workers ended."""
-        if self._scheduler is not None:
-            self._guarded(self._scheduler.update_connector_output, connector_output, neutral=_nothing)
+        _call(self._scheduler, "update_connector_output", None, connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks must be held."""
-        return self.request_finished_all_groups(request, (block_ids,))
+        return _call(self._scheduler, "request_finished", False, request), None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks must be held."""
-        if self._scheduler is None:
-            return False, None
-        return self._guarded(self._scheduler.request_finished, request, neutral=lambda: False), None
-
-    def _guarded(self, hook: Callable[..., T], *args: Any, neutral: Callable[[], T]) -> T:
-        try:
-            return hook(*args)
-        except Exception:
-            logger.exception("LMCache Cluster goes offline in this process, the engine runs on without it")
-            for half in (self._scheduler, self._worker):
-                if half is not None:
-                    half.go_offline()
-            return neutral()
+        return _call(self._scheduler, "request_finished", False, request), None
 
 
-def _nothing() -> None:
-    """The neutral value of hooks that return nothing."""
+def _call(half: Scheduler | Worker | None, hook: str, neutral: T, *args: Any) -> T:
+    """Call a hook of a half. If it raises, the half goes offline and is asked once more: offline it keeps the
+    promises that were made (fails the loads that the engine waits for, gives held blocks back).
+    """
+    if half is None:
+        return neutral
+    try:
+        return cast("T", getattr(half, hook)(*args))
+    except Exception:
+        logger.exception("LMCache Cluster goes offline in this process, the engine runs on without it")
+    try:
+        half.go_offline()
+        return cast("T", getattr(half, hook)(*args))
+    except Exception:
+        return neutral
 
 
 def _check_version(version: str) -> None:

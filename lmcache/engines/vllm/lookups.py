@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import queue
 import threading
@@ -12,19 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache import keys
-from lmcache.engines.vllm.plan import KeyContext
+from lmcache.engines.vllm.plan import GROUP, KeyContext
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
 from lmcache.tiers.base import Slot
 
 logger = logging.getLogger(__name__)
 
-GROUP = 0
-"""Number of the one KV group that is cached so far."""
-
 _CALL_SECONDS = 0.5
 _BACK_OFF_SECONDS = 1.0
-_ASK_AGAIN_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Ticket:
         self.fingerprint_lora = fingerprint_lora
         self.context: KeyContext | None = None  # None: not known yet, or not cacheable
         self.answer: Answer | None = None  # None: not answered yet
-        self.is_settled = False  # the scheduler decided: do not ask again
+        self.is_settled = False  # the scheduler decided: no more questions
         self.is_released = False
 
 
@@ -69,15 +63,13 @@ class LookupThread:
         self._namespace = namespace
         self._rate = rate
         self._queue: queue.SimpleQueue[Ticket | str | None] = queue.SimpleQueue()
-        self._again: list[tuple[float, int, Ticket]] = []  # heap of tickets to ask again
-        self._order = itertools.count()
-        self._closed_until = 0.0
+        self._resumes_at = 0.0  # no calls before: the sidecar did not answer
         self.answered = threading.Event()  # set after every answer
         self._thread = threading.Thread(target=self._run, name="lmcache-lookup", daemon=True)
         self._thread.start()
 
     def ask(self, ticket: Ticket) -> None:
-        """Answer the ticket as soon as possible."""
+        """Answer the ticket as soon as possible, or again: lower tiers may have brought more."""
         self._queue.put(ticket)
 
     def release(self, ticket: Ticket) -> None:
@@ -94,14 +86,7 @@ class LookupThread:
         self._queue.put(None)
 
     def _run(self) -> None:
-        while True:
-            try:
-                item = self._queue.get(timeout=self._seconds_to_next())
-            except queue.Empty:
-                self._ask_again()
-                continue
-            if item is None:
-                break
+        while (item := self._queue.get()) is not None:
             try:
                 if isinstance(item, Ticket):
                     self._serve(item)
@@ -111,38 +96,22 @@ class LookupThread:
                 logger.exception("A lookup failed")
         self._client.close()
 
-    def _seconds_to_next(self) -> float | None:
-        if not self._again:
-            return None
-        return max(0.0, self._again[0][0] - time.monotonic())
-
-    def _ask_again(self) -> None:
-        while self._again and self._again[0][0] <= time.monotonic():
-            ticket = heapq.heappop(self._again)[2]
-            if not ticket.is_settled:
-                self._look_up(ticket)
-
     def _serve(self, ticket: Ticket) -> None:
         try:
-            lora = ticket.fingerprint_lora()
-            if lora is not None:
+            if ticket.context is None and (lora := ticket.fingerprint_lora()) is not None:
                 tenant = keys.tenant(ticket.cache_salt, self._namespace)
                 ticket.context = KeyContext(lora, ticket.cache_salt, tenant)
-                if ticket.hashes:
-                    self._look_up(ticket)
+            if ticket.context is not None and ticket.hashes and not ticket.is_settled:
+                ticket.answer = self._look_up(ticket, ticket.context)
         finally:
             ticket.answer = ticket.answer or NOTHING
             self.answered.set()
 
-    def _look_up(self, ticket: Ticket) -> None:
-        session, context = self._client.session, ticket.context
-        if session is None or context is None or time.monotonic() < self._closed_until:
-            ticket.answer = ticket.answer or NOTHING
-            return
-        names = b"".join(
-            keys.chunk_key(block_hash, context.lora_fingerprint, context.cache_salt, GROUP)
-            for block_hash in ticket.hashes
-        )
+    def _look_up(self, ticket: Ticket, context: KeyContext) -> Answer:
+        session = self._client.session
+        if session is None or time.monotonic() < self._resumes_at:
+            return NOTHING
+        names = context.chunk_keys(ticket.hashes)
         try:
             found = session.lookup(
                 ticket.request_id,
@@ -153,14 +122,9 @@ class LookupThread:
             )
         except SidecarError as error:
             self._back_off(error)
-            return
+            return NOTHING
         is_pending = found.probing or found.num_pending > 0
-        slots = tuple(found.slots.get(GROUP, ()))
-        ticket.answer = Answer(slots, found.num_resident, is_pending)
-        if is_pending:
-            due = time.monotonic() + _ASK_AGAIN_SECONDS
-            heapq.heappush(self._again, (due, next(self._order), ticket))
-        self.answered.set()
+        return Answer(tuple(found.slots.get(GROUP, ())), found.num_resident, is_pending)
 
     def _release(self, request_id: str) -> None:
         session = self._client.session
@@ -173,5 +137,5 @@ class LookupThread:
 
     def _back_off(self, error: SidecarError) -> None:
         if isinstance(error, SidecarUnavailable):  # a frozen sidecar must cost requests nothing
-            self._closed_until = time.monotonic() + _BACK_OFF_SECONDS
+            self._resumes_at = time.monotonic() + _BACK_OFF_SECONDS
         logger.debug("The sidecar did not answer: %s", error)

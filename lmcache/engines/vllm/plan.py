@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lmcache import keys
 from lmcache.tiers.base import Slot
+
+GROUP = 0
+"""Number of the one KV group that is cached so far."""
 
 MAX_DEFERRAL_SECONDS = 0.2
 """Bound of waiting for rows that lower tiers are bringing."""
@@ -107,6 +111,12 @@ class KeyContext:
     lora_fingerprint: bytes = b""
     cache_salt: str = ""
     tenant: bytes = b""
+
+    def chunk_keys(self, hashes: Iterable[bytes]) -> bytes:
+        """Join the keys of chunks, which are named by the hashes of their last blocks."""
+        return b"".join(
+            keys.chunk_key(name, self.lora_fingerprint, self.cache_salt, GROUP) for name in hashes
+        )
 
 
 @dataclass(frozen=True)

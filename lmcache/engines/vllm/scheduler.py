@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
-from lmcache.engines.vllm.lookups import Answer, Ticket
+from lmcache.engines.vllm.lookups import Answer, LookupThread, Ticket
 from lmcache.engines.vllm.plan import (
     EngineIdentity,
     Grid,
@@ -42,19 +42,8 @@ IDLE_WAIT_SECONDS = 0.0005
 """When there is nothing to do but to wait: an engine in its caller's process would spin for the GIL."""
 
 
-class Lookups(Protocol):
-    """What this half needs of ``lookups.LookupThread``."""
-
-    answered: Any  # threading.Event
-
-    def ask(self, ticket: Ticket) -> None:
-        """Answer the ticket as soon as possible."""
-
-    def release(self, ticket: Ticket) -> None:
-        """End the ticket's lease."""
-
-    def close(self) -> None:
-        """Serve what is queued, then end."""
+ASK_AGAIN_SECONDS = 0.005
+"""Between two questions whether lower tiers have brought more."""
 
 
 class RequestState:
@@ -63,7 +52,7 @@ class RequestState:
     def __init__(self, request: Any, ticket: Ticket, now: float) -> None:
         self.request = request
         self.ticket = ticket
-        self.asked_at = now
+        self.arrived_at = self.asked_at = now
         self.offer: tuple[Span, Answer] | None = None
         self.blocks: list[int] = []
         self.num_stored_chunks = 0  # leading chunks that need no store: stored, or found by the lookup
@@ -79,7 +68,7 @@ class Scheduler:
     def __init__(
         self,
         num_ranks: int,
-        connect: Callable[[EngineIdentity, Callable[[], float]], Lookups],
+        connect: Callable[[EngineIdentity, Callable[[], float]], LookupThread],
         fingerprint_lora: Callable[[Any], bytes | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,7 +77,7 @@ class Scheduler:
         self._connect = connect
         self._fingerprint_lora = fingerprint_lora
         self._clock = clock
-        self._lookups: Lookups | None = None
+        self._lookups: LookupThread | None = None
         self._is_offline = False
         self._grid = Grid(1, 1, 1)
         self._states: dict[str, RequestState] = {}
@@ -100,21 +89,16 @@ class Scheduler:
         self._stores: list[StoreJob] = []
         self._held: list[str] = []
 
-    def greet(self, workers: Iterable[Any]) -> None:
-        """Take what the workers say before the first request; others' messages are ignored."""
-        for message in workers:
-            if isinstance(message, EngineIdentity):
-                self.adopt(message)
+    def adopt(self, messages: Iterable[Any]) -> None:
+        """Begin to look up when the workers say who they are; messages of other connectors are ignored."""
+        for message in messages:
+            if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
+                self._grid = message.grid
+                self._lookups = self._connect(message, lambda: self._rate.tokens_per_second)
 
     def close(self) -> None:
         """Release all leases and detach."""
         self.go_offline()
-
-    def adopt(self, identity: EngineIdentity) -> None:
-        """Begin to look up: the workers said who they are."""
-        if self._lookups is None and not self._is_offline:
-            self._grid = identity.grid
-            self._lookups = self._connect(identity, lambda: self._rate.tokens_per_second)
 
     def go_offline(self) -> None:
         """Forget all requests for good. What was promised to the engine is still handed to the workers."""
@@ -132,18 +116,19 @@ class Scheduler:
         """Ask for a request that arrived."""
         if self._lookups is None or getattr(request, "resumable", False):
             return  # a streaming session replaces tokens that were hashed already
-        self._states[request.request_id] = self._ask(request)
+        self._states[request.request_id] = self._ask(request, self._lookups)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many more tokens can be loaded, and if there are any; (None, False): ask again."""
-        state = self._states.get(request.request_id)
-        if state is None or state.has_failed or request.skip_reading_prefix_cache:
+        state, lookups = self._states.get(request.request_id), self._lookups
+        if state is None or lookups is None or state.has_failed or request.skip_reading_prefix_cache:
             return 0, False
-        if not self._could_load(request, num_computed_tokens, len(request.block_hashes)):
+        num_chunks = self._grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
+        if not loadable_span(self._grid, num_computed_tokens, request.num_tokens, num_chunks).num_tokens:
             return 0, False
         if state.ticket.is_settled and state.offer is None:  # preempted after the lease was given back
-            self._states[request.request_id] = state = self._ask(request)
-        if self._must_wait(state):
+            self._states[request.request_id] = state = self._ask(request, lookups)
+        if self._must_wait(state, lookups):
             self._is_waiting = True
             return None, False
         answer = state.ticket.answer
@@ -222,7 +207,7 @@ class Scheduler:
         self._held.append(request.request_id)
         return True
 
-    def _ask(self, request: Any) -> RequestState:
+    def _ask(self, request: Any, lookups: LookupThread) -> RequestState:
         num_chunks = self._grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
         if request.skip_reading_prefix_cache:
             num_chunks = 0
@@ -232,24 +217,23 @@ class Scheduler:
             request.cache_salt or "",
             lambda: self._fingerprint_lora(request.lora_request),
         )
-        assert self._lookups is not None
-        self._lookups.ask(ticket)
+        lookups.ask(ticket)
         return RequestState(request, ticket, self._clock())
 
-    def _could_load(self, request: Any, num_computed_tokens: int, num_hashes: int) -> bool:
-        num_chunks = self._grid.num_full_chunks(num_hashes, request.num_tokens)
-        return loadable_span(self._grid, num_computed_tokens, request.num_tokens, num_chunks).num_tokens > 0
-
-    def _must_wait(self, state: RequestState) -> bool:
+    def _must_wait(self, state: RequestState, lookups: LookupThread) -> bool:
         if state.ticket.is_settled:
             return False
-        waited, answer = self._clock() - state.asked_at, state.ticket.answer
+        now, answer = self._clock(), state.ticket.answer
         if answer is None:
-            return waited < ANSWER_SECONDS
-        if not answer.is_pending:
-            return False
+            return now - state.arrived_at < ANSWER_SECONDS
         missing = (len(state.ticket.hashes) - len(answer.slots)) * self._grid.chunk_tokens
-        return waited < deferral_seconds(missing, self._rate.tokens_per_second)
+        patience = deferral_seconds(missing, self._rate.tokens_per_second)
+        if not answer.is_pending or now - state.arrived_at >= patience:
+            return False
+        if now - state.asked_at >= ASK_AGAIN_SECONDS:
+            state.asked_at = now
+            lookups.ask(state.ticket)
+        return True
 
     def _release(self, state: RequestState) -> None:
         state.offer = None
@@ -305,8 +289,7 @@ class Scheduler:
             state.blocks, state.num_stored_chunks, state.offer = [], 0, None
 
     def _take_report(self, report: WorkerReport) -> None:
-        if report.identity is not None:
-            self.adopt(report.identity)
+        self.adopt([report.identity])
         self._rate.end(report.timed_step, self._clock())
         for request_id in report.failed_loads:
             state = self._states.get(request_id)

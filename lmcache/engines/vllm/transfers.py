@@ -18,13 +18,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
 
-from lmcache import keys
 from lmcache.engines.vllm.copier import EngineCopier, Fence
-from lmcache.engines.vllm.lookups import GROUP
-from lmcache.engines.vllm.plan import EngineIdentity, LoadJob, StoreJob, WorkerReport
-from lmcache.rpc.client import Session
+from lmcache.engines.vllm.plan import GROUP, EngineIdentity, LoadJob, StoreJob, WorkerReport
+from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
 from lmcache.tiers.base import Reserved, Slot
 
@@ -35,21 +33,7 @@ PREEMPTION_SECONDS = 0.005
 IDLE_WAIT_SECONDS = 0.0005
 """When there is nothing to do but to wait: an engine in its caller's process would spin for the GIL."""
 
-MAX_QUEUED_STORES = 256
-"""Stores beyond this are dropped: the sidecar is frozen or far too slow."""
-
 _BACK_OFF_SECONDS = 1.0
-
-
-class Sessions(Protocol):
-    """What is needed of the wire client."""
-
-    @property
-    def session(self) -> Session | None:
-        """The present session, or None while detached."""
-
-    def close(self) -> None:
-        """Detach."""
 
 
 class LoadTransfer:
@@ -118,12 +102,8 @@ class StoreTransfer:
                 self._settle(session, [slot for _, slot in reserved])
 
     def _reserve(self, session: Session) -> list[tuple[int, Slot]]:
-        context = self.job.context
-        names = b"".join(
-            keys.chunk_key(block_hash, context.lora_fingerprint, context.cache_salt, GROUP)
-            for block_hash in self.job.hashes
-        )
-        answers = session.reserve(GROUP, names, first_chunk=self.job.first_chunk, tenant=context.tenant)
+        names, tenant = self.job.context.chunk_keys(self.job.hashes), self.job.context.tenant
+        answers = session.reserve(GROUP, names, first_chunk=self.job.first_chunk, tenant=tenant)
         return [
             (chunk, answer.slot)
             for chunk, answer in enumerate(answers)
@@ -140,41 +120,15 @@ class StoreTransfer:
                 session.abort(rest)
 
 
-class _CopyThread:
-    """Runs transfers one after the other."""
-
-    def __init__(self, name: str, run: Callable[[LoadTransfer | StoreTransfer], None]) -> None:
-        self._queue: queue.SimpleQueue[LoadTransfer | StoreTransfer | None] = queue.SimpleQueue()
-        self._run_transfer = run
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def num_queued(self) -> int:
-        return self._queue.qsize()
-
-    def submit(self, transfer: LoadTransfer | StoreTransfer) -> None:
-        self._queue.put(transfer)
-
-    def close(self) -> None:
-        """Run what is queued, then end; waits at most HOLD_SECONDS."""
-        self._queue.put(None)
-        self._thread.join(HOLD_SECONDS)
-
-    def _run(self) -> None:
-        while (transfer := self._queue.get()) is not None:
-            self._run_transfer(transfer)
-
-
 class Transfers:
     """All transfers of one rank. The engine's thread calls the methods; none waits longer than it says."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._client: Sessions | None = None  # None: nothing can be copied
+        self._client: SidecarClient | None = None  # None: nothing can be copied
         self._copier: EngineCopier | None = None
-        self._loader: _CopyThread | None = None
-        self._storer: _CopyThread | None = None
+        self._loader = ThreadPoolExecutor(1, "lmcache-load")
+        self._storer = ThreadPoolExecutor(1, "lmcache-store")
         self._stores_resume_at = 0.0
         self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
         self._progress = threading.Event()  # set after each put into _ended
@@ -184,13 +138,10 @@ class Transfers:
         self._bad_blocks: set[int] = set()
         self._report = WorkerReport()
 
-    def begin(self, client: Sessions, copier: EngineCopier, identity: EngineIdentity) -> None:
+    def begin(self, client: SidecarClient, copier: EngineCopier, identity: EngineIdentity) -> None:
         """From now on jobs are carried out; before, loads fail and stores are dropped."""
-        self._copier = copier
-        self._loader = _CopyThread("lmcache-load", self._run)
-        self._storer = _CopyThread("lmcache-store", self._run)
+        self._client, self._copier = client, copier
         self._report.identity = identity
-        self._client = client
 
     def go_offline(self) -> None:
         """Copy nothing any more. What is under way is still reported."""
@@ -203,20 +154,13 @@ class Transfers:
         if job.request_id in self._loading:
             return
         self._loading.add(job.request_id)
-        transfer = LoadTransfer(job, fence)
-        if self._client is None or self._loader is None:
-            self._end(transfer)
-        else:
-            self._loader.submit(transfer)
+        self._loader.submit(self._run, LoadTransfer(job, fence))
 
     def store(self, job: StoreJob, fence: Fence) -> None:
         """Begin a store."""
         transfer = StoreTransfer(job, fence)
         self._stores.setdefault(job.request_id, set()).add(transfer)
-        if self._client is None or self._storer is None or self._storer.num_queued >= MAX_QUEUED_STORES:
-            self._end(transfer)
-        else:
-            self._storer.submit(transfer)
+        self._storer.submit(self._run, transfer)
 
     def preempt(self, request_ids: Iterable[str]) -> None:
         """The engine is about to overwrite these requests' blocks."""
@@ -250,12 +194,11 @@ class Transfers:
         return report or None
 
     def close(self) -> None:
-        """End the threads after what is queued, and detach; bounded."""
+        """End the threads and detach; waits for the copy and the call under way."""
         client = self._client
         self.go_offline()
         for thread in (self._loader, self._storer):
-            if thread is not None:
-                thread.close()
+            thread.shutdown()
         if client is not None:
             client.close()
 

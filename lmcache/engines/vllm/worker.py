@@ -8,11 +8,12 @@ from typing import Any
 
 from lmcache.engines.vllm.copier import EngineCopier
 from lmcache.engines.vllm.plan import EngineIdentity, StepMeta, WorkerReport
-from lmcache.engines.vllm.transfers import Sessions, Transfers
+from lmcache.engines.vllm.transfers import Transfers
+from lmcache.rpc.client import SidecarClient
 
 logger = logging.getLogger("vllm.lmcache")
 
-Attach = Callable[[Mapping[str, Any]], tuple[Sessions, EngineCopier, EngineIdentity]]
+Attach = Callable[[Mapping[str, Any]], tuple[SidecarClient, EngineCopier, EngineIdentity]]
 
 
 class Worker:
@@ -70,7 +71,7 @@ class Worker:
         return self._transfers.take_report(_step(meta).timed_step)
 
     def close(self) -> None:
-        """End the threads and detach; bounded."""
+        """End the threads and detach."""
         self._transfers.close()
 
     def _fence(self) -> Any:

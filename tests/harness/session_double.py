@@ -1,0 +1,93 @@
+"""A sidecar inside the test: as much of ``Session`` as the connector uses, with faults to inject."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lmcache.rpc.errors import SidecarUnavailable
+from lmcache.rpc.session import LookupResult
+from lmcache.tiers.base import KEY_BYTES, Reservation, Reserved, Slot
+
+
+class SessionDouble:
+    """Rows are given out in order, never evicted; ``committed`` and ``aborted`` say what became of them."""
+
+    def __init__(self, num_rows: int = 64, slot_bytes: int = 4096) -> None:
+        self.slots: Any = np.zeros((num_rows, slot_bytes), np.uint8)
+        self.rows: dict[bytes, Slot] = {}
+        self.committed: list[Slot] = []
+        self.aborted: list[Slot] = []
+        self.leased: set[str] = set()
+        self.released: list[str] = []
+        self.num_pending = 0
+        self.is_down = False
+        self.is_copying = False
+        self.before_lookup: Callable[[], None] = lambda: None
+        self._next_row = 0
+
+    @property
+    def session(self) -> SessionDouble:
+        return self
+
+    def close(self) -> None:
+        pass
+
+    def lookup(self, request_id: str, group_keys: Sequence[tuple[int, bytes]], **_: Any) -> LookupResult:
+        self.before_lookup()
+        self._check_up()
+        ((group, keys),) = group_keys
+        found = []
+        for key in _split(keys):
+            if (slot := self.rows.get(key)) not in self.committed:
+                break
+            found.append(slot)
+        self.leased.add(request_id)
+        return LookupResult(len(found), len(found), self.num_pending, False, {group: found})
+
+    def reserve(self, group: int, keys: bytes, **_: Any) -> list[Reservation]:
+        self._check_up()
+        return [self._reserve(key) for key in _split(keys)]
+
+    def commit(self, slots: Sequence[Slot], timeout: float = 0) -> None:
+        assert self.is_copying, "commit belongs into the copying block"
+        self._check_up()
+        self.committed += slots
+
+    def abort(self, slots: Sequence[Slot], timeout: float = 0) -> None:
+        self._check_up()
+        self.aborted += slots
+
+    def release(self, request_ids: Sequence[str], timeout: float = 0) -> None:
+        self._check_up()
+        self.released += request_ids
+        self.leased -= set(request_ids)
+
+    def holds(self, slot: Slot) -> bool:
+        return slot in self.committed
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        self.is_copying = True
+        try:
+            yield
+        finally:
+            self.is_copying = False
+
+    def _reserve(self, key: bytes) -> Reservation:
+        if key in self.rows:
+            return Reservation(Reserved.EXISTS if self.rows[key] in self.committed else Reserved.BUSY)
+        self.rows[key] = slot = Slot(self._next_row, 1)
+        self._next_row += 1
+        return Reservation(Reserved.SLOT, slot)
+
+    def _check_up(self) -> None:
+        if self.is_down:
+            raise SidecarUnavailable("down")
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]

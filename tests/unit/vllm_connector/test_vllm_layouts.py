@@ -1,0 +1,166 @@
+"""From tensors to bytes: every physical order that the engine can choose, and what the bytes are called."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lmcache.engines.vllm.copier import CpuCopier, make_copier
+from lmcache.engines.vllm.layouts import Layout, Unsupported, check_supported, content_id, page_views
+
+L, B, H, N, C = 3, 5, 2, 4, 8
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+}
+
+
+def kv_caches(order, dtype=torch.float16):
+    """One backing allocation, seen by the engine as ``[B, H, N, C]`` per layer, as vLLM makes it."""
+    sizes = (L, B, H, N, C)
+    backing = torch.arange(L * B * H * N * C, dtype=torch.int32).to(dtype).view([sizes[d] for d in order])
+    logical = backing.permute([order.index(d) for d in range(5)])
+    return {f"layer{i}": logical[i] for i in range(L)}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_page_is_all_bytes_of_a_block_in_memory_order(order):
+    caches = kv_caches(order)
+    views = page_views(list(caches), caches, B)
+    inner = [d for d in order if d > 1]
+    for view, kv in zip(views, caches.values(), strict=True):
+        assert view.shape == (B, H * N * C * 2)
+        for block in range(B):
+            in_memory_order = kv[block].permute([d - 2 for d in inner]).contiguous()
+            assert view[block].numpy().tobytes() == in_memory_order.numpy().tobytes()
+        view[2] = 0xFF
+        assert (kv[2].contiguous().view(torch.uint8) == 0xFF).all(), "a view of the engine's own memory"
+        assert not (kv[1].contiguous().view(torch.uint8) == 0xFF).all()
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3, 4), (1, 2, 0, 3, 4)], ids=["LHBNC", "BHLNC"])
+def test_a_scattered_block_is_refused(order):
+    caches = kv_caches(order)
+    with pytest.raises(Unsupported, match="not one run of bytes"):
+        page_views(list(caches), caches, B)
+
+
+def test_kernel_blocks_are_joined_and_shared_layers_count_once():
+    kv = torch.arange(6 * H * N * C, dtype=torch.float32).view(6, H, N, C)  # 3 blocks of 2 kernel blocks
+    (view,) = page_views(["a", "b"], {"a": kv, "b": kv}, 3)
+    assert view.shape == (3, 2 * H * N * C * 4)
+    assert view[1].numpy().tobytes() == kv[2:4].numpy().tobytes()
+
+
+def test_content_ids_tell_apart_what_differs_and_only_that():
+    def name(order="LBHNC", dtype=torch.float16, backend="CPU_ATTN", isa="vec", version="0.32.0"):
+        return content_id(kv_caches(ORDERS[order], dtype)["layer0"], B, backend, isa, version)
+
+    assert name() == "cpu-vec-1/float16/2x4x8/012"  # golden: changing it orphans what is stored
+    assert name("BLHNC") == name("LBHNC"), "slots have their own order of layers and blocks"
+    assert name("LBNHC") == "cpu-vec-1/float16/2x4x8/102"
+    assert name(dtype=torch.bfloat16) != name()
+    assert name(version="0.33.1") == name(), "a known content outlives releases"
+    assert name(isa="amx") == "CPU_ATTN-amx@0.32/float16/2x4x8/012"
+    assert name(isa="amx", version="0.32.9") == name(isa="amx") != name(isa="amx", version="0.33.0")
+
+
+class FullAttentionSpec:
+    block_size = 32
+
+
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
+def engine(*specs, policy="recompute", dcp=1, eagle=False):
+    groups = [SimpleNamespace(kv_cache_spec=spec, is_eagle_group=eagle) for spec in specs]
+    parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1)
+    transfer = SimpleNamespace(kv_load_failure_policy=policy)
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+    return config, SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_plain_full_attention_is_supported():
+    check_supported(*engine(FullAttentionSpec()))
+    check_supported(*engine(SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec()})))
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "reason"),
+    [
+        (engine(MambaSpec()), "MambaSpec"),
+        (engine(FullAttentionSpec(), MambaSpec()), "2 KV cache groups"),
+        (engine(SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec(), "b": MambaSpec()})), "MambaSpec"),
+        (engine(FullAttentionSpec(), policy="fail"), "kv_load_failure_policy"),
+        (engine(FullAttentionSpec(), dcp=2), "decode_context_parallel_size"),
+        (engine(FullAttentionSpec(), eagle=True), "draft"),
+    ],
+)
+def test_everything_else_runs_untouched_with_a_reason(unsupported, reason):
+    with pytest.raises(Unsupported, match=reason):
+        check_supported(*unsupported)
+
+
+def layout(num_layers=3, num_blocks=9, page=64, blocks_per_chunk=4):
+    pages = torch.randint(0, 255, (num_layers, num_blocks, page), dtype=torch.uint8)
+    return Layout(tuple(pages), blocks_per_chunk)
+
+
+def test_golden_slot_bytes():
+    """[layer][block][page]: changing this makes stored objects unreadable; then the content ids must change."""
+    pages = tuple(torch.tensor([[10 * layer + block] * 2 for block in range(4)]).byte() for layer in range(2))
+    slot = np.zeros(16, np.uint8)
+    make_copier(Layout(pages, blocks_per_chunk=2)).store(slot, [3, 1], None)
+    assert slot.tolist() == [3, 3, 1, 1, 13, 13, 11, 11] + [0] * 8
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 4), (0, 1), (1, 2), (3, 1)])
+def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count):
+    source, target = layout(), layout()
+    slot = np.full(4096, 7, np.uint8)
+    CpuCopier(source).store(slot, [8, 2, 5, 0], None)
+    before = [pages.clone() for pages in target.pages]
+    destination = [6, 1, 4, 3][:count]
+    CpuCopier(target).load(slot, first, destination, None)
+    for layer in range(3):
+        expected = before[layer]
+        expected[destination] = source.pages[layer][[8, 2, 5, 0][first : first + count]]
+        assert torch.equal(target.pages[layer], expected)
+    assert (slot[source.chunk_bytes :] == 7).all()
+
+
+def test_a_layer_with_gaps_is_refused_on_the_cpu():
+    pages = torch.zeros(4, 128, dtype=torch.uint8)[:, :64]
+    with pytest.raises(ValueError, match="not adjacent"):
+        CpuCopier(Layout((pages,), 2))
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_copies_release_the_gil(direction):
+    big = Layout((torch.zeros(64, 1 << 20, dtype=torch.uint8),), 64)
+    copier, slot = CpuCopier(big), np.zeros(64 << 20, np.uint8)
+    progress, is_over = [], threading.Event()
+
+    def count():
+        while not is_over.is_set():
+            progress.append(time.perf_counter())
+            time.sleep(0)
+
+    ids = list(range(64))
+    copier.store(slot, ids, None)  # touches the pages first
+    thread = threading.Thread(target=count)
+    thread.start()
+    began = time.perf_counter()
+    for _ in range(4):
+        copier.load(slot, 0, ids, None) if direction == "load" else copier.store(slot, ids, None)
+    ended = time.perf_counter()
+    is_over.set()
+    thread.join()
+    seen = [moment for moment in progress if began < moment < ended]
+    assert len(seen) > 20, "another thread ran while bytes were copied"

@@ -1,0 +1,109 @@
+"""The arithmetic of loads and stores, for any edges."""
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache.engines.vllm.plan import (
+    MAX_DEFERRAL_SECONDS,
+    Grid,
+    PrefillRate,
+    WorkerReport,
+    deferral_seconds,
+    load_pieces,
+    loadable_span,
+)
+from lmcache.tiers.base import Slot
+
+GRIDS = st.builds(
+    Grid.fit,
+    chunk_tokens=st.sampled_from([32, 96, 256]),
+    block_tokens=st.sampled_from([16, 32, 48]),
+    hash_tokens=st.sampled_from([8, 16]),
+)
+
+
+@given(GRIDS)
+def test_edges_of_chunks_are_edges_of_blocks_and_hashes(grid):
+    assert grid.chunk_tokens % grid.block_tokens == 0
+    assert grid.chunk_tokens % grid.hash_tokens == 0
+
+
+@given(GRIDS, st.integers(0, 40), st.integers(1, 3000), st.integers(0, 12))
+def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blocks, num_tokens, num_leased):
+    computed = min(computed_blocks, (num_tokens - 1) // grid.block_tokens) * grid.block_tokens
+    span = loadable_span(grid, computed, num_tokens, num_leased)
+
+    assert span.start == computed
+    assert span.end % grid.block_tokens == 0
+    assert span.end < num_tokens, "a token must be left to compute"
+    if span.num_tokens:
+        assert span.end <= num_leased * grid.chunk_tokens
+        is_all_leased = span.end == num_leased * grid.chunk_tokens
+        assert is_all_leased or num_tokens - span.end <= grid.block_tokens, "not one block more would fit"
+    else:
+        most = min(num_leased * grid.chunk_tokens, (num_tokens - 1) // grid.block_tokens * grid.block_tokens)
+        assert most <= computed, "nothing loadable was left out"
+
+    blocks = [1000 + i for i in range(math.ceil(num_tokens / grid.block_tokens))]
+    slots = [Slot(7 * i, i) for i in range(num_leased)]
+    loaded = {}
+    for piece in load_pieces(grid, span, slots, blocks):
+        chunk = slots.index(piece.slot)
+        for offset, block in enumerate(piece.blocks):
+            token = chunk * grid.chunk_tokens + (piece.first_block + offset) * grid.block_tokens
+            loaded[token] = block
+        assert 0 < len(piece.blocks) <= grid.blocks_per_chunk - piece.first_block
+    wanted = range(span.start, span.end, grid.block_tokens)
+    assert loaded == {token: blocks[token // grid.block_tokens] for token in wanted}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_leased", "loaded"),
+    [(255, 0, 0), (256, 1, 224), (257, 1, 256), (288, 1, 256), (512, 2, 480), (513, 2, 512)],
+)
+def test_known_edges(num_tokens, num_leased, loaded):
+    assert loadable_span(Grid(256, 32, 32), 0, num_tokens, num_leased).num_tokens == loaded
+
+
+def test_an_unaligned_local_hit_is_left_alone():
+    assert loadable_span(Grid(256, 32, 32), 33, 600, 2).num_tokens == 0
+
+
+@given(GRIDS, st.integers(0, 400), st.integers(0, 4000))
+def test_full_chunks_have_all_their_hashes_and_tokens(grid, num_hashes, num_tokens):
+    chunks = grid.num_full_chunks(num_hashes, num_tokens)
+    assert chunks * grid.chunk_tokens <= min(num_tokens, num_hashes * grid.hash_tokens)
+    assert (chunks + 1) * grid.chunk_tokens > min(num_tokens, num_hashes * grid.hash_tokens)
+    hashes = [b"%d" % i for i in range(num_hashes)]
+    names = grid.chunk_hashes(hashes, 0, chunks)
+    assert names == [hashes[(c + 1) * grid.chunk_tokens // grid.hash_tokens - 1] for c in range(chunks)]
+
+
+def test_waiting_for_a_lower_tier_never_takes_longer_than_computing():
+    assert deferral_seconds(1000, 0) == MAX_DEFERRAL_SECONDS
+    assert deferral_seconds(1000, 100_000) == pytest.approx(0.01)
+    assert deferral_seconds(10**9, 100) == MAX_DEFERRAL_SECONDS
+
+
+def test_the_prefill_rate_of_overlapping_steps_counts_no_second_twice():
+    rate = PrefillRate()
+    assert rate.begin(PrefillRate.MIN_STEP_TOKENS - 1, now=0) == 0
+    first, second = rate.begin(1000, now=0), rate.begin(1000, now=0.1)  # scheduled while the first runs
+    rate.end(first, now=1)
+    assert rate.tokens_per_second == pytest.approx(1000)
+    rate.end(second, now=2)
+    assert rate.tokens_per_second == pytest.approx(1000)
+    rate.end(77, now=3)
+    assert rate.tokens_per_second == pytest.approx(1000)
+
+
+def test_reports_of_ranks_add_up():
+    one = WorkerReport(Counter({1: 1, 2: 1}), {"a"}, timed_step=3)
+    two = WorkerReport(Counter({1: 1}), {"b"}, timed_step=3)
+    both = one.aggregate(two)
+    assert both == WorkerReport(Counter({1: 2, 2: 1}), {"a", "b"}, 3)
+    assert not WorkerReport()

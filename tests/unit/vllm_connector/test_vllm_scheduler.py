@@ -1,0 +1,398 @@
+"""The scheduler half against requests and steps made by hand, in the shapes of both model runners."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache import keys
+from lmcache.engines.vllm.lookups import LookupThread, Ticket
+from lmcache.engines.vllm.plan import EngineIdentity, Grid, KeyContext, WorkerReport
+from lmcache.engines.vllm.scheduler import ANSWER_SECONDS, Scheduler
+from lmcache.tiers.base import Slot
+from tests.harness.session_double import SessionDouble
+
+GRID = Grid(chunk_tokens=64, block_tokens=32, hash_tokens=32)
+IDENTITY = EngineIdentity(b"n" * 32, "", GRID, 4096, 1, "tiny")
+
+
+def hashes(num_tokens, name="p"):
+    return [f"{name}{i}".encode() for i in range(num_tokens // GRID.hash_tokens)]
+
+
+def make_request(num_tokens, request_id="r", **fields):
+    defaults = {
+        "request_id": request_id,
+        "num_tokens": num_tokens,
+        "num_computed_tokens": 0,
+        "block_hashes": hashes(num_tokens),
+        "lora_request": None,
+        "cache_salt": None,
+        "skip_reading_prefix_cache": False,
+        "resumable": False,
+    }
+    return SimpleNamespace(**(defaults | fields))
+
+
+def blocks(num, first=100):
+    return list(range(first, first + num))
+
+
+class Rig:
+    def __init__(self, num_ranks=1):
+        self.now = 0.0
+        self.session = SessionDouble()
+        self.lora = {None: b""}
+        self.scheduler = Scheduler(num_ranks, self._connect, self.lora.__getitem__, lambda: self.now)
+        self.scheduler.adopt(["another connector's message", IDENTITY])
+
+    def _connect(self, identity, rate):
+        self.lookups = LookupThread(self.session, identity.namespace, rate)
+        return self.lookups
+
+    def stored(self, num_chunks, **context):
+        """Let the sidecar have the first chunks of the default prompt."""
+        names = GRID.chunk_hashes(hashes(4096), 0, num_chunks)
+        for name in names:
+            slot = Slot(len(self.session.rows), 1)
+            self.session.rows[keys.chunk_key(name, **context)] = slot
+            self.session.committed.append(slot)
+
+    def settle(self):
+        """Wait until the lookup thread did all that was asked so far."""
+        done = threading.Event()
+        self.lookups.ask(Ticket("", [], "", done.set))
+        assert done.wait(10)
+
+    def arrive(self, request):
+        self.scheduler.on_new_request(request)
+        self.settle()
+        return request
+
+    def match(self, request, computed=0):
+        return self.scheduler.get_num_new_matched_tokens(request, computed)
+
+    def allocate(self, request, ids, external):
+        table = SimpleNamespace(get_block_ids=lambda: (ids,))
+        self.scheduler.update_state_after_alloc(request, table, external)
+
+    def step(self, new=(), cached=(), preempted=(), drafts=None):
+        """``new``: (id, blocks, computed, scheduled); ``cached``: the same and whether it was resumed."""
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=id_, block_ids=(ids,), num_computed_tokens=computed)
+                for id_, ids, computed, _ in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[item[0] for item in cached],
+                resumed_req_ids={item[0] for item in cached if item[4]},
+                new_block_ids=[(item[1],) if item[1] else None for item in cached],
+                num_computed_tokens=[item[2] for item in cached],
+            ),
+            num_scheduled_tokens={item[0]: item[3] for item in (*new, *cached)},
+            total_num_scheduled_tokens=sum(item[3] for item in (*new, *cached)),
+            scheduled_spec_decode_tokens=drafts or {},
+            preempted_req_ids=set(preempted),
+        )
+        return self.scheduler.build_connector_meta(output)
+
+    def report(self, ended=(), failed=(), received=(), sent=()):
+        report = WorkerReport()
+        report.stores_ended.update(ended)
+        report.failed_loads.update(failed)
+        output = SimpleNamespace(
+            kv_connector_worker_meta=report, finished_recving=set(received), finished_sending=set(sent)
+        )
+        self.scheduler.update_connector_output(output)
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.scheduler.close()
+
+
+def chunk_ranges(meta):
+    return [(job.first_chunk, job.first_chunk + len(job.hashes)) for job in meta.stores]
+
+
+def test_a_hit_is_offered_loaded_and_its_lease_ended(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (192, True)
+    assert rig.match(request) == (192, True), "asking again changes nothing"
+    rig.allocate(request, blocks(6), 192)
+    (load,) = rig.step().loads
+    assert load.blocks == tuple(blocks(6))
+    assert [(piece.slot.row, piece.first_block, piece.blocks) for piece in load.pieces] == [
+        (0, 0, (100, 101)),
+        (1, 0, (102, 103)),
+        (2, 0, (104, 105)),
+    ]
+    assert rig.step().loads == []
+    assert rig.session.leased == {"r"}
+    rig.report(received=["r"])
+    rig.settle()
+    assert rig.session.leased == set()
+
+
+def test_a_local_hit_inside_a_chunk_is_loaded_from_there(rig):
+    rig.stored(2)
+    request = rig.arrive(make_request(130))
+    assert rig.match(request, computed=32) == (96, True)
+    rig.allocate(request, blocks(4), 96)
+    (load,) = rig.step().loads
+    assert load.blocks == (101, 102, 103)
+    assert [(piece.first_block, piece.blocks) for piece in load.pieces] == [(1, (101,)), (0, (102, 103))]
+
+
+def test_the_engine_may_take_less_than_was_offered(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (192, True)
+    rig.allocate(request, blocks(6), 96)
+    (load,) = rig.step().loads
+    assert load.blocks == (100, 101, 102)
+
+
+def test_until_answered_the_engine_asks_again_and_then_computes(rig):
+    rig.stored(3)
+    gate = threading.Event()
+    rig.session.before_lookup = gate.wait
+    request = make_request(200)
+    rig.scheduler.on_new_request(request)
+    assert rig.match(request) == (None, False)
+    rig.now = ANSWER_SECONDS - 0.001
+    assert rig.match(request) == (None, False)
+    rig.now = ANSWER_SECONDS
+    assert rig.match(request) == (0, False)
+    gate.set()
+    rig.settle()
+    assert rig.match(request) == (192, True), "not allocated yet: a late answer is still good"
+    rig.allocate(request, blocks(7), 0)
+    rig.settle()
+    assert rig.session.leased == set()
+
+
+def test_a_request_computed_before_its_answer_leaves_no_lease(rig):
+    rig.stored(3)
+    gate = threading.Event()
+    rig.session.before_lookup = gate.wait
+    request = make_request(200)
+    rig.scheduler.on_new_request(request)
+    rig.now = 1
+    assert rig.match(request) == (0, False)
+    rig.allocate(request, blocks(7), 0)
+    gate.set()
+    rig.settle()
+    assert rig.session.leased == set()
+
+
+def test_rows_on_their_way_up_defer_within_the_budget(rig):
+    rig.session.num_pending = 2
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(2)
+    rig.now = 0.01
+    assert rig.match(request) == (None, False), "asks the sidecar again"
+    rig.settle()
+    rig.now = 0.2
+    assert rig.match(request) == (128, True)
+
+
+def test_a_prompt_without_a_full_chunk_waits_for_nothing(rig):
+    request = make_request(63)
+    rig.scheduler.on_new_request(request)
+    assert rig.match(request) == (0, False)
+
+
+def test_a_local_hit_of_everything_waits_for_nothing(rig):
+    request = make_request(200)
+    rig.scheduler.on_new_request(request)
+    assert rig.match(request, computed=192) == (0, False)
+
+
+def test_a_request_that_skips_reads_is_stored_but_not_loaded(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200, skip_reading_prefix_cache=True))
+    assert rig.match(request) == (0, False)
+    assert chunk_ranges(rig.step(new=[("r", blocks(7), 0, 200)])) == [(0, 3)]
+
+
+def test_salt_and_adapter_are_part_of_the_key_and_an_unknown_adapter_is_not_cached(rig):
+    rig.stored(1)
+    rig.stored(2, lora_fingerprint=b"L", cache_salt="s")
+    rig.lora |= {"known": b"L", "unknown": None}
+    known = rig.arrive(make_request(200, "a", cache_salt="s", lora_request="known"))
+    assert rig.match(known) == (128, True)
+    rig.step(new=[("a", blocks(7), 0, 200)])
+    unknown = rig.arrive(make_request(200, "b", cache_salt="s", lora_request="unknown"))
+    assert rig.match(unknown) == (0, False)
+    assert rig.step(new=[("b", blocks(7), 0, 200)]).stores == []
+
+
+def test_every_chunk_is_stored_in_the_step_that_completes_it(rig):
+    request = rig.arrive(make_request(200))
+    assert chunk_ranges(rig.step(new=[("r", blocks(4), 0, 100)])) == [(0, 1)]
+    meta = rig.step(cached=[("r", blocks(3, 104), 100, 100, False)])
+    assert chunk_ranges(meta) == [(1, 3)]
+    assert meta.stores[0].blocks == tuple(blocks(4, 102))
+    assert meta.stores[0].hashes == (b"p3", b"p5")
+    assert meta.stores[0].context == KeyContext()
+    # Decoding: token 255 completes chunk 3.
+    request.block_hashes = hashes(256)
+    assert chunk_ranges(rig.step(cached=[("r", blocks(1, 107), 200, 55, False)])) == []
+    assert chunk_ranges(rig.step(cached=[("r", None, 255, 1, False)])) == [(3, 4)]
+
+
+def test_drafts_that_may_be_rejected_are_not_stored(rig):
+    rig.arrive(make_request(128))
+    assert chunk_ranges(rig.step(new=[("r", blocks(5), 0, 66)], drafts={"r": [1, 2, 3]})) == []
+
+
+def test_what_the_lookup_found_is_not_stored_again(rig):
+    rig.stored(2)
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (128, True)
+    rig.allocate(request, blocks(4), 128)
+    rig.step()
+    rig.report(received=["r"])
+    assert chunk_ranges(rig.step(new=[("r", blocks(7), 128, 72)])) == [(2, 3)]
+
+
+def test_a_failed_load_is_not_tried_again_and_its_chunks_are_stored(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (192, True)
+    rig.allocate(request, blocks(6), 192)
+    rig.step()
+    rig.report(failed=["r"], received=["r"])
+    assert rig.match(request) == (0, False)
+    assert chunk_ranges(rig.step(new=[("r", blocks(7), 0, 200)])) == [(0, 3)]
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (0, False)
+    rig.allocate(request, blocks(7), 0)
+    assert chunk_ranges(rig.step(new=[("r", blocks(4), 0, 100)])) == [(0, 1)]
+    assert rig.step(preempted=["r"]).preempted == ["r"]
+    rig.stored(1)
+    assert rig.match(request) == (None, False)
+    rig.settle()
+    assert rig.match(request) == (64, True)
+    rig.allocate(request, blocks(2, 200), 64)
+    (load,) = rig.step().loads
+    assert load.blocks == (200, 201)
+    rig.report(received=["r"])
+    table = blocks(7, 200)
+    if runner == "V1":
+        meta = rig.step(cached=[("r", table, 64, 136, True)])
+    else:
+        meta = rig.step(new=[("r", table, 64, 136)])
+    assert chunk_ranges(meta) == [(1, 3)]
+    assert meta.stores[0].blocks == tuple(table[2:6])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_blocks_are_held_until_all_ranks_ended_their_stores(num_ranks):
+    rig = Rig(num_ranks)
+    request = rig.arrive(make_request(200))
+    (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
+    request.num_computed_tokens = 200
+    assert rig.scheduler.request_finished(request) is True
+    assert rig.step().held == ["r"]
+    assert rig.step().held == []
+    for _ in range(num_ranks):
+        rig.report(ended=[job.job_id])
+    rig.report(sent=["r"])
+    assert rig.scheduler._states == {}
+    rig.scheduler.close()
+
+
+def test_blocks_are_not_held_when_all_stores_ended(rig):
+    request = rig.arrive(make_request(200))
+    (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
+    rig.report(ended=[job.job_id])
+    request.num_computed_tokens = 200
+    assert rig.scheduler.request_finished(request) is False
+    assert rig.scheduler._states == {}
+
+
+def test_with_async_scheduling_the_last_chunk_is_stored_at_the_end(rig):
+    request = rig.arrive(make_request(200))
+    (job,) = rig.step(new=[("r", blocks(8), 0, 200)]).stores
+    rig.report(ended=[job.job_id])
+    assert rig.step(cached=[("r", None, 200, 56, False)]).stores == [], "tokens 200.. have no names yet"
+    request.num_tokens, request.num_computed_tokens, request.block_hashes = 257, 257, hashes(256)
+    assert rig.scheduler.request_finished(request) is True
+    meta = rig.step()
+    assert chunk_ranges(meta) == [(3, 4)]
+    assert meta.held == ["r"]
+
+
+def test_an_abort_during_a_load_leaves_the_blocks_to_the_engine_and_the_lease_to_the_copy(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (192, True)
+    rig.allocate(request, blocks(6), 192)
+    rig.step()
+    assert rig.scheduler.request_finished(request) is False
+    rig.settle()
+    assert rig.session.leased == {"r"}, "the copy still reads the slots"
+    rig.report(received=["r"])
+    rig.settle()
+    assert rig.session.leased == set()
+    assert rig.scheduler._states == {}
+
+
+def test_an_abort_before_any_load_ends_the_lease(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200))
+    assert rig.scheduler.request_finished(request) is False
+    rig.settle()
+    assert rig.session.leased == set()
+
+
+def test_a_promised_load_is_handed_out_to_fail_when_it_can_t_be_planned(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (192, True)
+    rig.scheduler.go_offline()
+    assert rig.match(request) == (0, False)
+    rig.allocate(request, blocks(6), 192)
+    (load,) = rig.step().loads
+    assert load.pieces == ()
+    assert load.blocks == tuple(blocks(6)), "all of them: none can be trusted"
+    assert rig.scheduler.request_finished(request) is False
+
+
+def test_offline_ends_all_leases(rig):
+    rig.stored(3)
+    rig.arrive(make_request(200))
+    rig.scheduler.go_offline()
+    rig.lookups._thread.join(10)
+    assert rig.session.leased == set()
+
+
+def test_without_workers_nothing_is_known_of_requests():
+    scheduler = Scheduler(1, None, None)
+    request = make_request(200)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert scheduler.request_finished(request) is False
+
+
+def test_a_silent_sidecar_costs_later_requests_nothing(rig):
+    rig.session.is_down = True
+    assert rig.match(rig.arrive(make_request(200, "a"))) == (0, False)
+    rig.session.before_lookup = lambda: pytest.fail("no call so soon")
+    assert rig.match(rig.arrive(make_request(200, "b"))) == (0, False)
+
+
+def test_streaming_sessions_are_left_alone(rig):
+    request = make_request(200, resumable=True)
+    rig.scheduler.on_new_request(request)
+    assert rig.match(request) == (0, False)
