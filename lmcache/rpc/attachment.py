@@ -1,7 +1,7 @@
 """One Attach stream, from connecting to its end.
 
-Two threads serve it: the client's reads the replies, and gRPC's own pulls the requests, which is where extents
-are populated. The engine's threads make the unary calls of the session that comes out of it.
+Two threads serve it: the client's reads the replies, and gRPC's own pulls the requests, which is where
+extents are populated. The engine's threads make the unary calls of the session that comes out of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Attachment:
     def run(self, on_session: Callable[[Session], None]) -> None:
         """Attach, hand over the session, return when the stream ended.
 
-        Raises grpc.RpcError (refused, no answer, connection lost), ArenaError or OSError (arena can't be mapped).
+        Raises grpc.RpcError (refused, no answer, connection lost), ArenaError or OSError (arena can't be
+        mapped).
         """
         with grpc.insecure_channel(f"unix:{self._socket_path}", options=_CHANNEL_OPTIONS) as channel:
             attach = channel.stream_stream(

@@ -19,6 +19,7 @@ import logging
 import os
 import random
 import threading
+import time
 import uuid
 from collections.abc import Callable
 
@@ -40,6 +41,9 @@ _MAX_DELAY_SECONDS = 2.0
 _PROTOCOL_DELAY_SECONDS = 30.0
 """Another protocol version is cured by an upgrade only."""
 
+_STABLE_SECONDS = 10.0
+"""A session that lasted so long was a good one: the next attempt comes soon."""
+
 _CLOSE_SECONDS = 2.0
 
 
@@ -52,7 +56,8 @@ class SidecarClient:
     def __init__(
         self, socket_path: str, hello: ClientHello, *, on_change: Callable[[], None] | None = None
     ) -> None:
-        """``on_change`` is called from the background thread when ``session`` became another; it must not block.
+        """``on_change`` is called from the background thread when ``session`` became another; it must not
+        block.
 
         Raises ValueError when ``socket_path`` is longer than the system takes.
         """
@@ -105,40 +110,29 @@ class SidecarClient:
     def _run(self) -> None:
         delay = _MIN_DELAY_SECONDS
         while not self._closing.is_set():
-            pause, was_attached = delay, False
+            pause, started = delay, time.monotonic()
             try:
-                reason, was_attached = self._attach()
+                self._attach()
+                reason = "the sidecar ended the session"
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
                 if service.reason_of(error) == service.REASON_PROTOCOL:
                     pause = _PROTOCOL_DELAY_SECONDS
-            except (
-                Exception
-            ) as error:  # this thread must outlive everything that a sick file system can think of
+            except Exception as error:  # this thread must outlive whatever a sick file system comes up with
                 reason = str(error)
             self._detached(reason)
-            delay = _MIN_DELAY_SECONDS if was_attached else min(2 * delay, _MAX_DELAY_SECONDS)
+            was_stable = time.monotonic() - started > _STABLE_SECONDS
+            delay = _MIN_DELAY_SECONDS if was_stable else min(2 * delay, _MAX_DELAY_SECONDS)
             self._closing.wait(pause * random.uniform(0.5, 1.0))
 
-    def _attach(self) -> tuple[str, bool]:
-        """Serve one stream to its end: why it ended, and whether there was a session."""
+    def _attach(self) -> None:
+        """Serve one stream to its end."""
         if not os.path.exists(self._socket_path):
-            return (
-                f"no socket at {self._socket_path}: is the sidecar up, is its directory mounted here?",
-                False,
-            )
+            raise OSError(f"no socket at {self._socket_path}: is the sidecar up and its directory mounted?")
         self._lock_file.acquire()
         self._attachment = attachment = Attachment(self._socket_path, self._hello, self._copies, self._owed)
-        if self._closing.is_set():
-            return "closed", False
-        try:
+        if not self._closing.is_set():  # else close() has not seen this attachment
             attachment.run(self._attached)
-            reason = "the sidecar ended the session"
-        except grpc.RpcError as error:
-            if self._session is None:
-                raise
-            reason = f"connection lost: {error.details()}"
-        return reason, self._session is not None
 
     def _attached(self, session: Session) -> None:
         self._session, self._reason = session, ""

@@ -41,7 +41,7 @@ class LookupResult(NamedTuple):
 
 
 class Copies:
-    """Counts the ``copying`` blocks of all sessions of one client, so that it knows when old ones are drained."""
+    """Counts the ``copying`` blocks of all sessions of one client: it must know when old ones are drained."""
 
     def __init__(self, on_drained: Callable[[], None]) -> None:
         self._lock = threading.Lock()  # protects the counts, and a session's is_over against a block's begin
@@ -85,7 +85,7 @@ class Copies:
 
 
 class Session:
-    """One epoch: from one Attach to the end of its stream. All calls raise ``SidecarError`` and nothing else."""
+    """One epoch: from one Attach to the end of its stream. All calls raise ``SidecarError``, nothing else."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Session:
         on_stale: Callable[[], None],
         owed: set[str],
     ) -> None:
-        """``on_stale`` is called when the sidecar does not know this epoch; ``owed`` are ids still to be released."""
+        """``on_stale``: called when the sidecar disowns this epoch; ``owed``: ids still to be released."""
         self.epoch = epoch
         self.is_over = False
         self._client_uuid = client_uuid
@@ -133,10 +133,11 @@ class Session:
         prefill_tokens_per_second: float = 0.0,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> LookupResult:
-        """Lease the leading chunks that are in memory; ``group_keys`` is (group, 32 bytes per chunk) per group.
+        """Lease the leading chunks that are in memory; ``group_keys`` is (group, 32 bytes per chunk) per
+        group.
 
-        Repeating it with the same id extends the lease. Release the id in the end, also after an error: a call
-        whose answer was lost may have leased.
+        Repeating it with the same id extends the lease. Release the id in the end, also after an error: a
+        call whose answer was lost may have leased.
         """
         reply = self._call(
             service.LOOKUP,
@@ -151,7 +152,10 @@ class Session:
             reply.num_leased,
             reply.num_pending,
             reply.probing,
-            {found.group: list(map(Slot, found.rows, found.generations)) for found in reply.slots},
+            {
+                found.group: list(map(Slot._make, zip(found.rows, found.generations, strict=True)))
+                for found in reply.slots
+            },
         )
 
     def reserve(
@@ -163,7 +167,7 @@ class Session:
         tenant: bytes = b"",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> list[Reservation]:
-        """Ask for slots of this client's column, one answer per key (32 bytes each, head of the chain first)."""
+        """Ask for slots of this client's column: one answer per 32-byte key, the chain's head first."""
         reply = self._call(
             service.RESERVE, timeout, group=group, keys=keys, first_chunk=first_chunk, tenant=tenant
         )
@@ -173,7 +177,7 @@ class Session:
         ]
 
     def commit(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """Say that the bytes of reserved slots are complete. All or none: refused if one of them is not held."""
+        """Say that the bytes of reserved slots are complete. All or none: refused if one is not held."""
         self._call(service.COMMIT, timeout, **_rows_and_generations(slots))
 
     def abort(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
@@ -181,21 +185,21 @@ class Session:
         self._call(service.ABORT, timeout, **_rows_and_generations(slots))
 
     def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """End leases. Ids that could not be sent are remembered and sent after the next attach: call it once."""
+        """End leases. Ids that could not be sent are sent after the next attach: call it once per request."""
         self._owed.update(request_ids)
         self._call(service.RELEASE, timeout, request_ids=request_ids)
         self._owed.difference_update(request_ids)
 
     def holds(self, slot: Slot) -> bool:
-        """True if the slot is still what it was given as, straight from shared memory: check after a load's copy."""
+        """True if the slot is still what it was given as; ask after a load's copy. Only reads memory."""
         return self._column is not None and self._column.holds(slot)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """Hold this around every copy from or to the arena, including its commit or abort.
 
-        Raises StaleSession when the session is over. Until all such blocks of older sessions are left, the sidecar
-        keeps their slots in quarantine.
+        Raises StaleSession when the session is over. Until all such blocks of older sessions are left, the
+        sidecar keeps their slots in quarantine.
         """
         self._copies.begin(self)
         try:

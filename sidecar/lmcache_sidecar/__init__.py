@@ -1,1 +1,1 @@
-"""The daemon beside each engine: owns the arena, answers lookups and stores, writes through to lower tiers."""
+"""The daemon beside each engine: owns the arena, answers the engine, writes through to lower tiers."""

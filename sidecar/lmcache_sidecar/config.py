@@ -1,7 +1,7 @@
 """Configuration: one field per option, taken from flag > environment > file > default.
 
-A field's name is its YAML key; ``--memory-size`` and ``LMCACHE_MEMORY_SIZE`` are made of it. All sources go through
-the same parser, so a mistake reads the same wherever it was made.
+A field's name is its YAML key; ``--memory-size`` and ``LMCACHE_MEMORY_SIZE`` are made of it. All sources go
+through the same parser, so a mistake reads the same wherever it was made.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Config:
 
     socket: str = _option(
         "engine", "PATH", DEFAULT_SOCKET, _parse_socket,
-        "UNIX socket on which engines connect; its directory must exist, both containers mount it at the same path",
+        "UNIX socket for engines; its directory must exist, both containers mount it at the same path",
     )  # fmt: skip
     arena: str = _option(
         "memory tier", "PATH", "", str,
-        "file that holds the memory tier, on tmpfs; it outlives a restart (default: 'arena' beside the socket)",
+        "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)",
     )  # fmt: skip
     memory_size: int = _option(
         "memory tier",

@@ -1,6 +1,7 @@
 """A small, strict HTTP/1.1 server: GET only, one request per connection, everything bounded.
 
-It answers on the same loop as the engine's calls, so it reads little, waits briefly and knows its paths by heart.
+It answers on the same loop as the engine's calls, so it reads little, waits briefly and knows its paths by
+heart.
 """
 
 from __future__ import annotations

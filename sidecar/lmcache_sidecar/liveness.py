@@ -1,18 +1,22 @@
 """Proof of death: a client is dead when the kernel has dropped its record lock, and then 2 s have passed.
 
-A broken stream proves nothing: the engine may be frozen, or swapped out, with a copy half done. Only clients in
-quarantine are looked at, so a healthy sidecar polls nothing.
+A broken stream proves nothing: the engine may be frozen, or swapped out, with a copy half done. Only clients
+in quarantine are looked at, so a healthy sidecar polls nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 2.0
 """Between the lock's end and the reuse of slots: a dying process's last DMA may still be under way."""
@@ -21,7 +25,7 @@ POLL_SECONDS = 0.25
 
 
 class LockProbe:
-    """One client's lock file, by a descriptor of our own: it goes on naming that file when the path is gone."""
+    """One client's lock file, by a descriptor of our own: it names that file even when the path is gone."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError when the file can't be opened."""
@@ -43,11 +47,9 @@ class LockProbe:
 
     def remove(self) -> None:
         """The client is dead: remove its file, unless somebody put another there."""
-        try:
+        with contextlib.suppress(OSError):  # gone already, or not ours to remove: it only takes an inode
             if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
                 self._path.unlink()
-        except FileNotFoundError:
-            pass
         self.close()
 
 
@@ -100,7 +102,10 @@ class DeathWatch:
         """Step every POLL_SECONDS while there is somebody to look at."""
         while True:
             await self._has_work.wait()
-            self.step()
+            try:
+                self.step()
+            except Exception:  # a watch that ends would keep all slots in quarantine from then on
+                logger.exception("The death watch failed")
             if not self._watched:
                 self._has_work.clear()
             await asyncio.sleep(POLL_SECONDS)

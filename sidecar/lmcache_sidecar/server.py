@@ -147,9 +147,10 @@ class Server:
                 else:
                     raise invalid("after hello only extents_mapped and drained are understood")
         finally:
+            self._sessions.detach(client)
             if growth is not None:
                 growth.cancel()
-            self._sessions.detach(client)
+                await asyncio.gather(growth, return_exceptions=True)  # a write to a lost stream is no event
 
     async def _announce_growth(self, context: _Context, ready_rows: int) -> None:
         arena = self._sessions.arena

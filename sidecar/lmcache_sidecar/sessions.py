@@ -1,8 +1,9 @@
 """Who is attached, under which epoch, and what they may touch. One event loop owns it; nothing here blocks.
 
-A client is **attached** from its Hello to the end of its stream, then in **quarantine** until it attaches again and
-sends Drained, or is proven dead. Slots belong to the client, leases to its engine. Whoever attaches gets a new epoch,
-and every call must carry the present one: what a client did in an older epoch can't be mistaken for the new one's.
+A client is **attached** from its Hello to the end of its stream, then in **quarantine** until it attaches
+again and sends Drained, or is proven dead. Slots belong to the client, leases to its engine. Whoever attaches
+gets a new epoch, and every call must carry the present one: what a client did in an older epoch can't be
+mistaken for the new one's.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class Sessions:
         self._check_epoch(client, message.epoch)
         if not client.mapped_rows <= message.num_rows <= self.arena.ready_rows:
             raise wire.invalid(
-                f"{message.num_rows} rows can't be mapped: {client.mapped_rows} were, {self.arena.ready_rows} are ready"
+                f"{message.num_rows} rows can't be mapped: {client.mapped_rows} were,"
+                f" {self.arena.ready_rows} are ready"
             )
         client.mapped_rows = message.num_rows
         self._recount(client.peer.engine)
@@ -254,8 +256,8 @@ class Sessions:
             theirs = other.peer
             if theirs.engine == peer.engine and theirs.layout != peer.layout:
                 raise wire.precondition(
-                    "another client of this engine_uuid has another namespace or geometry: all ranks of an engine"
-                    " must agree"
+                    "another client of this engine_uuid has another namespace or geometry:"
+                    " all ranks of an engine must agree"
                 )
 
     async def _agree_on_format(self, geometry: Geometry) -> None:
@@ -264,8 +266,9 @@ class Sessions:
             if present is not None and (self.clients or self.from_before):
                 raise wire.precondition(
                     f"the arena has slots of {present.slot_bytes} bytes in {present.num_columns} columns for"
-                    f" {len(self.clients) or len(self.from_before)} live clients, this one needs {geometry.slot_bytes}"
-                    f" in {geometry.num_columns}: stop those engines, or give this one a sidecar of its own"
+                    f" {len(self.clients) or len(self.from_before)} live clients, this one needs"
+                    f" {geometry.slot_bytes} in {geometry.num_columns}: stop those engines, or give this one"
+                    " a sidecar of its own"
                 )
             if self.store is not None:
                 await self.store.close()
@@ -320,8 +323,8 @@ class Sessions:
     def _recount(self, engine: bytes) -> None:
         """Keep usable_rows at what all active engines have mapped.
 
-        An engine that is still mapping does not take rows away from those that are done: it becomes active when it
-        has caught up. Only when nobody else is active, its own count is what counts.
+        An engine that is still mapping does not take rows away from those that are done: it becomes active
+        when it has caught up. Only when nobody else is active, its own count is what counts.
         """
         memory = self._present_store().memory
         self._active.discard(engine)

@@ -1,4 +1,4 @@
-"""Clients of a real sidecar: one that says exactly what it is told, and one in a process that can be killed."""
+"""Clients of a real sidecar: one that says what it is told, and one in a process that can be killed."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from lmcache.tiers.resp import Address
 from lmcache_sidecar.__main__ import main
 from lmcache_sidecar.config import Config, ConfigError, load, options, parse_size, suspect_variables
+
+from lmcache.tiers.resp import Address
 
 
 @pytest.mark.parametrize(

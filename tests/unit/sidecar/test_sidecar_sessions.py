@@ -1,10 +1,12 @@
-"""Sessions without sockets, processes or clocks: who may touch which slot, under any interleaving of calls."""
+"""Sessions without sockets, processes or clocks: who may touch which slot, under any interleaving."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -80,7 +82,7 @@ class FakeStore:
 class FakeLock:
     """A client's record lock, by the path of its file."""
 
-    held: set[str] = set()
+    held: ClassVar[set[str]] = set()
 
     def __init__(self, path) -> None:
         self.path = path.stem
@@ -109,7 +111,9 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def attach(self, client_uuid: bytes, role: Role = Role.WORKER, *, map_all: bool = True, **fields) -> Client:
+    def attach(
+        self, client_uuid: bytes, role: Role = Role.WORKER, *, map_all: bool = True, **fields
+    ) -> Client:
         FakeLock.held.add(client_uuid.hex())
         defaults = {
             "engine_uuid": b"e" * 16,
@@ -128,7 +132,9 @@ class World:
 
     def reserve(self, client: Client, *numbers: int) -> pb.ReserveReply:
         keys = b"".join(bytes([number]) * 32 for number in numbers)
-        return self.sessions.reserve(pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys))
+        return self.sessions.reserve(
+            pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys)
+        )
 
     def lookup(self, client: Client, request_id: str, *numbers: int) -> pb.LookupReply:
         keys = b"".join(bytes([number]) * 32 for number in numbers)
@@ -138,12 +144,16 @@ class World:
 
     def commit(self, client: Client, rows, generations) -> None:
         self.sessions.commit(
-            pb.CommitRequest(epoch=client.epoch, client_uuid=client.peer.uuid, rows=rows, generations=generations)
+            pb.CommitRequest(
+                epoch=client.epoch, client_uuid=client.peer.uuid, rows=rows, generations=generations
+            )
         )
 
     def abort(self, client: Client, rows, generations) -> None:
         self.sessions.abort(
-            pb.AbortRequest(epoch=client.epoch, client_uuid=client.peer.uuid, rows=rows, generations=generations)
+            pb.AbortRequest(
+                epoch=client.epoch, client_uuid=client.peer.uuid, rows=rows, generations=generations
+            )
         )
 
     def drain(self, client: Client) -> None:
@@ -312,8 +322,6 @@ class SlotReuse(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        from pathlib import Path
-
         self._saved = sessions_module.LockProbe
         sessions_module.LockProbe = FakeLock
         FakeLock.held = set()
