@@ -13,11 +13,7 @@ from .fields import FieldInfo, Rule, info_of, json_name
 from .plain_yaml import dump
 from .types import Spec, Status
 
-_SCALARS: dict[Any, dict[str, Any]] = {
-    str: {"type": "string"},
-    int: {"type": "integer"},
-    bool: {"type": "boolean"},
-}
+_SCALARS = {str: "string", int: "integer"}
 _HEADER = "# Generated from operator/lmcache_operator/api by `python -m lmcache_operator crd`.\n"
 # The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
 _NAME_RULE = Rule(
@@ -42,37 +38,20 @@ def crd() -> dict[str, Any]:
         "description": "Engine pods of an LLM server, each with a sidecar that keeps their KV in tiers.",
         "required": ["spec"],
         "properties": {
-            "apiVersion": {"type": "string"},
-            "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            "apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"},
             "spec": _object_schema(Spec, "What the cluster should be."),
             "status": _object_schema(Status, "What the operator sees."),
         },
         "x-kubernetes-validations": _validations((_NAME_RULE,)),
-    }
+    }  # fmt: skip
     version = {
-        "name": VERSION,
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": root},
-        "subresources": {
-            "status": {},
-            "scale": {
-                "specReplicasPath": ".spec.engine.replicas",
-                "statusReplicasPath": ".status.replicas",
-                "labelSelectorPath": ".status.selector",
-            },
-        },
-        "additionalPrinterColumns": _COLUMNS,
-    }
+        "name": VERSION, "served": True, "storage": True, "schema": {"openAPIV3Schema": root},
+        "subresources": {"status": {}, "scale": _SCALE}, "additionalPrinterColumns": _COLUMNS,
+    }  # fmt: skip
     names = {
-        "kind": KIND,
-        "listKind": f"{KIND}List",
-        "plural": PLURAL,
-        "singular": KIND.lower(),
-        "shortNames": ["lmcluster"],
-        "categories": ["lmcache"],
-    }
+        "kind": KIND, "listKind": f"{KIND}List", "plural": PLURAL, "singular": KIND.lower(),
+        "shortNames": ["lmcluster"], "categories": ["lmcache"],
+    }  # fmt: skip
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -91,6 +70,11 @@ def _column(name: str, path: str, kind: str = "string", *, wide: bool = False) -
     return column | {"priority": 1} if wide else column
 
 
+_SCALE = {
+    "specReplicasPath": ".spec.engine.replicas",
+    "statusReplicasPath": ".status.replicas",
+    "labelSelectorPath": ".status.selector",
+}
 _COLUMNS = [
     _column("Model", ".spec.model.name"),
     _column("Desired", ".spec.engine.replicas", "integer"),
@@ -142,7 +126,7 @@ def _expanded_default(annotation: Any, info: FieldInfo) -> Any:
 
 def _type_schema(annotation: Any, info: FieldInfo) -> dict[str, Any]:
     if annotation in _SCALARS:
-        return _SCALARS[annotation]
+        return {"type": _SCALARS[annotation]}
     if dataclasses.is_dataclass(annotation):
         return _object_schema(annotation, info.description)
     origin = typing.get_origin(annotation)

@@ -80,6 +80,11 @@ class Gpu:
     )
     runtime_class_name: str | None = field("RuntimeClass of the pods, e.g. nvidia.", **_NAME)
 
+    @property
+    def uses_claims(self) -> bool:
+        """Whether the GPUs come by dynamic resource allocation."""
+        return self.count > 0 and self.device_class_name is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
@@ -87,6 +92,11 @@ class Parallelism:
 
     tensor: int = field("Tensor parallel size.", default=1, minimum=1, maximum=64)
     pipeline: int = field("Pipeline parallel size.", default=1, minimum=1, maximum=64)
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers of one engine."""
+        return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +107,7 @@ class Engine:
         Rule(
             "self.gpu.count == 0 || self.parallelism.tensor * self.parallelism.pipeline == self.gpu.count",
             "parallelism.tensor x parallelism.pipeline must equal gpu.count: an engine runs in one pod",
-            lambda e: e.gpu.count in (0, e.parallelism.tensor * e.parallelism.pipeline),
+            lambda engine: engine.gpu.count in (0, engine.parallelism.num_ranks),
         ),
     )
 
@@ -227,6 +237,16 @@ class Tiers:
 
     memory: MemoryTier = field("Host memory, per pod.")
     remote: RemoteTier | None = field("A remote tier all pods share. Default: none.")
+
+    @property
+    def external(self) -> ExternalRemote | None:
+        """The remote tier, if there is one."""
+        return self.remote.external if self.remote else None
+
+    @property
+    def remote_auth(self) -> AuthSecretRef | None:
+        """Credentials of the remote tier, if it needs any."""
+        return self.external.auth_secret_ref if self.external else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from ..kube.client import KubeApi
 from ..kube.errors import Refused
 from ..settings import Settings
 from ..specs import Object
-from ..specs.kinds import BY_NAME, CHILDREN, CLUSTER, POD, controller_uid, ref_of
+from ..specs.kinds import BY_NAME, CHILDREN, CLUSTER, POD, Ref, controller_uid, ref_of
 from ..specs.merge import first_difference
 from ..specs.names import CLUSTER_LABEL, selector
 from .contest import ContestLog
@@ -92,12 +92,8 @@ class Reconciler:
         )
         own = {ref_of(live): live for found in lists for live in found if controller_uid(live) == key.uid}
         contests = self._contests.setdefault(key.uid, ContestLog())
-        observed = Observed(
-            resource=resource,
-            children=own,
-            missing_secrets=missing,
-            contested=contests.contested(self._monotonic()),
-        )
+        contested = contests.contested(self._monotonic())
+        observed = Observed(resource=resource, children=own, missing_secrets=missing, contested=contested)
         owner = observed.stateful_set
         uid = owner["metadata"]["uid"] if owner else None
         return replace(observed, pods=tuple(pod for pod in pods if uid and controller_uid(pod) == uid))
@@ -130,17 +126,14 @@ class Reconciler:
             except Refused as error:
                 refusals.append(Problem("Refused", f"{ref}: {error.message}"))
                 continue
-            metrics.WRITES.labels("apply").inc()
-            logger.info("%s: applied %s", key, ref)
+            _wrote(key, "apply", ref)
         for ref in due.delete:
             await self._api.delete(ref, key.namespace, observed.children[ref]["metadata"]["uid"])
-            metrics.WRITES.labels("delete").inc()
-            logger.info("%s: deleted %s, which is no longer wanted", key, ref)
+            _wrote(key, "delete", ref)
         if due.evict is not None:
             uid = next(p["metadata"]["uid"] for p in observed.pods if p["metadata"]["name"] == due.evict)
             if await self._api.evict(key.namespace, due.evict, uid):
-                metrics.WRITES.labels("evict").inc()
-                logger.info("%s: replacing pod %s", key, due.evict)
+                _wrote(key, "evict", Ref("Pod", due.evict))
         return refusals
 
     def _note_healing(self, key: ClusterKey, wanted: Object, live: Object | None) -> None:
@@ -170,3 +163,8 @@ class Reconciler:
         if observed.missing_secrets:
             seconds = min(seconds, _MISSING_SECRET_SECONDS)
         return seconds
+
+
+def _wrote(key: ClusterKey, what: str, ref: Ref) -> None:
+    metrics.WRITES.labels(what).inc()
+    logger.info("%s: %s %s", key, what, ref)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..api.parse import Cluster, InvalidSpec, parse
 from ..settings import RenderSettings
-from ..specs import Object
+from ..specs import Images, Object
 from ..specs.children import children
 from ..specs.kinds import Ref, ref_of
 from ..specs.merge import first_difference
@@ -73,7 +73,7 @@ def plan(observed: Observed, settings: RenderSettings) -> Plan:
     )
 
 
-def default_images(observed: Observed, settings: RenderSettings) -> dict[str, str]:
+def default_images(observed: Observed, settings: RenderSettings) -> Images:
     """The images that stand in where the user names none.
 
     They are recorded when the StatefulSet is made, so that an upgrade of the operator changes no image of a
@@ -92,13 +92,8 @@ def default_images(observed: Observed, settings: RenderSettings) -> dict[str, st
 
 def referenced_secrets(cluster: Cluster) -> tuple[str, ...]:
     """Names of the Secrets that pods of the cluster mount."""
-    names = set()
-    if token := cluster.spec.model.token_secret_ref:
-        names.add(token.name)
-    remote = cluster.spec.tiers.remote
-    if remote and remote.external and (auth := remote.external.auth_secret_ref):
-        names.add(auth.name)
-    return tuple(sorted(names))
+    refs = (cluster.spec.model.token_secret_ref, cluster.spec.tiers.remote_auth)
+    return tuple(sorted({ref.name for ref in refs if ref}))
 
 
 def _problems(observed: Observed, transfer: Transfer) -> list[Problem]:

@@ -78,19 +78,13 @@ def _ready(problems: Sequence[Problem], progressing: _Verdict, desired: int, num
 
 def _conditions(observed: Observed, verdicts: dict[str, _Verdict], now: datetime) -> list[dict[str, Any]]:
     before = {c["type"]: c for c in (observed.resource.get("status") or {}).get("conditions") or []}
+    generation = observed.resource["metadata"].get("generation", 0)
     present = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     conditions = []
     for kind, (is_true, reason, message) in verdicts.items():
         last, status = before.get(kind, {}), str(is_true)
         unchanged = last.get("status") == status
-        conditions.append(
-            {
-                "lastTransitionTime": last["lastTransitionTime"] if unchanged else present,
-                "message": message,
-                "observedGeneration": observed.resource["metadata"].get("generation", 0),
-                "reason": reason,
-                "status": status,
-                "type": kind,
-            }
-        )
+        found = {"type": kind, "status": status, "reason": reason, "message": message}
+        found["lastTransitionTime"] = last["lastTransitionTime"] if unchanged else present
+        conditions.append({**found, "observedGeneration": generation})
     return conditions

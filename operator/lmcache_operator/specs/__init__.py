@@ -10,3 +10,6 @@ from typing import Any
 
 Object = dict[str, Any]
 """A Kubernetes object as plain data."""
+
+Images = dict[str, str]
+"""Image by container: engine and sidecar."""

@@ -10,7 +10,7 @@ import yaml
 
 from ..api.parse import Cluster, declared
 from ..settings import RenderSettings
-from . import Object, paths
+from . import Images, Object, paths
 from .names import (
     DEFAULT_IMAGES,
     ENGINE,
@@ -29,7 +29,7 @@ SCRAPER_LABEL = "lmcache.io/scraper"
 _HIGHEST_PORT = 65535
 
 
-def children(cluster: Cluster, default_images: dict[str, str], settings: RenderSettings) -> list[Object]:
+def children(cluster: Cluster, default_images: Images, settings: RenderSettings) -> list[Object]:
     """All objects of a cluster, prerequisites of the pods first.
 
     `default_images` are the images by container that stand in where the user names none.
@@ -59,7 +59,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def spec_hash(cluster: Cluster, images: dict[str, str]) -> str:
+def spec_hash(cluster: Cluster, images: Images) -> str:
     """Hash of what the user declared for a pod, and of its images.
 
     Replicas are not in it, nor sizes: a cache resize never reloads a model. Nor is anything the operator
@@ -71,11 +71,9 @@ def spec_hash(cluster: Cluster, images: dict[str, str]) -> str:
     return digest({**wanted, "engine": engine, "tiers": tiers, "images": images})
 
 
-def _stateful_set(cluster: Cluster, default_images: dict[str, str], settings: RenderSettings) -> Object:
-    images = {
-        ENGINE: cluster.spec.engine.image or default_images[ENGINE],
-        SIDECAR: cluster.spec.sidecar.image or default_images[SIDECAR],
-    }
+def _stateful_set(cluster: Cluster, default_images: Images, settings: RenderSettings) -> Object:
+    declared_images = {ENGINE: cluster.spec.engine.image, SIDECAR: cluster.spec.sidecar.image}
+    images = {name: image or default_images[name] for name, image in declared_images.items()}
     spec = {
         # The operator replaces pods itself: one at a time, by eviction, when the user changed something.
         "updateStrategy": {"type": "OnDelete"},
@@ -92,19 +90,14 @@ def _stateful_set(cluster: Cluster, default_images: dict[str, str], settings: Re
 
 def _config_map(cluster: Cluster) -> Object:
     """The sidecar's configuration file."""
-    config: Object = {
-        "arena": paths.ARENA_PATH,
-        "http_port": SIDECAR_PORT,
-        "log_format": "json",
-        "socket": paths.SOCKET_PATH,
-    }
-    remote = cluster.spec.tiers.remote
-    if remote and remote.external:
-        config["remote_url"] = remote.external.url
-        if auth := remote.external.auth_secret_ref:
-            config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
-            if auth.username_key is not None:
-                config["remote_username_file"] = f"{paths.REMOTE_AUTH_DIR}/username"
+    config: Object = {"arena": paths.ARENA_PATH, "socket": paths.SOCKET_PATH}
+    config |= {"http_port": SIDECAR_PORT, "log_format": "json"}
+    if external := cluster.spec.tiers.external:
+        config["remote_url"] = external.url
+    if auth := cluster.spec.tiers.remote_auth:
+        config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
+        if auth.username_key is not None:
+            config["remote_username_file"] = f"{paths.REMOTE_AUTH_DIR}/username"
     data = {"sidecar.yaml": yaml.safe_dump(config, sort_keys=True)}
     return child(cluster, "v1", "ConfigMap", f"{cluster.name}-sidecar", data=data)
 
@@ -116,11 +109,7 @@ def _service_account(cluster: Cluster) -> Object:
 
 
 def _client_service(cluster: Cluster) -> Object:
-    spec = {
-        "ports": [_service_port("http", ENGINE_PORT)],
-        "selector": selector(cluster.name),
-        "type": "ClusterIP",
-    }
+    spec = {"ports": [_service_port("http", ENGINE_PORT)], "selector": selector(cluster.name)}
     return child(cluster, "v1", "Service", cluster.name, spec=spec)
 
 
@@ -147,11 +136,9 @@ def _network_policy(cluster: Cluster) -> Object:
         {"endPort": _HIGHEST_PORT, "port": SIDECAR_PORT + 1, "protocol": "TCP"},
         {"endPort": _HIGHEST_PORT, "port": 1, "protocol": "UDP"},
     ]
+    own = {"from": scrapers, "ports": [{"port": SIDECAR_PORT, "protocol": "TCP"}]}
     spec = {
-        "ingress": [
-            {"ports": others},
-            {"from": scrapers, "ports": [{"port": SIDECAR_PORT, "protocol": "TCP"}]},
-        ],
+        "ingress": [{"ports": others}, own],
         "podSelector": {"matchLabels": selector(cluster.name)},
         "policyTypes": ["Ingress"],
     }
@@ -171,10 +158,9 @@ def _disruption_budget(cluster: Cluster) -> Object:
 def _claim_templates(cluster: Cluster) -> list[Object]:
     """With dynamic resource allocation: one claim per pod, which engine and sidecar both name."""
     gpu = cluster.spec.engine.gpu
-    if gpu.device_class_name is None or gpu.count == 0:
+    if not gpu.uses_claims:
         return []
     exactly = {"allocationMode": "ExactCount", "count": gpu.count, "deviceClassName": gpu.device_class_name}
     spec = {"spec": {"devices": {"requests": [{"exactly": exactly, "name": "gpus"}]}}}
-    return [
-        child(cluster, "resource.k8s.io/v1", "ResourceClaimTemplate", engine_name(cluster.name), spec=spec)
-    ]
+    name = engine_name(cluster.name)
+    return [child(cluster, "resource.k8s.io/v1", "ResourceClaimTemplate", name, spec=spec)]

@@ -49,18 +49,8 @@ def labels(cluster: Cluster) -> dict[str, str]:
 
 def child(cluster: Cluster, api_version: str, kind: str, name: str, **content: object) -> Object:
     """An object that the cluster owns and that is deleted with it, also while the operator is down."""
-    owner = {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "name": cluster.name,
-        "uid": cluster.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-    metadata = {
-        "name": name,
-        "namespace": cluster.namespace,
-        "labels": labels(cluster),
-        "ownerReferences": [owner],
-    }
+    owner: Object = {"apiVersion": API_VERSION, "kind": KIND, "name": cluster.name, "uid": cluster.uid}
+    owner |= {"controller": True, "blockOwnerDeletion": True}
+    metadata: Object = {"name": name, "namespace": cluster.namespace}
+    metadata |= {"labels": labels(cluster), "ownerReferences": [owner]}
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}

@@ -10,29 +10,28 @@ from __future__ import annotations
 from ..api.parse import Cluster, InvalidSpec
 from ..api.quantity import format_mebibytes
 from ..settings import RenderSettings
-from . import Object, paths
+from . import Images, Object, paths
 from .merge import first_difference, merge
 from .names import ENGINE, ENGINE_PORT, PAYLOAD, SIDECAR, SIDECAR_PORT, SPEC_HASH, engine_name, labels
 from .transfer import GpuSight, resolve_transfer
 from .vllm import engine_args
 
-# The uid of the stock engine image. Both containers share it: sockets, locks and the arena are files of one
-# user.
+# The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
 _UID = 2000
+_POD_SECURITY = {
+    "fsGroup": _UID, "fsGroupChangePolicy": "OnRootMismatch", "runAsGroup": _UID, "runAsNonRoot": True,
+    "runAsUser": _UID, "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
 _CLAIM = "gpus"
 _MIB = 2**20
 # Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
 _SIDECAR_BASE_BYTES = 512 * _MIB
+_SHARED_MOUNTS = {paths.ARENA_DIR: "arena", paths.SOCKET_DIR: "socket"}
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _FREE_TO_CHANGE = (
-    "imagePullPolicy",
-    "livenessProbe",
-    "readinessProbe",
-    "resources",
-    "securityContext",
-    "startupProbe",
+    "imagePullPolicy", "livenessProbe", "readinessProbe", "resources", "securityContext", "startupProbe",
     "terminationGracePeriodSeconds",
-)
+)  # fmt: skip
 
 
 def arena_limit(memory_bytes: int) -> int:
@@ -49,28 +48,22 @@ def sidecar_memory(memory_bytes: int) -> int:
     return arena_limit(memory_bytes) + _SIDECAR_BASE_BYTES + memory_bytes // 32
 
 
-def pod_template(
-    cluster: Cluster, images: dict[str, str], spec_hash: str, settings: RenderSettings
-) -> Object:
+def pod_template(cluster: Cluster, images: Images, spec_hash: str, settings: RenderSettings) -> Object:
     """The template of the StatefulSet, with the user's `engine.podTemplate` merged in.
 
     Raises:
         InvalidSpec: the user's template breaks what the cache needs.
     """
-    base = {
-        "metadata": {
-            "annotations": {SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": ENGINE},
-            "labels": labels(cluster),
-        },
-        "spec": _pod_spec(cluster, images, settings),
-    }
+    annotations = {SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": ENGINE}
+    metadata = {"annotations": annotations, "labels": labels(cluster)}
+    base = {"metadata": metadata, "spec": _pod_spec(cluster, images, settings)}
     merged: Object = merge(base, cluster.spec.engine.pod_template)
     if broken := first_difference(_needed(base), merged):
         raise InvalidSpec("spec.engine.podTemplate", f"changes {broken}, which the cache depends on")
     return merged
 
 
-def _pod_spec(cluster: Cluster, images: dict[str, str], settings: RenderSettings) -> Object:
+def _pod_spec(cluster: Cluster, images: Images, settings: RenderSettings) -> Object:
     gpu = cluster.spec.engine.gpu
     sight = resolve_transfer(cluster, settings).sight
     spec: Object = {
@@ -79,14 +72,7 @@ def _pod_spec(cluster: Cluster, images: dict[str, str], settings: RenderSettings
         # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
         "enableServiceLinks": False,
         "initContainers": [_sidecar(cluster, images[SIDECAR], sight), _payload(images[SIDECAR])],
-        "securityContext": {
-            "fsGroup": _UID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "runAsGroup": _UID,
-            "runAsNonRoot": True,
-            "runAsUser": _UID,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _POD_SECURITY,
         "serviceAccountName": engine_name(cluster.name),
         # Engines finish requests, then the sidecar writes out what is queued.
         "terminationGracePeriodSeconds": 90,
@@ -94,13 +80,13 @@ def _pod_spec(cluster: Cluster, images: dict[str, str], settings: RenderSettings
     }
     if gpu.runtime_class_name is not None:
         spec["runtimeClassName"] = gpu.runtime_class_name
-    if _uses_claims(cluster):
+    if gpu.uses_claims:
         spec["resourceClaims"] = [{"name": _CLAIM, "resourceClaimTemplateName": engine_name(cluster.name)}]
     return spec
 
 
 def _engine(cluster: Cluster, image: str) -> Object:
-    mounts = _shared_mounts() | {
+    mounts = _SHARED_MOUNTS | {
         paths.HOME_DIR: "home",
         paths.MODELS_DIR: "models",
         paths.PAYLOAD_DIR: "payload",
@@ -118,14 +104,12 @@ def _engine(cluster: Cluster, image: str) -> Object:
     if cluster.spec.model.token_secret_ref is not None:
         mounts[paths.HUB_TOKEN_DIR] = "hub-token"
         env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
-    if _has_several_ranks(cluster):
+    if cluster.spec.engine.parallelism.num_ranks > 1:
         mounts["/dev/shm"] = "shm"
     gpu = cluster.spec.engine.gpu
-    resources: Object = {}
-    if _uses_claims(cluster):
+    resources: Object = {"limits": {gpu.resource_name: str(gpu.count)}} if gpu.count else {}
+    if gpu.uses_claims:
         resources = {"claims": [{"name": _CLAIM}]}
-    elif gpu.count:
-        resources = {"limits": {gpu.resource_name: str(gpu.count)}}
     return _container(ENGINE, image, mounts, env) | {
         "args": engine_args(cluster),
         "command": ["vllm", "serve"],
@@ -139,9 +123,8 @@ def _engine(cluster: Cluster, image: str) -> Object:
 
 
 def _sidecar(cluster: Cluster, image: str, sight: GpuSight) -> Object:
-    mounts = _shared_mounts() | {paths.CONFIG_DIR: "config"}
-    remote = cluster.spec.tiers.remote
-    if remote and remote.external and remote.external.auth_secret_ref:
+    mounts = _SHARED_MOUNTS | {paths.CONFIG_DIR: "config"}
+    if cluster.spec.tiers.remote_auth:
         mounts[paths.REMOTE_AUTH_DIR] = "remote-auth"
     env = {"HOME": paths.SOCKET_DIR}
     if sight is GpuSight.ALL_GPUS:
@@ -174,22 +157,13 @@ def _payload(image: str) -> Object:
 
 
 def _container(name: str, image: str, mounts: dict[str, str], env: dict[str, str]) -> Object:
-    read_only = ("config", "remote-auth", "hub-token")
     return {
         "env": [{"name": key, "value": env[key]} for key in sorted(env)],
         "image": image,
         "name": name,
         "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": [
-            {"mountPath": path, "name": mounts[path]}
-            | ({"readOnly": True} if mounts[path] in read_only else {})
-            for path in sorted(mounts)
-        ],
+        "volumeMounts": [{"mountPath": path, "name": mounts[path]} for path in sorted(mounts)],
     }
-
-
-def _shared_mounts() -> dict[str, str]:
-    return {paths.ARENA_DIR: "arena", paths.SOCKET_DIR: "socket"}
 
 
 def _volumes(cluster: Cluster) -> list[Object]:
@@ -203,12 +177,11 @@ def _volumes(cluster: Cluster) -> list[Object]:
         "payload": {"emptyDir": {}},
         "socket": {"emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
     }
-    if _has_several_ranks(cluster):
+    if spec.engine.parallelism.num_ranks > 1:
         volumes["shm"] = {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
     if token := spec.model.token_secret_ref:
         volumes["hub-token"] = _secret_volume(token.name, {"token": token.key})
-    remote = spec.tiers.remote
-    if remote and remote.external and (auth := remote.external.auth_secret_ref):
+    if auth := spec.tiers.remote_auth:
         keys = {"password": auth.password_key}
         if auth.username_key is not None:
             keys["username"] = auth.username_key
@@ -223,22 +196,8 @@ def _secret_volume(secret: str, keys: dict[str, str]) -> Object:
 
 
 def _probe(path: str, port: int, *, period: int, failures: int) -> Object:
-    return {
-        "failureThreshold": failures,
-        "httpGet": {"path": path, "port": port},
-        "periodSeconds": period,
-        "timeoutSeconds": 5,
-    }
-
-
-def _uses_claims(cluster: Cluster) -> bool:
-    gpu = cluster.spec.engine.gpu
-    return gpu.count > 0 and gpu.device_class_name is not None
-
-
-def _has_several_ranks(cluster: Cluster) -> bool:
-    parallelism = cluster.spec.engine.parallelism
-    return parallelism.tensor * parallelism.pipeline > 1
+    request = {"path": path, "port": port}
+    return {"failureThreshold": failures, "httpGet": request, "periodSeconds": period, "timeoutSeconds": 5}
 
 
 def _needed(base: Object) -> Object:

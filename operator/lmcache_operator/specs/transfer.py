@@ -43,7 +43,7 @@ def resolve_transfer(cluster: Cluster, settings: RenderSettings) -> Transfer:
     if gpu.count == 0:
         problem = "the engine has no GPU" if wanted is TransferPreference.CUDA_IPC else None
         return Transfer(shared_memory, "NoGPU", GpuSight.NONE, problem)
-    if gpu.device_class_name is not None:
+    if gpu.uses_claims:
         return Transfer(TransferPreference.CUDA_IPC, "DRAClaimShared", GpuSight.CLAIM)
     if settings.allow_all_gpus_sidecar:
         return Transfer(TransferPreference.CUDA_IPC, "AllGPUsVisible", GpuSight.ALL_GPUS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_operator.api.crd import crd, render
 from lmcache_operator.api.fields import info_of, json_name
@@ -144,6 +144,7 @@ def test_what_is_no_quantity(text: str) -> None:
     assert not quantity_equal(text, text)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**50))
 def test_mebibytes_round_up(num_bytes: int) -> None:
     assert 0 <= parse_quantity(format_mebibytes(num_bytes)) - num_bytes < 2**20

@@ -71,7 +71,7 @@ specs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(specs, specs)
 def test_carrying_out_plans_ends_with_nothing_to_do(first: dict[str, Any], second: dict[str, Any]) -> None:
     world = World(cluster(**first))
@@ -87,6 +87,7 @@ def test_carrying_out_plans_ends_with_nothing_to_do(first: dict[str, Any], secon
         assert is_empty(plan(observe(world), SETTINGS))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_whatever_is_deleted_or_edited_is_healed_and_nothing_else_is_touched(data: st.DataObject) -> None:
     world = settled_world(engine={"replicas": 1})
@@ -270,6 +271,7 @@ def test_the_transition_time_changes_only_when_the_status_flips() -> None:
     assert times["Ready"] == times["EngineAvailable"] == "2026-01-02T00:00:00Z"
 
 
+@settings(deadline=None)
 @given(specs, st.integers(0, 5))
 def test_an_unknown_field_makes_it_unready_whatever_the_spec(changes: dict[str, Any], replicas: int) -> None:
     world = World(cluster(**changes))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_operator.api.parse import InvalidSpec, parse
 from lmcache_operator.api.plain_yaml import dump
@@ -144,6 +144,7 @@ def test_memory_of_the_sidecar_holds_its_arena_and_more() -> None:
     assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == "69184Mi"
 
 
+@settings(deadline=None)
 @given(st.integers(2**26, 2**44))
 def test_the_sidecar_is_never_smaller_than_what_it_holds(size: int) -> None:
     assert size < arena_limit(size) < sidecar_memory(size) < 1.06 * size + 2**30
@@ -318,16 +319,19 @@ values = st.recursive(
 objects = st.dictionaries(names, values, max_size=3)
 
 
+@settings(deadline=None)
 @given(objects)
 def test_everything_contains_itself(value: dict[str, Any]) -> None:
     assert first_difference(value, copy.deepcopy(value)) is None
 
 
+@settings(deadline=None)
 @given(objects, st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2))
 def test_fields_of_others_do_not_matter(ours: dict[str, Any], others: dict[str, Any]) -> None:
     assert first_difference(ours, {**others, **ours}) is None
 
 
+@settings(deadline=None)
 @given(objects, objects)
 def test_merging_changes_neither_side(base: dict[str, Any], overlay: dict[str, Any]) -> None:
     copies = copy.deepcopy((base, overlay))
