@@ -20,6 +20,7 @@ populated first).
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -298,14 +299,15 @@ class MemoryTier:
         if row is None or row.slot != slot or not row.visible:
             return None
         row.num_pins += 1
-        self._policy.remove(slot.row)
         return row.key
 
     def unpin(self, slot: Slot) -> None:
         """End one ``pin``."""
         row = self._rows[slot.row]
         row.num_pins -= 1
-        self._settle([row])
+        # Being read by us is not being used: the row keeps its place in the order of eviction.
+        if row.spoilt:
+            self._settle([row])
 
     def describe(self, slot: Slot) -> tuple[RowKey, int]:
         """Return a row's key and the position of its chunk in its chain (0: not known)."""
@@ -415,6 +417,7 @@ class MemoryTier:
         """Take the row out of the index: whoever asks for its key gets another one."""
         if self._index.get(row.key) is row:
             del self._index[row.key]
+        self._policy.remove(row.slot.row)
         row.visible = False
         row.spoilt = True
 
@@ -422,13 +425,13 @@ class MemoryTier:
         """Put rows of one request (head first) where they belong now that a use of them ended."""
         idle = []
         for row in rows:
-            if not row.is_unused:
-                continue
             if row.spoilt:
-                self._discard(row)
+                if row.is_unused:
+                    self._discard(row)
             elif row.visible:
-                idle.append(row.slot.row)
-            else:
+                if not row.num_leases:
+                    idle.append(row.slot.row)
+            elif not row.writers:
                 self._incomplete[row.slot.row] = self._clock()
         self._policy.admit(idle)
 
@@ -457,12 +460,13 @@ class MemoryTier:
             self._discard(self._dropped.pop())
             return True
         number, since = next(iter(self._incomplete.items()), (-1, self._clock()))
-        if self._clock() - since <= INCOMPLETE_SECONDS:
-            number = next(self._policy.victims(), -1)
+        if self._clock() - since > INCOMPLETE_SECONDS:
+            del self._incomplete[number]
+        else:
+            victims = itertools.islice(self._policy.victims(), _MAX_EVICTIONS)
+            number = next((number for number in victims if not self._rows[number].num_pins), -1)
         if number < 0:
             return False
-        self._incomplete.pop(number, None)
-        self._policy.remove(number)
         row = self._rows[number]
         self._spoil(row)
         self._discard(row)

@@ -1,7 +1,8 @@
 """Which row goes when room is needed. Pure: a policy knows keys, not memory.
 
-A policy holds exactly the rows that may be evicted now: a row that is leased, reserved or being written is
-removed from it and admitted again afterwards, so that finding a victim never means skipping rows in use.
+A policy holds the visible rows that nobody has leased: a leased row is removed from it and admitted again
+afterwards, so that finding a victim never means skipping many rows in use. (The few that are being written
+through stay.)
 
 **Tails before heads.** A chunk is of no use without all chunks before it. So the keys of one request, which
 come head first, are touched last to first: the head ends up as the most recently used.
@@ -27,7 +28,7 @@ class Policy(Protocol):
         """The row is in use, or gone; ignored when not held."""
 
     def victims(self) -> Iterator[int]:
-        """Rows in the order in which they should go; removing the row just given is allowed."""
+        """Rows in the order in which they should go; ends with the first change."""
 
 
 class LRU:
@@ -53,7 +54,5 @@ class LRU:
         self._rows.pop(row, None)
 
     def victims(self) -> Iterator[int]:
-        """Yield the least recently used row for as long as there is one; each must be removed before the
-        next."""
-        while self._rows:
-            yield next(iter(self._rows))
+        """Yield the least recently used first."""
+        return iter(self._rows)

@@ -92,7 +92,7 @@ class MemoryMachine(RuleBasedStateMachine):
             elif not row.used and not row.visible:
                 row.idle_since = self.now
         for row in reversed(rows):
-            if not row.used and row.visible:
+            if not row.readers and row.visible:
                 self.use(row)
 
     def use(self, row: Row) -> None:
@@ -112,7 +112,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if idle:
             oldest = min(row.idle_since for row in idle)
             return [row.slot.row for row in idle if row.idle_since == oldest]
-        return self.order[:1]
+        return [number for number in self.order if not self.rows[number].pins][:1]
 
     def take(self, number: int) -> None:
         self.rows.pop(number, None)
@@ -294,10 +294,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def pin(self, data):
         row = data.draw(st.sampled_from(list(self.rows.values())))
         assert self.tier.pin(row.slot) == (row.key if row.visible else None)
-        if row.visible:
-            row.pins += 1
-            if row.slot.row in self.order:
-                self.order.remove(row.slot.row)
+        row.pins += row.visible
 
     @precondition(lambda self: any(row.pins for row in self.rows.values()))
     @rule(data=st.data())
@@ -305,7 +302,8 @@ class MemoryMachine(RuleBasedStateMachine):
         row = data.draw(st.sampled_from([row for row in self.rows.values() if row.pins]))
         self.tier.unpin(row.slot)
         row.pins -= 1
-        self.settle([row])
+        if row.spoilt:
+            self.settle([row])
 
     # ---- restart ----
 
@@ -353,14 +351,13 @@ class MemoryMachine(RuleBasedStateMachine):
         row = self.find(key)
         assert self.tier.unverified(key) == (row.slot if row and row.unverified else None)
         if row and row.unverified and self.tier.pin(row.slot):
-            row.pins += 1
-            self.order = [number for number in self.order if number != row.slot.row]
             self.tier.verified(row.slot, is_intact=is_intact)
             row.unverified = False
-            row.spoilt = not is_intact
             self.tier.unpin(row.slot)
-            row.pins -= 1
-            self.settle([row])
+            if not is_intact:
+                row.spoilt = True
+                self.order.remove(row.slot.row)
+                self.settle([row])
 
     @rule(seconds=st.sampled_from([1.0, INCOMPLETE_SECONDS + 1]))
     def wait(self, seconds):

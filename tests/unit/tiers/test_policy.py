@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-
 import hypothesis.strategies as st
 from hypothesis import given
 
@@ -11,12 +9,8 @@ from lmcache.tiers.writes import WriteQueue
 
 
 def order(policy: LRU) -> list[int]:
-    """Empty the policy."""
-    found = []
-    for row in policy.victims():
-        policy.remove(row)
-        found.append(row)
-    return found
+    """Return the rows as they would go."""
+    return list(policy.victims())
 
 
 def test_tails_go_before_heads():
@@ -33,12 +27,6 @@ def test_touching_what_is_not_held_holds_nothing():
     policy.touch([5])
     policy.remove(6)
     assert order(policy) == [1]
-
-
-def test_victims_are_the_same_until_removed():
-    policy = LRU()
-    policy.admit([2, 1])
-    assert list(itertools.islice(policy.victims(), 2)) == [1, 1]
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=60))
