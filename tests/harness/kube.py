@@ -87,19 +87,13 @@ class Operator:
     def refusals(self) -> list[str]:
         """What RBAC refused it since `forgive`; anything here is a hole in the chart's roles."""
         log_mark, audit_mark = self._marks
-        lines = self.log.read_text()[log_mark:].splitlines()
-        told = [line for line in lines if re.search(r"cannot \w+ resource", line)]
         writes = self._plane.written_since(audit_mark, by=self.user, dry_runs=True)
-        return told + [str(write) for write in writes if write.code == 403 and not self._is_ending(write)]
+        told = [*self.log.read_text()[log_mark:].splitlines(), *map(str, writes)]
+        return [line for line in told if re.search(r"cannot \w+ resource", line)]
 
     def forgive(self) -> None:
         """Forget what was refused so far: an API server that starts has not read its roles yet."""
         self._marks = len(self.log.read_text()), self._plane.mark()
-
-    def _is_ending(self, write: cluster.Write) -> bool:
-        """Whether it was refused because the namespace is on its way out, which is no matter of rights."""
-        found = self._plane.api.find("v1/namespaces", write.namespace) if write.namespace else None
-        return found is None or "deletionTimestamp" in found["metadata"]
 
     def _is_healthy(self) -> bool:
         assert self._process is not None

@@ -53,6 +53,8 @@ class Write:
     namespace: str
     name: str
     code: int
+    message: str
+    """Why it was refused."""
     uri: str
 
 
@@ -289,15 +291,15 @@ def _new_directory() -> tuple[Path, IO[bytes]]:
 
 
 def _write(event: dict[str, Any]) -> Write:
-    ref = event.get("objectRef", {})
-    resource = "/".join(filter(None, (ref.get("resource"), ref.get("subresource"))))
+    ref, status = event.get("objectRef", {}), event.get("responseStatus", {})
     return Write(
         user=event["user"]["username"],
         verb=event["verb"],
-        resource=resource,
+        resource="/".join(filter(None, (ref.get("resource"), ref.get("subresource")))),
         namespace=ref.get("namespace", ""),
         name=ref.get("name", ""),
-        code=event.get("responseStatus", {}).get("code", 0),
+        code=status.get("code", 0),
+        message=status.get("message", ""),
         uri=event["requestURI"],
     )
 
