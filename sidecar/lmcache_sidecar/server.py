@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import stat
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -88,18 +89,10 @@ class Server:
     def _unary(self, method: service.Method, call: Callable[[Any], Any]) -> grpc.RpcMethodHandler[Any, Any]:
         async def handle(request: Any, context: _Context) -> Any:
             started = time.perf_counter()
-            code = grpc.StatusCode.OK
-            try:
-                return call(request)
-            except Refused as refused:
-                code = refused.code
-                await _abort(context, refused)
-            except Exception:
-                code = grpc.StatusCode.INTERNAL
-                logger.exception("%s failed", method.name)
-                await context.abort(code, "the sidecar has a bug, see its log")
-            finally:
-                self._metrics.observe(method.name, code, time.perf_counter() - started)
+            async with self._answering(method.name, context):
+                reply = call(request)
+                self._metrics.took(method.name, time.perf_counter() - started)
+                return reply
 
         return grpc.unary_unary_rpc_method_handler(
             handle,
@@ -107,23 +100,26 @@ class Server:
             response_serializer=method.reply.SerializeToString,
         )
 
-    async def _attach(self, _: object, context: _Context) -> None:
+    @contextlib.asynccontextmanager
+    async def _answering(self, method: str, context: _Context) -> AsyncIterator[None]:
+        """Turn exceptions into statuses: whatever a call does, the daemon lives."""
         code = grpc.StatusCode.OK
-        started = time.perf_counter()
         try:
-            client = await self._greet(context)
-            self._metrics.observe("Attach", code, time.perf_counter() - started)
-            await self._serve(client, context)
+            yield
         except Refused as refused:
             code = refused.code
-            await _abort(context, refused)
+            metadata = ((service.REASON_METADATA, refused.reason),) if refused.reason else ()
+            await context.abort(code, refused.message, trailing_metadata=metadata)
         except Exception:
             code = grpc.StatusCode.INTERNAL
-            logger.exception("Attach failed")
+            logger.exception("%s failed", method)
             await context.abort(code, "the sidecar has a bug, see its log")
         finally:
-            if code is not grpc.StatusCode.OK:
-                self._metrics.observe("Attach", code, time.perf_counter() - started)
+            self._metrics.count(method, code)
+
+    async def _attach(self, _: object, context: _Context) -> None:
+        async with self._answering("Attach", context):
+            await self._serve(await self._greet(context), context)
 
     async def _greet(self, context: _Context) -> Client:
         message = await context.read()
@@ -160,12 +156,6 @@ class Server:
                 ready_rows = arena.ready_rows
                 await context.write(pb.AttachReply(extents=pb.Extents(ready_rows=ready_rows)))
             await grown.wait()
-
-
-async def _abort(context: _Context, refused: Refused) -> NoReturn:
-    metadata = ((service.REASON_METADATA, refused.reason),) if refused.reason else ()
-    await context.abort(refused.code, refused.message, trailing_metadata=metadata)
-    raise AssertionError("abort raises")
 
 
 def claim_socket(path: str) -> None:

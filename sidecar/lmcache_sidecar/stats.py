@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.remote import RemoteTier
-from lmcache.tiers.tiered import TieredStore
+from lmcache.tiers.tiered import TieredStats
 from lmcache_sidecar.sessions import Client, Sessions
 
 
 def collect(sessions: Sessions, remote: RemoteTier | None, uptime_seconds: float) -> dict[str, Any]:
-    """Everything, in plain numbers and text. Costs O(clients)."""
-    geometry = sessions.arena.geometry
+    """Everything, in plain numbers and text; null where a part is not there (yet). Costs O(clients)."""
+    arena, store = sessions.arena, sessions.store
+    clients = [_client(client) for client in sessions.clients.values()]
+    num_attached = sum(client["is_attached"] for client in clients)
     return {
         "version": lmcache.__version__,
         "protocol_version": service.PROTOCOL_VERSION,
         "pid": os.getpid(),
         "uptime_seconds": round(uptime_seconds, 3),
-        "epoch": sessions.arena.epoch,
-        "geometry": None
-        if geometry is None
-        else {"slot_bytes": geometry.slot_bytes, "num_columns": geometry.num_columns},
+        "epoch": arena.epoch,
+        "geometry": arena.geometry and asdict(arena.geometry),
         "memory": _memory(sessions),
-        "remote": None if remote is None else _remote(remote),
-        **_traffic(sessions.store),
-        "clients": [_client(client) for client in sessions.clients.values()],
+        "remote": remote and _remote(remote),
+        "num_queued_writes": store.num_queued_writes if store else 0,
+        "writes": store and _writes(store.stats),
+        "promotions": store and _promotions(store.stats),
+        "num_clients": {"attached": num_attached, "quarantined": len(clients) - num_attached},
         "num_clients_from_before": len(sessions.from_before),
+        "clients": clients,
     }
 
 
@@ -66,31 +70,28 @@ def _remote(remote: RemoteTier) -> dict[str, Any]:
     return {
         "address": str(remote.address),
         "is_reachable": not remote.breaker.is_open,
-        **vars(counts),
         "hit_ratio": _ratio(counts.hits, counts.misses),
+        "operations": {
+            **{name: getattr(counts, name) for name in ("hits", "misses", "stored", "touched", "failures")},
+            "refused": sum(counts.refused.values()),
+            "invalid": sum(counts.invalid.values()),
+        },
+        "refused": dict(counts.refused),
+        "invalid": dict(counts.invalid),
     }
 
 
-def _traffic(store: TieredStore | None) -> dict[str, Any]:
-    """Rows on their way down and up."""
-    if store is None:
-        return {"writes": None, "promotions": None}
-    counts = store.stats
+def _writes(counts: TieredStats) -> dict[str, int]:
     return {
-        "writes": {
-            "queued": store.num_queued_writes,
-            "written": counts.written,
-            "refused": counts.write_refused,
-            "dropped": counts.write_dropped,
-            "evicted": counts.write_evicted,
-        },
-        "promotions": {
-            "probes": counts.probes,
-            "promoted": counts.promoted,
-            "failed": counts.promotions_failed,
-            "verified": counts.verified,
-        },
+        "written": counts.written,
+        "refused": counts.write_refused,
+        "dropped": counts.write_dropped,
+        "evicted": counts.write_evicted,
     }
+
+
+def _promotions(counts: TieredStats) -> dict[str, int]:
+    return {"promoted": counts.promoted, "failed": counts.promotions_failed, "verified": counts.verified}
 
 
 def _client(client: Client) -> dict[str, Any]:

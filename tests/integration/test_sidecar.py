@@ -14,6 +14,7 @@ import urllib.error
 import grpc
 import numpy as np
 import pytest
+from lmcache_sidecar.metrics import FAMILIES
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
@@ -654,6 +655,11 @@ def test_pages(sidecar, connect):
         assert name.endswith("_total")
     assert "lmcache_memory_tier_capacity_bytes 6.6" in metrics
     assert 'lmcache_clients{state="attached"} 1.0' in metrics
+    for family in FAMILIES:  # a path that leads nowhere would read as 0 for ever
+        found = sidecar.stats()
+        for key in family.path.split("."):
+            assert found is None or key in found
+            found = found and found[key]
     assert sidecar.stats()["clients"][0]["copier_reason"] == "the engine copies: its KV is in host memory"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         sidecar.get("/nothing")

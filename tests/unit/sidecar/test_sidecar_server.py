@@ -1,0 +1,89 @@
+"""The gRPC face: what a bug in a handler costs, and that no call waits for a scrape of the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from lmcache_sidecar.metrics import FAMILIES, CallMetrics, Metrics
+from lmcache_sidecar.server import Server
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.service import LOOKUP, RELEASE
+
+
+class BrokenSessions:
+    """Every call but release has a bug."""
+
+    def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+        raise RuntimeError("boom")
+
+    reserve = commit = abort = lookup
+
+    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        return pb.ReleaseReply()
+
+
+def test_a_bug_is_an_internal_error_and_the_daemon_lives(tmp_path, caplog):
+    metrics = CallMetrics()
+
+    async def run() -> grpc.aio.AioRpcError:
+        server = Server(BrokenSessions(), str(tmp_path / "s.sock"), metrics)
+        await server.start()
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s.sock") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(LOOKUP.path)(b"", timeout=5)
+            assert await channel.unary_unary(RELEASE.path)(b"", timeout=5) == b""
+        await server.stop()
+        return caught.value
+
+    error = asyncio.run(run())
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert error.details() == "the sidecar has a bug, see its log"
+    assert "boom" in caplog.text
+    text = asyncio.run(Metrics(metrics, dict).text()).decode()
+    assert 'lmcache_requests_total{code="INTERNAL",method="Lookup"} 1.0' in text
+    assert 'lmcache_requests_total{code="OK",method="Release"} 1.0' in text
+    assert 'lmcache_request_seconds_count{method="Release"} 1.0' in text
+    assert 'lmcache_request_seconds_count{method="Lookup"}' not in text  # what was not done took no time
+
+
+STATS = {
+    "uptime_seconds": 1.5,
+    "num_clients": {"attached": 2, "quarantined": 1},
+    "memory": {"used_bytes": 4096, "removed": {"evicted": 3}},
+    "remote": None,
+    "writes": {"written": 7},
+}
+
+
+def test_metrics_are_read_from_the_stats():
+    text = asyncio.run(Metrics(CallMetrics(), lambda: STATS).text()).decode().splitlines()
+    assert 'lmcache_clients{state="quarantined"} 1.0' in text
+    assert "lmcache_memory_tier_bytes 4096.0" in text
+    assert 'lmcache_memory_tier_removals_total{reason="evicted"} 3.0' in text
+    assert 'lmcache_writes_total{result="written"} 7.0' in text
+    assert "lmcache_remote_tier_up 0.0" in text
+    for family in FAMILIES:
+        assert f"# TYPE {family.name} {'counter' if family.name.endswith('_total') else 'gauge'}" in text
+        assert f"# HELP {family.name} {family.about}" in text
+
+
+def test_other_tasks_run_while_the_text_is_made():
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        task = asyncio.create_task(other())
+        await Metrics(CallMetrics(), lambda: STATS).text()
+        task.cancel()
+
+    asyncio.run(run())
+    assert turns >= len(FAMILIES)
