@@ -22,16 +22,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmcache.tiers.base import Arena, Removal, Reservation, Reserved, RowKey, Slot, StaleSlot
 from lmcache.tiers.policy import LRU, Policy
-from lmcache.tiers.slots import NO_CHECKSUM, State
+from lmcache.tiers.rows import Row, is_whole
+from lmcache.tiers.slots import State
+from lmcache.tiers.stats import MemoryStats
 
 SIDECAR = bytes(16)
 """Owner of the rows that the tier's own process fills (promotions)."""
@@ -44,51 +45,6 @@ INCOMPLETE_SECONDS = 30.0
 
 _ADOPT_SLICE_ROWS = 128
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
-
-
-@dataclass
-class MemoryStats:
-    """Counts since start, of rows."""
-
-    hits: int = 0  # found by a lookup, once per lease
-    misses: int = 0  # asked for and not found, by lookups of requests without a lease
-    refused: int = 0  # reservations refused because no row could be freed
-    removed: Counter[Removal] = field(default_factory=Counter)
-
-
-class _Row:
-    """What is known about a row that is not free."""
-
-    __slots__ = (
-        "adopted",
-        "committed",
-        "depth",
-        "key",
-        "num_leases",
-        "num_pins",
-        "slot",
-        "spoilt",
-        "unverified",
-        "visible",
-        "writers",
-    )
-
-    def __init__(self, key: RowKey, slot: Slot, depth: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.depth = depth  # position in its chain
-        self.writers: dict[int, bytes | None] = {}  # column -> owner, None in quarantine
-        self.committed: set[int] = set()  # columns
-        self.num_leases = 0
-        self.num_pins = 0
-        self.visible = False  # complete and in the index
-        self.spoilt = False  # out of the index for good
-        self.unverified = False  # adopted, checksum not compared yet
-        self.adopted = False  # a client from before the restart may be reading it
-
-    @property
-    def is_unused(self) -> bool:
-        return not (self.writers or self.num_leases or self.num_pins)
 
 
 class MemoryTier:
@@ -109,8 +65,8 @@ class MemoryTier:
         self._clock = clock
         self._table = arena.table
         self._next_generation = max(arena.first_generation, self._table.max_generation() + 1)
-        self._index: dict[RowKey, _Row] = {}
-        self._rows: dict[int, _Row] = {}  # all rows that are not free
+        self._index: dict[RowKey, Row] = {}
+        self._rows: dict[int, Row] = {}  # all rows that are not free
         self._free: list[int] = []  # heap
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
@@ -119,7 +75,7 @@ class MemoryTier:
         self._lease_quarantine: dict[bytes, list[dict[int, None]]] = {}
         self._num_leased = 0
         self._holding_adopted = True
-        self._dropped: list[_Row] = []  # adopted rows of no use, not free before ``release_adopted``
+        self._dropped: list[Row] = []  # adopted rows of no use, not free before ``release_adopted``
 
     # ---- restart ----
 
@@ -149,10 +105,10 @@ class MemoryTier:
     def _adopt_row(self, number: int, entries: NDArray[np.void]) -> None:
         generation = int(entries["generation"].max())
         newest = entries[int(entries["generation"].argmax())]
-        row = _Row(newest["key"].tobytes(), Slot(number, generation), depth=0)
+        row = Row(newest["key"].tobytes(), Slot(number, generation), depth=0)
         row.adopted = True
         self._rows[number] = row
-        if _is_whole(entries) and row.key not in self._index:
+        if is_whole(entries) and row.key not in self._index:
             row.committed.update(range(len(entries)))
             row.visible = row.unverified = True
             self._index[row.key] = row
@@ -354,7 +310,7 @@ class MemoryTier:
 
     # ---- inside ----
 
-    def _resident(self, keys: Iterable[RowKey]) -> Iterator[_Row]:
+    def _resident(self, keys: Iterable[RowKey]) -> Iterator[Row]:
         """Leading rows that can be leased."""
         for key in keys:
             row = self._index.get(key)
@@ -362,7 +318,7 @@ class MemoryTier:
                 return
             yield row
 
-    def _lease(self, row: _Row) -> bool:
+    def _lease(self, row: Row) -> bool:
         if row.num_leases == 0:
             if self._num_leased >= self.usable_rows // 2:
                 return False
@@ -378,24 +334,24 @@ class MemoryTier:
             self._num_leased -= row.num_leases == 0
         self._settle(rows)
 
-    def _new_row(self, key: RowKey, depth: int) -> _Row | None:
+    def _new_row(self, key: RowKey, depth: int) -> Row | None:
         number = self._take_free()
         if number is None:
             self.stats.refused += 1
             return None
-        row = _Row(key, Slot(number, self._next_generation), depth)
+        row = Row(key, Slot(number, self._next_generation), depth)
         self._next_generation += 1
         self._rows[number] = self._index[key] = row
         return row
 
-    def _give(self, row: _Row, column: int, owner: bytes, length: int) -> None:
+    def _give(self, row: Row, column: int, owner: bytes, length: int) -> None:
         number, generation = row.slot
         self._table.reserve(number, column, key=row.key, owner=owner, length=length, generation=generation)
         row.writers[column] = owner
         self._reservations.setdefault(owner, set()).add((number, column))
         self._incomplete.pop(number, None)
 
-    def _reserved_rows(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[_Row]:
+    def _reserved_rows(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Row]:
         rows = []
         for slot in slots:
             row = self._rows.get(slot.row)
@@ -406,14 +362,14 @@ class MemoryTier:
             raise StaleSlot("a slot is named twice")
         return rows
 
-    def _take_back(self, row: _Row, column: int, owner: bytes) -> None:
+    def _take_back(self, row: Row, column: int, owner: bytes) -> None:
         del row.writers[column]
         reserved = self._reservations[owner]
         reserved.remove((row.slot.row, column))
         if not reserved:
             del self._reservations[owner]
 
-    def _spoil(self, row: _Row) -> None:
+    def _spoil(self, row: Row) -> None:
         """Take the row out of the index: whoever asks for its key gets another one."""
         if self._index.get(row.key) is row:
             del self._index[row.key]
@@ -421,7 +377,7 @@ class MemoryTier:
         row.visible = False
         row.spoilt = True
 
-    def _settle(self, rows: Sequence[_Row]) -> None:
+    def _settle(self, rows: Sequence[Row]) -> None:
         """Put rows of one request (head first) where they belong now that a use of them ended."""
         idle = []
         for row in rows:
@@ -435,7 +391,7 @@ class MemoryTier:
                 self._incomplete[row.slot.row] = self._clock()
         self._policy.admit(idle)
 
-    def _discard(self, row: _Row) -> None:
+    def _discard(self, row: Row) -> None:
         """Free a row that nobody uses, or put it aside while a reader from before the restart may be left."""
         if row.adopted and self._holding_adopted:
             self._dropped.append(row)
@@ -472,13 +428,3 @@ class MemoryTier:
         self._discard(row)
         self.stats.removed[Removal.EVICTED] += 1
         return True
-
-
-def _is_whole(entries: NDArray[np.void]) -> bool:
-    """Do the entries of one row belong together, committed and with checksums?"""
-    return bool(
-        (entries["state"] == State.COMMITTED).all()
-        and (entries["generation"] == entries["generation"][0]).all()
-        and (entries["key"] == entries["key"][0]).all()
-        and not any(entry.tobytes() == NO_CHECKSUM for entry in entries["checksum"])
-    )

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from lmcache.tiers.base import RowKey, TierUnavailable, split_row_key
 from lmcache.tiers.header import HEADER_BYTES, BadHeader, Header, checksum, parse
 from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.tiers.resp import Address, Connection, ServerError, command, set_head
+from lmcache.tiers.stats import RemoteStats
 
 T = TypeVar("T")
 
@@ -37,19 +36,6 @@ _FIRST_WINDOW = 16  # keys of the first probe; doubles, since a prefix that goes
 _MAX_WINDOW = 1024
 _MAX_REWRITE = 4096  # names of invalid objects that are remembered
 _STORE_REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOPERM"})
-
-
-@dataclass
-class RemoteStats:
-    """Counts since start, of objects (one column of one row)."""
-
-    hits: int = 0  # loaded and valid
-    misses: int = 0  # no such object
-    stored: int = 0  # written by us
-    touched: int = 0  # was there already; its age was refreshed
-    refused: Counter[str] = field(default_factory=Counter)  # stores, by the server's error code
-    invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit
-    failures: int = 0  # operations that found the server sick
 
 
 class _Miss(Exception):

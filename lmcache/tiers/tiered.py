@@ -28,9 +28,12 @@ from lmcache.tiers.base import Arena, Reservation, RowKey, Slot, TierUnavailable
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory import LeaseId, MemoryTier
 from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.stats import TieredStats
 from lmcache.tiers.writes import WriteQueue
 
 T = TypeVar("T")
+
+__all__ = ["Lookup", "TieredStats", "TieredStore"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,20 +52,6 @@ class Lookup:
     num_pending: int = 0  # chunks after those that are being brought
     probing: bool = False  # the remote tier has not said yet what it holds
     slots: list[list[Slot]] = field(default_factory=list)  # per group, of the leading chunks that are leased
-
-
-@dataclass
-class TieredStats:
-    """Counts since start, of rows."""
-
-    written: int = 0  # through to the remote tier, or found there
-    write_refused: int = 0  # by the remote tier
-    write_dropped: int = 0  # the queue was full
-    write_evicted: int = 0  # left the memory tier before their turn
-    probes: int = 0  # of the remote tier, one per lookup at most
-    promoted: int = 0
-    promotions_failed: int = 0  # gone, invalid, no room, or the tier became unavailable
-    verified: int = 0  # rows from before a restart, found intact
 
 
 class TieredStore:

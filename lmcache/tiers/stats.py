@@ -1,0 +1,45 @@
+"""What the tiers count. Plain numbers that only rise, since the start of the process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lmcache.tiers.base import Removal
+
+
+@dataclass
+class MemoryStats:
+    """Of rows."""
+
+    hits: int = 0  # found by a lookup, once per lease
+    misses: int = 0  # asked for and not found, by lookups of requests without a lease
+    refused: int = 0  # reservations refused because no row could be freed
+    removed: Counter[Removal] = field(default_factory=Counter)
+
+
+@dataclass
+class TieredStats:
+    """Of rows."""
+
+    written: int = 0  # through to the remote tier, or found there
+    write_refused: int = 0  # by the remote tier
+    write_dropped: int = 0  # the queue was full
+    write_evicted: int = 0  # left the memory tier before their turn
+    probes: int = 0  # of the remote tier, one per lookup at most
+    promoted: int = 0
+    promotions_failed: int = 0  # gone, invalid, no room, or the tier became unavailable
+    verified: int = 0  # rows from before a restart, found intact
+
+
+@dataclass
+class RemoteStats:
+    """Of objects (one column of one row)."""
+
+    hits: int = 0  # loaded and valid
+    misses: int = 0  # no such object
+    stored: int = 0  # written by us
+    touched: int = 0  # was there already; its age was refreshed
+    refused: Counter[str] = field(default_factory=Counter)  # stores, by the server's error code
+    invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit
+    failures: int = 0  # operations that found the server sick
