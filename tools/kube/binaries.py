@@ -193,7 +193,17 @@ def _build(name: str, temporary: Path, bin_dir: Path) -> None:
     program = PROGRAMS[name]
     env = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(temporary)}
     # -l (no inlining) halves the time of compiling Kubernetes; its price is 0.7 s at a control plane's start.
-    argv = [_go(), "install", "-v", "-trimpath", "-gcflags=all=-l", "-ldflags", LDFLAGS, program.package]
+    argv = [
+        _go(),
+        "install",
+        "-v",
+        "-buildvcs=false",
+        "-trimpath",
+        "-gcflags=all=-l",
+        "-ldflags",
+        LDFLAGS,
+        program.package,
+    ]
     _say(
         f"building {program.built_as or name}: {program.minutes:g} min on 2 cores if nothing is compiled yet"
     )
@@ -214,8 +224,9 @@ def _run_with_progress(argv: Sequence[str], log: Path, env: dict[str, str]) -> N
                 code = process.wait(PROGRESS_SECONDS)
                 break
             except subprocess.TimeoutExpired:
-                lines = log.read_text().splitlines() or ["resolving modules"]
-                _say(f"{time.monotonic() - start:5.0f} s, {len(lines)} steps, now: {lines[-1]}")
+                lines = log.read_text().splitlines()
+                now = lines[-1] if lines else "reading modules, or linking what was compiled before"
+                _say(f"{time.monotonic() - start:5.0f} s, {len(lines)} packages, now: {now}")
     finally:
         process.kill()
     if code:
