@@ -15,11 +15,14 @@ import grpc
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import Copies, Session
 from lmcache.tiers.arena import MappedColumn, map_column
 
 _ATTACH_SECONDS = 2.0
 """Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""
+
+_NO_ANSWER = f"the sidecar did not answer within {_ATTACH_SECONDS:g} s: is it frozen?"
 
 _POPULATE_BYTES = 256 << 20
 """Acknowledged at once: small enough that the first rows are usable soon, a few 10 ms each."""
@@ -47,12 +50,13 @@ class Attachment:
         self._mapped_rows = 0
         self._drained = False
         self._over = False
+        self._reason = ""  # why we ended it
 
     def run(self, on_session: Callable[[Session], None]) -> None:
         """Attach, hand over the session, return when the stream ended.
 
-        Raises grpc.RpcError (refused, no answer, connection lost), ArenaError or OSError (arena can't be
-        mapped).
+        Raises grpc.RpcError (refused, connection lost), SidecarUnavailable (``cancel`` was given a reason),
+        ArenaError or OSError (the arena can't be mapped).
         """
         with grpc.insecure_channel(f"unix:{self._socket_path}", options=_CHANNEL_OPTIONS) as channel:
             attach = channel.stream_stream(
@@ -61,7 +65,7 @@ class Attachment:
                 response_deserializer=pb.AttachReply.FromString,
             )
             self._stream = stream = cast(Any, attach(self._requests()))
-            impatience = threading.Timer(_ATTACH_SECONDS, self.cancel)
+            impatience = threading.Timer(_ATTACH_SECONDS, self.cancel, [_NO_ANSWER])
             impatience.daemon = True
             impatience.start()
             try:
@@ -76,13 +80,18 @@ class Attachment:
                         self._extend(reply.extents.ready_rows)
                 finally:
                     self._copies.finish(session)
+            except grpc.RpcError as error:
+                if self._reason:
+                    raise SidecarUnavailable(self._reason) from error
+                raise
             finally:
                 impatience.cancel()
                 self.cancel()
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str = "") -> None:
         """End the stream."""
         with self._changed:
+            self._reason = self._reason or ("" if self._over else reason)
             self._over = True
             self._changed.notify()
         if self._stream is not None:

@@ -30,6 +30,9 @@ _REFUSALS = {
 """Codes that promise that nothing was done; with any other the call may have been done."""
 
 
+_STORE_METHODS = (service.RESERVE, service.COMMIT, service.ABORT)
+
+
 class LookupResult(NamedTuple):
     """What ``Session.lookup`` found; the counts are leading chunks that every group has."""
 
@@ -95,10 +98,10 @@ class Session:
         column: MappedColumn | None,
         copies: Copies,
         *,
-        on_stale: Callable[[], None],
+        on_stale: Callable[[str], None],
         owed: set[str],
     ) -> None:
-        """``on_stale``: called when the sidecar disowns this epoch; ``owed``: ids still to be released."""
+        """``on_stale``: called with the reason why this epoch must end; ``owed``: ids to be released."""
         self.epoch = epoch
         self.is_over = False
         self._client_uuid = client_uuid
@@ -185,10 +188,11 @@ class Session:
         self._call(service.ABORT, timeout, **_rows_and_generations(slots))
 
     def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """End leases. Ids that could not be sent are sent after the next attach: call it once per request."""
+        """End leases. Call it once per request: ids that were not sent go with the next release or attach."""
         self._owed.update(request_ids)
-        self._call(service.RELEASE, timeout, request_ids=request_ids)
-        self._owed.difference_update(request_ids)
+        sent = list(self._owed)
+        self._call(service.RELEASE, timeout, request_ids=sent)
+        self._owed.difference_update(sent)
 
     def holds(self, slot: Slot) -> bool:
         """True if the slot is still what it was given as; ask after a load's copy. Only reads memory."""
@@ -230,10 +234,14 @@ class Session:
     def _translate(self, method: service.Method, timeout: float, error: grpc.RpcError) -> SidecarError:
         code, details = error.code(), error.details() or ""
         if code not in _REFUSALS:
+            if method in _STORE_METHODS:
+                self._on_stale(
+                    f"{method.name} was not answered, a new epoch settles what became of its slots"
+                )
             limit = f" within {timeout:g} s" if code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
             return SidecarUnavailable(f"{method.name} was not answered{limit}: {code.name}: {details}")
         if service.reason_of(error) == service.REASON_ATTACH_AGAIN:
-            self._on_stale()
+            self._on_stale(details)
             return StaleSession(details)
         return RpcRefused(code, details)
 

@@ -276,11 +276,39 @@ def test_a_frozen_sidecar_costs_a_deadline_and_recovers(sidecar, connect):
     assert time.monotonic() - started < 1.5
     late = SidecarClient(sidecar.socket_path, make_hello())
     late.start()
+    wait_until(lambda: "did not answer within 2 s: is it frozen?" in late.detached_reason)
     assert late.session is None
     sidecar.thaw()
     assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
     attached(late)
     late.close()
+
+
+def test_slots_of_a_store_that_was_not_answered_come_back(sidecar, connect):
+    client = connect()
+    session = attached(client)
+    usable(sidecar)
+    sidecar.freeze()
+    with pytest.raises(SidecarUnavailable), session.copying():
+        session.reserve(0, make_keys(1, 2), timeout=0.1)
+    sidecar.thaw()
+    again = attached(client, newer_than=session)
+    sidecar.wait_until(lambda stats: stats["clients"][0]["mapped_rows"] == stats["memory"]["num_rows"])
+    sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] == 0)
+    store(again, 1, 2)
+
+
+def test_leases_whose_release_was_not_answered_end_with_the_next_one(sidecar, connect):
+    session = attached(connect())
+    usable(sidecar)
+    store(session, 1)
+    assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
+    sidecar.freeze()
+    with pytest.raises(SidecarUnavailable):
+        session.release(["r"], timeout=0.1)
+    sidecar.thaw()
+    session.release([])
+    assert sidecar.stats()["memory"]["leased_rows"] == 0
 
 
 def test_an_absent_sidecar_costs_nothing_and_is_found_when_it_comes():
