@@ -9,7 +9,7 @@ ranks agree on hit lengths by construction.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -56,6 +56,16 @@ class Reservation(NamedTuple):
 
     result: Reserved
     slot: Slot | None = None
+
+
+@dataclass
+class Lookup:
+    """Answer of a lookup over the tiers; counts are chunks, and a chunk is one row in every group."""
+
+    num_resident: int = 0  # leading chunks in memory
+    num_pending: int = 0  # chunks after those that are being brought
+    probing: bool = False  # the remote tier has not said yet what it holds
+    slots: list[list[Slot]] = field(default_factory=list)  # per group, of the leading chunks that are leased
 
 
 class Removal(enum.Enum):

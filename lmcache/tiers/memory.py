@@ -30,18 +30,15 @@ from numpy.typing import NDArray
 
 from lmcache.tiers.base import Arena, Removal, Reservation, Reserved, RowKey, Slot, StaleSlot
 from lmcache.tiers.policy import LRU, Policy
-from lmcache.tiers.rows import Row, is_whole
+from lmcache.tiers.rows import Row, adopted_row
 from lmcache.tiers.slots import State
 from lmcache.tiers.stats import MemoryStats
 
-SIDECAR = bytes(16)
-"""Owner of the rows that the tier's own process fills (promotions)."""
+SIDECAR = bytes(16)  # owner of the rows that the tier's own process fills (promotions)
+LeaseId = tuple[bytes, str]  # (engine uuid, request id)
 
-LeaseId = tuple[bytes, str]
-"""(engine uuid, request id)"""
-
+# Ranks of one engine store a chunk within one step: by then missing columns will not come any more.
 INCOMPLETE_SECONDS = 30.0
-"""Ranks of one engine store a chunk within one step: by then the missing columns will not come any more."""
 
 _ADOPT_SLICE_ROWS = 128
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
@@ -59,8 +56,8 @@ class MemoryTier:
     ) -> None:
         self.arena = arena
         self.stats = MemoryStats()
+        # Only rows below this are given out or leased: what all attached workers have mapped.
         self.usable_rows = arena.ready_rows
-        """Only rows below this are given out or leased: what all attached workers have mapped."""
         self._policy = policy or LRU()
         self._clock = clock
         self._table = arena.table
@@ -73,7 +70,7 @@ class MemoryTier:
         self._quarantine: dict[bytes, set[tuple[int, int]]] = {}
         self._leases: dict[bytes, dict[str, dict[int, None]]] = {}  # engine -> request -> rows, head first
         self._lease_quarantine: dict[bytes, list[dict[int, None]]] = {}
-        self._num_leased = 0
+        self.num_leased = 0  # rows under at least one lease, those in quarantine included
         self._holding_adopted = True
         self._dropped: list[Row] = []  # adopted rows of no use, not free before ``release_adopted``
 
@@ -98,28 +95,18 @@ class MemoryTier:
             self.release_adopted()
 
     def release_adopted(self) -> None:
-        """All clients from before the restart are drained or dead: adopted rows may be evicted from now
-        on."""
+        """All clients from before the restart are drained or dead: adopted rows may be evicted."""
         self._holding_adopted = False
 
     def _adopt_row(self, number: int, entries: NDArray[np.void]) -> None:
-        generation = int(entries["generation"].max())
-        newest = entries[int(entries["generation"].argmax())]
-        row = Row(newest["key"].tobytes(), Slot(number, generation), depth=0)
-        row.adopted = True
-        self._rows[number] = row
-        if is_whole(entries) and row.key not in self._index:
-            row.committed.update(range(len(entries)))
-            row.visible = row.unverified = True
-            self._index[row.key] = row
-            self._settle([row])
-            return
+        row = self._rows[number] = adopted_row(number, entries)
+        if row.visible and self._index.setdefault(row.key, row) is not row:
+            self._spoil(row)
         for column, entry in enumerate(entries):
             owner = entry["owner"].tobytes()
             if entry["state"] == State.RESERVED and owner != SIDECAR:
                 row.writers[column] = None
                 self._quarantine.setdefault(owner, set()).add((number, column))
-        self._spoil(row)
         self._settle([row])
 
     # ---- store ----
@@ -129,14 +116,10 @@ class MemoryTier:
 
         ``length``: payload bytes of the column; ``depth``: position of the chunk in its chain.
         """
-        row = self._index.get(key)
-        if row is None:
-            row = self._new_row(key, depth)
-        elif column in row.committed:
+        row = self._index.get(key) or self._new_row(key, depth)
+        if row is not None and column in row.committed:
             return Reservation(Reserved.EXISTS)
-        elif column in row.writers or row.slot.row >= self.usable_rows:
-            return Reservation(Reserved.BUSY)
-        if row is None:
+        if row is None or column in row.writers or row.slot.row >= self.usable_rows:
             return Reservation(Reserved.BUSY)
         self._give(row, column, owner, length)
         return Reservation(Reserved.SLOT, row.slot)
@@ -148,7 +131,7 @@ class MemoryTier:
             self._table.commit(row.slot.row, column)
             self._take_back(row, column, owner)
             row.committed.add(column)
-            row.visible = len(row.committed) == self._table.num_columns and not row.spoilt
+            row.visible = len(row.committed) == self._table.num_columns
         self._settle(rows)
         return [row.slot for row in rows if row.visible]
 
@@ -291,17 +274,10 @@ class MemoryTier:
         for column in range(self._table.num_columns):
             self.abort([slot], column, SIDECAR)
 
-    # ---- gauges ----
-
     @property
     def num_used(self) -> int:
         """Rows that are not free."""
         return len(self._rows)
-
-    @property
-    def num_leased(self) -> int:
-        """Rows under at least one lease, those in quarantine included."""
-        return self._num_leased
 
     @property
     def num_quarantined(self) -> int:
@@ -320,9 +296,9 @@ class MemoryTier:
 
     def _lease(self, row: Row) -> bool:
         if row.num_leases == 0:
-            if self._num_leased >= self.usable_rows // 2:
+            if self.num_leased >= self.usable_rows // 2:
                 return False
-            self._num_leased += 1
+            self.num_leased += 1
             self._policy.remove(row.slot.row)
         row.num_leases += 1
         return True
@@ -331,7 +307,7 @@ class MemoryTier:
         rows = [self._rows[number] for number in lease]
         for row in rows:
             row.num_leases -= 1
-            self._num_leased -= row.num_leases == 0
+            self.num_leased -= row.num_leases == 0
         self._settle(rows)
 
     def _new_row(self, key: RowKey, depth: int) -> Row | None:
@@ -364,10 +340,7 @@ class MemoryTier:
 
     def _take_back(self, row: Row, column: int, owner: bytes) -> None:
         del row.writers[column]
-        reserved = self._reservations[owner]
-        reserved.remove((row.slot.row, column))
-        if not reserved:
-            del self._reservations[owner]
+        self._reservations[owner].remove((row.slot.row, column))
 
     def _spoil(self, row: Row) -> None:
         """Take the row out of the index: whoever asks for its key gets another one."""

@@ -33,7 +33,19 @@ class Row:
         return not (self.writers or self.num_leases or self.num_pins)
 
 
-def is_whole(entries: NDArray[np.void]) -> bool:
+def adopted_row(number: int, entries: NDArray[np.void]) -> Row:
+    """Make a row of the entries that an earlier process left: visible if they are whole, else spoilt."""
+    newest = entries[int(entries["generation"].argmax())]
+    row = Row(newest["key"].tobytes(), Slot(number, int(newest["generation"])), depth=0, adopted=True)
+    if _is_whole(entries):
+        row.committed.update(range(len(entries)))
+        row.visible = row.unverified = True
+    else:
+        row.spoilt = True
+    return row
+
+
+def _is_whole(entries: NDArray[np.void]) -> bool:
     """Do the entries of one row belong together, committed and with checksums?"""
     return bool(
         (entries["state"] == State.COMMITTED).all()

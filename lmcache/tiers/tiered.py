@@ -21,10 +21,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lmcache.tiers.base import Arena, Reservation, RowKey, Slot, TierUnavailable, split_row_key
+from lmcache.tiers.base import Arena, Lookup, Reservation, RowKey, Slot, TierUnavailable, split_row_key
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory import LeaseId, MemoryTier
 from lmcache.tiers.remote import RemoteTier
@@ -42,16 +41,6 @@ _NUM_WRITERS = 2
 _ABSENT_SECONDS = 1.0
 """How long a key stays known as absent below: repeated lookups of one request must not probe again and
 again."""
-
-
-@dataclass
-class Lookup:
-    """Answer of ``TieredStore.lookup``; counts are chunks, and a chunk is one row in every group."""
-
-    num_resident: int = 0  # leading chunks in memory
-    num_pending: int = 0  # chunks after those that are being brought
-    probing: bool = False  # the remote tier has not said yet what it holds
-    slots: list[list[Slot]] = field(default_factory=list)  # per group, of the leading chunks that are leased
 
 
 class TieredStore:
@@ -250,16 +239,14 @@ class TieredStore:
     def reserve(
         self, keys: Sequence[RowKey], column: int, owner: bytes, *, length: int, first_chunk: int = 0
     ) -> list[Reservation]:
-        """One answer per key, the head of the chain first; ``length``: payload bytes of one column of
-        each."""
+        """One answer per key, the head of the chain first; ``length``: payload bytes of one column."""
         return [
             self.memory.reserve(key, column, owner, length=length, depth=depth)
             for depth, key in enumerate(keys, first_chunk)
         ]
 
     def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
-        """Commit all or, raising StaleSlot, none. Rows that become visible are checksummed and written
-        through."""
+        """Commit all or, raising StaleSlot, none. What becomes visible is checksummed and written through."""
         visible = self.memory.commit(slots, column, owner)
         if visible:
             self._num_unwritten += len(visible)

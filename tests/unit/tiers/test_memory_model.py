@@ -183,7 +183,11 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writers())
     @rule(data=st.data())
     def commit(self, data):
-        _, column, owner = data.draw(st.sampled_from(self.writers()))
+        row, column, owner = data.draw(st.sampled_from(self.writers()))
+        other = OWNERS[OWNERS.index(owner) - 1]
+        for slot, name in ((row.slot, other), (row.slot._replace(generation=row.slot.generation - 1), owner)):
+            with pytest.raises(StaleSlot):
+                self.tier.commit([slot], column, name)
         self.commit_all(column, owner)
 
     def commit_all(self, column: int, owner: bytes) -> None:
@@ -346,11 +350,13 @@ class MemoryMachine(RuleBasedStateMachine):
         self.tier.release_adopted()
         self.holding = False
 
-    @rule(key=keys, is_intact=st.booleans())
-    def verify(self, key, is_intact):
+    @rule(key=keys, is_intact=st.booleans(), is_pinned_twice=st.booleans())
+    def verify(self, key, is_intact, is_pinned_twice):
         row = self.find(key)
         assert self.tier.unverified(key) == (row.slot if row and row.unverified else None)
         if row and row.unverified and self.tier.pin(row.slot):
+            if is_pinned_twice and self.tier.pin(row.slot):
+                row.pins += 1
             self.tier.verified(row.slot, is_intact=is_intact)
             row.unverified = False
             self.tier.unpin(row.slot)
@@ -385,4 +391,4 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemoryModel = MemoryMachine.TestCase
-TestMemoryModel.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestMemoryModel.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
