@@ -54,10 +54,11 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
     """What kopf watches, and what it does about it: wake a cluster."""
     registry = kopf.OperatorRegistry()
 
-    def cluster_changed(namespace: str | None, name: str | None, uid: str | None, **_: Any) -> None:
+    # Coroutines, though they wait for nothing: kopf runs plain functions in threads, the queue lives here.
+    async def cluster_changed(namespace: str | None, name: str | None, uid: str | None, **_: Any) -> None:
         queue.wake(ClusterKey(namespace or "", name or "", uid or ""))
 
-    def child_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
+    async def child_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
         if (key := owner_key(namespace or "", meta)) is not None:
             queue.wake(key)
 
@@ -73,13 +74,11 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
     kopf.on.login(registry=registry)(_login)
     kopf.on.cleanup(registry=registry)(stop_working)
     kopf.on.probe(registry=registry, id="longest_run_seconds")(look_for_hanging_work)
-    kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(
-        _as_async(cluster_changed)
-    )
+    kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(cluster_changed)
     for kind in CHILDREN:
         kopf.on.event(
             kind.group, kind.version, kind.plural, labels={MANAGED_BY_LABEL: FIELD_MANAGER}, registry=registry
-        )(_as_async(child_changed))
+        )(child_changed)
     return registry
 
 
@@ -89,15 +88,6 @@ def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
         if owner.get("controller") and owner["kind"] == KIND and owner["apiVersion"].startswith(f"{GROUP}/"):
             return ClusterKey(namespace, owner["name"], owner["uid"])
     return None
-
-
-def _as_async(handler: Any) -> Any:
-    """Keep a handler on the event loop, where the queue lives; kopf runs plain functions in threads."""
-
-    async def call(**kwargs: Any) -> None:
-        handler(**kwargs)
-
-    return call
 
 
 def _login(**kwargs: Any) -> kopf.ConnectionInfo | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from enum import StrEnum
 from typing import Any
 
 from . import CRD_NAME, GROUP, KIND, PLURAL, VERSION
-from .fields import FieldInfo, Rule, info_of, json_name
+from .fields import FieldInfo, Rule, fields_of
 from .plain_yaml import dump
 from .types import Spec, Status
 
@@ -21,14 +20,6 @@ _NAME_RULE = Rule(
     "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
     lambda _: True,
 )
-
-
-def optional_type(annotation: Any) -> tuple[Any, bool]:
-    """Split `X | None` into X and whether None was allowed."""
-    if isinstance(annotation, types.UnionType):
-        (inner,) = (a for a in annotation.__args__ if a is not types.NoneType)
-        return inner, True
-    return annotation, False
 
 
 def crd() -> dict[str, Any]:
@@ -90,14 +81,9 @@ _COLUMNS = [
 
 def _object_schema(cls: Any, description: str) -> dict[str, Any]:
     """Schema of a dataclass, fields in the order they are declared."""
-    hints = typing.get_type_hints(cls)
-    properties, required = {}, []
-    for declared in dataclasses.fields(cls):
-        info = info_of(declared)
-        annotation, is_optional = optional_type(hints[declared.name])
-        properties[json_name(declared.name)] = _field_schema(annotation, info)
-        if not is_optional and not info.has_default:
-            required.append(json_name(declared.name))
+    fields = fields_of(cls)
+    properties = {declared.json_name: _field_schema(declared.type, declared.info) for declared in fields}
+    required = [d.json_name for d in fields if not d.is_optional and not d.info.has_default]
     schema: dict[str, Any] = {"type": "object", "description": description, "properties": properties}
     if required:
         schema["required"] = required
@@ -119,9 +105,9 @@ def _expanded_default(annotation: Any, info: FieldInfo) -> Any:
     """The default with those of its own fields: rules are checked against it as it stands here."""
     if not dataclasses.is_dataclass(annotation):
         return info.default
-    hints = typing.get_type_hints(annotation)
-    inner = {field.name: (hints[field.name], info_of(field)) for field in dataclasses.fields(annotation)}
-    return {json_name(n): _expanded_default(*field) for n, field in inner.items() if field[1].has_default}
+    cls: Any = annotation
+    with_default = [declared for declared in fields_of(cls) if declared.info.has_default]
+    return {declared.json_name: _expanded_default(declared.type, declared.info) for declared in with_default}
 
 
 def _type_schema(annotation: Any, info: FieldInfo) -> dict[str, Any]:

@@ -7,9 +7,12 @@ into checks, so that the API server and `lmcache-operator render` refuse the sam
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _METADATA_KEY = "lmcache"
 _UNSET: Any = object()
@@ -59,14 +62,30 @@ def field(
     return dataclasses.field(metadata={_METADATA_KEY: info})
 
 
-def info_of(declared: dataclasses.Field[Any]) -> FieldInfo:
-    """What was said in `field(...)`."""
-    info = declared.metadata[_METADATA_KEY]
-    assert isinstance(info, FieldInfo)
-    return info
+class DeclaredField(NamedTuple):
+    """One field of a dataclass that was declared with `field(...)`."""
+
+    name: str
+    json_name: str
+    """`tokenSecretRef` for `token_secret_ref`."""
+    type: Any
+    """Without the None of an optional field."""
+    is_optional: bool
+    info: FieldInfo
 
 
-def json_name(name: str) -> str:
-    """`token_secret_ref` -> `tokenSecretRef`."""
-    head, *tail = name.split("_")
-    return head + "".join(word.capitalize() for word in tail)
+@functools.cache
+def fields_of(cls: Any) -> tuple[DeclaredField, ...]:
+    """The fields of a dataclass in the order they were declared."""
+    hints = typing.get_type_hints(cls)
+    found = []
+    for declared in dataclasses.fields(cls):
+        annotation, is_optional = hints[declared.name], False
+        if isinstance(annotation, types.UnionType):
+            (annotation,) = (a for a in annotation.__args__ if a is not types.NoneType)
+            is_optional = True
+        head, *tail = declared.name.split("_")
+        json_name = head + "".join(word.capitalize() for word in tail)
+        info = declared.metadata[_METADATA_KEY]
+        found.append(DeclaredField(declared.name, json_name, annotation, is_optional, info))
+    return tuple(found)

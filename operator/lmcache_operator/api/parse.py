@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from .crd import optional_type
-from .fields import FieldInfo, Rule, info_of, json_name
+from .fields import FieldInfo, Rule, fields_of
 from .types import Spec
 
 
@@ -57,23 +56,16 @@ def parse(resource: Mapping[str, Any]) -> Cluster:
 def _parse_object(cls: Any, raw: Any, path: str) -> Any:
     if not isinstance(raw, Mapping):
         raise InvalidSpec(path, "must be an object")
-    hints = typing.get_type_hints(cls)
-    fields = {json_name(declared.name): declared for declared in dataclasses.fields(cls)}
-    if unknown := sorted(set(raw) - set(fields)):
+    if unknown := sorted(raw.keys() - {declared.json_name for declared in fields_of(cls)}, key=str):
         raise InvalidSpec(f"{path}.{unknown[0]}", "is not a known field")
     values: dict[str, Any] = {}
-    for key, declared in fields.items():
-        annotation, is_optional = optional_type(hints[declared.name])
-        info = info_of(declared)
+    for name, key, annotation, is_optional, info in fields_of(cls):
         value = raw.get(key)
         if value is None and info.has_default:
             value = info.default
-        if value is None:
-            if not is_optional:
-                raise InvalidSpec(f"{path}.{key}", "is required")
-            values[declared.name] = None
-        else:
-            values[declared.name] = _parse_field(annotation, value, info, f"{path}.{key}")
+        if value is None and not is_optional:
+            raise InvalidSpec(f"{path}.{key}", "is required")
+        values[name] = None if value is None else _parse_field(annotation, value, info, f"{path}.{key}")
     parsed = cls(**values)
     _check_rules(getattr(cls, "RULES", ()), parsed, path)
     return parsed
@@ -140,10 +132,11 @@ def declared(value: Any) -> dict[str, Any]:
     What equals its default is left out, so that a field which a later version adds changes nothing here.
     """
     found: dict[str, Any] = {}
-    for declared_field in dataclasses.fields(value):
-        info, own = info_of(declared_field), getattr(value, declared_field.name)
+    cls: Any = type(value)
+    for name, _, _, _, info in fields_of(cls):
+        own = getattr(value, name)
         if dataclasses.is_dataclass(own):
             own = declared(own) or None
         if own is not None and not (info.has_default and own == info.default):
-            found[declared_field.name] = own
+            found[name] = own
     return found

@@ -115,19 +115,18 @@ class KubeApi:
         """One request: its status and its answer. Raises ApiError for failures that are not in `accept`."""
         headers = {"Accept": _JSON, "Content-Type": content_type}
         path = f"{path}?{urlencode(query)}" if query else path
-        request = await self._client.param_serialize(
-            verb, path, header_params=headers, body=body, auth_settings=["BearerToken"]
+        # Without the body, which is plain already: the client would walk through all of it.
+        method, url, headers, *_ = await self._client.param_serialize(
+            verb, path, header_params=headers, auth_settings=["BearerToken"]
         )
         async with self._slots:
-            status, data = await self._send(*request)
+            status, data = await self._send(method, url, headers, body)
         metrics.API_REQUESTS.labels(verb=verb, code=str(status)).inc()
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:
             raise error_of(f"{verb} {path}", status, data)
         return status, json.loads(data)
 
-    async def _send(
-        self, method: str, url: str, headers: Any, body: Any, _post_params: Any
-    ) -> tuple[int, bytes]:
+    async def _send(self, method: str, url: str, headers: Any, body: Any) -> tuple[int, bytes]:
         try:
             response = await self._client.call_api(
                 method, url, headers, body, _request_timeout=_REQUEST_SECONDS

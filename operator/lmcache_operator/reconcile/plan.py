@@ -59,14 +59,13 @@ def plan(observed: Observed, settings: RenderSettings) -> Plan:
         and first_difference(rendered, observed.children.get(ref)) is not None
     )
     wanted_refs = {ref_of(rendered) for rendered in wanted}
-    outdated = _outdated_pods(observed, wanted)
-    # A pod is replaced by what the StatefulSet says, so that has to be written first; and a new pod that
-    # can't mount a Secret would be worse than the old one.
-    is_settled = not observed.missing_secrets and not any(r["kind"] == "StatefulSet" for r in apply)
+    template = next(rendered for rendered in wanted if rendered["kind"] == "StatefulSet")["spec"]["template"]
+    outdated = [pod for pod in observed.pods if spec_hash_of(pod) != spec_hash_of(template)]
+    is_written = not any(rendered["kind"] == "StatefulSet" for rendered in apply)
     return Plan(
         apply=apply,
         delete=tuple(sorted(set(observed.children) - wanted_refs)),
-        evict=_next_eviction(observed, outdated) if is_settled else None,
+        evict=_next_eviction(observed, outdated, template) if is_written else None,
         problems=tuple(_problems(observed, transfer)),
         transfer=transfer,
         num_outdated=len(outdated),
@@ -116,13 +115,7 @@ def _problems(observed: Observed, transfer: Transfer) -> list[Problem]:
     return problems
 
 
-def _outdated_pods(observed: Observed, wanted: list[Object]) -> list[Object]:
-    """Pods made for another declaration than the present one."""
-    template = next(rendered for rendered in wanted if rendered["kind"] == "StatefulSet")["spec"]["template"]
-    return [pod for pod in observed.pods if spec_hash_of(pod) != spec_hash_of(template)]
-
-
-def _next_eviction(observed: Observed, outdated: list[Object]) -> str | None:
+def _next_eviction(observed: Observed, outdated: list[Object], template: Object) -> str | None:
     """The one pod to replace now, if any.
 
     One at a time: nothing is evicted while a pod is missing, ending, or new and not ready yet. So a
@@ -130,11 +123,13 @@ def _next_eviction(observed: Observed, outdated: list[Object]) -> str | None:
     nothing go first.
     """
     stateful_set = observed.stateful_set
-    if not outdated or stateful_set is None:
+    # A new pod that can't mount a Secret would be worse than the old one.
+    if not outdated or stateful_set is None or observed.missing_secrets:
         return None
-    # Until the controller has seen the new template it would make the old pod again.
+    # Until the new template is there, and its controller has seen it, the old pod would be made again.
     seen = stateful_set.get("status", {}).get("observedGeneration", 0)
-    if seen < stateful_set["metadata"].get("generation", 0):
+    is_there = spec_hash_of(stateful_set["spec"]["template"]) == spec_hash_of(template)
+    if not is_there or seen < stateful_set["metadata"].get("generation", 0):
         return None
     if len(observed.pods) < stateful_set["spec"]["replicas"]:
         return None

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_operator.api.crd import crd, render
-from lmcache_operator.api.fields import info_of, json_name
+from lmcache_operator.api.fields import fields_of
 from lmcache_operator.api.parse import InvalidSpec, declared, parse
 from lmcache_operator.api.quantity import format_mebibytes, parse_quantity, quantity_equal
-from lmcache_operator.api.types import Spec, TransferPreference
+from lmcache_operator.api.types import Model, Spec, Status, TransferPreference
 
 from tests.harness.operator_model import MINIMAL_SPEC, cluster
 
@@ -118,15 +118,18 @@ def test_the_crd_says_what_the_classes_say() -> None:
 
 def test_every_field_is_described() -> None:
     def check(cls: Any) -> None:
-        for declared_field in dataclasses.fields(cls):
-            assert info_of(declared_field).description.endswith("."), declared_field.name
+        for declared_field in fields_of(cls):
+            assert declared_field.info.description.endswith("."), declared_field.name
+            if dataclasses.is_dataclass(declared_field.type):
+                check(declared_field.type)
 
-    for cls in (Spec, *(type(getattr(parse(cluster()).spec, f.name)) for f in dataclasses.fields(Spec))):
-        check(cls)
+    check(Spec)
+    check(Status)
 
 
 def test_json_names() -> None:
-    assert json_name("token_secret_ref") == "tokenSecretRef"
+    names = {declared_field.name: declared_field.json_name for declared_field in fields_of(Model)}
+    assert names["token_secret_ref"] == "tokenSecretRef"
 
 
 @pytest.mark.parametrize(

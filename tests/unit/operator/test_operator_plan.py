@@ -184,6 +184,14 @@ def test_nothing_is_evicted_meanwhile(obstacle: str) -> None:
     assert due.num_outdated == len(world.pods)
 
 
+def test_nothing_is_evicted_while_the_template_is_contested() -> None:
+    """Else the old pod would be made again, and evicted again, for ever."""
+    world = settled_world(engine={"replicas": 1})
+    world.change(engine={"args": ["--new"]})
+    due = plan(observe(world, contested={STATEFUL_SET: "spec.replicas"}), SETTINGS)
+    assert (due.apply, due.evict, due.num_outdated) == ((), None, 1)
+
+
 # -- problems
 
 
