@@ -10,11 +10,8 @@ quarantine; such a row is in nobody's reach but theirs. A row is reused only aft
 they began, or is known to be gone: ``end_quarantine`` and ``end_lease_quarantine`` say so, and nothing else
 does.
 
-**Eviction** happens when a row is needed and none is free: rows dropped after a restart first, then
-incomplete rows that nobody writes, then what the policy says.
-
-Costs: O(1) per key; O(log rows) to take or free a row (the lowest free one is taken, which keeps to extents
-populated first).
+**Eviction** happens when a row is needed and none is free: first rows dropped after a restart, then
+incomplete ones, then what the policy says. Costs: O(1) per key, O(log rows) per row taken or freed.
 """
 
 from __future__ import annotations
@@ -71,8 +68,8 @@ class MemoryTier:
         self._leases: dict[bytes, dict[str, dict[int, None]]] = {}  # engine -> request -> rows, head first
         self._lease_quarantine: dict[bytes, list[dict[int, None]]] = {}
         self.num_leased = 0  # rows under at least one lease, those in quarantine included
+        self._dropped: list[Row] = []  # adopted rows of no use, not free while adopted rows are held
         self._holding_adopted = True
-        self._dropped: list[Row] = []  # adopted rows of no use, not free before ``release_adopted``
 
     # ---- restart ----
 
