@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from lmcache import keys
 from lmcache.engines.vllm.plan import GROUP, KeyContext
@@ -52,6 +53,7 @@ class Ticket:
         self.answer: Answer | None = None  # None: not answered yet
         self.is_settled = False  # the scheduler decided: no more questions
         self.is_released = False
+        self.was_sent = False  # may have a lease, also when no answer came
 
 
 class LookupThread:
@@ -62,7 +64,8 @@ class LookupThread:
         self._client = client
         self._namespace = namespace
         self._rate = rate
-        self._queue: queue.SimpleQueue[Ticket | str | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._unreleased: list[str] = []  # may be leased: the sidecar did not confirm their release yet
         self._resumes_at = 0.0  # no calls before: the sidecar did not answer
         self.answered = threading.Event()  # set after every answer
         self._thread = threading.Thread(target=self._run, name="lmcache-lookup", daemon=True)
@@ -70,28 +73,23 @@ class LookupThread:
 
     def ask(self, ticket: Ticket) -> None:
         """Answer the ticket as soon as possible, or again: lower tiers may have brought more."""
-        self._queue.put(ticket)
+        self._queue.put(partial(self._serve, ticket))
 
     def release(self, ticket: Ticket) -> None:
         """End the ticket's lease. Once is enough."""
         ticket.is_settled = True
-        if (
-            ticket.hashes and not ticket.is_released
-        ):  # also before the answer: it is queued after the question
-            ticket.is_released = True
-            self._queue.put(ticket.request_id)
+        if not ticket.is_released:
+            ticket.is_released = True  # also before the answer: this is queued after the question
+            self._queue.put(partial(self._release, ticket))
 
     def close(self) -> None:
         """Serve what is queued, then end the thread and detach."""
         self._queue.put(None)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (task := self._queue.get()) is not None:
             try:
-                if isinstance(item, Ticket):
-                    self._serve(item)
-                else:
-                    self._release(item)
+                task()
             except Exception:  # this thread serves all requests: one bad ticket must not end it
                 logger.exception("A lookup failed")
         self._client.close()
@@ -112,6 +110,7 @@ class LookupThread:
         if session is None or time.monotonic() < self._resumes_at:
             return NOTHING
         names = context.chunk_keys(ticket.hashes)
+        ticket.was_sent = True
         try:
             found = session.lookup(
                 ticket.request_id,
@@ -126,12 +125,15 @@ class LookupThread:
         is_pending = found.probing or found.num_pending > 0
         return Answer(tuple(found.slots.get(GROUP, ())), found.num_resident, is_pending)
 
-    def _release(self, request_id: str) -> None:
+    def _release(self, ticket: Ticket) -> None:
+        if ticket.was_sent:
+            self._unreleased.append(ticket.request_id)
         session = self._client.session
-        if session is None:
+        if not self._unreleased or session is None or time.monotonic() < self._resumes_at:
             return
         try:
-            session.release([request_id], timeout=_CALL_SECONDS)
+            session.release(self._unreleased, timeout=_CALL_SECONDS)
+            self._unreleased = []
         except SidecarError as error:
             self._back_off(error)
 

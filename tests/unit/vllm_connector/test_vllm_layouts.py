@@ -113,7 +113,7 @@ def layout(num_layers=3, num_blocks=9, page=64, blocks_per_chunk=4):
 
 
 def test_golden_slot_bytes():
-    """[layer][block][page]: changing this makes stored objects unreadable; then the content ids must change."""
+    """[layer][block][page]: whoever changes this must change the content ids."""
     pages = tuple(torch.tensor([[10 * layer + block] * 2 for block in range(4)]).byte() for layer in range(2))
     slot = np.zeros(16, np.uint8)
     make_copier(Layout(pages, blocks_per_chunk=2)).store(slot, [3, 1], None)

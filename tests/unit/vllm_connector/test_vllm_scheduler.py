@@ -392,6 +392,20 @@ def test_a_silent_sidecar_costs_later_requests_nothing(rig):
     assert rig.match(rig.arrive(make_request(200, "b"))) == (0, False)
 
 
+def test_leases_whose_release_was_not_answered_are_released_later(rig, monkeypatch):
+    rig.stored(3)
+    first = rig.arrive(make_request(200, "a"))
+    rig.session.is_down = True
+    rig.scheduler.request_finished(first)
+    rig.settle()
+    assert rig.session.leased == {"a"}
+    rig.session.is_down = False
+    monkeypatch.setattr(rig.lookups, "_resumes_at", 0.0)
+    rig.scheduler.request_finished(rig.arrive(make_request(200, "b")))
+    rig.settle()
+    assert rig.session.leased == set()
+
+
 def test_streaming_sessions_are_left_alone(rig):
     request = make_request(200, resumable=True)
     rig.scheduler.on_new_request(request)

@@ -1,0 +1,268 @@
+"""The connector in a real vLLM with a real sidecar: what is loaded is what was computed, byte for byte.
+
+Equal answers prove little with a tiny model, so the KV of every layer is compared too, over blocks that were
+overwritten before the load. Three engines serve all cases:
+
+- ``engine``: prefix caching on, sidecar always there
+- ``small_engine``: KV for a few requests only; its sidecar comes late, is killed and frozen
+- a ``vllm serve`` of two ranks over HTTP
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+
+import pytest
+
+from tests.harness.sidecar import SidecarProcess, wait_until
+from tools.engine.process import EngineProcess, ServedEngine, connector_config
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+BLOCK = 32
+SALTS = map("salt {}".format, itertools.count())
+
+
+def make_prompt(num_tokens, seed=0):
+    tokens = random.Random(f"{num_tokens} {seed}")
+    return [tokens.randrange(4, 260) for _ in range(num_tokens)]
+
+
+def cold(engine, *prompts, **options):
+    """Run without hits: nothing is stored under a new salt, and KV does not depend on it."""
+    return engine.generate(*prompts, cache_salt=next(SALTS), **options)
+
+
+def assert_hit(hit, stored, num_loaded, reference=None, first_block=0):
+    """``stored`` is the request whose KV was stored; ``reference`` the same prompt as ``hit``, computed.
+
+    They differ where prompts differ: KV computed in batches of other shapes differs in the last bits.
+    """
+    reference = reference or stored
+    assert hit.num_cached_tokens == num_loaded
+    assert hit.tokens == reference.tokens
+    assert hit.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
+    end_block = num_loaded // BLOCK
+    for layer, (loaded, computed) in enumerate(zip(hit.kv, stored.kv, strict=True)):
+        assert len(loaded) >= end_block
+        assert loaded[first_block:end_block] == computed[first_block:end_block], f"layer {layer}"
+
+
+@pytest.fixture(scope="module")
+def sidecar():
+    with SidecarProcess(memory_size="256Mi") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture(scope="module")
+def engine(sidecar, tmp_path_factory):
+    log = tmp_path_factory.mktemp("engine") / "log"
+    config = connector_config(sidecar.socket_path)
+    with EngineProcess(log, config, enable_prefix_caching=True) as engine:
+        engine.wait_ready()
+        sidecar.wait_until(
+            lambda stats: [client["mapped_rows"] > 0 for client in stats["clients"]].count(True)
+        )
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def late_sidecar():
+    sidecar = SidecarProcess(memory_size="256Mi")
+    yield sidecar
+    sidecar.close()
+
+
+def start_small_engine(sidecar, folder):
+    return EngineProcess(
+        folder / "log",
+        connector_config(sidecar.socket_path),
+        max_model_len=2000,
+        kv_cache_memory_bytes=12 << 20,  # 3,072 tokens
+        max_num_batched_tokens=512,
+    )
+
+
+@pytest.fixture(scope="module")
+def small_engine(late_sidecar, tmp_path_factory):
+    with start_small_engine(late_sidecar, tmp_path_factory.mktemp("small")) as engine:
+        yield engine.wait_ready()
+
+
+def wait_attached(sidecar):
+    sidecar.wait_until(
+        lambda stats: (
+            len([c for c in stats["clients"] if c["is_attached"]]) >= 2
+            and any(c["mapped_rows"] for c in stats["clients"])
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_loaded"),
+    [(1, 0), (31, 0), (32, 0), (33, 0), (255, 0), (256, 224), (257, 256), (2048, 2016), (8192, 8160)],
+)
+def test_a_hit_is_what_was_computed(engine, num_tokens, num_loaded):
+    prompt = make_prompt(num_tokens)
+    (reference,) = engine.generate(prompt)
+    assert reference.num_cached_tokens == 0
+    engine.scrub_kv()
+    (hit,) = engine.generate(prompt)
+    assert_hit(hit, reference, num_loaded)
+
+
+def test_keys_are_shared_and_the_sidecar_knows_the_engine(sidecar, engine):
+    clients = sidecar.stats()["clients"]
+    assert {client["role"] for client in clients} == {"scheduler", "worker"}
+    assert {client["private_reason"] for client in clients} == {""}
+
+
+def test_a_salt_separates(engine):
+    prompt = make_prompt(600)
+    engine.generate(prompt)
+    engine.scrub_kv()
+    assert cold(engine, prompt)[0].num_cached_tokens == 0
+
+
+def test_two_requests_share_a_prefix(engine):
+    prefix = make_prompt(1024)
+    first, second = prefix + make_prompt(100, 1), prefix + make_prompt(300, 2)
+    (stored,) = engine.generate(first)
+    (reference,) = cold(engine, second)
+    engine.scrub_kv()
+    assert_hit(engine.generate(second)[0], stored, 1024, reference)
+
+
+def test_two_requests_at_once(engine):
+    prompts = [make_prompt(1000, 1), make_prompt(1500, 2)]
+    references = [cold(engine, prompt)[0] for prompt in prompts]
+    stored = engine.generate(*prompts)
+    engine.scrub_kv()
+    hits = engine.generate(*prompts)
+    for i, num_loaded in enumerate((768, 1280)):
+        assert_hit(hits[i], stored[i], num_loaded, references[i])
+
+
+def test_the_same_prompt_twice_at_once(engine):
+    prompt = make_prompt(900)
+    (stored,) = engine.generate(prompt)
+    engine.scrub_kv()
+    for hit in engine.generate(prompt, prompt):
+        assert_hit(hit, stored, 768)
+
+
+def test_a_load_continues_a_local_hit_inside_a_chunk(engine):
+    prompt = make_prompt(1200)
+    (reference,) = engine.generate(prompt)
+    engine.scrub_kv()
+    # Too short to be loaded itself: leaves 5 blocks in the engine, which is not the edge of a chunk.
+    assert engine.generate(prompt[:165])[0].num_cached_tokens == 0
+    assert_hit(engine.generate(prompt)[0], reference, 1024, first_block=5)
+
+
+def test_the_answer_is_the_next_turn_s_prompt(engine):
+    prompt = make_prompt(400)
+    (turn,) = engine.generate(prompt, max_tokens=150)
+    following = prompt + turn.tokens + make_prompt(50, 1)
+    (reference,) = cold(engine, following)
+    engine.scrub_kv()
+    assert_hit(engine.generate(following)[0], turn, 512, reference)
+
+
+def test_prompt_logprobs_are_computed_and_not_loaded(engine):
+    prompt = make_prompt(520)
+    engine.generate(prompt)
+    engine.scrub_kv()
+    assert engine.generate(prompt, prompt_logprobs=1)[0].num_cached_tokens == 0
+
+
+def test_without_a_sidecar_and_when_it_comes(small_engine, late_sidecar):
+    prompt = make_prompt(1000)
+    (reference,) = small_engine.generate(prompt)
+    assert_hit(small_engine.generate(prompt)[0], reference, 0)
+    late_sidecar.start()
+    wait_attached(late_sidecar)
+    small_engine.generate(prompt)
+    small_engine.scrub_kv()
+    assert_hit(small_engine.generate(prompt)[0], reference, 768)
+
+
+def test_preempted_requests_answer_right(small_engine, late_sidecar):
+    wait_attached(late_sidecar)
+    prompts = [make_prompt(480, seed) for seed in range(6)]
+    references = [cold(small_engine, prompt, max_tokens=60)[0] for prompt in prompts]
+    before = small_engine.num_preemptions()
+    for _ in range(2):  # the second time from the cache
+        for result, reference in zip(small_engine.generate(*prompts, max_tokens=60), references, strict=True):
+            assert result.tokens == reference.tokens
+    assert small_engine.num_preemptions() > before
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_a_sidecar_that_fails_in_the_middle_costs_only_computing(small_engine, late_sidecar, fault):
+    wait_attached(late_sidecar)
+    prompts = [make_prompt(1100, f"{fault} {seed}") for seed in range(4)]
+    references = [cold(small_engine, prompt)[0] for prompt in prompts]
+    small_engine.generate(*prompts[:2])
+    used = late_sidecar.stats()["memory"]["used_rows"]
+    small_engine.start_generate(*prompts)  # two of them load, two store
+    late_sidecar.wait_until(
+        lambda stats: stats["memory"]["used_rows"] > used or stats["memory"]["leased_rows"]
+    )
+    getattr(late_sidecar, fault)()
+    for result, reference in zip(small_engine.finish_generate(), references, strict=True):
+        assert result.tokens == reference.tokens
+        assert result.finish_reason == "length"
+    for result, reference in zip(small_engine.generate(*prompts), references, strict=True):
+        assert result.tokens == reference.tokens
+    late_sidecar.start() if fault == "kill" else late_sidecar.thaw()
+    wait_attached(late_sidecar)
+    # Back again without a restart of the engine.
+    prompt = make_prompt(600, fault)
+    wait_until(lambda: small_engine.generate(prompt)[0].num_cached_tokens == 512, timeout=30)
+    late_sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
+
+
+def test_an_engine_killed_in_mid_store_leaves_nothing_wrong(small_engine, late_sidecar, tmp_path):
+    wait_attached(late_sidecar)
+    prompt = make_prompt(1900)
+    (reference,) = cold(small_engine, prompt)
+    used = late_sidecar.stats()["memory"]["used_rows"]
+    small_engine.start_generate(prompt)
+    late_sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] > used)
+    small_engine.kill()
+    late_sidecar.wait_until(lambda stats: not any(client["is_attached"] for client in stats["clients"]))
+    late_sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
+    with start_small_engine(late_sidecar, tmp_path) as engine:
+        engine.wait_ready()
+        wait_attached(late_sidecar)
+        (result,) = engine.generate(prompt)
+        assert_hit(result, reference, result.num_cached_tokens)
+        engine.scrub_kv()
+        assert_hit(engine.generate(prompt)[0], reference, 1792)
+
+
+def test_two_ranks_over_http(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (
+        SidecarProcess(memory_size="64Mi") as sidecar,
+        ServedEngine(
+            tmp_path / "log",
+            port,
+            connector_config(sidecar.socket_path),
+            "--tensor-parallel-size=2",
+            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        ) as engine,
+    ):
+        engine.wait_ready()
+        sidecar.wait_until(lambda stats: [c["mapped_rows"] > 0 for c in stats["clients"]].count(True) == 2)
+        prompt = make_prompt(2000)
+        first, second = engine.complete(prompt), engine.complete(prompt)
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 1792
+        assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+        assert {client["column"] for client in sidecar.stats()["clients"]} == {0, 1}
