@@ -88,8 +88,7 @@ class MemoryTier:
                 else:
                     heapq.heappush(self._free, first + offset)
             yield
-        if not self._index and not self._dropped:
-            self.release_adopted()
+        self._holding_adopted = bool(self._index or self._dropped)
 
     def release_adopted(self) -> None:
         """All clients from before the restart are drained or dead: adopted rows may be evicted."""
@@ -227,6 +226,7 @@ class MemoryTier:
         row.unverified = False
         if not is_intact:
             self.stats.removed[Removal.INVALID] += 1
+            self._table.unseal(slot.row)  # another restart must not bring it back
             self._spoil(row)
 
     def pin(self, slot: Slot) -> RowKey | None:

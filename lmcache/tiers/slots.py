@@ -67,6 +67,10 @@ class SlotTable:
         """Note the checksum of a committed payload: from now on it outlives a restart."""
         self._checksums[column, row] = checksum
 
+    def unseal(self, row: int) -> None:
+        """Forget the checksums of a row: it does not outlive a restart."""
+        self._checksums[:, row] = NO_CHECKSUM
+
     def free_slot(self, row: int, column: int) -> None:
         """Free one column of a row that is not complete."""
         self._states[column, row] = State.FREE

@@ -364,6 +364,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.tier.unpin(row.slot)
             if not is_intact:
                 row.spoilt = True
+                row.sealed = False
                 self.order.remove(row.slot.row)
                 self.settle([row])
 
