@@ -71,7 +71,7 @@ specs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(specs, specs)
 def test_carrying_out_plans_ends_with_nothing_to_do(first: dict[str, Any], second: dict[str, Any]) -> None:
     world = World(cluster(**first))
