@@ -6,15 +6,15 @@ moves all blocks of a chunk in one layer, without the GIL; there is no Python lo
 Why numpy on the CPU. One thread, 64 KiB pages, 32 layers x 16 scattered blocks x 8 chunks (256 MiB),
 ``ctypes.memmove`` of each piece = 100 % (13-14 GB/s on the machine this was chosen on):
 
-=====================================  =====  =====
-call                                   load   store
-=====================================  =====  =====
-``kv[ids] = slot`` (numpy)             115 %
-``torch.index_copy_``                   81 %
-``kv[ids] = slot`` (torch)              70 %
-``np.take(kv, ids, out=, mode="clip")``        114 %
-``torch.index_select(out=)``                   116 %
-=====================================  =====  =====
+===========================================  ======  ======
+call                                         load    store
+===========================================  ======  ======
+``kv[ids] = slot`` (numpy)                   115 %
+``torch.index_copy_``                         81 %
+``kv[ids] = slot`` (torch)                    70 %
+``np.take(kv, ids, out=slot, mode="clip")``          114 %
+``torch.index_select(out=slot)``                     116 %
+===========================================  ======  ======
 
 All of them release the GIL. numpy's also stay on the calling thread: torch would start a second team of
 OpenMP threads beside the engine's own.

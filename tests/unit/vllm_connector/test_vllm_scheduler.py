@@ -296,6 +296,13 @@ def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
     assert meta.stores[0].blocks == tuple(table[2:6])
 
 
+def test_a_resumed_request_has_a_new_block_table_also_when_its_preemption_was_not_announced(rig):
+    rig.arrive(make_request(200))
+    assert chunk_ranges(rig.step(new=[("r", blocks(3), 0, 60)])) == []
+    meta = rig.step(cached=[("r", blocks(7, 200), 0, 200, True)])
+    assert meta.stores[0].blocks == tuple(blocks(6, 200))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_blocks_are_held_until_all_ranks_ended_their_stores(num_ranks):
     rig = Rig(num_ranks)

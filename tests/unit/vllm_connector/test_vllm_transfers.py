@@ -154,6 +154,17 @@ def test_every_load_is_reported_once_whatever_fails(rig, fault, monkeypatch):
     assert rig.transfers.collect((), is_idle=False) == (set(), set())
 
 
+def test_a_load_that_is_begun_twice_is_copied_once(rig):
+    rig.session.committed.append(Slot(0, 1))
+    rig.copier.gate.clear()
+    rig.load(Slot(0, 1))
+    rig.load(Slot(0, 1))
+    rig.copier.gate.set()
+    rig.collect_until(lambda sent, loaded: loaded)
+    rig.transfers.close()
+    assert len(rig.copier.fences) == 1
+
+
 def test_blocks_taken_back_during_a_copy_are_never_committed(rig):
     """Preemption: the bytes of the copy under way may be torn; what was copied before is good."""
     rig.copier.gate.clear()
@@ -164,6 +175,7 @@ def test_blocks_taken_back_during_a_copy_are_never_committed(rig):
     rig.copier.gate.set()
     rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
     assert rig.session.committed == []
+    assert len(rig.copier.fences) == 1, "no further copy was begun"
 
 
 def test_preemption_waits_for_a_copy_that_is_about_to_end(rig, monkeypatch):

@@ -1,0 +1,222 @@
+"""The facade against the engine's own classes: faults in any hook, both runners, what KV bytes mean."""
+
+import hashlib
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+vllm = pytest.importorskip("vllm")
+
+import torch  # noqa: E402
+from vllm import _custom_ops as ops  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
+
+from lmcache.engines.vllm import connector as module  # noqa: E402
+from lmcache.engines.vllm.connector import LMCacheClusterConnector  # noqa: E402
+from lmcache.engines.vllm.plan import EngineIdentity, Grid, StepMeta  # noqa: E402
+
+BLOCKS = SimpleNamespace(get_block_ids=lambda: ([4, 5],))
+
+
+def make_config():
+    transfer = KVTransferConfig(
+        kv_connector="LMCacheClusterConnector",
+        kv_connector_module_path="lmcache.engines.vllm.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"lmcache.socket": "/nonexistent/kvcache.sock"},
+    )
+    parallel = SimpleNamespace(world_size=1)
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, instance_id="test")
+
+
+@pytest.fixture
+def scheduler():
+    connector = LMCacheClusterConnector(make_config(), KVConnectorRole.SCHEDULER, None)
+    identity = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): identity})
+    yield connector
+    connector.shutdown()
+
+
+@pytest.fixture
+def worker():
+    connector = LMCacheClusterConnector(make_config(), KVConnectorRole.WORKER, None)
+    connector.bind_connector_metadata(StepMeta())
+    yield connector
+    connector.shutdown()
+
+
+def make_request(request_id="r"):
+    return SimpleNamespace(
+        request_id=request_id,
+        num_tokens=64,
+        num_computed_tokens=64,
+        block_hashes=[b"1", b"2"],
+        lora_request=None,
+        cache_salt=None,
+        skip_reading_prefix_cache=False,
+        resumable=False,
+    )
+
+
+def make_output(new=(), cached=None):
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = list(new)
+    output.scheduled_cached_reqs = cached or CachedRequestData.make_empty()
+    ids = [request.req_id for request in new] + output.scheduled_cached_reqs.req_ids
+    output.num_scheduled_tokens = dict.fromkeys(ids, 64)
+    output.total_num_scheduled_tokens = 64 * len(ids)
+    return output
+
+
+def new_data(**fields):
+    defaults = {"mm_features": [], "sampling_params": None, "pooling_params": None, "lora_request": None}
+    return NewRequestData("r", [1] * 64, block_ids=([4, 5],), num_computed_tokens=0, **defaults, **fields)
+
+
+SCHEDULER_HOOKS = [
+    ("on_new_request", lambda: (make_request(),), None),
+    ("get_num_new_matched_tokens", lambda: (make_request(), 0), (0, False)),
+    ("update_state_after_alloc", lambda: (make_request(), BLOCKS, 0), None),
+    ("build_connector_meta", lambda: (make_output(),), StepMeta(is_idle=True)),
+    ("update_connector_output", lambda: (KVConnectorOutput(),), None),
+    ("request_finished_all_groups", lambda: (make_request(), ([4, 5],)), (False, None)),
+    ("request_finished", lambda: (make_request(), [4, 5]), (False, None)),
+]
+WORKER_HOOKS = [
+    ("handle_preemptions", lambda: (StepMeta(),), None),
+    ("start_load_kv", lambda: (None,), None),
+    ("wait_for_save", tuple, None),
+    ("get_finished", lambda: (set(),), (set(), set())),
+    ("get_block_ids_with_load_errors", tuple, set()),
+    ("build_connector_worker_meta", tuple, None),
+]
+
+
+class Broken:
+    """Raises on every touch, until it is gone offline."""
+
+    def __init__(self, half):
+        self._half = half
+        self._is_offline = False
+
+    def go_offline(self):
+        self._is_offline = True
+        self._half.go_offline()
+
+    def __getattr__(self, name):
+        if self._is_offline:
+            return getattr(self._half, name)
+        raise ZeroDivisionError(name)
+
+
+@pytest.mark.parametrize(("hook", "arguments", "neutral"), SCHEDULER_HOOKS)
+def test_a_fault_in_a_hook_of_the_scheduler_is_its_last(scheduler, hook, arguments, neutral):
+    scheduler._scheduler = Broken(scheduler._scheduler)
+    assert getattr(scheduler, hook)(*arguments()) == neutral
+    for name, others, value in SCHEDULER_HOOKS:
+        assert getattr(scheduler, name)(*others()) == value
+    assert scheduler._scheduler._is_offline
+
+
+@pytest.mark.parametrize(("hook", "arguments", "neutral"), WORKER_HOOKS)
+def test_a_fault_in_a_hook_of_the_worker_is_its_last(worker, hook, arguments, neutral):
+    worker._worker = Broken(worker._worker)
+    assert getattr(worker, hook)(*arguments()) == neutral
+    for name, others, value in WORKER_HOOKS:
+        assert getattr(worker, name)(*others()) == value
+
+
+@pytest.mark.parametrize("hook", ["update_state_after_alloc", "build_connector_meta"])
+def test_a_fault_never_leaves_the_engine_waiting_for_a_load(scheduler, worker, hook):
+    scheduler.on_new_request(make_request())
+    healthy, broken = scheduler._scheduler, Broken(scheduler._scheduler)
+    scheduler._scheduler = broken if hook == "update_state_after_alloc" else healthy
+    scheduler.update_state_after_alloc(make_request(), BLOCKS, 64)
+    scheduler._scheduler = broken
+    meta = scheduler.build_connector_meta(make_output())
+    worker._worker = Broken(worker._worker)
+    worker.bind_connector_metadata(meta)
+    worker.start_load_kv(None)
+    received = set()
+    while not received:
+        received = worker.get_finished(set())[1]
+    assert received == {"r"}
+    assert worker.get_block_ids_with_load_errors() == {4, 5}
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_stores_follow_the_engine_s_own_messages(scheduler, runner):
+    """A preempted request comes back as a cached request with V1, as a new one with V2."""
+    scheduler.on_new_request(make_request())
+    state = scheduler._scheduler._states["r"]
+    while state.ticket.context is None:
+        scheduler._scheduler._lookups.answered.wait(0.01)
+    if runner == "V1":
+        cached = CachedRequestData(["r"], {"r"}, [], {}, [([6, 7],)], [0], [0])
+        output, blocks = make_output(cached=cached), (6, 7)
+    else:
+        output, blocks = make_output([new_data(prefill_token_ids=[1] * 64)]), (4, 5)
+    (job,) = scheduler.build_connector_meta(output).stores
+    assert (job.first_chunk, job.hashes, job.blocks) == (0, (b"2",), blocks)
+
+
+@pytest.mark.parametrize("fault", ["version", "import"])
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_what_can_t_start_is_a_connector_that_does_nothing(fault, role, monkeypatch):
+    if fault == "version":
+        monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    else:
+        monkeypatch.setattr(module, "_make_scheduler", lambda *_: exec("import no_such_module"))
+        monkeypatch.setattr(module, "_make_worker", lambda *_: exec("import no_such_module"))
+    connector = LMCacheClusterConnector(make_config(), role, None)
+    assert connector.requires_kv_delivery is False
+    connector.register_kv_caches({})
+    connector.bind_connector_metadata(KVConnectorMetadata())
+    assert isinstance(connector.build_connector_meta(make_output()), KVConnectorMetadata)
+    assert connector.get_num_new_matched_tokens(make_request(), 0) == (0, False)
+    assert connector.request_finished_all_groups(make_request(), ([],)) == (False, None)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.get_handshake_metadata() is None
+    connector.shutdown()
+
+
+def test_an_engine_that_can_t_be_cached_runs_untouched(worker):
+    worker.register_kv_caches({"layer": "not a tensor"})
+    assert worker.get_handshake_metadata() is None
+    assert worker.get_finished(set()) == (set(), set())
+
+
+def test_every_hook_takes_what_the_engine_gives():
+    for name, hook in vars(LMCacheClusterConnector).items():
+        base = getattr(KVConnectorBase_V1, name, None)
+        if inspect.isfunction(hook) and base is not None and not name.startswith("__"):
+            assert list(inspect.signature(hook).parameters) == list(inspect.signature(base).parameters), name
+
+
+def test_golden_content_of_the_cpu_backend():
+    """If it fails, the content needs another id in ``layouts.KNOWN_CONTENTS``."""
+    num_heads, tokens, head_size = 2, 32, 64
+    key = torch.arange(tokens * num_heads * head_size, dtype=torch.float32).view(tokens, num_heads, head_size)
+    value = -key - 1
+    kv = torch.zeros(2, num_heads, tokens, 2 * head_size)
+    k_cache, v_cache = kv.view(2, num_heads, 2, tokens, head_size).unbind(2)
+    ops.cpu_attn_reshape_and_cache(key, value, k_cache, v_cache, torch.arange(tokens) + tokens, "vec")
+    for head in range(num_heads):
+        page = kv[1, head].flatten()
+        half = head_size * tokens
+        assert torch.equal(page[:half].view(head_size, tokens).T, key[:, head])
+        assert torch.equal(page[half:].view(tokens, head_size), value[:, head])
+    assert hashlib.sha256(kv[1].numpy().tobytes()).hexdigest()[:16] == "6657e881a1eeb097"
