@@ -22,6 +22,9 @@ from tools.engine.process import EngineProcess, ServedEngine, connector_config
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 BLOCK = 32
+PATIENCE = 1.0
+"""Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
+
 SALTS = map("salt {}".format, itertools.count())
 
 
@@ -59,7 +62,7 @@ def sidecar():
 @pytest.fixture(scope="module")
 def engine(sidecar, tmp_path_factory):
     log = tmp_path_factory.mktemp("engine") / "log"
-    config = connector_config(sidecar.socket_path)
+    config = connector_config(sidecar.socket_path, answer_seconds=PATIENCE)
     with EngineProcess(log, config, enable_prefix_caching=True) as engine:
         engine.wait_ready()
         sidecar.wait_until(
@@ -78,7 +81,7 @@ def late_sidecar():
 def start_small_engine(sidecar, folder):
     return EngineProcess(
         folder / "log",
-        connector_config(sidecar.socket_path),
+        connector_config(sidecar.socket_path, answer_seconds=PATIENCE),
         max_model_len=2000,
         kv_cache_memory_bytes=12 << 20,  # 3,072 tokens
         max_num_batched_tokens=512,
@@ -150,7 +153,9 @@ def test_the_same_prompt_twice_at_once(engine):
     (stored,) = engine.generate(prompt)
     engine.scrub_kv()
     for hit in engine.generate(prompt, prompt):
-        assert_hit(hit, stored, 768)
+        # The second may find in the engine what the first has computed after its load.
+        assert hit.num_cached_tokens in (768, 896)
+        assert_hit(hit._replace(num_cached_tokens=768), stored, 768)
 
 
 def test_a_load_continues_a_local_hit_inside_a_chunk(engine):
@@ -253,7 +258,7 @@ def test_two_ranks_over_http(tmp_path):
         ServedEngine(
             tmp_path / "log",
             port,
-            connector_config(sidecar.socket_path),
+            connector_config(sidecar.socket_path, answer_seconds=PATIENCE),
             "--tensor-parallel-size=2",
             environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         ) as engine,

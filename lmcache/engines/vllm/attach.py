@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SOCKET = "/run/lmcache/kvcache.sock"
 DEFAULT_CHUNK_TOKENS = 256
+DEFAULT_ANSWER_SECONDS = 0.02
 
 
 class Settings(NamedTuple):
@@ -29,6 +30,7 @@ class Settings(NamedTuple):
 
     socket: str = DEFAULT_SOCKET
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    answer_seconds: float = DEFAULT_ANSWER_SECONDS
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -42,6 +44,8 @@ class Settings(NamedTuple):
             raise Unsupported(
                 f"lmcache.chunk_tokens must be a positive number, not {settings.chunk_tokens!r}"
             )
+        if not isinstance(settings.answer_seconds, (int, float)) or settings.answer_seconds < 0:
+            raise Unsupported(f"lmcache.answer_seconds must be a number, not {settings.answer_seconds!r}")
         return settings._replace(socket=os.environ.get("LMCACHE_SOCKET", str(settings.socket)))
 
 
@@ -63,11 +67,12 @@ def attach_worker(
     return client, copier, identity
 
 
-def attach_scheduler(vllm_config: Any) -> Callable[[EngineIdentity, Callable[[], float]], LookupThread]:
+def attach_scheduler(
+    vllm_config: Any, settings: Settings
+) -> Callable[[EngineIdentity, Callable[[], float]], LookupThread]:
     """Return what starts the scheduler's lookup thread, once the workers said who they are."""
 
     def connect(identity: EngineIdentity, rate: Callable[[], float]) -> LookupThread:
-        settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         client = _client(vllm_config, identity, settings.socket, Role.SCHEDULER)
         return LookupThread(client, identity.namespace, rate)
 

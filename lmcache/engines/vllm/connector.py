@@ -173,11 +173,14 @@ def _check_version(version: str) -> None:
 
 
 def _make_scheduler(vllm_config: Any) -> Scheduler:
-    from lmcache.engines.vllm.attach import attach_scheduler
+    from lmcache.engines.vllm.attach import Settings, attach_scheduler
     from lmcache.engines.vllm.fingerprint import lora_fingerprint
     from lmcache.engines.vllm.scheduler import Scheduler
 
-    return Scheduler(vllm_config.parallel_config.world_size, attach_scheduler(vllm_config), lora_fingerprint)
+    settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    connect = attach_scheduler(vllm_config, settings)
+    num_ranks = vllm_config.parallel_config.world_size
+    return Scheduler(num_ranks, connect, lora_fingerprint, settings.answer_seconds)
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> Worker:

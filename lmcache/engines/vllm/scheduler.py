@@ -35,9 +35,6 @@ from lmcache.engines.vllm.plan import (
     loadable_span,
 )
 
-ANSWER_SECONDS = 0.02
-"""A request that was not answered so long after it arrived is computed."""
-
 IDLE_WAIT_SECONDS = 0.0005
 """When there is nothing to do but to wait: an engine in its caller's process would spin for the GIL."""
 
@@ -70,12 +67,17 @@ class Scheduler:
         num_ranks: int,
         connect: Callable[[EngineIdentity, Callable[[], float]], LookupThread],
         fingerprint_lora: Callable[[Any], bytes | None],
+        answer_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``connect`` starts a lookup thread; ``fingerprint_lora`` takes a LoRA request and runs there."""
+        """``connect`` starts a lookup thread; ``fingerprint_lora`` takes a LoRA request and runs there.
+
+        A request that was not answered ``answer_seconds`` after it arrived is computed.
+        """
         self._num_ranks = num_ranks
         self._connect = connect
         self._fingerprint_lora = fingerprint_lora
+        self._answer_seconds = answer_seconds
         self._clock = clock
         self._lookups: LookupThread | None = None
         self._is_offline = False
@@ -225,7 +227,7 @@ class Scheduler:
             return False
         now, answer = self._clock(), state.ticket.answer
         if answer is None:
-            return now - state.arrived_at < ANSWER_SECONDS
+            return now - state.arrived_at < self._answer_seconds
         missing = (len(state.ticket.hashes) - len(answer.slots)) * self._grid.chunk_tokens
         patience = deferral_seconds(missing, self._rate.tokens_per_second)
         if not answer.is_pending or now - state.arrived_at >= patience:

@@ -8,11 +8,12 @@ import pytest
 from lmcache import keys
 from lmcache.engines.vllm.lookups import LookupThread, Ticket
 from lmcache.engines.vllm.plan import EngineIdentity, Grid, KeyContext, WorkerReport
-from lmcache.engines.vllm.scheduler import ANSWER_SECONDS, Scheduler
+from lmcache.engines.vllm.scheduler import Scheduler
 from lmcache.tiers.base import Slot
 from tests.harness.session_double import SessionDouble
 
 GRID = Grid(chunk_tokens=64, block_tokens=32, hash_tokens=32)
+ANSWER_SECONDS = 0.02
 IDENTITY = EngineIdentity(b"n" * 32, "", GRID, 4096, 1, "tiny")
 
 
@@ -43,7 +44,9 @@ class Rig:
         self.now = 0.0
         self.session = SessionDouble()
         self.lora = {None: b""}
-        self.scheduler = Scheduler(num_ranks, self._connect, self.lora.__getitem__, lambda: self.now)
+        self.scheduler = Scheduler(
+            num_ranks, self._connect, self.lora.__getitem__, ANSWER_SECONDS, lambda: self.now
+        )
         self.scheduler.adopt(["another connector's message", IDENTITY])
 
     def _connect(self, identity, rate):
@@ -385,7 +388,7 @@ def test_offline_ends_all_leases(rig):
 
 
 def test_without_workers_nothing_is_known_of_requests():
-    scheduler = Scheduler(1, None, None)
+    scheduler = Scheduler(1, None, None, ANSWER_SECONDS)
     request = make_request(200)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
