@@ -17,6 +17,7 @@ class SessionDouble:
     """Rows are given out in order, never evicted; ``committed`` and ``aborted`` say what became of them."""
 
     def __init__(self, num_rows: int = 64, slot_bytes: int = 4096) -> None:
+        self.epoch = 1
         self.slots: Any = np.zeros((num_rows, slot_bytes), np.uint8)
         self.rows: dict[bytes, Slot] = {}
         self.committed: list[Slot] = []

@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from lmcache import keys
+from lmcache.engines.vllm.pause import Pause
 from lmcache.engines.vllm.plan import GROUP, KeyContext
-from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
 from lmcache.tiers.base import Slot
 
 logger = logging.getLogger(__name__)
 
 _CALL_SECONDS = 0.5
-_BACK_OFF_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class LookupThread:
         self._rate = rate
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unreleased: list[str] = []  # may be leased: the sidecar did not confirm their release yet
-        self._resumes_at = 0.0  # no calls before: the sidecar did not answer
+        self._pause = Pause()
         self.answered = threading.Event()  # set after every answer
         self._thread = threading.Thread(target=self._run, name="lmcache-lookup", daemon=True)
         self._thread.start()
@@ -107,7 +106,7 @@ class LookupThread:
 
     def _look_up(self, ticket: Ticket, context: KeyContext) -> Answer:
         session = self._client.session
-        if session is None or time.monotonic() < self._resumes_at:
+        if session is None or self._pause.covers(session):
             return NOTHING
         names = context.chunk_keys(ticket.hashes)
         ticket.was_sent = True
@@ -120,7 +119,7 @@ class LookupThread:
                 timeout=_CALL_SECONDS,
             )
         except SidecarError as error:
-            self._back_off(error)
+            self._note(session, error)
             return NOTHING
         is_pending = found.probing or found.num_pending > 0
         return Answer(tuple(found.slots.get(GROUP, ())), found.num_resident, is_pending)
@@ -129,15 +128,15 @@ class LookupThread:
         if ticket.was_sent:
             self._unreleased.append(ticket.request_id)
         session = self._client.session
-        if not self._unreleased or session is None or time.monotonic() < self._resumes_at:
+        if not self._unreleased or session is None or self._pause.covers(session):
             return
         try:
             session.release(self._unreleased, timeout=_CALL_SECONDS)
             self._unreleased = []
         except SidecarError as error:
-            self._back_off(error)
+            self._note(session, error)
 
-    def _back_off(self, error: SidecarError) -> None:
-        if isinstance(error, SidecarUnavailable):  # a frozen sidecar must cost requests nothing
-            self._resumes_at = time.monotonic() + _BACK_OFF_SECONDS
+    def _note(self, session: Session, error: SidecarError) -> None:
+        if isinstance(error, SidecarUnavailable):
+            self._pause.begin(session)
         logger.debug("The sidecar did not answer: %s", error)

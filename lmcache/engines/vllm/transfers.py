@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from lmcache.engines.vllm.copier import EngineCopier, Fence
+from lmcache.engines.vllm.pause import Pause
 from lmcache.engines.vllm.plan import GROUP, EngineIdentity, LoadJob, StoreJob, WorkerReport
 from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
@@ -33,8 +34,6 @@ PREEMPTION_SECONDS = 0.005
 IDLE_WAIT_SECONDS = 0.0005
 """When there is nothing to do but to wait: an engine in its caller's process would spin for the GIL."""
 
-_BACK_OFF_SECONDS = 1.0
-
 
 class LoadTransfer:
     """A LoadJob under way."""
@@ -45,9 +44,9 @@ class LoadTransfer:
         self.bad_blocks: tuple[int, ...] = job.blocks
         """Blocks that can't be used: all, until their pieces are proven good."""
 
-    def run(self, session: Session | None, copier: EngineCopier) -> None:
+    def run(self, session: Session, copier: EngineCopier) -> None:
         """Copy piece by piece; the first bad one ends it: KV after a gap is useless. Raises SidecarError."""
-        if session is None or session.slots is None:
+        if session.slots is None:
             return
         with session.copying():
             for piece in self.job.pieces:
@@ -85,9 +84,9 @@ class StoreTransfer:
                 self._copied.append(slot)
             return not self._is_cancelled
 
-    def run(self, session: Session | None, copier: EngineCopier) -> None:
+    def run(self, session: Session, copier: EngineCopier) -> None:
         """Reserve, copy, commit what was copied in time, abort the rest. Raises SidecarError."""
-        if session is None or session.slots is None or self._is_cancelled:
+        if session.slots is None or self._is_cancelled:
             return
         with session.copying():
             reserved = self._reserve(session)
@@ -129,7 +128,7 @@ class Transfers:
         self._copier: EngineCopier | None = None
         self._loader = ThreadPoolExecutor(1, "lmcache-load")
         self._storer = ThreadPoolExecutor(1, "lmcache-store")
-        self._stores_resume_at = 0.0
+        self._pause = Pause()  # of stores; a load is asked for by somebody who was just answered
         self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
         self._progress = threading.Event()  # set after each put into _ended
         self._loading: set[str] = set()
@@ -204,12 +203,13 @@ class Transfers:
 
     def _run(self, transfer: LoadTransfer | StoreTransfer) -> None:
         client, copier = self._client, self._copier
+        session = client.session if client is not None else None
         try:
-            if client is not None and copier is not None and not self._is_paused(transfer):
-                transfer.run(client.session, copier)
+            if session is not None and copier is not None and not self._is_paused(transfer, session):
+                transfer.run(session, copier)
         except SidecarUnavailable as error:
-            # A frozen sidecar holds up every call: requests would be held for nothing.
-            self._stores_resume_at = time.monotonic() + _BACK_OFF_SECONDS
+            if session is not None:
+                self._pause.begin(session)
             logger.debug("The sidecar did not answer: %s", error)
         except SidecarError as error:
             logger.debug("The sidecar refused: %s", error)
@@ -218,8 +218,8 @@ class Transfers:
         finally:
             self._end(transfer)
 
-    def _is_paused(self, transfer: LoadTransfer | StoreTransfer) -> bool:
-        return isinstance(transfer, StoreTransfer) and time.monotonic() < self._stores_resume_at
+    def _is_paused(self, transfer: LoadTransfer | StoreTransfer, session: Session) -> bool:
+        return isinstance(transfer, StoreTransfer) and self._pause.covers(session)
 
     def _end(self, transfer: LoadTransfer | StoreTransfer) -> None:
         if isinstance(transfer, StoreTransfer):

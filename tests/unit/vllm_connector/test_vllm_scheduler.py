@@ -402,7 +402,17 @@ def test_a_silent_sidecar_costs_later_requests_nothing(rig):
     assert rig.match(rig.arrive(make_request(200, "b"))) == (0, False)
 
 
-def test_leases_whose_release_was_not_answered_are_released_later(rig, monkeypatch):
+def test_a_sidecar_that_is_back_is_asked_at_once(rig):
+    rig.stored(3)
+    rig.session.is_down = True
+    assert rig.match(rig.arrive(make_request(200, "a"))) == (0, False)
+    rig.session.is_down = False
+    rig.session.epoch += 1
+    num_tokens, _ = rig.match(rig.arrive(make_request(200, "b")))
+    assert num_tokens > 0
+
+
+def test_leases_whose_release_was_not_answered_are_released_later(rig):
     rig.stored(3)
     first = rig.arrive(make_request(200, "a"))
     rig.session.is_down = True
@@ -410,7 +420,7 @@ def test_leases_whose_release_was_not_answered_are_released_later(rig, monkeypat
     rig.settle()
     assert rig.session.leased == {"a"}
     rig.session.is_down = False
-    monkeypatch.setattr(rig.lookups, "_resumes_at", 0.0)
+    rig.session.epoch += 1
     rig.scheduler.request_finished(rig.arrive(make_request(200, "b")))
     rig.settle()
     assert rig.session.leased == set()

@@ -254,6 +254,10 @@ def test_a_silent_sidecar_is_left_alone_for_a_while(rig):
     rig.store("second")
     rig.collect_until(lambda *_: not rig.transfers._stores)
     assert rig.session.committed == [], "no call so soon: each one would wait for its deadline"
+    rig.session.epoch += 1
+    rig.store("third")
+    rig.collect_until(lambda *_: not rig.transfers._stores)
+    assert rig.session.committed, "another session can answer"
 
 
 def test_a_copy_that_raises_gives_the_slots_back(rig, caplog):
