@@ -1,0 +1,127 @@
+"""What a real engine gets from the tiers below its sidecar's memory, byte for byte, and what their faults cost it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.harness.redis_server import RedisServer
+from tests.harness.sidecar import SidecarProcess
+from tools.engine.process import EngineProcess, connector_config
+
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
+
+BLOCK, CHUNK = 32, 256
+NUM_TOKENS, NUM_CHUNKS = 2100, 8
+PATIENCE = 1.0
+"""Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
+
+
+@pytest.fixture(scope="module")
+def redis():
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sidecar(redis):
+    with SidecarProcess(memory_size="256Mi", remote_url=redis.unix_url) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture(scope="module")
+def engine(sidecar, tmp_path_factory):
+    config = connector_config(sidecar.socket_path, answer_seconds=PATIENCE)
+    with EngineProcess(tmp_path_factory.mktemp("engine") / "log", config) as engine:
+        engine.wait_ready()
+        wait_attached(sidecar)
+        yield engine
+
+
+def make_prompt(seed):
+    tokens = random.Random(seed)
+    return [tokens.randrange(4, 260) for _ in range(NUM_TOKENS)]
+
+
+def wait_attached(sidecar):
+    sidecar.wait_until(lambda stats: [client["is_attached"] for client in stats["clients"]].count(True) >= 2)
+    sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] >= 4 * NUM_CHUNKS)
+
+
+def compute(engine, sidecar, prompt):
+    """Run a prompt that nobody has seen; returns when its chunks are in Redis."""
+    before = sidecar.stats()["writes"]["written"]
+    (computed,) = engine.generate(prompt)
+    assert computed.num_cached_tokens == 0
+    sidecar.wait_until(lambda stats: stats["writes"]["written"] >= before + NUM_CHUNKS)
+    return computed
+
+
+def forget_memory(sidecar):
+    sidecar.terminate()
+    sidecar.arena_path.unlink()
+    sidecar.start()
+    wait_attached(sidecar)
+
+
+def assert_hit(engine, prompt, computed, num_loaded=NUM_CHUNKS * CHUNK):
+    """The engine's KV is overwritten first, so that only a load can bring the right bytes."""
+    engine.scrub_kv()
+    (hit,) = engine.generate(prompt)
+    assert hit.num_cached_tokens == num_loaded
+    assert hit.tokens == computed.tokens
+    end = num_loaded // BLOCK
+    for layer, (found, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
+        assert found[:end] == expected[:end], f"layer {layer}"
+
+
+def test_a_killed_sidecar_finds_its_rows_again(engine, sidecar, redis):
+    prompt = make_prompt("killed")
+    computed = compute(engine, sidecar, prompt)
+    redis.client.flushall()  # what comes back can only come from the arena
+    sidecar.restart()
+    wait_attached(sidecar)
+    assert_hit(engine, prompt, computed)
+    promotions = sidecar.stats()["promotions"]
+    assert (promotions["verified"], promotions["promoted"]) == (NUM_CHUNKS, 0)
+
+
+def test_an_empty_arena_is_filled_from_redis(engine, sidecar):
+    prompt = make_prompt("empty")
+    computed = compute(engine, sidecar, prompt)
+    forget_memory(sidecar)
+    assert_hit(engine, prompt, computed)
+    assert sidecar.stats()["promotions"]["promoted"] == NUM_CHUNKS
+
+
+@pytest.mark.parametrize("damage", ["flipped", "foreign"])
+def test_a_damaged_value_is_computed_again(engine, sidecar, redis, damage):
+    prompt = make_prompt(damage)
+    known = set(redis.client.keys())
+    computed = compute(engine, sidecar, prompt)
+    for name in set(redis.client.keys()) - known:
+        value = bytearray(redis.client.get(name))
+        value[-1] ^= 1
+        redis.client.set(name, bytes(value) if damage == "flipped" else b"somebody else's")
+    forget_memory(sidecar)
+    assert_hit(engine, prompt, computed, num_loaded=0)
+    assert sum(sidecar.stats()["remote"]["invalid"].values()) > 0
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_redis_that_fails_costs_nothing_but_its_hits(engine, sidecar, redis, fault):
+    known, unknown = make_prompt(f"{fault} known"), make_prompt(f"{fault} unknown")
+    computed = compute(engine, sidecar, known)
+    engine.start_generate(unknown)
+    getattr(redis, fault)()
+    (first,) = engine.finish_generate()
+    assert first.finish_reason == "length"
+    assert_hit(engine, known, computed)
+    assert_hit(engine, unknown, first)
+    redis.start() if fault == "kill" else redis.thaw()
+    sidecar.wait_until(lambda stats: stats["remote"]["is_reachable"])
+    prompt = make_prompt(f"{fault} after")
+    computed = compute(engine, sidecar, prompt)
+    forget_memory(sidecar)
+    assert_hit(engine, prompt, computed)
