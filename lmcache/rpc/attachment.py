@@ -18,6 +18,7 @@ from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import Copies, Session
 from lmcache.tiers.arena import MappedColumn, map_column
+from lmcache.tiers.base import ArenaError
 
 _ATTACH_SECONDS = 2.0
 """Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""
@@ -144,7 +145,10 @@ class Attachment:
             elif self._column is not None:
                 rows_at_once = max(1, _POPULATE_BYTES // self._column.slots.shape[1])
                 end = min(self._ready_rows, self._mapped_rows + rows_at_once)
-                self._column.populate(self._mapped_rows, end)
+                try:
+                    self._column.populate(self._mapped_rows, end)
+                except ArenaError as error:  # gRPC would call it "Exception iterating requests!"
+                    return self.cancel(str(error))
                 self._mapped_rows = end
                 yield pb.AttachRequest(extents_mapped=pb.ExtentsMapped(epoch=self._epoch, num_rows=end))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
@@ -45,16 +45,8 @@ class ClientHello:
 
     def message(self, client_uuid: bytes) -> pb.Hello:
         """As it goes over the wire."""
-        groups = [
-            pb.KVGroup(
-                group=group.group,
-                kind=pb.KVGroup.SLIDING_WINDOW if group.window_tokens else pb.KVGroup.FULL_ATTENTION,
-                block_tokens=group.block_tokens,
-                chunk_bytes=group.chunk_bytes,
-                window_tokens=group.window_tokens,
-            )
-            for group in self.groups
-        ]
+        kind = pb.KVGroup.SLIDING_WINDOW, pb.KVGroup.FULL_ATTENTION
+        groups = [pb.KVGroup(kind=kind[not group.window_tokens], **asdict(group)) for group in self.groups]
         return pb.Hello(
             protocol_version=service.PROTOCOL_VERSION,
             client_version=lmcache.__version__,

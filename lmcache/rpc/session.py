@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,9 @@ from lmcache.tiers.arena import MappedColumn
 from lmcache.tiers.base import Reservation, Reserved, Slot
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
+
+_MAX_RELEASES = 4096
+"""Ids in one message, which is bounded itself; after a long silence of the sidecar more may be owed."""
 
 _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -145,7 +149,7 @@ class Session:
         reply = self._call(
             service.LOOKUP,
             timeout,
-            request_id=request_id,
+            request_id=_bounded(request_id),
             groups=[pb.GroupKeys(group=group, keys=keys) for group, keys in group_keys],
             tenant=tenant,
             prefill_tokens_per_second=prefill_tokens_per_second,
@@ -189,8 +193,8 @@ class Session:
 
     def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         """End leases. Call it once per request: ids that were not sent go with the next release or attach."""
-        self._owed.update(request_ids)
-        sent = list(self._owed)
+        self._owed.update(map(_bounded, request_ids))
+        sent = list(self._owed)[:_MAX_RELEASES]
         self._call(service.RELEASE, timeout, request_ids=sent)
         self._owed.difference_update(sent)
 
@@ -244,6 +248,14 @@ class Session:
             self._on_stale(details)
             return StaleSession(details)
         return RpcRefused(code, details)
+
+
+def _bounded(request_id: str) -> str:
+    """An id that the sidecar takes, whatever the engine's users chose: a refused one could never be released,
+    nor anything that is sent with it."""
+    if request_id.isascii() and 0 < len(request_id) <= service.MAX_REQUEST_ID_BYTES:
+        return request_id
+    return hashlib.sha256(request_id.encode(errors="backslashreplace")).hexdigest()
 
 
 def _rows_and_generations(slots: Sequence[Slot]) -> dict[str, list[int]]:
