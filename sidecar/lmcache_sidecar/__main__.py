@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logs.set_up(config.log_format, config.log_level)
         for sentence in configuration.suspect_variables(os.environ):
             logging.getLogger(__name__).warning("%s", sentence)
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which we never use, cost 50 ms
         from lmcache_sidecar.daemon import serve
 
         asyncio.run(serve(config))

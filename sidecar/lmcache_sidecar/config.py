@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-import yaml
 
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
 from lmcache.tiers.resp import Address
@@ -41,31 +38,25 @@ def parse_size(text: str) -> int:
     return num_bytes
 
 
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 3600:
-        raise ValueError(f"{text!r} is not a number of seconds from 0 to 3600")
-    return seconds
+def _number(kind: Callable[[str], float], limit: int, what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = kind(text) if re.fullmatch(r"[0-9.]+", text) else -1
+        except ValueError:
+            number = -1
+        if not 0 <= number <= limit:
+            raise ValueError(f"{text!r} is not {what}")
+        return number
+
+    return parse
 
 
-def _parse_port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise ValueError(f"{text!r} is not a port: write a number from 1 to 65535, or 0 for any free one")
-    return int(text)
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        check(text)
+        return text
 
-
-def _parse_socket(text: str) -> str:
-    check_socket_path(text)
-    return text
-
-
-def _parse_remote_url(text: str) -> str:
-    if text:
-        Address.parse(text)
-    return text
+    return parse
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -77,55 +68,46 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _option(group: str, metavar: str, default: Any, parse: Callable[[str], Any], help_text: str) -> Any:
+_SOCKET = _checked(check_socket_path)
+_URL = _checked(lambda url: url and Address.parse(url))
+_PORT = _number(int, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
+_SECONDS = _number(float, 3600, "a number of seconds from 0 to 3600")
+
+
+def _option(metavar: str, default: str, parse: Callable[[str], Any], about: str) -> Any:
     """Make a field; ``default`` is written as a user would write it."""
-    metadata = {"group": group, "metavar": metavar, "default": default, "parse": parse, "help": help_text}
-    return field(default=parse(default), metadata=metadata)
+    return field(
+        default=parse(default),
+        metadata={"parse": parse, "metavar": metavar, "default": default, "about": about},
+    )
 
 
+# fmt: off
 @dataclass(frozen=True)
 class Config:
     """All options of ``lmcache-sidecar serve``."""
 
-    socket: str = _option(
-        "engine", "PATH", DEFAULT_SOCKET, _parse_socket,
-        "UNIX socket for engines; its directory must exist, both containers mount it at the same path",
-    )  # fmt: skip
-    arena: str = _option(
-        "memory tier", "PATH", "", str,
-        "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)",
-    )  # fmt: skip
-    memory_size: int = _option(
-        "memory tier",
-        "SIZE",
-        "1Gi",
-        parse_size,
-        "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti",
-    )
-    remote_url: str = _option(
-        "remote tier", "URL", "", _parse_remote_url,
-        "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; empty: no remote tier",
-    )  # fmt: skip
-    remote_username_file: str = _option(
-        "remote tier", "FILE", "", str, "file with the user name for the remote tier; empty: the default user"
-    )
-    remote_password_file: str = _option(
-        "remote tier", "FILE", "", str, "file with the password for the remote tier; empty: no password"
-    )
-    drain_grace_seconds: float = _option(
-        "remote tier", "SECONDS", "20", _parse_seconds,
-        "how long a stopping sidecar goes on writing what is queued for the remote tier",
-    )  # fmt: skip
-    http_host: str = _option("monitoring", "ADDRESS", "0.0.0.0", str, "address of the read-only HTTP server")
-    http_port: int = _option(
-        "monitoring", "PORT", "9464", _parse_port,
-        "port of /metrics, /stats, /healthz and /readyz; 0: any free one, see the log",
-    )  # fmt: skip
-    log_format: str = _option("monitoring", "FORMAT", "text", _one_of("text", "json"), "text or json")
-    log_level: str = _option(
-        "monitoring", "LEVEL", "info", _one_of("debug", "info", "warning", "error"),
-        "debug, info, warning or error",
-    )  # fmt: skip
+    socket: str = _option("PATH", DEFAULT_SOCKET, _SOCKET,
+        "UNIX socket for engines; its directory must exist, both containers mount it at the same path")
+    arena: str = _option("PATH", "", str,
+        "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)")
+    memory_size: int = _option("SIZE", "1Gi", parse_size,
+        "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti")
+    remote_url: str = _option("URL", "", _URL,
+        "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; empty: no remote tier")
+    remote_username_file: str = _option("FILE", "", str,
+        "file with the user name for the remote tier; empty: the default user")
+    remote_password_file: str = _option("FILE", "", str,
+        "file with the password for the remote tier; empty: no password")
+    drain_grace_seconds: float = _option("SECONDS", "20", _SECONDS,
+        "how long a stopping sidecar goes on writing what is queued for the remote tier")
+    http_host: str = _option("ADDRESS", "0.0.0.0", str, "address of the read-only HTTP server")
+    http_port: int = _option("PORT", "9464", _PORT,
+        "port of /metrics, /stats, /healthz and /readyz; 0: any free one, see the log")
+    log_format: str = _option("FORMAT", "text", _one_of("text", "json"), "text or json")
+    log_level: str = _option("LEVEL", "info", _one_of("debug", "info", "warning", "error"),
+        "debug, info, warning or error")
+    # fmt: on
 
     @property
     def arena_path(self) -> str:
@@ -144,12 +126,15 @@ class Config:
 
 
 def _read_secret(name: str, path: str) -> str:
-    if not path:
-        return ""
+    return _read(path, f"{flag_of(name)}: ").strip() if path else ""
+
+
+def _read(path: str, source: str = "") -> str:
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag_of(name)}: {path} can't be read: {_reason(error)}") from error
+        reason = str(getattr(error, "strerror", None) or error).lower()
+        raise ConfigError(f"{source}{path} can't be read: {reason}") from error
 
 
 def flag_of(name: str) -> str:
@@ -168,19 +153,15 @@ def options() -> dict[str, Field[Any]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per field, in groups. Values stay text: ``load`` parses them."""
+    """Add one flag per field. Values stay text: ``load`` parses them."""
     parser.add_argument(
         "--config", metavar="FILE", help=f"YAML file with the options below as keys [{ENV_PREFIX}CONFIG]"
     )
-    groups: dict[str, argparse._ArgumentGroup] = {}
     for name, option in options().items():
         about = option.metadata
-        title = about["group"]
-        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         default = f" (default: {about['default']})" if about["default"] else ""
-        group.add_argument(
-            flag_of(name), metavar=about["metavar"], help=f"{about['help']}{default} [{env_of(name)}]"
-        )
+        about_all = f"{about['about']}{default} [{env_of(name)}]"
+        parser.add_argument(flag_of(name), metavar=about["metavar"], help=about_all)
 
 
 def load(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Config:
@@ -222,10 +203,11 @@ def suspect_variables(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _read_file(path: str) -> dict[str, str]:
+    import yaml  # a twentieth of the start, for those who have a file
+
+    text = _read(path)
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can't be read: {_reason(error)}") from error
+        loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     loaded = {} if loaded is None else loaded
@@ -233,16 +215,8 @@ def _read_file(path: str) -> dict[str, str]:
         raise ConfigError(f"{path} must hold keys and values, as in 'memory_size: 4Gi'")
     for key, value in loaded.items():
         if key not in options():
-            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(str(key), list(options()))}")
+            nearest = difflib.get_close_matches(str(key).replace("-", "_"), options(), n=1, cutoff=0.0)
+            raise ConfigError(f"{path}: unknown key {key!r}; did you mean {nearest[0]!r}?")
         if value is None or isinstance(value, dict | list):
             raise ConfigError(f"{path}: {key} must be a single value")
     return {key: str(value) for key, value in loaded.items()}
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(word.replace("-", "_"), known, n=1, cutoff=0.0)
-    return f"; did you mean {found[0]!r}?" if found else ""
-
-
-def _reason(error: Exception) -> str:
-    return (os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)).lower()

@@ -17,10 +17,10 @@ from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError
 from lmcache.tiers.remote import RemoteTier
 from lmcache.tiers.tiered import TieredStore
-from lmcache_sidecar import stats
+from lmcache_sidecar import metrics, stats
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.http import HttpServer, Response
-from lmcache_sidecar.metrics import CallMetrics, Metrics
+from lmcache_sidecar.metrics import CallMetrics
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 
@@ -55,24 +55,25 @@ class Sidecar:
         self._sessions = Sessions(
             self._arena, config.arena_path, locks, lambda: TieredStore(self._arena, self._remote)
         )
-        calls = CallMetrics()
         self._started = time.monotonic()
-        self._server = Server(self._sessions, config.socket, calls)
-        self._metrics = Metrics(calls, self._stats)
-        self._http = HttpServer(
-            {
-                "/metrics": self._metrics_page,
-                "/stats": self._stats_page,
-                "/healthz": self._healthz_page,
-                "/readyz": self._readyz_page,
-            }
-        )
+        self._calls = CallMetrics()
+        self._server = Server(self._sessions, config.socket, self._calls)
+        pages = {
+            "/metrics": self._metrics_page,
+            "/stats": self._stats_page,
+            "/healthz": self._healthz_page,
+            "/readyz": self._readyz_page,
+        }
+        self._http = HttpServer(pages)
         self._deaths: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen; populating goes on in the background. Raises ConfigError."""
         config, loop = self._config, asyncio.get_running_loop()
-        await self._sessions.start()
+        try:
+            await self._sessions.start()
+        except OSError as error:
+            raise ConfigError(f"--socket: a client's lock file can't be opened: {error}") from error
         await self._server.start()
         try:
             port = await self._http.start(config.http_host, config.http_port)
@@ -88,27 +89,20 @@ class Sidecar:
         self._deaths = asyncio.create_task(self._sessions.deaths.run())
         logger.info(
             "LMCache sidecar %s serves %s, arena %s of %d bytes, http port %d",
-            lmcache.__version__,
-            config.socket,
-            config.arena_path,
-            config.memory_size,
-            port,
-        )
+            lmcache.__version__, config.socket, config.arena_path, config.memory_size, port,
+        )  # fmt: skip
 
     async def stop(self) -> None:
         """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
         await self._server.stop()
         if self._deaths is not None:
             self._deaths.cancel()
-        store = self._sessions.store
-        if store is not None:
+        if (store := self._sessions.store) is not None:
             if not await store.drain(self._config.drain_grace_seconds):
                 logger.warning(
                     "%d rows were not written through within the grace period", store.num_queued_writes
                 )
-            await store.close()
-        if self._remote is not None:
-            self._remote.close()
+            await store.close()  # and the remote tier, which has no connections before there is a store
         await self._http.stop()
         self._arena.close()
         logger.info("Stopped")
@@ -117,7 +111,8 @@ class Sidecar:
         return stats.collect(self._sessions, self._remote, time.monotonic() - self._started)
 
     async def _metrics_page(self) -> Response:
-        return Response(HTTPStatus.OK, await self._metrics.text(), "text/plain; version=0.0.4; charset=utf-8")
+        text = await metrics.render(self._calls, self._stats())
+        return Response(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def _stats_page(self) -> Response:
         return Response(HTTPStatus.OK, json.dumps(self._stats()).encode() + b"\n", "application/json")

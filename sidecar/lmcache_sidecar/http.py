@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
@@ -19,6 +20,14 @@ _MAX_HEAD_BYTES = 8192
 _READ_SECONDS = 5.0
 _WRITE_SECONDS = 10.0
 _MAX_CONNECTIONS = 64
+
+
+_FAILURES: dict[type[Exception], HTTPStatus] = {
+    TimeoutError: HTTPStatus.REQUEST_TIMEOUT,
+    asyncio.LimitOverrunError: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    asyncio.IncompleteReadError: HTTPStatus.BAD_REQUEST,
+}
+"""What reading a request may end in."""
 
 
 class Response(NamedTuple):
@@ -42,18 +51,13 @@ class BadRequest(Exception):
 
 def parse_head(head: bytes) -> str:
     """Path of a GET request, without its query. Raises BadRequest."""
-    lines = head.split(b"\r\n")
-    parts = lines[0].split(b" ")
-    if len(parts) != 3 or not parts[2].startswith(b"HTTP/1.") or not parts[1].startswith(b"/"):
+    first, *rest = head.split(b"\r\n")
+    match = re.fullmatch(rb"([^ ]+) (/[!->@-~]*)(\?[!-~]*)? HTTP/1\.[^ ]*", first)
+    if match is None or not all(b":" in line for line in rest if line):
         raise BadRequest(HTTPStatus.BAD_REQUEST)
-    if not all(b":" in line for line in lines[1:] if line):
-        raise BadRequest(HTTPStatus.BAD_REQUEST)
-    if parts[0] != b"GET":
+    if match[1] != b"GET":
         raise BadRequest(HTTPStatus.METHOD_NOT_ALLOWED)
-    try:
-        return parts[1].partition(b"?")[0].decode("ascii")
-    except UnicodeDecodeError as error:
-        raise BadRequest(HTTPStatus.BAD_REQUEST) from error
+    return match[2].decode()
 
 
 class HttpServer:
@@ -99,12 +103,10 @@ class HttpServer:
             return await page() if page else _of_status(HTTPStatus.NOT_FOUND)
         except BadRequest as error:
             return _of_status(error.status)
-        except TimeoutError:
-            return _of_status(HTTPStatus.REQUEST_TIMEOUT)
-        except asyncio.LimitOverrunError:
-            return _of_status(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        except asyncio.IncompleteReadError:
-            return _of_status(HTTPStatus.BAD_REQUEST)
+        except tuple(_FAILURES) as error:
+            return _of_status(_FAILURES[type(error)])
+        except ConnectionError:
+            raise
         except Exception:
             logger.exception("A page failed")
             return _of_status(HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -115,12 +117,11 @@ def _of_status(status: HTTPStatus) -> Response:
 
 
 def _encode(response: Response) -> bytes:
-    head = [
-        f"HTTP/1.1 {response.status.value} {response.status.phrase}",
-        f"Content-Type: {response.content_type}",
-        f"Content-Length: {len(response.body)}",
-        "Connection: close",
-    ]
-    if response.status is HTTPStatus.METHOD_NOT_ALLOWED:
-        head.append("Allow: GET")
-    return "\r\n".join([*head, "", ""]).encode() + response.body
+    allow = "Allow: GET\r\n" if response.status is HTTPStatus.METHOD_NOT_ALLOWED else ""
+    head = (
+        f"HTTP/1.1 {response.status.value} {response.status.phrase}\r\n"
+        f"Content-Type: {response.content_type}\r\n"
+        f"Content-Length: {len(response.body)}\r\n"
+        f"Connection: close\r\n{allow}\r\n"
+    )
+    return head.encode() + response.body

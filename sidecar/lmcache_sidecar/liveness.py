@@ -12,8 +12,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -53,17 +52,14 @@ class LockProbe:
         self.close()
 
 
-def probes_in(directory: Path) -> Iterator[tuple[bytes, LockProbe]]:
-    """(client uuid, probe) of every lock file that is there."""
+def probes_in(directory: Path) -> dict[bytes, LockProbe]:
+    """Probes of all lock files that are there, by client uuid. Raises OSError when one can't be opened."""
+    probes = {}
     for path in directory.glob("*.lock"):
         if re.fullmatch(r"[0-9a-f]{32}", path.stem):
-            yield bytes.fromhex(path.stem), LockProbe(path)
-
-
-@dataclass
-class _Watched:
-    probe: LockProbe
-    unlocked_at: float | None = None  # when the lock was first found free
+            with contextlib.suppress(FileNotFoundError):  # its client has just said goodbye
+                probes[bytes.fromhex(path.stem)] = LockProbe(path)
+    return probes
 
 
 class DeathWatch:
@@ -72,30 +68,30 @@ class DeathWatch:
     def __init__(self, on_death: Callable[[bytes], None], clock: Callable[[], float]) -> None:
         self._on_death = on_death
         self._clock = clock
-        self._watched: dict[bytes, _Watched] = {}
+        self._probes: dict[bytes, LockProbe] = {}
+        self._unlocked_at: dict[bytes, float] = {}  # when a lock was first found free
         self._has_work = asyncio.Event()
 
     def watch(self, uuid: bytes, probe: LockProbe) -> None:
         """Look at a client from now on; takes over its probe."""
-        self._watched[uuid] = _Watched(probe)
+        self._probes[uuid] = probe
         self._has_work.set()
 
     def forget(self, uuid: bytes) -> None:
         """The client is attached again."""
-        if (watched := self._watched.pop(uuid, None)) is not None:
-            watched.probe.close()
+        self._unlocked_at.pop(uuid, None)
+        if (probe := self._probes.pop(uuid, None)) is not None:
+            probe.close()
 
     def step(self) -> None:
         """Look at every watched client once."""
         now = self._clock()
-        for uuid, watched in list(self._watched.items()):
-            if watched.probe.is_held():
-                watched.unlocked_at = None
-            elif watched.unlocked_at is None:
-                watched.unlocked_at = now
-            elif now - watched.unlocked_at >= GRACE_SECONDS:
-                del self._watched[uuid]
-                watched.probe.remove()
+        for uuid, probe in list(self._probes.items()):
+            if probe.is_held():
+                self._unlocked_at.pop(uuid, None)
+            elif now - self._unlocked_at.setdefault(uuid, now) >= GRACE_SECONDS:
+                del self._probes[uuid], self._unlocked_at[uuid]
+                probe.remove()
                 self._on_death(uuid)
 
     async def run(self) -> None:
@@ -106,6 +102,6 @@ class DeathWatch:
                 self.step()
             except Exception:  # a watch that ends would keep all slots in quarantine from then on
                 logger.exception("The death watch failed")
-            if not self._watched:
+            if not self._probes:
                 self._has_work.clear()
             await asyncio.sleep(POLL_SECONDS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -19,10 +18,12 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.metrics import CallMetrics
-from lmcache_sidecar.sessions import Client, Sessions
+from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.wire import Refused, invalid
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,15 +51,10 @@ class Server:
     async def start(self) -> None:
         """Listen. Raises ConfigError when the socket can't be made."""
         server = grpc.aio.server(options=_OPTIONS)
-        calls = self._sessions
-        handlers: dict[service.Method, Callable[[Any], Any]] = {
-            service.LOOKUP: calls.lookup,
-            service.RESERVE: calls.reserve,
-            service.COMMIT: calls.commit,
-            service.ABORT: calls.abort,
-            service.RELEASE: calls.release,
+        methods = {
+            method.name: self._unary(method, getattr(self._sessions, method.name.lower()))
+            for method in service.UNARY_METHODS
         }
-        methods = {method.name: self._unary(method, call) for method, call in handlers.items()}
         methods["Attach"] = grpc.stream_stream_rpc_method_handler(
             self._attach,
             request_deserializer=pb.AttachRequest.FromString,
@@ -87,12 +83,14 @@ class Server:
         self._grown = asyncio.Event()
 
     def _unary(self, method: service.Method, call: Callable[[Any], Any]) -> grpc.RpcMethodHandler[Any, Any]:
-        async def handle(request: Any, context: _Context) -> Any:
+        async def work(request: Any) -> Any:
             started = time.perf_counter()
-            async with self._answering(method.name, context):
-                reply = call(request)
-                self._metrics.took(method.name, time.perf_counter() - started)
-                return reply
+            reply = call(request)
+            self._metrics.took(method.name, time.perf_counter() - started)
+            return reply
+
+        async def handle(request: Any, context: _Context) -> Any:
+            return await self._answer(method.name, context, work(request))
 
         return grpc.unary_unary_rpc_method_handler(
             handle,
@@ -100,12 +98,14 @@ class Server:
             response_serializer=method.reply.SerializeToString,
         )
 
-    @contextlib.asynccontextmanager
-    async def _answering(self, method: str, context: _Context) -> AsyncIterator[None]:
+    async def _attach(self, _: object, context: _Context) -> None:
+        await self._answer("Attach", context, self._serve(context))
+
+    async def _answer(self, method: str, context: _Context, work: Awaitable[T]) -> T:
         """Turn exceptions into statuses: whatever a call does, the daemon lives."""
         code = grpc.StatusCode.OK
         try:
-            yield
+            return await work
         except Refused as refused:
             code = refused.code
             metadata = ((service.REASON_METADATA, refused.reason),) if refused.reason else ()
@@ -117,18 +117,12 @@ class Server:
         finally:
             self._metrics.count(method, code)
 
-    async def _attach(self, _: object, context: _Context) -> None:
-        async with self._answering("Attach", context):
-            await self._serve(await self._greet(context), context)
-
-    async def _greet(self, context: _Context) -> Client:
+    async def _serve(self, context: _Context) -> None:
+        """From Hello to the end of the stream, whoever ends it."""
         message = await context.read()
         if not isinstance(message, pb.AttachRequest) or message.WhichOneof("message") != "hello":
             raise invalid("the first message of Attach must be hello")
-        return await self._sessions.attach(message.hello)
-
-    async def _serve(self, client: Client, context: _Context) -> None:
-        """From Attached to the end of the stream, whoever ends it."""
+        client = await self._sessions.attach(message.hello)
         growth: asyncio.Task[None] | None = None
         try:
             attached = self._sessions.attached_message(client)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,17 @@ import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.arena import ArenaFile
-from lmcache.tiers.base import ArenaError, Geometry, StaleSlot
+from lmcache.tiers.base import ArenaError, Geometry, Reserved, Slot, StaleSlot
 from lmcache.tiers.tiered import TieredStore
 from lmcache_sidecar import wire
 from lmcache_sidecar.liveness import DeathWatch, LockProbe, probes_in
 from lmcache_sidecar.wire import Peer
 
 logger = logging.getLogger(__name__)
+
+_Request = pb.LookupRequest | pb.ReserveRequest | pb.CommitRequest | pb.AbortRequest | pb.ReleaseRequest
+_NO_SLOT = Slot(0, 0)
+"""What a message carries where no slot was given out."""
 
 
 @dataclass
@@ -41,8 +45,17 @@ class Client:
     @property
     def copier_reason(self) -> str:
         """Why the engine copies, stores included."""
-        kind = "in GPU memory, which this sidecar can't read" if self.peer.has_gpu else "in host memory"
+        has_gpu = self.peer.hello.transfer.gpu_uuid
+        kind = "in GPU memory, which this sidecar can't read" if has_gpu else "in host memory"
         return f"the engine copies: its KV is {kind}"
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise Refused unless the stream is open and ``epoch`` its own."""
+        if not self.is_attached or epoch != self.epoch:
+            present = f"the present one is {self.epoch}" if self.is_attached else "its stream has ended"
+            raise wire.precondition(
+                f"epoch {epoch} is over, {present}: attach again", service.REASON_ATTACH_AGAIN
+            )
 
 
 class Sessions:
@@ -72,8 +85,8 @@ class Sessions:
         self._forming = asyncio.Lock()  # protects the change of the arena's format, which awaits
 
     async def start(self) -> None:
-        """Adopt what an earlier sidecar left in the arena."""
-        for uuid, probe in probes_in(self._locks_directory):
+        """Adopt what an earlier sidecar left in the arena. Raises OSError for a lock file out of reach."""
+        for uuid, probe in probes_in(self._locks_directory).items():
             self.from_before.add(uuid)
             self.deaths.watch(uuid, probe)
         async with self._forming:
@@ -89,7 +102,7 @@ class Sessions:
         try:
             async with self._forming:
                 self._check_engine(peer)
-                await self._agree_on_format(peer.geometry)
+                store = await self._agree_on_format(peer.geometry)
         except BaseException:
             probe.close()
             raise
@@ -98,15 +111,13 @@ class Sessions:
         self.deaths.forget(peer.uuid)
         self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # also above those of earlier sidecars
         client = self.clients[peer.uuid] = Client(peer, probe, self._last_epoch)
-        self._present_store().register(
-            peer.namespace, label=peer.model.encode(), private=bool(peer.private_reason)
-        )
+        store.register(peer.hello.namespace, label=hello.model.encode(), private=bool(hello.private_reason))
         logger.info("Client %s attached, epoch %d: %s", peer.uuid.hex(), client.epoch, _describe(peer))
         return client
 
     def attached_message(self, client: Client) -> pb.Attached:
         """The answer to Hello."""
-        arena, column = self.arena, client.peer.column
+        arena, column = self.arena, client.peer.hello.column
         return pb.Attached(
             protocol_version=service.PROTOCOL_VERSION,
             server_version=lmcache.__version__,
@@ -123,7 +134,7 @@ class Sessions:
 
     def mapped(self, client: Client, message: pb.ExtentsMapped) -> None:
         """The client can use rows below ``num_rows``."""
-        self._check_epoch(client, message.epoch)
+        client.check_epoch(message.epoch)
         if not client.mapped_rows <= message.num_rows <= self.arena.ready_rows:
             raise wire.invalid(
                 f"{message.num_rows} rows can't be mapped: {client.mapped_rows} were,"
@@ -134,7 +145,7 @@ class Sessions:
 
     def drained(self, client: Client, message: pb.Drained) -> None:
         """No copy of an older epoch is under way in the client."""
-        self._check_epoch(client, message.epoch)
+        client.check_epoch(message.epoch)
         self._settle(client.peer.uuid)
 
     def detach(self, client: Client) -> None:
@@ -142,7 +153,7 @@ class Sessions:
         if not client.is_attached:
             return
         client.is_attached = False
-        self._present_store().memory.quarantine(client.peer.uuid)
+        self._present_store.memory.quarantine(client.peer.uuid)
         self._recount(client.peer.engine)
         self.deaths.watch(client.peer.uuid, client.probe)
         logger.info("Client %s lost, epoch %d: in quarantine", client.peer.uuid.hex(), client.epoch)
@@ -151,15 +162,14 @@ class Sessions:
 
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         """Lease what is in memory."""
-        client = self._caller(request.client_uuid, request.epoch)
+        client = self._caller(request)
         keys = wire.parse_lookup(request, client.peer)
         reply = pb.LookupReply(epoch=client.epoch)
         if client.peer.engine not in self._active:  # it could not load what it would be given
             return reply
-        found = self._present_store().lookup((client.peer.engine, request.request_id), keys)
-        reply.num_resident, reply.num_pending, reply.probing = (
-            found.num_resident, found.num_pending, found.probing,
-        )  # fmt: skip
+        found = self._present_store.lookup((client.peer.engine, request.request_id), keys)
+        reply.num_resident, reply.num_pending = found.num_resident, found.num_pending
+        reply.probing = found.probing
         for group, slots in zip(request.groups, found.slots, strict=False):
             rows, generations = zip(*slots, strict=True) if slots else ((), ())
             reply.slots.add(group=group.group, rows=rows, generations=generations)
@@ -168,75 +178,70 @@ class Sessions:
 
     def reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
         """Give out slots of the client's column."""
-        client = self._worker(request.client_uuid, request.epoch)
-        peer = client.peer
+        peer = self._worker(request).peer
         keys = wire.parse_reserve(request, peer)
-        if peer.engine not in self._active:
-            return pb.ReserveReply(
-                results=[pb.BUSY] * len(keys), rows=[0] * len(keys), generations=[0] * len(keys)
+        results, slots = [Reserved.BUSY] * len(keys), [_NO_SLOT] * len(keys)
+        if peer.engine in self._active:
+            reserved = self._present_store.reserve(
+                keys,
+                peer.hello.column,
+                peer.uuid,
+                length=peer.chunk_bytes[request.group],
+                first_chunk=request.first_chunk,
             )
-        results = self._present_store().reserve(
-            keys,
-            peer.column,
-            peer.uuid,
-            length=peer.chunk_bytes[request.group],
-            first_chunk=request.first_chunk,
-        )
+            results = [reservation.result for reservation in reserved]
+            slots = [reservation.slot or _NO_SLOT for reservation in reserved]
         return pb.ReserveReply(
-            results=[pb.Reservation.Name(result.result.value) for result in results],
-            rows=[result.slot.row if result.slot else 0 for result in results],
-            generations=[result.slot.generation if result.slot else 0 for result in results],
+            results=[pb.Reservation.Name(result.value) for result in results],
+            rows=[slot.row for slot in slots],
+            generations=[slot.generation for slot in slots],
         )
 
     def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
         """The bytes of reserved slots are complete."""
-        client = self._worker(request.client_uuid, request.epoch)
-        slots = wire.parse_slots(request.rows, request.generations, self.arena.num_rows)
-        try:
-            self._present_store().commit(slots, client.peer.column, client.peer.uuid)
-        except StaleSlot as error:
-            raise wire.precondition(f"nothing was committed: {error}") from error
+        self._finish(request, "committed", lambda store: store.commit)
         return pb.CommitReply()
 
     def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
         """Take reserved slots back."""
-        client = self._worker(request.client_uuid, request.epoch)
-        slots = wire.parse_slots(request.rows, request.generations, self.arena.num_rows)
-        try:
-            self._present_store().abort(slots, client.peer.column, client.peer.uuid)
-        except StaleSlot as error:
-            raise wire.precondition(f"nothing was aborted: {error}") from error
+        self._finish(request, "aborted", lambda store: store.abort)
         return pb.AbortReply()
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         """End leases."""
-        client = self._caller(request.client_uuid, request.epoch)
+        client = self._caller(request)
         request_ids = [wire.parse_request_id(request_id) for request_id in request.request_ids]
         for request_id in request_ids:
-            self._present_store().memory.release((client.peer.engine, request_id))
+            self._present_store.memory.release((client.peer.engine, request_id))
         return pb.ReleaseReply()
 
     # ---- inside ----
 
-    def _caller(self, uuid: bytes, epoch: int) -> Client:
-        client = self.clients.get(uuid)
+    def _caller(self, request: _Request) -> Client:
+        client = self.clients.get(request.client_uuid)
         if client is None or not client.is_attached:
             raise wire.precondition("this client is not attached: attach again", service.REASON_ATTACH_AGAIN)
-        self._check_epoch(client, epoch)
+        client.check_epoch(request.epoch)
         return client
 
-    def _worker(self, uuid: bytes, epoch: int) -> Client:
-        client = self._caller(uuid, epoch)
-        if client.peer.role != pb.ROLE_WORKER:
+    def _worker(self, request: _Request) -> Client:
+        client = self._caller(request)
+        if not client.peer.is_worker:
             raise wire.precondition("only a worker stores: this client attached as the scheduler")
         return client
 
-    def _check_epoch(self, client: Client, epoch: int) -> None:
-        if epoch != client.epoch:
-            raise wire.precondition(
-                f"epoch {epoch} is over, the present one is {client.epoch}: attach again",
-                service.REASON_ATTACH_AGAIN,
-            )
+    def _finish(
+        self,
+        request: pb.CommitRequest | pb.AbortRequest,
+        done: str,
+        action: Callable[[TieredStore], Callable[[Sequence[Slot], int, bytes], None]],
+    ) -> None:
+        peer = self._worker(request).peer
+        slots = wire.parse_slots(request.rows, request.generations, self.arena.num_rows)
+        try:
+            action(self._present_store)(slots, peer.hello.column, peer.uuid)
+        except StaleSlot as error:
+            raise wire.precondition(f"nothing was {done}: {error}") from error
 
     def _prove_life(self, peer: Peer) -> LockProbe:
         path = self._locks_directory / f"{peer.uuid.hex()}.lock"
@@ -252,15 +257,13 @@ class Sessions:
         return probe
 
     def _check_engine(self, peer: Peer) -> None:
-        for other in self.clients.values():
-            theirs = other.peer
-            if theirs.engine == peer.engine and theirs.layout != peer.layout:
-                raise wire.precondition(
-                    "another client of this engine_uuid has another namespace or geometry:"
-                    " all ranks of an engine must agree"
-                )
+        if any(other.layout != peer.layout for other in self._peers(peer.engine)):
+            raise wire.precondition(
+                "another client of this engine_uuid has another namespace or geometry:"
+                " all ranks of an engine must agree"
+            )
 
-    async def _agree_on_format(self, geometry: Geometry) -> None:
+    async def _agree_on_format(self, geometry: Geometry) -> TieredStore:
         present = self.arena.geometry
         if present != geometry:
             if present is not None and (self.clients or self.from_before):
@@ -278,10 +281,9 @@ class Sessions:
             except ArenaError as error:
                 raise wire.precondition(f"the arena can't be formatted: {error}") from error
             logger.info("Arena formatted: %d rows, %s", self.arena.num_rows, geometry)
-        if self.store is None:
-            await self._open_store()
+        return self.store or await self._open_store()
 
-    async def _open_store(self) -> None:
+    async def _open_store(self) -> TieredStore:
         store = self._make_store()
         store.memory.usable_rows = 0
         self._active.clear()
@@ -292,19 +294,21 @@ class Sessions:
             store.memory.end_quarantine(owner)
         if not self.from_before:
             store.memory.release_adopted()
+        return store
 
+    @property
     def _present_store(self) -> TieredStore:
         assert self.store is not None, "a client is attached, so the arena is formatted"
         return self.store
 
+    def _peers(self, engine: bytes) -> list[Peer]:
+        return [client.peer for client in self.clients.values() if client.peer.engine == engine]
+
     def _settle(self, uuid: bytes) -> None:
         """Nothing of the client's older epochs is in use any more."""
-        if self.store is None:
-            self.from_before.discard(uuid)
-            return
-        self.store.memory.end_quarantine(uuid)
-        if uuid in self.from_before:
-            self.from_before.remove(uuid)
+        self.from_before.discard(uuid)
+        if self.store is not None:
+            self.store.memory.end_quarantine(uuid)
             if not self.from_before:
                 self.store.memory.release_adopted()
 
@@ -312,13 +316,10 @@ class Sessions:
         logger.info("Client %s is dead: its slots may be reused", uuid.hex())
         self._settle(uuid)
         client = self.clients.pop(uuid, None)
-        if client is None:
-            return
-        engine = client.peer.engine
-        if not any(other.peer.engine == engine for other in self.clients.values()):
-            memory = self._present_store().memory
-            memory.quarantine_leases(engine)
-            memory.end_lease_quarantine(engine)
+        if client is not None and not self._peers(client.peer.engine):
+            memory = self._present_store.memory
+            memory.quarantine_leases(client.peer.engine)
+            memory.end_lease_quarantine(client.peer.engine)
 
     def _recount(self, engine: bytes) -> None:
         """Keep usable_rows at what all active engines have mapped.
@@ -326,7 +327,7 @@ class Sessions:
         An engine that is still mapping does not take rows away from those that are done: it becomes active
         when it has caught up. Only when nobody else is active, its own count is what counts.
         """
-        memory = self._present_store().memory
+        memory = self._present_store.memory
         self._active.discard(engine)
         mapped = self._mapped_rows(engine)
         if mapped and (not self._active or mapped >= memory.usable_rows):
@@ -335,18 +336,19 @@ class Sessions:
             memory.usable_rows = min(map(self._mapped_rows, self._active))
 
     def _mapped_rows(self, engine: bytes) -> int:
+        """Rows that every rank can use; 0 while one is missing."""
         workers = [
             client
             for client in self.clients.values()
-            if client.is_attached and client.peer.engine == engine and client.peer.role == pb.ROLE_WORKER
+            if client.is_attached and client.peer.engine == engine and client.peer.is_worker
         ]
-        columns = {worker.peer.column for worker in workers}
-        if not workers or len(columns) < workers[0].peer.geometry.num_columns:
-            return 0
-        return min(worker.mapped_rows for worker in workers)
+        columns = {worker.peer.hello.column for worker in workers}
+        is_whole = workers and len(columns) == workers[0].peer.geometry.num_columns
+        return min(worker.mapped_rows for worker in workers) if is_whole else 0
 
 
 def _describe(peer: Peer) -> str:
-    role = "scheduler" if peer.role == pb.ROLE_SCHEDULER else f"worker of column {peer.column}"
-    private = f", private keys ({peer.private_reason})" if peer.private_reason else ""
-    return f"{role}, pid {peer.pid}, model {peer.model!r}{private}"
+    hello = peer.hello
+    role = f"worker of column {hello.column}" if peer.is_worker else "scheduler"
+    private = f", private keys ({hello.private_reason})" if hello.private_reason else ""
+    return f"{role}, pid {hello.pid}, model {hello.model!r}{private}"

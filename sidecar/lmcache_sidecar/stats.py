@@ -10,7 +10,6 @@ import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.remote import RemoteTier
-from lmcache.tiers.tiered import TieredStats
 from lmcache_sidecar.sessions import Client, Sessions
 
 
@@ -29,8 +28,19 @@ def collect(sessions: Sessions, remote: RemoteTier | None, uptime_seconds: float
         "memory": _memory(sessions),
         "remote": remote and _remote(remote),
         "num_queued_writes": store.num_queued_writes if store else 0,
-        "writes": store and _writes(store.stats),
-        "promotions": store and _promotions(store.stats),
+        "writes": store
+        and {
+            "written": store.stats.written,
+            "refused": store.stats.write_refused,
+            "dropped": store.stats.write_dropped,
+            "evicted": store.stats.write_evicted,
+        },
+        "promotions": store
+        and {
+            "promoted": store.stats.promoted,
+            "failed": store.stats.promotions_failed,
+            "verified": store.stats.verified,
+        },
         "num_clients": {"attached": num_attached, "quarantined": len(clients) - num_attached},
         "num_clients_from_before": len(sessions.from_before),
         "clients": clients,
@@ -66,53 +76,34 @@ def _memory(sessions: Sessions) -> dict[str, Any]:
 
 
 def _remote(remote: RemoteTier) -> dict[str, Any]:
-    counts = remote.stats
+    counts = asdict(remote.stats)  # refused and invalid are counts by reason
     return {
         "address": str(remote.address),
         "is_reachable": not remote.breaker.is_open,
-        "hit_ratio": _ratio(counts.hits, counts.misses),
+        "hit_ratio": _ratio(counts["hits"], counts["misses"]),
         "operations": {
-            **{name: getattr(counts, name) for name in ("hits", "misses", "stored", "touched", "failures")},
-            "refused": sum(counts.refused.values()),
-            "invalid": sum(counts.invalid.values()),
+            name: sum(count.values()) if isinstance(count, dict) else count for name, count in counts.items()
         },
-        "refused": dict(counts.refused),
-        "invalid": dict(counts.invalid),
+        "refused": counts["refused"],
+        "invalid": counts["invalid"],
     }
-
-
-def _writes(counts: TieredStats) -> dict[str, int]:
-    return {
-        "written": counts.written,
-        "refused": counts.write_refused,
-        "dropped": counts.write_dropped,
-        "evicted": counts.write_evicted,
-    }
-
-
-def _promotions(counts: TieredStats) -> dict[str, int]:
-    return {"promoted": counts.promoted, "failed": counts.promotions_failed, "verified": counts.verified}
 
 
 def _client(client: Client) -> dict[str, Any]:
-    peer = client.peer
+    hello = client.peer.hello
+    names = ("column", "pid", "uid", "model", "private_reason")
     return {
-        "uuid": peer.uuid.hex(),
-        "engine": peer.engine.hex(),
-        "role": "scheduler" if peer.role == pb.ROLE_SCHEDULER else "worker",
-        "column": peer.column,
-        "pid": peer.pid,
-        "uid": peer.uid,
-        "version": peer.version,
-        "model": peer.model,
-        "namespace": peer.namespace.hex(),
-        "private_reason": peer.private_reason,
+        "uuid": hello.client_uuid.hex(),
+        "engine": hello.engine_uuid.hex(),
+        "role": pb.Role.Name(hello.role).removeprefix("ROLE_").lower(),
+        "version": hello.client_version,
+        "namespace": hello.namespace.hex(),
         "copier": "engine",
         "copier_reason": client.copier_reason,
         "epoch": client.epoch,
         "is_attached": client.is_attached,
         "mapped_rows": client.mapped_rows,
-    }
+    } | {name: getattr(hello, name) for name in names}
 
 
 def _ratio(hits: int, misses: int) -> float:

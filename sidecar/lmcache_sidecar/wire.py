@@ -47,67 +47,65 @@ def precondition(message: str, reason: str = "") -> Refused:
 
 @dataclass(frozen=True)
 class Peer:
-    """A client as its Hello describes it."""
+    """A client: its Hello, found sound, and what follows from it."""
 
-    uuid: bytes
-    engine: bytes
-    role: pb.Role
-    namespace: bytes
-    private_reason: str
+    hello: pb.Hello
     geometry: Geometry
     chunk_bytes: dict[int, int]  # by group
-    column: int
-    pid: int
-    uid: int
-    model: str
-    version: str
-    has_gpu: bool
+
+    @property
+    def uuid(self) -> bytes:
+        """Who it is."""
+        return self.hello.client_uuid
+
+    @property
+    def engine(self) -> bytes:
+        """Whose it is."""
+        return self.hello.engine_uuid
+
+    @property
+    def is_worker(self) -> bool:
+        """True for a rank, False for the scheduler."""
+        return self.hello.role == pb.ROLE_WORKER
 
     @property
     def layout(self) -> tuple[object, ...]:
         """What all clients of one engine have in common."""
-        return self.namespace, self.geometry, self.chunk_bytes, bool(self.private_reason)
+        return self.hello.namespace, self.geometry, self.chunk_bytes, bool(self.hello.private_reason)
 
 
 def parse_hello(hello: pb.Hello) -> Peer:
     """Check everything in a Hello that can be checked without looking at other clients."""
     _check_protocol(hello)
-    for name in ("client_uuid", "engine_uuid"):
-        if len(getattr(hello, name)) != _UUID_BYTES:
-            raise invalid(f"{name} must have {_UUID_BYTES} bytes, it has {len(getattr(hello, name))}")
-    if len(hello.namespace) != KEY_BYTES:
-        raise invalid(f"namespace must have {KEY_BYTES} bytes, it has {len(hello.namespace)}")
-    if hello.role not in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER):
-        raise invalid("role must be ROLE_SCHEDULER or ROLE_WORKER")
+    for name, num_bytes in (
+        ("client_uuid", _UUID_BYTES),
+        ("engine_uuid", _UUID_BYTES),
+        ("namespace", KEY_BYTES),
+    ):
+        length = len(getattr(hello, name))
+        _require(length == num_bytes, f"{name} must have {num_bytes} bytes, it has {length}")
+    _require(hello.role in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER), "role must be ROLE_SCHEDULER or ROLE_WORKER")
     for name in ("client_version", "private_reason", "model"):
         _check_length(name, getattr(hello, name).encode(), _MAX_TEXT_BYTES)
-    geometry = hello.geometry
-    if not 1 <= geometry.num_columns <= _MAX_COLUMNS:
-        raise invalid(f"num_columns must be 1 to {_MAX_COLUMNS}, it is {geometry.num_columns}")
-    if hello.column >= geometry.num_columns:
-        raise invalid(f"column {hello.column} is not below num_columns, {geometry.num_columns}")
-    chunk_bytes = _parse_groups(geometry)
-    return Peer(
-        uuid=hello.client_uuid,
-        engine=hello.engine_uuid,
-        role=hello.role,
-        namespace=hello.namespace,
-        private_reason=hello.private_reason,
-        geometry=Geometry(_round_up(max(chunk_bytes.values())), geometry.num_columns),
-        chunk_bytes=chunk_bytes,
-        column=hello.column,
-        pid=hello.pid,
-        uid=hello.uid,
-        model=hello.model,
-        version=hello.client_version,
-        has_gpu=bool(hello.transfer.gpu_uuid),
+    num_columns, num_groups = hello.geometry.num_columns, len(hello.geometry.groups)
+    _require(
+        1 <= num_columns <= _MAX_COLUMNS, f"num_columns must be 1 to {_MAX_COLUMNS}, it is {num_columns}"
     )
+    _require(hello.column < num_columns, f"column {hello.column} is not below num_columns, {num_columns}")
+    _require(
+        1 <= num_groups <= _MAX_GROUPS, f"geometry must have 1 to {_MAX_GROUPS} groups, it has {num_groups}"
+    )
+    for group in hello.geometry.groups:
+        _check_group(group, hello.geometry.chunk_tokens)
+    chunk_bytes = {group.group: group.chunk_bytes for group in hello.geometry.groups}
+    _require(len(chunk_bytes) == num_groups, "every group must have a number of its own")
+    slot_bytes = -(-max(chunk_bytes.values()) // _PAGE_BYTES) * _PAGE_BYTES
+    return Peer(hello, Geometry(slot_bytes, num_columns), chunk_bytes)
 
 
 def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[list[RowKey]]:
     """Row keys per group, in the order of the request."""
     parse_request_id(request.request_id)
-    _check_length("tenant", request.tenant, _MAX_TEXT_BYTES)
     if not 0 <= request.prefill_tokens_per_second < math.inf:
         raise invalid("prefill_tokens_per_second must be a finite number, 0 when it is not known")
     groups = [group.group for group in request.groups]
@@ -117,19 +115,14 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[list[RowKey]]:
         )
     if len({len(group.keys) for group in request.groups}) > 1:
         raise invalid("all groups must have the same number of keys")
-    if sum(len(group.keys) for group in request.groups) > service.MAX_KEYS_PER_CALL * KEY_BYTES:
-        raise invalid(f"a call takes at most {service.MAX_KEYS_PER_CALL} keys: ask for fewer at once")
-    return [_split_keys(peer.namespace, group.keys) for group in request.groups]
+    return _split_keys(peer, request.tenant, *(group.keys for group in request.groups))
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
     """Row keys in the order of the chain."""
     if request.group not in peer.chunk_bytes:
         raise invalid(f"group {request.group} is unknown: the Hello had {sorted(peer.chunk_bytes)}")
-    _check_length("tenant", request.tenant, _MAX_TEXT_BYTES)
-    if len(request.keys) > service.MAX_KEYS_PER_CALL * KEY_BYTES:
-        raise invalid(f"a call takes at most {service.MAX_KEYS_PER_CALL} keys: reserve fewer at once")
-    return _split_keys(peer.namespace, request.keys)
+    return _split_keys(peer, request.tenant, request.keys)[0]
 
 
 def parse_slots(rows: Sequence[int], generations: Sequence[int], num_rows: int) -> list[Slot]:
@@ -138,9 +131,8 @@ def parse_slots(rows: Sequence[int], generations: Sequence[int], num_rows: int) 
         raise invalid(f"{len(rows)} rows but {len(generations)} generations: send one generation per row")
     if len(rows) > service.MAX_KEYS_PER_CALL or len(set(rows)) != len(rows):
         raise invalid(f"rows must be different ones, at most {service.MAX_KEYS_PER_CALL}")
-    for row in rows:
-        if row >= num_rows:
-            raise invalid(f"row {row} is out of range: the arena has {num_rows} rows")
+    if (highest := max(rows, default=-1)) >= num_rows:
+        raise invalid(f"row {highest} is out of range: the arena has {num_rows} rows")
     return list(map(Slot._make, zip(rows, generations, strict=True)))
 
 
@@ -163,35 +155,35 @@ def _check_protocol(hello: pb.Hello) -> None:
         )
 
 
-def _parse_groups(geometry: pb.Geometry) -> dict[int, int]:
-    if not 1 <= len(geometry.groups) <= _MAX_GROUPS:
-        raise invalid(f"geometry must have 1 to {_MAX_GROUPS} groups, it has {len(geometry.groups)}")
-    for group in geometry.groups:
-        if group.kind == pb.KVGroup.SLIDING_WINDOW:
-            raise precondition(
-                f"group {group.group} is a sliding window: this sidecar serves full attention only,"
-                " sliding window groups come with a later version"
-            )
-        if group.kind != pb.KVGroup.FULL_ATTENTION:
-            raise invalid(f"group {group.group} must say its kind")
-        if not group.block_tokens or not geometry.chunk_tokens or geometry.chunk_tokens % group.block_tokens:
-            raise invalid(
-                f"chunk_tokens, {geometry.chunk_tokens}, must be a multiple of the block_tokens of group"
-                f" {group.group}, {group.block_tokens}"
-            )
-        if not 1 <= group.chunk_bytes <= _MAX_CHUNK_BYTES:
-            raise invalid(f"chunk_bytes of group {group.group} is out of range: {group.chunk_bytes}")
-    chunk_bytes = {group.group: group.chunk_bytes for group in geometry.groups}
-    if len(chunk_bytes) != len(geometry.groups):
-        raise invalid("every group must have a number of its own")
-    return chunk_bytes
+def _check_group(group: pb.KVGroup, chunk_tokens: int) -> None:
+    if group.kind == pb.KVGroup.SLIDING_WINDOW:
+        raise precondition(
+            f"group {group.group} is a sliding window: this sidecar serves full attention only,"
+            " sliding window groups come with a later version"
+        )
+    _require(group.kind == pb.KVGroup.FULL_ATTENTION, f"group {group.group} must say its kind")
+    _require(
+        0 < group.block_tokens <= chunk_tokens and chunk_tokens % group.block_tokens == 0,
+        f"chunk_tokens, {chunk_tokens}, must be a multiple of the block_tokens of group {group.group},"
+        f" {group.block_tokens}",
+    )
+    _require(
+        1 <= group.chunk_bytes <= _MAX_CHUNK_BYTES,
+        f"chunk_bytes of group {group.group} is out of range: {group.chunk_bytes}",
+    )
 
 
-def _split_keys(namespace: bytes, keys: bytes) -> list[RowKey]:
-    if len(keys) % KEY_BYTES:
-        raise invalid(f"keys must have {KEY_BYTES} bytes each, {len(keys)} bytes are no multiple of that")
+def _split_keys(peer: Peer, tenant: bytes, *groups: bytes) -> list[list[RowKey]]:
+    """Row keys per group of a call."""
+    _check_length("tenant", tenant, _MAX_TEXT_BYTES)
+    if sum(map(len, groups)) > service.MAX_KEYS_PER_CALL * KEY_BYTES:
+        raise invalid(f"a call takes at most {service.MAX_KEYS_PER_CALL} keys: ask for fewer at once")
+    for keys in groups:
+        if len(keys) % KEY_BYTES:
+            raise invalid(f"keys must have {KEY_BYTES} bytes each, {len(keys)} bytes are no multiple of that")
     # As row_key() does, without a call per key: this is the longest part of a lookup outside the tiers.
-    return [namespace + keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
+    namespace, step = peer.hello.namespace, KEY_BYTES
+    return [[namespace + keys[at : at + step] for at in range(0, len(keys), step)] for keys in groups]
 
 
 def _check_length(name: str, value: bytes, limit: int) -> None:
@@ -199,5 +191,6 @@ def _check_length(name: str, value: bytes, limit: int) -> None:
         raise invalid(f"{name} has {len(value)} bytes, at most {limit} are taken")
 
 
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+def _require(is_so: bool, sentence: str) -> None:
+    if not is_so:
+        raise invalid(sentence)

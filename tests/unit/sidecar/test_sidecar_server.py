@@ -7,8 +7,9 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from lmcache_sidecar.metrics import FAMILIES, CallMetrics, Metrics
+from lmcache_sidecar.metrics import FAMILIES, CallMetrics, render
 from lmcache_sidecar.server import Server
+from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import LOOKUP, RELEASE
@@ -43,7 +44,7 @@ def test_a_bug_is_an_internal_error_and_the_daemon_lives(tmp_path, caplog):
     assert error.code() is grpc.StatusCode.INTERNAL
     assert error.details() == "the sidecar has a bug, see its log"
     assert "boom" in caplog.text
-    text = asyncio.run(Metrics(metrics, dict).text()).decode()
+    text = asyncio.run(render(metrics, {})).decode()
     assert 'lmcache_requests_total{code="INTERNAL",method="Lookup"} 1.0' in text
     assert 'lmcache_requests_total{code="OK",method="Release"} 1.0' in text
     assert 'lmcache_request_seconds_count{method="Release"} 1.0' in text
@@ -60,7 +61,7 @@ STATS = {
 
 
 def test_metrics_are_read_from_the_stats():
-    text = asyncio.run(Metrics(CallMetrics(), lambda: STATS).text()).decode().splitlines()
+    text = asyncio.run(render(CallMetrics(), STATS)).decode().splitlines()
     assert 'lmcache_clients{state="quarantined"} 1.0' in text
     assert "lmcache_memory_tier_bytes 4096.0" in text
     assert 'lmcache_memory_tier_removals_total{reason="evicted"} 3.0' in text
@@ -69,6 +70,29 @@ def test_metrics_are_read_from_the_stats():
     for family in FAMILIES:
         assert f"# TYPE {family.name} {'counter' if family.name.endswith('_total') else 'gauge'}" in text
         assert f"# HELP {family.name} {family.about}" in text
+
+
+def test_the_text_reads_as_prometheus_reads_it():
+    calls = CallMetrics()
+    for seconds in (0.0, 5e-5, 6e-5, 0.3, 7.0):
+        calls.took("Lookup", seconds)
+    calls.count("Lookup", grpc.StatusCode.OK)
+    stats = STATS | {"writes": {'a "quoted" \\ label\n': 1}}
+    text = asyncio.run(render(calls, stats)).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for family in families.values():
+        assert family.documentation
+        assert family.type in ("counter", "gauge", "histogram")
+    (written,) = families["lmcache_writes"].samples
+    assert written.labels == {"result": 'a "quoted" \\ label\n'}
+    seconds = families["lmcache_request_seconds"].samples
+    buckets = {sample.labels["le"]: sample.value for sample in seconds if sample.name.endswith("_bucket")}
+    assert (buckets["5e-05"], buckets["0.0001"], buckets["1.0"], buckets["+Inf"]) == (2, 3, 4, 5)
+    assert {s.name[len("lmcache_request_seconds") :]: s.value for s in seconds[-2:]} == {
+        "_count": 5,
+        "_sum": 7.30011,
+    }
+    assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
 
 
 def test_other_tasks_run_while_the_text_is_made():
@@ -82,7 +106,7 @@ def test_other_tasks_run_while_the_text_is_made():
 
     async def run() -> None:
         task = asyncio.create_task(other())
-        await Metrics(CallMetrics(), lambda: STATS).text()
+        await render(CallMetrics(), STATS)
         task.cancel()
 
     asyncio.run(run())

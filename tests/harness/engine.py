@@ -1,0 +1,60 @@
+"""An engine's two sides, in this process, against a real sidecar: store and load rows of random bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lmcache.rpc.client import Session, SidecarClient
+from tests.harness.sidecar import SidecarProcess
+from tests.harness.wire import make_hello, make_keys
+
+CHUNK_BYTES = 100_000
+
+
+@pytest.fixture
+def sidecar():
+    with SidecarProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def connect(sidecar):
+    clients = []
+
+    def make(*arguments, **fields) -> SidecarClient:
+        clients.append(SidecarClient(sidecar.socket_path, make_hello(*arguments, **fields)))
+        clients[-1].start()
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def payload(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, CHUNK_BYTES, dtype=np.uint8)
+
+
+def store(session: Session, *numbers: int) -> None:
+    with session.copying():
+        slots = [reservation.slot for reservation in session.reserve(0, make_keys(*numbers))]
+        for slot, number in zip(slots, numbers, strict=True):
+            session.slots[slot.row, :CHUNK_BYTES] = payload(number)
+        session.commit(slots)
+
+
+def load(scheduler: Session, worker: Session, request_id: str, *numbers: int) -> list[np.ndarray]:
+    """Lease, copy, check, release."""
+    found = scheduler.lookup(request_id, [(0, make_keys(*numbers))])
+    with worker.copying():
+        copies = [worker.slots[slot.row, :CHUNK_BYTES].copy() for slot in found.slots.get(0, [])]
+        assert all(worker.holds(slot) for slot in found.slots.get(0, []))
+    scheduler.release([request_id])
+    return copies
+
+
+def assert_stored(copies: list[np.ndarray], *numbers: int) -> None:
+    assert len(copies) == len(numbers)
+    for copy, number in zip(copies, numbers, strict=True):
+        assert np.array_equal(copy, payload(number))

@@ -1,0 +1,172 @@
+"""A sidecar's sessions without sockets, processes or clocks."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import ClassVar
+
+import pytest
+from lmcache_sidecar import sessions as sessions_module
+from lmcache_sidecar.sessions import Client, Sessions
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.client import ClientHello, KVGroup, Role
+from lmcache.tiers.arena import HeapArena
+from lmcache.tiers.base import Geometry
+from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.tiered import Lookup
+
+NUM_ROWS = 6
+
+
+class FakeArena:
+    """A heap arena that is formatted later, as the file is."""
+
+    def __init__(self) -> None:
+        self.geometry: Geometry | None = None
+        self.ready_rows = NUM_ROWS
+        self.num_rows = 0
+
+    def format(self, geometry: Geometry) -> None:
+        self._heap = HeapArena(geometry, NUM_ROWS)
+        self.geometry, self.num_rows = geometry, NUM_ROWS
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._heap, name)
+
+    def table_offset(self, column: int) -> int:
+        return column
+
+    column_offset = table_offset
+
+
+class FakeStore:
+    """The memory tier alone."""
+
+    def __init__(self, arena: FakeArena, clock) -> None:
+        self.memory = MemoryTier(arena, clock=clock)
+        self.is_closed = False
+
+    async def adopt(self) -> None:
+        for _ in self.memory.adopt():
+            pass
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    def register(self, namespace, *, label, private) -> None:
+        pass
+
+    def lookup(self, lease_id, groups) -> Lookup:
+        num_resident, slots = self.memory.lookup(lease_id, groups[0])
+        return Lookup(num_resident=num_resident, slots=[slots])
+
+    def reserve(self, keys, column, owner, *, length, first_chunk):
+        return [self.memory.reserve(key, column, owner, length=length, depth=first_chunk) for key in keys]
+
+    def commit(self, slots, column, owner) -> None:
+        self.memory.commit(slots, column, owner)
+
+    def abort(self, slots, column, owner) -> None:
+        self.memory.abort(slots, column, owner)
+
+
+class FakeLock:
+    """A client's record lock, by the path of its file."""
+
+    held: ClassVar[set[str]] = set()
+
+    def __init__(self, path) -> None:
+        self.path = path.stem
+
+    def is_held(self) -> bool:
+        return self.path in self.held
+
+    def close(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        pass
+
+
+class World:
+    """A sidecar's sessions, a clock and everybody's locks."""
+
+    def __init__(self, tmp_path) -> None:
+        self.now = 100.0
+        self.arena = FakeArena()
+        self.sessions = Sessions(
+            self.arena, "/arena", tmp_path, lambda: FakeStore(self.arena, self.clock), self.clock
+        )
+        asyncio.run(self.sessions.start())
+
+    def clock(self) -> float:
+        return self.now
+
+    def attach(
+        self, client_uuid: bytes, role: Role = Role.WORKER, *, map_all: bool = True, **fields
+    ) -> Client:
+        FakeLock.held.add(client_uuid.hex())
+        defaults = {
+            "engine_uuid": b"e" * 16,
+            "namespace": b"n" * 32,
+            "chunk_tokens": 16,
+            "groups": (KVGroup(0, 16, 4096),),
+        }
+        hello = ClientHello(role, **(defaults | fields)).message(client_uuid)
+        client = asyncio.run(self.sessions.attach(hello))
+        if map_all and role is Role.WORKER:
+            self.mapped(client, NUM_ROWS)
+        return client
+
+    def mapped(self, client: Client, num_rows: int) -> None:
+        self.sessions.mapped(client, pb.ExtentsMapped(epoch=client.epoch, num_rows=num_rows))
+
+    def reserve(self, client: Client, *numbers: int) -> pb.ReserveReply:
+        keys = b"".join(bytes([number]) * 32 for number in numbers)
+        return self.sessions.reserve(
+            pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys)
+        )
+
+    def lookup(self, client: Client, request_id: str, *numbers: int) -> pb.LookupReply:
+        keys = b"".join(bytes([number]) * 32 for number in numbers)
+        request = pb.LookupRequest(epoch=client.epoch, client_uuid=client.peer.uuid, request_id=request_id)
+        request.groups.add(group=0, keys=keys)
+        return self.sessions.lookup(request)
+
+    def commit(self, client: Client, rows, generations) -> None:
+        self.sessions.commit(
+            pb.CommitRequest(
+                epoch=client.epoch, client_uuid=client.peer.uuid, rows=rows, generations=generations
+            )
+        )
+
+    def abort(self, client: Client, rows, generations) -> None:
+        self.sessions.abort(
+            pb.AbortRequest(
+                epoch=client.epoch, client_uuid=client.peer.uuid, rows=rows, generations=generations
+            )
+        )
+
+    def drain(self, client: Client) -> None:
+        self.sessions.drained(client, pb.Drained(epoch=client.epoch))
+
+    def die(self, client_uuid: bytes) -> None:
+        FakeLock.held.discard(client_uuid.hex())
+
+    def pass_time(self, seconds: float) -> None:
+        self.sessions.deaths.step()
+        self.now += seconds
+        self.sessions.deaths.step()
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    monkeypatch.setattr(sessions_module, "LockProbe", FakeLock)
+    FakeLock.held.clear()
+    return World(tmp_path)
+
+
+def new_uuid() -> bytes:
+    return uuid.uuid4().bytes

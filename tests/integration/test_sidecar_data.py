@@ -1,0 +1,166 @@
+"""Rows on their way through a real sidecar process, and engines that fail on it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.client import Role
+from lmcache.rpc.errors import StaleSession
+from lmcache.rpc.service import LOOKUP, RESERVE
+from lmcache.tiers.arena import MappedColumn
+from lmcache.tiers.base import ArenaError, Reserved
+from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
+from tests.harness.sidecar import wait_until
+from tests.harness.wire import ClientProcess, RawClient, attached, make_hello, make_keys, usable
+
+
+def test_what_was_stored_is_loaded_byte_for_byte(sidecar, connect):
+    scheduler, worker = attached(connect(Role.SCHEDULER)), attached(connect())
+    usable(sidecar)
+    store(worker, 1, 2, 3)
+    assert_stored(load(scheduler, worker, "r", 1, 2, 3, 4), 1, 2, 3)
+    assert worker.reserve(0, make_keys(2))[0].result is Reserved.EXISTS
+    assert scheduler.slots is None
+    memory = sidecar.stats()["memory"]
+    assert (memory["used_rows"], memory["leased_rows"], memory["quarantined_slots"]) == (3, 0, 0)
+
+
+def test_a_row_is_visible_when_all_ranks_committed(sidecar, connect):
+    scheduler = attached(connect(Role.SCHEDULER, num_columns=2))
+    ranks = [attached(connect(num_columns=2, column=column)) for column in range(2)]
+    usable(sidecar)
+    store(ranks[0], 1)
+    assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
+    store(ranks[1], 1)
+    found = scheduler.lookup("r", [(0, make_keys(1))])
+    assert found.num_leased == 1
+    for rank in ranks:
+        assert np.array_equal(rank.slots[found.slots[0][0].row, :CHUNK_BYTES], payload(1))
+    assert not np.shares_memory(ranks[0].slots, ranks[1].slots)
+
+
+def test_nothing_is_offered_before_all_ranks_have_mapped(sidecar, connect):
+    scheduler = attached(connect(Role.SCHEDULER, num_columns=2))
+    rank = attached(connect(num_columns=2))
+    sidecar.wait_until(lambda stats: any(client["mapped_rows"] for client in stats["clients"]))
+    assert rank.reserve(0, make_keys(1))[0].result is Reserved.BUSY
+    assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
+
+
+def test_releases_that_did_not_arrive_are_sent_after_the_next_attach(sidecar, connect):
+    scheduler, worker = connect(Role.SCHEDULER), attached(connect())
+    usable(sidecar)
+    store(worker, 1)
+    old = attached(scheduler)
+    assert old.lookup("r", [(0, make_keys(1))]).num_leased == 1
+    scheduler._attachment.cancel()
+    wait_until(lambda: old.is_over)
+    with pytest.raises(StaleSession):
+        old.release(["r"])
+    attached(scheduler, newer_than=old).release([])
+    sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
+
+
+@pytest.mark.parametrize("request_id", ["r" * 300, "", "é" * 200, "\ud800"])
+def test_any_request_id_can_be_leased_and_released(sidecar, connect, request_id):
+    session = attached(connect())
+    usable(sidecar)
+    store(session, 1)
+    for name in (request_id, "another"):
+        assert session.lookup(name, [(0, make_keys(1))]).num_leased == 1
+    session.release([request_id, "another"])
+    assert sidecar.stats()["memory"]["leased_rows"] == 0
+
+
+def test_the_client_says_why_it_can_not_populate(sidecar, connect, monkeypatch):
+    def fail(*_):
+        raise ArenaError("out of memory")
+
+    monkeypatch.setattr(MappedColumn, "populate", fail)
+    client = connect()
+    wait_until(lambda: client.detached_reason == "out of memory")
+
+
+# ---- faults of the engine ----
+
+
+def test_a_killed_worker_leaves_nothing_visible_and_its_slots_come_back_only_after_the_proof(
+    sidecar, connect
+):
+    scheduler = attached(connect(Role.SCHEDULER))
+    with ClientProcess(sidecar.socket_path) as victim:
+        victim.reserve(make_keys(1, 2, 3))
+        victim.kill()
+        killed = time.monotonic()
+        sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 3)
+    assert scheduler.lookup("r", [(0, make_keys(1, 2, 3))]).num_resident == 0
+    sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
+    assert time.monotonic() - killed >= 2.0
+    assert sidecar.stats()["memory"]["used_rows"] == 0
+    assert len(list((sidecar.folder / "clients").iterdir())) == 1  # the scheduler's
+
+
+def test_a_process_that_ends_in_order_takes_its_lock_file_with_it(sidecar):
+    with ClientProcess(sidecar.socket_path) as client:
+        client.reserve(make_keys(1))
+        assert client.leave() == 0
+    assert list((sidecar.folder / "clients").iterdir()) == []
+    sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] == 0 and not stats["clients"])
+
+
+def test_a_broken_stream_of_a_live_client_frees_nothing_until_it_says_drained(sidecar):
+    # The lock is held by this process the whole time, so nothing but Drained may free the slots.
+    with RawClient(sidecar) as client:
+        client.attach()
+        reserved = client.call(RESERVE, group=0, keys=make_keys(1, 2))
+        assert list(reserved.results) == [pb.SLOT, pb.SLOT]
+        client.break_stream()
+        sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 2)
+        old_epoch = client.epoch
+        time.sleep(2.6)  # longer than the grace after a death: it must not matter
+        assert sidecar.stats()["memory"]["quarantined_slots"] == 2
+
+        client.attach()
+        assert client.epoch > old_epoch
+        assert client.call(RESERVE, group=0, keys=make_keys(1)).rows[0] not in reserved.rows
+        assert sidecar.stats()["memory"]["quarantined_slots"] == 2
+        client.say(drained=pb.Drained(epoch=client.epoch))
+        sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
+        assert sidecar.stats()["memory"]["used_rows"] == 1  # what was reserved in the new epoch
+
+
+def test_the_client_says_drained_only_when_its_copies_have_ended(sidecar, connect):
+    client = connect()
+    session = attached(client)
+    usable(sidecar)
+    with session.copying():
+        session.reserve(0, make_keys(1))
+        client._attachment.cancel()
+        attached(client, newer_than=session)
+        sidecar.wait_until(lambda stats: stats["clients"][0]["mapped_rows"] == stats["memory"]["num_rows"])
+        assert sidecar.stats()["memory"]["quarantined_slots"] == 1
+        with pytest.raises(StaleSession), session.copying():
+            pass
+    sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
+
+
+def test_leases_of_a_dead_engine_end(sidecar, connect):
+    worker = attached(connect(engine_uuid=b"o" * 16))
+    usable(sidecar)
+    store(worker, 1)
+    with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16)) as other:
+        other.attach()
+        sidecar.wait_until(
+            lambda stats: (
+                other.call(
+                    LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=make_keys(1))]
+                ).num_leased
+            )
+        )
+        other.break_stream()
+        assert sidecar.stats()["memory"]["leased_rows"] == 1
+    sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)

@@ -1,0 +1,116 @@
+"""The sidecar as a process: its pages, its files, how it starts and ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+
+import pytest
+from lmcache_sidecar.metrics import FAMILIES
+
+from lmcache.rpc.errors import SidecarError, SidecarUnavailable, StaleSession
+from tests.harness.sidecar import REPOSITORY
+from tests.harness.wire import attached, usable
+
+
+def test_pages(sidecar, connect):
+    attached(connect())
+    usable(sidecar)
+    assert sidecar.get("/healthz") == "ok\n"
+    assert sidecar.get("/readyz") == "ready\n"
+    metrics = sidecar.get("/metrics")
+    for name in re.findall(r"^# TYPE (\S+) counter", metrics, re.MULTILINE):
+        assert name.endswith("_total")
+    capacity_bytes = sidecar.stats()["memory"]["capacity_bytes"]
+    assert f"lmcache_memory_tier_capacity_bytes {float(capacity_bytes)}\n" in metrics
+    assert 'lmcache_clients{state="attached"} 1.0' in metrics
+    for family in FAMILIES:  # a path that leads nowhere would read as 0 for ever
+        found = sidecar.stats()
+        for key in family.path.split("."):
+            assert found is None or key in found
+            found = found and found[key]
+    assert sidecar.stats()["clients"][0]["copier_reason"] == "the engine copies: its KV is in host memory"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        sidecar.get("/nothing")
+
+
+def test_the_socket_is_for_the_group_only(sidecar):
+    assert os.stat(sidecar.socket_path).st_mode & 0o777 == 0o660
+    assert (sidecar.folder / "clients").stat().st_mode & 0o777 == 0o770
+
+
+def run_to_the_end(**options) -> subprocess.CompletedProcess[str]:
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return subprocess.run(
+        [sys.executable, "-m", "lmcache_sidecar", "serve", "--http-port", "0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
+    )
+
+
+def test_two_sidecars_can_not_share_a_socket_or_an_arena(sidecar):
+    same_socket = run_to_the_end(socket=sidecar.socket_path)
+    assert same_socket.returncode == 2
+    assert "is in use by a live sidecar" in same_socket.stderr
+    same_arena = run_to_the_end(socket=sidecar.folder / "other.sock", arena=sidecar.arena_path)
+    assert same_arena.returncode == 2
+    assert "in use by another sidecar" in same_arena.stderr
+    assert sidecar.get("/readyz") == "ready\n"
+
+
+def test_the_socket_of_a_dead_sidecar_is_replaced(sidecar, connect):
+    sidecar.kill()
+    assert os.path.exists(sidecar.socket_path)
+    sidecar.start()
+    attached(connect())
+
+
+def test_what_can_not_be_used_is_one_line_and_exit_status_2(tmp_path):
+    cases = {
+        "is not a directory": {"socket": tmp_path / "missing" / "s.sock"},
+        r"--arena: .*missing is not a directory": {
+            "socket": tmp_path / "s.sock",
+            "arena": tmp_path / "missing" / "a",
+        },
+        r"needs \d+|need": {"socket": tmp_path / "s.sock", "memory_size": "900Ti"},
+        "at most 107": {"socket": "/tmp/" + "s" * 120},
+    }
+    for sentence, options in cases.items():
+        result = run_to_the_end(**options)
+        assert result.returncode == 2, result.stderr
+        lines = [line for line in result.stderr.splitlines() if line.startswith("lmcache-sidecar: error: ")]
+        assert len(lines) == 1
+        assert re.search(sentence, lines[0]), lines[0]
+
+
+def test_a_file_that_is_no_socket_is_not_removed(tmp_path):
+    (tmp_path / "s.sock").write_text("precious")
+    result = run_to_the_end(socket=tmp_path / "s.sock")
+    assert result.returncode == 2
+    assert "is in the way and no socket" in result.stderr
+    assert (tmp_path / "s.sock").read_text() == "precious"
+
+
+def test_sigint_ends_it_too(sidecar):
+    os.kill(sidecar.pid, signal.SIGINT)
+    assert sidecar._process.wait(20) == 0
+    sidecar._process = None
+    assert not socket_answers(sidecar.socket_path)
+
+
+def socket_answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def test_errors_are_one_family():
+    for error in (SidecarUnavailable, StaleSession):
+        assert issubclass(error, SidecarError)

@@ -1,0 +1,263 @@
+"""What a real sidecar refuses: with a status, a sentence, and nothing changed."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import grpc
+import pytest
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache.rpc.client import KVGroup, Role, SidecarClient
+from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE
+from tests.harness.engine import store
+from tests.harness.sidecar import SidecarProcess, wait_until
+from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
+
+ONE_GROUP = [pb.GroupKeys(group=0, keys=make_keys(1))]
+INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+
+BAD_CALLS = [
+    (LOOKUP, {"request_id": ""}, INVALID, "request_id must not be empty"),
+    (LOOKUP, {"request_id": "r" * 257}, INVALID, "request_id has 257 bytes, at most 256"),
+    (LOOKUP, {"request_id": "r"}, INVALID, r"groups must be each of \[0\] once"),
+    (LOOKUP, {"request_id": "r", "groups": ONE_GROUP * 2}, INVALID, "groups must be each of"),
+    (LOOKUP, {"request_id": "r", "groups": [pb.GroupKeys(group=7)]}, INVALID, "groups must be each of"),
+    (
+        LOOKUP,
+        {"request_id": "r", "groups": [pb.GroupKeys(keys=b"k" * 33)]},
+        INVALID,
+        "33 bytes are no multiple",
+    ),
+    (
+        LOOKUP,
+        {"request_id": "r", "groups": [pb.GroupKeys(keys=b"k" * 65537 * 32)]},
+        INVALID,
+        "at most 65536 keys",
+    ),
+    (LOOKUP, {"request_id": "r", "groups": ONE_GROUP, "tenant": b"t" * 513}, INVALID, "tenant has 513 bytes"),
+    (
+        LOOKUP,
+        {"request_id": "r", "groups": ONE_GROUP, "prefill_tokens_per_second": float("nan")},
+        INVALID,
+        "must be a finite number",
+    ),
+    (
+        LOOKUP,
+        {"request_id": "r", "groups": ONE_GROUP, "epoch": 1},
+        PRECONDITION,
+        "epoch 1 is over.*attach again",
+    ),
+    (LOOKUP, {"client_uuid": b"x" * 16}, PRECONDITION, "not attached: attach again"),
+    (LOOKUP, {"client_uuid": b""}, PRECONDITION, "not attached: attach again"),
+    (RESERVE, {"group": 7, "keys": make_keys(9)}, INVALID, "group 7 is unknown"),
+    (RESERVE, {"keys": b"k" * 31}, INVALID, "31 bytes are no multiple"),
+    (RESERVE, {"keys": make_keys(9), "epoch": 0}, PRECONDITION, "attach again"),
+    (COMMIT, {"rows": [0, 1], "generations": [1]}, INVALID, "2 rows but 1 generations"),
+    (
+        COMMIT,
+        {"rows": [4_000_000_000], "generations": [1]},
+        INVALID,
+        "row 4000000000 is out of range: the arena has",
+    ),
+    (COMMIT, {"rows": [0, 0], "generations": [1, 1]}, INVALID, "rows must be different"),
+    (COMMIT, {"rows": [5], "generations": [1]}, PRECONDITION, "nothing was committed"),
+    (COMMIT, {"rows": [0], "generations": [999]}, PRECONDITION, "nothing was committed"),
+    (ABORT, {"rows": [0, 5], "generations": [1, 1]}, PRECONDITION, "nothing was aborted"),
+    (ABORT, {"rows": [1 << 31], "generations": [1]}, INVALID, "out of range"),
+    (RELEASE, {"request_ids": ["held", ""]}, INVALID, "request_id must not be empty"),
+    (RELEASE, {"request_ids": ["held"], "epoch": 3}, PRECONDITION, "attach again"),
+]
+
+
+@pytest.fixture(scope="module")
+def busy_client():
+    """A client with one reserved and one leased row, so that a refused call has something to spoil."""
+    with SidecarProcess() as process, RawClient(process) as client:
+        client.attach()
+        usable(process)
+        client.sidecar = process
+        stored = client.call(RESERVE, group=0, keys=make_keys(1))
+        client.call(COMMIT, rows=stored.rows, generations=stored.generations)
+        client.call(RESERVE, group=0, keys=make_keys(2))
+        client.call(LOOKUP, request_id="held", groups=ONE_GROUP)
+        yield client
+
+
+def state_of(sidecar: SidecarProcess) -> dict[str, object]:
+    stats = sidecar.stats()
+    return {name: stats[name] for name in stats if name != "uptime_seconds"}
+
+
+@pytest.mark.parametrize(("method", "fields", "code", "sentence"), BAD_CALLS)
+def test_a_bad_call_is_refused_with_a_sentence_and_changes_nothing(
+    busy_client, method, fields, code, sentence
+):
+    before = state_of(busy_client.sidecar)
+    with pytest.raises(grpc.RpcError) as caught:
+        busy_client.call(method, **fields)
+    assert caught.value.code() is code
+    assert re.search(sentence, caught.value.details())
+    attach_again = service.reason_of(caught.value) == service.REASON_ATTACH_AGAIN
+    assert attach_again == ("attach again" in sentence)
+    assert state_of(busy_client.sidecar) == before
+
+
+def test_an_oversized_message_is_refused(busy_client):
+    before = state_of(busy_client.sidecar)
+    with pytest.raises(grpc.RpcError) as caught:
+        busy_client.call(RESERVE, keys=bytes(service.MAX_MESSAGE_BYTES))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert state_of(busy_client.sidecar) == before
+
+
+def test_only_workers_store(busy_client):
+    with RawClient(busy_client.sidecar, make_hello(Role.SCHEDULER)) as scheduler:
+        scheduler.attach(map_all=False)
+        for method in (RESERVE, COMMIT, ABORT):
+            with pytest.raises(grpc.RpcError, match="only a worker stores"):
+                scheduler.call(method)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "sentence"),
+    [
+        (
+            {"protocol_version": 0},
+            PRECONDITION,
+            "speaks protocol 0, sidecar .* speaks 1: upgrade the engine's LMCache",
+        ),
+        (
+            {"protocol_version": 9},
+            PRECONDITION,
+            "speaks protocol 9, sidecar .* speaks 1: upgrade the sidecar",
+        ),
+        ({"client_uuid": b"short"}, INVALID, "client_uuid must have 16 bytes, it has 5"),
+        ({"client_uuid": b"\0" * 16}, PRECONDITION, "lock file can't be opened"),
+        ({"engine_uuid": b""}, INVALID, "engine_uuid must have 16 bytes"),
+        ({"namespace": b"n" * 31}, INVALID, "namespace must have 32 bytes, it has 31"),
+        ({"role": 0}, INVALID, "role must be"),
+        ({"role": 9}, INVALID, "role must be"),
+        ({"column": 1}, INVALID, "column 1 is not below num_columns, 1"),
+        ({"model": "m" * 513}, INVALID, "model has 513 bytes"),
+        ({"namespace": b"m" * 32}, PRECONDITION, "another client of this engine_uuid"),
+        ({"geometry": pb.Geometry()}, INVALID, "num_columns must be 1 to"),
+        ({"geometry": pb.Geometry(num_columns=1)}, INVALID, "1 to 64 groups"),
+    ],
+)
+def test_a_bad_hello_is_refused(busy_client, change, code, sentence):
+    before = state_of(busy_client.sidecar)
+    with RawClient(busy_client.sidecar) as client:
+        for name, value in change.items():
+            if name == "geometry":
+                client.hello.geometry.CopyFrom(value)
+            else:
+                setattr(client.hello, name, value)
+        with pytest.raises(grpc.RpcError) as caught:
+            client.attach()
+    assert caught.value.code() is code
+    assert re.search(sentence, caught.value.details()), caught.value.details()
+    assert state_of(busy_client.sidecar) == before
+
+
+@pytest.mark.parametrize(
+    ("group", "code", "sentence"),
+    [
+        (
+            KVGroup(0, 16, 4096, window_tokens=512),
+            PRECONDITION,
+            "sliding window groups come with a later version",
+        ),
+        (KVGroup(0, 24, 4096), INVALID, "256, must be a multiple of the block_tokens of group 0, 24"),
+        (KVGroup(0, 0, 4096), INVALID, "must be a multiple"),
+        (KVGroup(0, 16, 0), INVALID, "chunk_bytes of group 0 is out of range"),
+        (KVGroup(0, 16, 1 << 50), INVALID, "chunk_bytes of group 0 is out of range"),
+        (KVGroup(0, 16, 8192), PRECONDITION, "another client of this engine_uuid"),
+    ],
+)
+def test_a_bad_group_is_refused(busy_client, group, code, sentence):
+    with (
+        RawClient(busy_client.sidecar, make_hello(groups=(group,))) as client,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        client.attach()
+    assert caught.value.code() is code
+    assert sentence in caught.value.details()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [pb.AttachRequest()],
+        [pb.AttachRequest(drained=pb.Drained(epoch=1))],
+        ["hello", "hello"],
+        ["hello", pb.AttachRequest(drained=pb.Drained(epoch=1))],
+        ["hello", pb.AttachRequest(extents_mapped=pb.ExtentsMapped(epoch=1, num_rows=1))],
+    ],
+)
+def test_a_stream_that_breaks_the_rules_is_ended(busy_client, messages):
+    with RawClient(busy_client.sidecar) as client:
+        hello = pb.AttachRequest(hello=client.hello)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(client.open(*(hello if message == "hello" else message for message in messages)))
+    assert caught.value.code() in (INVALID, PRECONDITION)
+
+
+def test_more_rows_than_are_ready_can_not_be_mapped(busy_client):
+    with RawClient(busy_client.sidecar) as client:
+        attached = client.attach(map_all=False)
+        client.say(extents_mapped=pb.ExtentsMapped(epoch=client.epoch, num_rows=attached.num_rows + 1))
+        with pytest.raises(grpc.RpcError, match="rows can't be mapped"):
+            list(client._stream)
+
+
+def test_a_hello_without_the_lock_is_refused(busy_client):
+    with RawClient(busy_client.sidecar) as client:
+        path = client.lock._path
+        client.lock.release()
+        path.touch()
+        with pytest.raises(grpc.RpcError, match="no other process holds the record lock"):
+            client.attach()
+        path.unlink()
+
+
+def test_rubbish_is_answered_with_a_status(busy_client):
+    channel = grpc.insecure_channel(f"unix:{busy_client.sidecar.socket_path}")
+    for path in (LOOKUP.path, f"/{service.SERVICE}/Nothing"):
+        with pytest.raises(grpc.RpcError):
+            channel.unary_unary(path)(b"\xff\xff\xff", timeout=5)
+    channel.close()
+    assert busy_client.sidecar.stats()["clients"][0]["is_attached"]
+
+
+def test_another_geometry_waits_for_the_last_engine_to_be_gone(sidecar, connect):
+    with RawClient(sidecar) as present:
+        present.attach()
+        other = connect(engine_uuid=b"p" * 16, chunk_bytes=200_000)
+        wait_until(lambda: "stop those engines, or give this one a sidecar" in other.detached_reason)
+    session = attached(other)
+    assert session.slots.shape[1] == 200_704
+    usable(sidecar)
+    store(session, 1)
+    assert sidecar.stats()["geometry"] == {"slot_bytes": 200_704, "num_columns": 1}
+
+
+def test_a_chunk_larger_than_the_arena_is_refused_and_the_sidecar_lives(sidecar, connect):
+    client = connect(chunk_bytes=1 << 30)
+    wait_until(lambda: "arena" in client.detached_reason)
+    client.close()
+    attached(connect())
+
+
+def test_the_client_says_what_to_upgrade_and_does_not_hammer(sidecar, caplog, monkeypatch):
+    monkeypatch.setattr(service, "PROTOCOL_VERSION", 2)
+    client = SidecarClient(sidecar.socket_path, make_hello())
+    client.start()
+    wait_until(lambda: "upgrade the sidecar" in client.detached_reason)
+    time.sleep(0.5)  # several of the ordinary pauses
+    assert sidecar.get("/metrics").count("Attach") > 0
+    assert 'lmcache_requests_total{code="FAILED_PRECONDITION",method="Attach"} 1.0' in sidecar.get("/metrics")
+    client.close()
+    assert len([record for record in caplog.records if "upgrade" in record.getMessage()]) == 1

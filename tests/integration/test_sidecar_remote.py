@@ -1,0 +1,85 @@
+"""A real sidecar over a Redis that dies, freezes or is not there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lmcache.rpc.client import SidecarClient
+from tests.harness.engine import assert_stored, load, store
+from tests.harness.redis_server import RedisServer
+from tests.harness.sidecar import SidecarProcess, wait_until
+from tests.harness.wire import attached, make_hello, make_keys, usable
+
+
+@pytest.mark.redis
+def test_sigterm_writes_through_what_is_queued():
+    with RedisServer() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
+        client = SidecarClient(sidecar.socket_path, make_hello())
+        client.start()
+        session = attached(client)
+        usable(sidecar)
+        redis_server.freeze()
+        store(session, *range(20))
+        sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+        redis_server.thaw()
+        assert sidecar.terminate() == 0
+        with redis_server.client as redis:
+            assert redis.dbsize() == 20
+        client.close()
+
+        sidecar.arena_path.unlink()
+        sidecar.start()
+        client = SidecarClient(sidecar.socket_path, make_hello())
+        client.start()
+        session = attached(client)
+        usable(sidecar)
+        wait_until(lambda: session.lookup("r", [(0, make_keys(*range(20)))]).num_leased == 20)
+        assert_stored(load(session, session, "r", *range(20)), *range(20))
+        client.close()
+
+
+@pytest.mark.redis
+def test_what_the_grace_period_does_not_suffice_for_is_logged():
+    with (
+        RedisServer() as redis_server,
+        SidecarProcess(remote_url=redis_server.unix_url, drain_grace_seconds=0.3) as sidecar,
+    ):
+        client = SidecarClient(sidecar.socket_path, make_hello())
+        client.start()
+        session = attached(client)
+        usable(sidecar)
+        redis_server.kill()
+        store(session, *range(5))
+        assert sidecar.terminate() == 0
+        assert re.search("[45] rows were not written through within the grace period", sidecar.log)
+        client.close()
+
+
+@pytest.mark.redis
+def test_keys_that_mean_nothing_elsewhere_stay_here():
+    with RedisServer() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
+        client = SidecarClient(sidecar.socket_path, make_hello(private_reason="random hash seed"))
+        client.start()
+        session = attached(client)
+        usable(sidecar)
+        store(session, 1, 2)
+        assert sidecar.stats()["clients"][0]["private_reason"] == "random hash seed"
+        client.close()
+        assert sidecar.terminate() == 0
+        with redis_server.client as redis:
+            assert redis.dbsize() == 0
+
+
+def test_an_unreachable_remote_tier_is_no_mistake():
+    with SidecarProcess(remote_url="redis://127.0.0.1:1") as sidecar:
+        assert sidecar.get("/readyz") == "ready\n"
+        client = SidecarClient(sidecar.socket_path, make_hello())
+        client.start()
+        session = attached(client)
+        usable(sidecar)
+        store(session, 1)
+        sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+        assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
+        client.close()
