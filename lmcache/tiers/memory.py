@@ -20,7 +20,7 @@ import heapq
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ LeaseId = tuple[bytes, str]  # (engine uuid, request id)
 INCOMPLETE_SECONDS = 30.0
 
 _ADOPT_SLICE_ROWS = 128
+_MAX_COUNTED = 4096  # requests whose lookups are remembered, for the statistics
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
 
 
@@ -65,8 +66,9 @@ class MemoryTier:
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
         self._quarantine: dict[bytes, set[tuple[int, int]]] = {}
-        self._leases: dict[bytes, dict[str, dict[int, None]]] = {}  # engine -> request -> rows, head first
-        self._lease_quarantine: dict[bytes, list[dict[int, None]]] = {}
+        self._leases: dict[LeaseId, dict[int, None]] = {}  # rows, head first
+        self._lease_quarantine: dict[bytes, list[tuple[str, dict[int, None]]]] = {}  # engine -> its leases
+        self._counted: OrderedDict[tuple[object, ...], int] = OrderedDict()  # chain asked for -> keys counted
         self.num_leased = 0  # rows under at least one lease, those in quarantine included
         self._dropped: list[Row] = []  # adopted rows of no use, not free while adopted rows are held
         self._holding_adopted = True
@@ -103,16 +105,26 @@ class MemoryTier:
             if entry["state"] == State.RESERVED and owner != SIDECAR:
                 row.writers[column] = None
                 self._quarantine.setdefault(owner, set()).add((number, column))
-        self._settle([row])
+        self._settle(row)
 
     # ---- store ----
 
-    def reserve(self, key: RowKey, column: int, owner: bytes, *, length: int, depth: int = 0) -> Reservation:
+    def reserve(
+        self,
+        key: RowKey,
+        column: int,
+        owner: bytes,
+        *,
+        length: int,
+        depth: int = 0,
+        request: Hashable = None,
+    ) -> Reservation:
         """Give out one column of a row, which is made when it does not exist.
 
-        ``length``: payload bytes of the column; ``depth``: position of the chunk in its chain.
+        ``length``: payload bytes of the column; ``depth``: position of the chunk in its chain; ``request``:
+        rows of one request go tail first.
         """
-        row = self._index.get(key) or self._new_row(key, depth)
+        row = self._index.get(key) or self._new_row(key, depth, request)
         if row is not None and column in row.committed:
             return Reservation(Reserved.EXISTS)
         if row is None or column in row.writers or row.slot.row >= self.usable_rows:
@@ -128,17 +140,16 @@ class MemoryTier:
             self._take_back(row, column, owner)
             row.committed.add(column)
             row.visible = len(row.committed) == self._table.num_columns
-        self._settle(rows)
+            self._settle(row)
         return [row.slot for row in rows if row.visible]
 
     def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
         """Give reservations back: these rows are never visible."""
-        rows = self._reserved_rows(slots, column, owner)
-        for row in rows:
+        for row in self._reserved_rows(slots, column, owner):
             self._take_back(row, column, owner)
             self._table.free_slot(row.slot.row, column)
             self._spoil(row)
-        self._settle(rows)
+            self._settle(row)
 
     def quarantine(self, owner: bytes) -> None:
         """The client's stream broke: its reservations can't be committed any more, nor their slots reused."""
@@ -156,7 +167,7 @@ class MemoryTier:
             row = self._rows[number]
             del row.writers[column]
             self._table.free_slot(number, column)
-            self._settle([row])
+            self._settle(row)
 
     @property
     def quarantined_owners(self) -> set[bytes]:
@@ -171,49 +182,40 @@ class MemoryTier:
 
         Asking again under the same id extends the lease. At most half of the usable rows are leased in all.
         """
-        engine, request = lease_id
-        lease = self._leases.get(engine, {}).get(request, {})
-        is_new = not lease
-        slots: list[Slot] = []
-        resident: list[int] = []
-        for row in self._resident(keys):
-            number = row.slot.row
-            if len(slots) == len(resident) and (number in lease or self._lease(row)):
-                slots.append(row.slot)
-                self.stats.hits += number not in lease
-                lease[number] = None
-            resident.append(number)
+        lease = self._leases.get(lease_id, {})
+        resident = self._resident(keys)
+        slots = []
+        for row in resident:
+            if row.slot.row not in lease and not self._lease(row):
+                break
+            lease[row.slot.row] = None
+            slots.append(row.slot)
         if lease:
-            self._leases.setdefault(engine, {})[request] = lease
-        if is_new:
-            self.stats.misses += len(keys) - len(resident)
-        self._policy.touch(resident)
+            self._leases[lease_id] = lease
+        self._policy.touch([row.slot.row for row in resident if not row.num_leases], lease_id[1])
+        self._count(lease_id, keys, len(resident))
         return len(resident), slots
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease; unknown ids are ignored."""
-        engine, request = lease_id
-        leases = self._leases.get(engine, {})
-        self._end_lease(leases.pop(request, {}))
-        if not leases:
-            self._leases.pop(engine, None)
+        self._end_lease(lease_id[1], self._leases.pop(lease_id, {}))
 
     def quarantine_leases(self, engine: bytes) -> None:
         """The engine's leases can't be extended or released any more, and go on holding their rows."""
-        leases = self._leases.pop(engine, {})
-        if leases:
-            self._lease_quarantine.setdefault(engine, []).extend(leases.values())
+        for lease_id in [lease_id for lease_id in self._leases if lease_id[0] == engine]:
+            lease = self._leases.pop(lease_id)
+            self._lease_quarantine.setdefault(engine, []).append((lease_id[1], lease))
 
     def end_lease_quarantine(self, engine: bytes) -> None:
         """All clients of the engine are drained or dead: its quarantined leases end."""
-        for lease in self._lease_quarantine.pop(engine, []):
-            self._end_lease(lease)
+        for request, lease in self._lease_quarantine.pop(engine, []):
+            self._end_lease(request, lease)
 
     # ---- for the tiers below ----
 
     def is_resident(self, key: RowKey) -> bool:
         """Could a lookup lease it?"""
-        return any(True for _ in self._resident([key]))
+        return bool(self._resident([key]))
 
     def unverified(self, key: RowKey) -> Slot | None:
         """Return the slot of an adopted row whose bytes must be compared with their checksums before use."""
@@ -243,16 +245,16 @@ class MemoryTier:
         row.num_pins -= 1
         # Being read by us is not being used: the row keeps its place in the order of eviction.
         if row.spoilt:
-            self._settle([row])
+            self._settle(row)
 
     def describe(self, slot: Slot) -> tuple[RowKey, int]:
         """Return a row's key and the position of its chunk in its chain (0: not known)."""
         row = self._rows[slot.row]
         return row.key, row.depth
 
-    def reserve_row(self, key: RowKey) -> Slot | None:
+    def reserve_row(self, key: RowKey, request: Hashable = None) -> Slot | None:
         """Reserve all columns for this process itself; None when the row exists, or no row can be freed."""
-        row = self._new_row(key, depth=0) if key not in self._index else None
+        row = self._new_row(key, 0, request) if key not in self._index else None
         if row is None:
             return None
         for column in range(self._table.num_columns):
@@ -283,13 +285,25 @@ class MemoryTier:
 
     # ---- inside ----
 
-    def _resident(self, keys: Iterable[RowKey]) -> Iterator[Row]:
+    def _resident(self, keys: Sequence[RowKey]) -> list[Row]:
         """Leading rows that can be leased."""
+        rows: list[Row] = []
         for key in keys:
             row = self._index.get(key)
             if row is None or not row.visible or row.unverified or row.slot.row >= self.usable_rows:
-                return
-            yield row
+                break
+            rows.append(row)
+        return rows
+
+    def _count(self, lease_id: LeaseId, keys: Sequence[RowKey], num_resident: int) -> None:
+        """The first answer about a key is what counts: engines ask again and again while rows are coming."""
+        chain = (lease_id, *keys[:1])
+        num_counted = self._counted.pop(chain, 0)
+        self.stats.hits += max(0, num_resident - num_counted)
+        self.stats.misses += max(0, len(keys) - max(num_resident, num_counted))
+        self._counted[chain] = max(len(keys), num_counted)
+        if len(self._counted) > _MAX_COUNTED:
+            self._counted.popitem(last=False)
 
     def _lease(self, row: Row) -> bool:
         if row.num_leases == 0:
@@ -300,19 +314,21 @@ class MemoryTier:
         row.num_leases += 1
         return True
 
-    def _end_lease(self, lease: Iterable[int]) -> None:
-        rows = [self._rows[number] for number in lease]
-        for row in rows:
+    def _end_lease(self, request: str, lease: dict[int, None]) -> None:
+        unused = []
+        for row in map(self._rows.__getitem__, lease):
             row.num_leases -= 1
-            self.num_leased -= row.num_leases == 0
-        self._settle(rows)
+            if row.num_leases == 0:
+                self.num_leased -= 1
+                unused.append(row.slot.row)
+        self._policy.touch(unused, request)
 
-    def _new_row(self, key: RowKey, depth: int) -> Row | None:
+    def _new_row(self, key: RowKey, depth: int, request: Hashable) -> Row | None:
         number = self._take_free()
         if number is None:
             self.stats.refused += 1
             return None
-        row = Row(key, Slot(number, self._next_generation), depth)
+        row = Row(key, Slot(number, self._next_generation), depth, request or object())
         self._next_generation += 1
         self._rows[number] = self._index[key] = row
         return row
@@ -347,19 +363,15 @@ class MemoryTier:
         row.visible = False
         row.spoilt = True
 
-    def _settle(self, rows: Sequence[Row]) -> None:
-        """Put rows of one request (head first) where they belong now that a use of them ended."""
-        idle = []
-        for row in rows:
-            if row.spoilt:
-                if row.is_unused:
-                    self._discard(row)
-            elif row.visible:
-                if not row.num_leases:
-                    idle.append(row.slot.row)
-            elif not row.writers:
-                self._incomplete[row.slot.row] = self._clock()
-        self._policy.admit(idle)
+    def _settle(self, row: Row) -> None:
+        """Put a row where it belongs now that a use of it ended."""
+        if row.spoilt:
+            if row.is_unused:
+                self._discard(row)
+        elif row.visible:
+            self._policy.admit(row.slot.row, row.request)
+        elif not row.writers:
+            self._incomplete[row.slot.row] = self._clock()
 
     def _discard(self, row: Row) -> None:
         """Free a row that nobody uses, or put it aside while a reader from before the restart may be left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ class Row:
     key: RowKey
     slot: Slot
     depth: int  # position in its chain
+    request: Hashable  # that it was stored for
     writers: dict[int, bytes | None] = field(default_factory=dict)  # column -> owner, None in quarantine
     committed: set[int] = field(default_factory=set)  # columns
     num_leases: int = 0
@@ -36,7 +38,8 @@ class Row:
 def adopted_row(number: int, entries: NDArray[np.void]) -> Row:
     """Make a row of the entries that an earlier process left: visible if they are whole, else spoilt."""
     newest = entries[int(entries["generation"].argmax())]
-    row = Row(newest["key"].tobytes(), Slot(number, int(newest["generation"])), depth=0, adopted=True)
+    slot = Slot(number, int(newest["generation"]))
+    row = Row(newest["key"].tobytes(), slot, depth=0, request=object(), adopted=True)
     if _is_whole(entries):
         row.committed.update(range(len(entries)))
         row.visible = row.unverified = True

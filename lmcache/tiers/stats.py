@@ -10,10 +10,10 @@ from lmcache.tiers.base import Removal
 
 @dataclass
 class MemoryStats:
-    """Of rows."""
+    """Of rows. A key counts once per request, by the first answer about it."""
 
-    hits: int = 0  # found by a lookup, once per lease
-    misses: int = 0  # asked for and not found, by lookups of requests without a lease
+    hits: int = 0  # were in memory
+    misses: int = 0  # were not, whatever was brought afterwards
     refused: int = 0  # reservations refused because no row could be freed
     removed: Counter[Removal] = field(default_factory=Counter)
 

@@ -16,6 +16,7 @@ A lookup never waits for any of it: it says what is there, and what is on its wa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -56,19 +57,20 @@ class TieredStore:
         self.memory = MemoryTier(arena, clock=clock)
         self.stats = TieredStats()
         self._arena = arena
+        self._table = arena.table
         self._remote = remote
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._labels: dict[bytes, bytes] = {}  # of shared namespaces
-        self._queue = WriteQueue(arena.num_rows // 4)
-        self._num_unwritten = 0  # rows being checksummed or written
-        self._pending: set[RowKey] = set()  # being promoted or verified
-        self._promotions: OrderedDict[RowKey, None] = OrderedDict()  # those not begun yet
+        self._pending: set[RowKey] = set()  # being promoted or verified, or waiting for it
         self._probing: set[RowKey] = set()  # first keys of probes under way
         self._absent: OrderedDict[RowKey, float] = OrderedDict()  # known as absent below until then
+        self._promoting = asyncio.Semaphore(_NUM_READERS)
+        self._queue = WriteQueue(arena.num_rows // 4)
         self._has_writes = asyncio.Event()
-        self._has_promotions = asyncio.Event()
+        self._num_unsettled = 0  # visible rows of which it is open whether they are written through
         self._is_drained = asyncio.Event()
+        self._is_drained.set()
         self._remote_is_well = asyncio.Event()
         self._remote_is_well.set()
         self._hashers = ThreadPoolExecutor(1, "checksum")
@@ -77,10 +79,8 @@ class TieredStore:
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, "write")
         self._tasks: set[asyncio.Task[None]] = set()
         if remote is not None:
-            for _ in range(_NUM_READERS):
-                self._spawn(self._keep_promoting())
             for _ in range(_NUM_WRITERS):
-                self._spawn(self._keep_writing(remote))
+                self._spawn(self._keep_writing())
 
     async def adopt(self) -> None:
         """Rebuild the index from the slot table, letting the loop run in between."""
@@ -107,18 +107,17 @@ class TieredStore:
         """
         chain = [key for chunk in zip(*groups, strict=True) for key in chunk]
         num_resident, slots = self.memory.lookup(lease_id, chain)
-        num_pending, probing = self._bring(chain[num_resident:])
-        width = len(groups)
-        leased = slots[: len(slots) // width * width] if width else []
+        num_coming, probing = self._bring(chain[num_resident:], lease_id[1])
+        # Whole chunks: the last one may lie partly in memory and partly be on its way.
+        width = max(1, len(groups))
+        num_chunks = num_resident // width
+        num_pending = (num_resident + num_coming) // width - num_chunks
+        leased = slots[: len(slots) // width * width]
         return Lookup(
-            num_resident=num_resident // max(1, width),
-            # Whole chunks: the last one may lie partly in memory and partly be on its way.
-            num_pending=(num_resident + num_pending) // max(1, width) - num_resident // max(1, width),
-            probing=probing,
-            slots=[leased[group::width] for group in range(width)],
+            num_chunks, num_pending, probing, [leased[group::width] for group in range(len(groups))]
         )
 
-    def _bring(self, keys: Sequence[RowKey]) -> tuple[int, bool]:
+    def _bring(self, keys: Sequence[RowKey], request: str) -> tuple[int, bool]:
         """Return how many leading keys are here or on their way, and whether the remote tier is being
         asked."""
         to_verify = []
@@ -134,12 +133,11 @@ class TieredStore:
         if to_verify:
             self._pending.update(key for key, _ in to_verify)
             self._spawn(self._verify(to_verify))
-        return num_coming, self._probe(keys[num_coming:])
+        return num_coming, self._probe(keys[num_coming:], request)
 
-    def _probe(self, keys: Sequence[RowKey]) -> bool:
+    def _probe(self, keys: Sequence[RowKey], request: str) -> bool:
         """Ask the remote tier about these keys, unless that is under way, or of no use."""
-        remote = self._remote
-        if not keys or remote is None or not self.is_remote_well or not self._is_shared(keys[0]):
+        if not keys or not self.is_remote_well or not self._is_shared(keys[0]):
             return False
         if keys[0] in self._probing:
             return True
@@ -148,54 +146,49 @@ class TieredStore:
             return False
         self._probing.add(keys[0])
         self.stats.probes += 1
-        self._spawn(self._probe_below(remote, keys[:room]))
+        self._spawn(self._probe_below(keys[:room], request))
         return True
 
-    async def _probe_below(self, remote: RemoteTier, keys: Sequence[RowKey]) -> None:
+    async def _probe_below(self, keys: Sequence[RowKey], request: str) -> None:
         num_present = 0
+        num_columns = self._table.num_columns
         try:
-            num_columns = self._arena.table.num_columns
-            num_present = await self._in_thread(self._readers, lambda: remote.probe(keys, num_columns))
+            num_present = await self._ask(self._readers, lambda remote: remote.probe(keys, num_columns))
         except TierUnavailable:
-            self._note_sick()
+            pass
         finally:
             self._probing.discard(keys[0])
         for key in keys[:num_present]:
             if key not in self._pending:
                 self._pending.add(key)
-                self._promotions[key] = None
+                self._spawn(self._promote(key, request))
         for key in keys[num_present : num_present + 1]:
             self._note_absent(key)
-        self._has_promotions.set()
 
-    async def _keep_promoting(self) -> None:
-        while True:
-            await self._has_promotions.wait()
-            if not self._promotions:
-                self._has_promotions.clear()
-                continue
-            key, _ = self._promotions.popitem(last=False)
-            is_here = False
-            try:
-                is_here = await self._promote(key)
-            except TierUnavailable:
-                self._note_sick()
-            except Exception:
-                _log.exception("a promotion failed")
+    async def _promote(self, key: RowKey, request: str) -> None:
+        is_here = False
+        try:
+            async with self._promoting:
+                if not self.is_remote_well:  # by now: then nothing is known of the key
+                    return
+                with contextlib.suppress(TierUnavailable):
+                    is_here = await self._load(key, request)
+        finally:
             self._pending.discard(key)
-            self.stats.promoted += is_here
-            self.stats.promotions_failed += not is_here
-            if not is_here:
-                self._note_absent(key)
+        self.stats.promoted += is_here
+        self.stats.promotions_failed += not is_here
+        if not is_here:
+            self._note_absent(key)
 
-    async def _promote(self, key: RowKey) -> bool:
-        slot = self.memory.reserve_row(key)
+    async def _load(self, key: RowKey, request: str) -> bool:
+        """Bring all columns of a row from the remote tier, or nothing."""
+        slot = self.memory.reserve_row(key, request)
         if slot is None:
             return False
-        views = [self._arena.view(slot.row, column) for column in range(self._arena.table.num_columns)]
+        views = [self._arena.view(slot.row, column) for column in range(self._table.num_columns)]
         loaded = None
         try:
-            loaded = await self._in_thread(self._readers, lambda: self._load_row(key, views))
+            loaded = await self._ask(self._readers, lambda remote: _load_columns(remote, key, views))
         finally:
             if loaded is None:
                 self.memory.abort_row(slot)
@@ -203,24 +196,13 @@ class TieredStore:
             self.memory.commit_row(slot, *loaded)
         return loaded is not None
 
-    def _load_row(self, key: RowKey, views: Sequence[memoryview]) -> tuple[list[int], list[bytes]] | None:
-        """In a reader thread: all columns, or nothing."""
-        assert self._remote is not None
-        lengths = []
-        for column, view in enumerate(views):
-            length = self._remote.load(key, column, view)
-            if length is None:
-                return None
-            lengths.append(length)
-        return lengths, [checksum(view[:length]) for view, length in zip(views, lengths, strict=True)]
-
     async def _verify(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
         """Compare rows from before a restart with their checksums."""
         for key, slot in rows:
             if self.memory.pin(slot) is not None:
                 try:
                     found = await self._checksums(slot)
-                    noted = [self._arena.table.checksum(slot.row, column) for column in range(len(found))]
+                    noted = [self._table.checksum(slot.row, column) for column in range(len(found))]
                     self.memory.verified(slot, is_intact=found == noted)
                     self.stats.verified += found == noted
                 finally:
@@ -237,11 +219,22 @@ class TieredStore:
     # ---- store ----
 
     def reserve(
-        self, keys: Sequence[RowKey], column: int, owner: bytes, *, length: int, first_chunk: int = 0
+        self,
+        keys: Sequence[RowKey],
+        column: int,
+        owner: bytes,
+        *,
+        length: int,
+        first_chunk: int = 0,
+        request: str = "",
     ) -> list[Reservation]:
-        """One answer per key, the head of the chain first; ``length``: payload bytes of one column."""
+        """One answer per key, the head of the chain first; ``length``: payload bytes of one column.
+
+        What is stored for one ``request``, in however many calls, is evicted tail first.
+        """
+        group = request or object()
         return [
-            self.memory.reserve(key, column, owner, length=length, depth=depth)
+            self.memory.reserve(key, column, owner, length=length, depth=depth, request=group)
             for depth, key in enumerate(keys, first_chunk)
         ]
 
@@ -249,7 +242,8 @@ class TieredStore:
         """Commit all or, raising StaleSlot, none. What becomes visible is checksummed and written through."""
         visible = self.memory.commit(slots, column, owner)
         if visible:
-            self._num_unwritten += len(visible)
+            self._num_unsettled += len(visible)
+            self._is_drained.clear()
             for slot in visible:
                 self.memory.pin(slot)
             self._spawn(self._seal(visible))
@@ -263,21 +257,22 @@ class TieredStore:
         for slot in slots:
             try:
                 for column, value in enumerate(await self._checksums(slot)):
-                    self._arena.table.seal(slot.row, column, value)
-                self._enqueue(slot)
+                    self._table.seal(slot.row, column, value)
             finally:
                 self.memory.unpin(slot)
-                self._num_unwritten -= 1
-                self._note_drained()
+            key, depth = self.memory.describe(slot)
+            if self._is_shared(key):
+                self._queue_write(slot, depth)
+            else:
+                self._settle_write()
 
-    def _enqueue(self, slot: Slot) -> None:
-        key, depth = self.memory.describe(slot)
-        if self._remote is None or not self._is_shared(key):
-            return
-        self.stats.write_dropped += self._queue.push(slot, depth) is not None
+    def _queue_write(self, slot: Slot, depth: int, *, is_first: bool = False) -> None:
+        if self._queue.push(slot, depth, is_first=is_first) is not None:
+            self.stats.write_dropped += 1
+            self._settle_write()
         self._has_writes.set()
 
-    async def _keep_writing(self, remote: RemoteTier) -> None:
+    async def _keep_writing(self) -> None:
         while True:
             await self._has_writes.wait()
             await self._remote_is_well.wait()
@@ -286,21 +281,17 @@ class TieredStore:
                 self._has_writes.clear()
                 continue
             slot, depth = item
-            self._num_unwritten += 1
             try:
-                await self._write(remote, slot)
+                await self._write(slot)
             except TierUnavailable:
-                self._note_sick()
-                self.stats.write_dropped += self._queue.push(slot, depth, is_first=True) is not None
-                self._has_writes.set()
+                self._queue_write(slot, depth, is_first=True)
+                continue
             except Exception:
                 _log.exception("a row could not be written through")
                 self.stats.write_dropped += 1
-            finally:
-                self._num_unwritten -= 1
-                self._note_drained()
+            self._settle_write()
 
-    async def _write(self, remote: RemoteTier, slot: Slot) -> None:
+    async def _write(self, slot: Slot) -> None:
         key = self.memory.pin(slot)
         if key is None:
             self.stats.write_evicted += 1
@@ -308,15 +299,21 @@ class TieredStore:
         label = self._labels.get(split_row_key(key)[0], b"")
         payloads = self._payloads(slot)
 
-        def store_row() -> bool:
-            return all(remote.store(key, column, view, label) for column, view in enumerate(payloads))
+        def store(remote: RemoteTier) -> bool:
+            return all(remote.store(key, column, payload, label) for column, payload in enumerate(payloads))
 
         try:
-            is_stored = await self._in_thread(self._writers, store_row)
+            is_stored = await self._ask(self._writers, store)
         finally:
             self.memory.unpin(slot)
         self.stats.written += is_stored
         self.stats.write_refused += not is_stored
+
+    def _settle_write(self) -> None:
+        """A row is written through, or never will be."""
+        self._num_unsettled -= 1
+        if self._num_unsettled == 0:
+            self._is_drained.set()
 
     # ---- life ----
 
@@ -332,7 +329,6 @@ class TieredStore:
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until all rows committed so far are written through; False when time ran out."""
-        self._note_drained()
         try:
             await asyncio.wait_for(self._is_drained.wait(), timeout_seconds)
         except asyncio.TimeoutError:
@@ -350,43 +346,37 @@ class TieredStore:
         if self._remote is not None:
             self._remote.close()
 
-    def _note_sick(self) -> None:
-        """An operation was refused: nothing more is asked of the remote tier until a trial succeeds."""
-        if self._remote is not None and self._remote_is_well.is_set():
-            self._remote_is_well.clear()
-            self._pending.difference_update(self._promotions)
-            self._promotions.clear()
-            self._spawn(self._recover(self._remote))
+    async def _ask(self, pool: ThreadPoolExecutor, operation: Callable[[RemoteTier], T]) -> T:
+        """Run an operation in a thread. Raises TierUnavailable: then nothing more is asked until a trial
+        succeeds."""
+        assert self._remote is not None
+        try:
+            return await self._loop.run_in_executor(pool, operation, self._remote)
+        except TierUnavailable:
+            if self._remote_is_well.is_set():
+                self._remote_is_well.clear()
+                self._spawn(self._recover(self._remote))
+            raise
 
     async def _recover(self, remote: RemoteTier) -> None:
         """Try a sick remote tier in the background, so that no lookup ever has to."""
         while remote.breaker.is_open:
             await asyncio.sleep(remote.breaker.seconds_to_trial)
-            await self._in_thread(self._readers, remote.try_again)
+            await self._loop.run_in_executor(self._readers, remote.try_again)
         self._remote_is_well.set()
 
-    def _note_drained(self) -> None:
-        if self._num_unwritten or self._queue:
-            self._is_drained.clear()
-        else:
-            self._is_drained.set()
-
     def _is_shared(self, key: RowKey) -> bool:
-        return split_row_key(key)[0] in self._labels
+        return self._remote is not None and split_row_key(key)[0] in self._labels
 
     def _payloads(self, slot: Slot) -> list[memoryview]:
-        table = self._arena.table
         return [
-            self._arena.view(slot.row, column)[: table.length(slot.row, column)]
-            for column in range(table.num_columns)
+            self._arena.view(slot.row, column)[: self._table.length(slot.row, column)]
+            for column in range(self._table.num_columns)
         ]
 
     async def _checksums(self, slot: Slot) -> list[bytes]:
         payloads = self._payloads(slot)
-        return await self._in_thread(self._hashers, lambda: [checksum(view) for view in payloads])
-
-    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        return await self._loop.run_in_executor(pool, call)
+        return await self._loop.run_in_executor(self._hashers, lambda: [checksum(view) for view in payloads])
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
@@ -397,3 +387,16 @@ class TieredStore:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("background work ended with an error", exc_info=task.exception())
+
+
+def _load_columns(
+    remote: RemoteTier, key: RowKey, views: Sequence[memoryview]
+) -> tuple[list[int], list[bytes]] | None:
+    """In a reader thread: lengths and checksums of all columns, or nothing."""
+    lengths = []
+    for column, view in enumerate(views):
+        length = remote.load(key, column, view)
+        if length is None:
+            return None
+        lengths.append(length)
+    return lengths, [checksum(view[:length]) for view, length in zip(views, lengths, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
 
 import hypothesis.strategies as st
 import pytest
@@ -13,6 +13,7 @@ from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry, Reserved, Slot, StaleSlot
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory import INCOMPLETE_SECONDS, MemoryTier
+from tests.harness.memory_oracle import KnownRow, Order
 
 NUM_ROWS = 6
 NUM_COLUMNS = 2
@@ -21,40 +22,14 @@ CHAIN = [bytes([number]) * 64 for number in range(9)]
 OWNERS = [b"a" * 16, b"b" * 16, b"c" * 16]
 ENGINES = [b"E" * 16, b"F" * 16]
 REQUESTS = ["r0", "r1"]
+# The default is for everybody's work; what is merged sees more.
+NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120"))
 
 keys = st.sampled_from(CHAIN)
 owners = st.sampled_from(OWNERS)
 columns = st.integers(0, NUM_COLUMNS - 1)
+requests = st.sampled_from([*REQUESTS, None])
 lease_ids = st.tuples(st.sampled_from(ENGINES), st.sampled_from(REQUESTS))
-
-
-@dataclass
-class Row:
-    """A row as its users know it."""
-
-    slot: Slot
-    key: bytes
-    writing: dict[int, bytes] = field(default_factory=dict)  # column -> owner
-    quarantined: dict[int, bytes] = field(default_factory=dict)
-    committed: set[int] = field(default_factory=set)
-    readers: int = 0  # leases, those in quarantine included
-    pins: int = 0
-    spoilt: bool = False
-    sealed: bool = False
-    unverified: bool = False
-    held: bool = False  # a client from before the restart may read it
-    idle_since: float = 0.0
-
-    @property
-    def visible(self) -> bool:
-        return len(self.committed) == NUM_COLUMNS and not self.spoilt
-
-    @property
-    def used(self) -> bool:
-        return bool(self.writing or self.quarantined or self.readers or self.pins)
-
-    def content(self, column: int) -> bytes:
-        return bytes([self.slot.generation % 251, column + 1]) * (SLOT_BYTES // 2)
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -62,11 +37,11 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.arena = HeapArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_ROWS)
-        self.rows: dict[int, Row] = {}  # the oracle: rows that are not free
-        self.order: list[int] = []  # rows that may be evicted, next victim first
+        self.rows: dict[int, KnownRow] = {}  # the oracle: rows that are not free
+        self.order = Order()
         self.dropped: list[int] = []  # rows of no use that wait for clients from before the restart
-        self.leases: dict[tuple[bytes, str], list[Row]] = {}
-        self.old_leases: dict[bytes, list[list[Row]]] = {}
+        self.leases: dict[tuple[bytes, str], list[KnownRow]] = {}
+        self.old_leases: dict[bytes, list[tuple[str, list[KnownRow]]]] = {}
         self.holding = False
         self.generations = dict.fromkeys(range(NUM_ROWS), 0)
         self.stale: list[tuple[Slot, int, bytes]] = []
@@ -79,11 +54,13 @@ class MemoryMachine(RuleBasedStateMachine):
 
     # ---- the oracle's own bookkeeping ----
 
-    def find(self, key: bytes) -> Row | None:
+    def find(self, key: bytes) -> KnownRow | None:
         return next((row for row in self.rows.values() if row.key == key and not row.spoilt), None)
 
-    def settle(self, rows: list[Row]) -> None:
+    def settle(self, rows: list[KnownRow]) -> None:
         for row in rows:
+            if row.visible:
+                self.order.add_tail(row.slot.row, row.request)
             if not row.used and row.spoilt:
                 if row.held and self.holding:
                     self.dropped.append(row.slot.row)
@@ -91,14 +68,6 @@ class MemoryMachine(RuleBasedStateMachine):
                     del self.rows[row.slot.row]
             elif not row.used and not row.visible:
                 row.idle_since = self.now
-        for row in reversed(rows):
-            if not row.readers and row.visible:
-                self.use(row)
-
-    def use(self, row: Row) -> None:
-        if row.slot.row in self.order:
-            self.order.remove(row.slot.row)
-        self.order.append(row.slot.row)
 
     def may_take(self) -> list[int]:
         """Return the rows of which the tier must take one now; none: it must refuse."""
@@ -112,22 +81,22 @@ class MemoryMachine(RuleBasedStateMachine):
         if idle:
             oldest = min(row.idle_since for row in idle)
             return [row.slot.row for row in idle if row.idle_since == oldest]
-        return [number for number in self.order if not self.rows[number].pins][:1]
+        return [number for number in self.order.victims() if not self.rows[number].pins][:1]
 
     def take(self, number: int) -> None:
         self.rows.pop(number, None)
-        self.order = [other for other in self.order if other != number]
+        self.order.remove(number)
         self.dropped = [other for other in self.dropped if other != number]
 
     # ---- store ----
 
-    @rule(key=keys, column=columns, owner=owners)
-    def reserve(self, key, column, owner):
+    @rule(key=keys, column=columns, owner=owners, request=requests)
+    def reserve(self, key, column, owner, request):
         row = self.find(key)
         if row is None:
-            self.check_new_row(key, column, owner)
+            self.check_new_row(key, column, owner, request)
             return
-        result = self.tier.reserve(key, column, owner, length=SLOT_BYTES)
+        result = self.tier.reserve(key, column, owner, length=SLOT_BYTES, request=request)
         if column in row.committed:
             assert result.result is Reserved.EXISTS
         elif column in row.writing:
@@ -141,27 +110,27 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(lease_id=lease_ids, first=st.integers(0, 8), count=st.integers(1, 6), is_kept=st.booleans())
     def serve(self, lease_id, first, count, is_kept):
         self.lookup(lease_id, first, count)
-        self.store_whole_rows(first, count)
+        self.store_whole_rows(first, count, lease_id[1])
         if not is_kept:
             self.release(lease_id)
 
     @initialize(count=st.integers(0, 6))
     def begin_with(self, count):
-        self.store_whole_rows(0, count)
+        self.store_whole_rows(0, count, None)
 
-    @rule(first=st.integers(0, 8), count=st.integers(1, 6))
-    def store_whole_rows(self, first, count):
+    @rule(first=st.integers(0, 8), count=st.integers(1, 6), request=requests)
+    def store_whole_rows(self, first, count, request):
         for key in CHAIN[first : first + count]:
             for column in range(NUM_COLUMNS):
-                self.reserve(key, column, OWNERS[column])
+                self.reserve(key, column, OWNERS[column], request)
         for column in range(NUM_COLUMNS):
             self.commit_all(column, OWNERS[column])
         for key in CHAIN[first : first + count : 1 + first % 3 % 2]:
             self.seal(key)
 
-    def check_new_row(self, key: bytes, column: int, owner: bytes) -> None:
+    def check_new_row(self, key: bytes, column: int, owner: bytes, request: str | None) -> None:
         allowed = self.may_take()
-        result, slot = self.tier.reserve(key, column, owner, length=SLOT_BYTES)
+        result, slot = self.tier.reserve(key, column, owner, length=SLOT_BYTES, request=request)
         if not allowed:
             assert result is Reserved.BUSY
             return
@@ -172,14 +141,14 @@ class MemoryMachine(RuleBasedStateMachine):
         assert slot.generation > self.generations[slot.row]
         self.generations[slot.row] = slot.generation
         self.take(slot.row)
-        self.rows[slot.row] = Row(slot, key)
+        self.rows[slot.row] = KnownRow(slot, key, NUM_COLUMNS, SLOT_BYTES, request or object())
         self.begin(self.rows[slot.row], column, owner)
 
-    def begin(self, row: Row, column: int, owner: bytes) -> None:
+    def begin(self, row: KnownRow, column: int, owner: bytes) -> None:
         row.writing[column] = owner
         self.arena.view(row.slot.row, column)[:] = row.content(column)
 
-    def writers(self) -> list[tuple[Row, int, bytes]]:
+    def writers(self) -> list[tuple[KnownRow, int, bytes]]:
         return [(row, c, owner) for row in self.rows.values() for c, owner in row.writing.items()]
 
     @precondition(lambda self: self.writers())
@@ -261,12 +230,9 @@ class MemoryMachine(RuleBasedStateMachine):
                 if row not in lease:
                     lease.append(row)
                     row.readers += 1
-                    if row.slot.row in self.order:
-                        self.order.remove(row.slot.row)
+                    self.order.remove(row.slot.row)
             resident.append(row)
-        for row in reversed(resident):  # tails before heads
-            if row.slot.row in self.order:
-                self.use(row)
+        self.order.add_head([row.slot.row for row in resident if not row.readers], lease_id[1])
         if lease:
             self.leases[lease_id] = lease
         assert num_resident == len(resident)
@@ -275,25 +241,25 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(lease_id=lease_ids)
     def release(self, lease_id):
         self.tier.release(lease_id)
-        self.end(self.leases.pop(lease_id, []))
+        self.end(lease_id[1], self.leases.pop(lease_id, []))
 
-    def end(self, lease: list[Row]) -> None:
+    def end(self, request: str, lease: list[KnownRow]) -> None:
         for row in lease:
             row.readers -= 1
-        self.settle(lease)
+        self.order.add_head([row.slot.row for row in lease if not row.readers], request)
 
     @rule(engine=st.sampled_from(ENGINES))
     def lose_engine(self, engine):
         self.tier.quarantine_leases(engine)
         for lease_id in [lease_id for lease_id in self.leases if lease_id[0] == engine]:
-            self.old_leases.setdefault(engine, []).append(self.leases.pop(lease_id))
+            self.old_leases.setdefault(engine, []).append((lease_id[1], self.leases.pop(lease_id)))
 
     @rule(engine=st.sampled_from(ENGINES))
     def engine_drained_or_dead(self, engine):
         leases = self.old_leases.pop(engine, [])
         self.tier.end_lease_quarantine(engine)
-        for lease in leases:
-            self.end(lease)
+        for request, lease in leases:
+            self.end(request, lease)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -326,7 +292,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if not is_due:  # too many restarts leave no time for anything else
             return
         # Rows that were free of users may be reused at once; all others wait for their users.
-        self.order.clear()
+        self.order = Order()
         self.dropped.clear()
         self.leases.clear()
         self.old_leases.clear()
@@ -339,10 +305,11 @@ class MemoryMachine(RuleBasedStateMachine):
             row.writing.clear()
             row.readers = row.pins = 0
             row.held = True
+            row.request = object()
             row.unverified = row.sealed
             row.spoilt |= not (row.sealed and row.visible)
             self.settle([row])
-        if not self.order and not self.dropped:
+        if not self.order.victims() and not self.dropped:
             self.holding = False
         self.start()
         self.tier.usable_rows = NUM_ROWS
@@ -394,4 +361,4 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemoryModel = MemoryMachine.TestCase
-TestMemoryModel.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestMemoryModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50, deadline=None)

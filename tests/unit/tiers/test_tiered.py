@@ -280,7 +280,7 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
     world.put(chain(2))  # two writers take these
     await until(lambda: world.remote.num_waiting == 2)
     world.put(chain(10, start=2))
-    await until(lambda: not world.store._num_unwritten - 2)
+    await until(lambda: world.store.num_queued_writes + world.store.stats.write_dropped == 10)
     assert world.store.num_queued_writes == 4
     assert world.store.stats.write_dropped == 6
     world.remote.open.set()
@@ -292,7 +292,7 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
 async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
     world.remote.open.clear()
     world.put(chain(6))
-    await until(lambda: world.remote.num_waiting == 2 and world.store._num_unwritten == 2)
+    await until(lambda: world.remote.num_waiting == 2 and world.store.num_queued_writes == 4)
     world.put(chain(14, start=100))
     world.remote.open.set()
     assert await world.store.drain(20)

@@ -1,0 +1,69 @@
+"""What the users of a memory tier know about its rows, kept in the plainest way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from lmcache.tiers.base import Slot
+
+
+@dataclass
+class KnownRow:
+    """A row as its users know it. ``committed`` columns out of ``num_columns``; sizes in bytes."""
+
+    slot: Slot
+    key: bytes
+    num_columns: int
+    slot_bytes: int
+    request: Hashable
+    writing: dict[int, bytes] = field(default_factory=dict)  # column -> owner
+    quarantined: dict[int, bytes] = field(default_factory=dict)
+    committed: set[int] = field(default_factory=set)
+    readers: int = 0  # leases, those in quarantine included
+    pins: int = 0
+    spoilt: bool = False
+    sealed: bool = False
+    unverified: bool = False
+    held: bool = False  # a client from before the restart may read it
+    idle_since: float = 0.0
+
+    @property
+    def visible(self) -> bool:
+        return len(self.committed) == self.num_columns and not self.spoilt
+
+    @property
+    def used(self) -> bool:
+        return bool(self.writing or self.quarantined or self.readers or self.pins)
+
+    def content(self, column: int) -> bytes:
+        return bytes([self.slot.generation % 251, column + 1]) * (self.slot_bytes // 2)
+
+
+class Order:
+    """Rows that may be evicted, by request: the oldest request first, its rows head first."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[Hashable, list[int]]] = []
+
+    def victims(self) -> list[int]:
+        return [row for _, rows in self.requests for row in reversed(rows)]
+
+    def remove(self, row: int) -> None:
+        left = [(name, [other for other in rows if other != row]) for name, rows in self.requests]
+        self.requests = [(name, rows) for name, rows in left if rows]
+
+    def add_tail(self, row: int, request: Hashable) -> None:
+        self._change([row], request, is_head=False)
+
+    def add_head(self, rows: Sequence[int], request: Hashable) -> None:
+        if rows:
+            self._change(rows, request, is_head=True)
+
+    def _change(self, changed: Sequence[int], request: Hashable, *, is_head: bool) -> None:
+        for row in changed:
+            self.remove(row)
+        present = dict(self.requests).get(request, [])
+        rows = [*changed, *present] if is_head else [*present, *changed]
+        self.requests = [(name, others) for name, others in self.requests if name != request]
+        self.requests.append((request, rows))

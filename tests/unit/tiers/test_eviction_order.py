@@ -1,0 +1,84 @@
+"""Which rows go first: a chain's tail before its head, however the chain was stored and read."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.tiers.arena import HeapArena
+from lmcache.tiers.base import Geometry
+from lmcache.tiers.memory import MemoryTier
+
+OWNER = b"o" * 16
+ENGINE = b"e" * 16
+NUM_ROWS = 32
+
+
+def chain(length: int, start: int = 0) -> list[bytes]:
+    return [bytes(32) + number.to_bytes(32, "big") for number in range(start, start + length)]
+
+
+@pytest.fixture
+def tier():
+    tier = MemoryTier(HeapArena(Geometry(4096, 1), NUM_ROWS))
+    list(tier.adopt())
+    return tier
+
+
+def store(tier: MemoryTier, keys: list[bytes], request: str) -> None:
+    """As an engine does it in one step."""
+    slots = [tier.reserve(key, 0, OWNER, length=4096, request=request).slot for key in keys]
+    tier.commit(slots, 0, OWNER)
+
+
+def use(tier: MemoryTier, keys: list[bytes], request: str) -> None:
+    tier.lookup((ENGINE, request), keys)
+    tier.release((ENGINE, request))
+
+
+def resident(tier: MemoryTier, keys: list[bytes]) -> list[int]:
+    return [number for number, key in enumerate(keys) if tier.is_resident(key)]
+
+
+def check_goes_tail_first(tier: MemoryTier, keys: list[bytes]) -> None:
+    for left in reversed(range(len(keys))):
+        store(tier, chain(1, 1000 + left), "evicts")
+        assert resident(tier, keys) == list(range(left))
+
+
+def test_a_prompt_stored_over_several_steps(tier):
+    for step in range(4):
+        store(tier, chain(8, 8 * step), "long")
+    check_goes_tail_first(tier, chain(32))
+
+
+def test_a_prompt_stored_while_others_are(tier):
+    for step in range(4):
+        store(tier, chain(4, 4 * step), "long")
+        store(tier, chain(4, 100 + 4 * step), "other")
+    check_goes_tail_first(tier, chain(16))
+
+
+def test_a_prompt_whose_head_was_there(tier):
+    store(tier, chain(8), "earlier")
+    tier.lookup((ENGINE, "long"), chain(32))
+    for step in range(1, 4):
+        store(tier, chain(8, 8 * step), "long")
+    tier.release((ENGINE, "long"))
+    check_goes_tail_first(tier, chain(32))
+
+
+def test_a_head_that_another_request_used_stays_with_it(tier):
+    store(tier, chain(16), "long")
+    store(tier, chain(16, 100), "other")
+    use(tier, chain(4), "short")
+    for number in range(12):
+        store(tier, chain(1, 1000 + number), "evicts")
+    assert resident(tier, chain(16)) == [0, 1, 2, 3]
+    assert len(resident(tier, chain(16, 100))) == 16
+
+
+def test_a_prompt_longer_than_may_be_leased(tier):
+    store(tier, chain(32), "long")
+    for _ in range(2):
+        use(tier, chain(32), "again")
+    check_goes_tail_first(tier, chain(32))

@@ -1,0 +1,77 @@
+"""Hits and misses: every key of a request counts once, by the first answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.tiers.arena import HeapArena
+from lmcache.tiers.base import Geometry
+from lmcache.tiers.memory import MemoryTier
+
+OWNER = b"o" * 16
+LEASE = (b"e" * 16, "request")
+CHAIN = [bytes(32) + bytes([number]) * 32 for number in range(8)]
+
+
+@pytest.fixture
+def tier():
+    tier = MemoryTier(HeapArena(Geometry(4096, 1), 8))
+    list(tier.adopt())
+    return tier
+
+
+def store(tier: MemoryTier, keys: list[bytes]) -> None:
+    tier.commit([tier.reserve(key, 0, OWNER, length=1).slot for key in keys], 0, OWNER)
+
+
+def counts(tier: MemoryTier) -> tuple[int, int]:
+    return tier.stats.hits, tier.stats.misses
+
+
+def test_asking_again_without_a_lease_counts_nothing(tier):
+    for _ in range(3):
+        tier.lookup(LEASE, CHAIN[:4])
+    assert counts(tier) == (0, 4)
+
+
+def test_asking_again_under_a_lease_counts_nothing(tier):
+    store(tier, CHAIN[:3])
+    for _ in range(3):
+        tier.lookup(LEASE, CHAIN[:4])
+    assert counts(tier) == (3, 1)
+
+
+def test_what_is_brought_after_the_first_answer_was_missed(tier):
+    tier.lookup(LEASE, CHAIN[:4])
+    store(tier, CHAIN[:4])
+    tier.lookup(LEASE, CHAIN[:4])
+    assert counts(tier) == (0, 4)
+
+
+def test_only_new_keys_count_when_a_request_grows(tier):
+    store(tier, CHAIN[:3])
+    tier.lookup(LEASE, CHAIN[:2])
+    tier.lookup(LEASE, CHAIN[:6])
+    tier.lookup(LEASE, CHAIN[:5])
+    assert counts(tier) == (3, 3)
+
+
+def test_rows_beyond_the_lease_limit_are_hits_once(tier):
+    store(tier, CHAIN)
+    for _ in range(2):
+        num_resident, slots = tier.lookup(LEASE, CHAIN)
+        assert (num_resident, len(slots)) == (8, 4)
+    assert counts(tier) == (8, 0)
+
+
+def test_every_request_counts(tier):
+    for request in ("one", "two"):
+        for _ in range(2):
+            tier.lookup((LEASE[0], request), CHAIN[:2])
+    assert counts(tier) == (0, 4)
+
+
+def test_what_is_remembered_is_bounded(tier):
+    for number in range(10_000):
+        tier.lookup((LEASE[0], str(number)), CHAIN[:1])
+    assert len(tier._counted) < 5_000
