@@ -7,10 +7,8 @@ restart changes nothing.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kopf
@@ -20,33 +18,34 @@ from .api import GROUP, KIND
 from .kube.client import connect
 from .queue import KeyedQueue
 from .reconcile.loop import ClusterKey, Reconciler
-from .settings import Settings
+from .specs import Images
 from .specs.kinds import CHILDREN, CLUSTER
 from .specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 
-logger = logging.getLogger(__name__)
-
+_NUM_WORKERS = 16
+"""Clusters reconciled at the same time."""
 _MAX_RUN_SECONDS = 300.0
 """A look at a cluster that takes longer than this hangs: single calls time out after half a minute."""
 _Queue = KeyedQueue[ClusterKey]
 
 
-async def run(settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT."""
-    if settings.kubeconfig is not None:
-        os.environ["KUBECONFIG"] = settings.kubeconfig  # where kopf looks for it
-    metrics.serve(settings.metrics_port)
-    async with connect(settings.kubeconfig) as api:
-        reconciler = Reconciler(api, settings)
-        queue = KeyedQueue(reconciler.reconcile, num_workers=settings.num_workers)
+async def run(
+    *, images: Images, kubeconfig: str | None, namespaces: Sequence[str], health_port: int, metrics_port: int
+) -> None:
+    """Run until SIGTERM or SIGINT; without namespaces for all of them."""
+    if kubeconfig is not None:
+        os.environ["KUBECONFIG"] = kubeconfig  # where kopf looks for it
+    metrics.serve(metrics_port)
+    async with connect(kubeconfig) as api:
+        queue = KeyedQueue(Reconciler(api, images).reconcile, num_workers=_NUM_WORKERS)
         metrics.CLUSTERS.set_function(lambda: len(queue))
         await kopf.operator(
             registry=build_registry(queue),
             settings=_kopf_settings(),
             standalone=True,
-            clusterwide=not settings.namespaces,
-            namespaces=settings.namespaces,
-            liveness_endpoint=f"http://0.0.0.0:{settings.health_port}/healthz",
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            liveness_endpoint=f"http://0.0.0.0:{health_port}/healthz",
         )
 
 
@@ -100,25 +99,14 @@ def _login(**kwargs: Any) -> kopf.ConnectionInfo | None:
 def _kopf_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
-    settings.peering.standalone = True
     # A watch that is silently cut off by the network is noticed after 70 s; ten minutes bound what is left.
     settings.watching.server_timeout = 600
     settings.watching.connect_timeout = 10
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
-    # Nothing is persisted as long as there are event handlers only; should that change, it must not look like
-    # another operator's.
-    settings.persistence.finalizer = f"{GROUP}/finalizer"
-    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
     # Filtered by the API server: other people's Services and ConfigMaps are never sent here.
     for kind in CHILDREN:
         selectors = settings.watching.label_selectors
         selectors[kind.group, kind.version, kind.plural] = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
     return settings
-
-
-def main(settings: Settings) -> None:
-    """Run the operator in an event loop of its own."""
-    asyncio.run(run(settings))

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -26,25 +25,18 @@ class RetryableError(Exception):
     """A failure that is expected to go away: it is logged as one line, and the key is tried again."""
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Seconds before the next try: doubling, jittered so that not all keys come back at once."""
-
-    first_seconds: float = 0.5
-    max_seconds: float = 60.0
-
-    def delay(self, num_failures: int) -> float:
-        """Between half and all of the doubled delay."""
-        longest = min(self.first_seconds * 2.0 ** min(num_failures - 1, 30), self.max_seconds)
-        return longest * random.uniform(0.5, 1.0)
+def backoff_seconds(num_failures: int) -> float:
+    """Seconds before the next try: 0.5 to 60, doubling, jittered so that not all keys come back at once."""
+    return min(2.0 ** min(num_failures - 1, 10), 120.0) * random.uniform(0.5, 1.0) / 2
 
 
-@dataclass
 class _Lane:
-    wakeup: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None]
     started: float | None = None
     """When the present run began; None between runs."""
+
+    def __init__(self) -> None:
+        self.wakeup = asyncio.Event()
 
 
 class KeyedQueue(Generic[Key]):
@@ -61,12 +53,10 @@ class KeyedQueue(Generic[Key]):
         *,
         num_workers: int,
         settle_seconds: float = 0.05,
-        backoff: Backoff | None = None,
     ) -> None:
         self._work = work
         self._workers = asyncio.Semaphore(num_workers)
         self._settle_seconds = settle_seconds
-        self._backoff = backoff or Backoff()
         self._lanes: dict[Key, _Lane] = {}
         self._is_closed = False
 
@@ -86,14 +76,13 @@ class KeyedQueue(Generic[Key]):
     def longest_run_seconds(self) -> float:
         """Age of the oldest run that has not ended; a large value means that work hangs."""
         now = asyncio.get_running_loop().time()
-        return max(
-            (now - lane.started for lane in self._lanes.values() if lane.started is not None), default=0.0
-        )
+        starts = [lane.started for lane in self._lanes.values() if lane.started is not None]
+        return now - min(starts, default=now)
 
     async def close(self) -> None:
         """Cancel everything and wait for it."""
         self._is_closed = True
-        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        tasks = [lane.task for lane in self._lanes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -103,45 +92,30 @@ class KeyedQueue(Generic[Key]):
         delay: float | None = None
         num_failures = 0
         while True:
-            await _first_of(lane.wakeup, delay)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(lane.wakeup.wait(), delay)
             # What happens to a key comes in bursts: let it settle, then look once.
             await asyncio.sleep(self._settle_seconds)
             async with self._workers:
                 lane.wakeup.clear()
+                lane.started = asyncio.get_running_loop().time()
                 try:
-                    delay = await self._run(key, lane)
+                    delay = await self._work(key)
                     num_failures = 0
                 except Exception as error:
                     num_failures += 1
-                    delay = self._backoff.delay(num_failures)
+                    delay = backoff_seconds(num_failures)
                     _log_failure(key, error, delay)
+                lane.started = None
             # No await between this look and the removal, or a wake-up in between would be lost.
             if delay is None and not lane.wakeup.is_set():
                 del self._lanes[key]
                 return
 
-    async def _run(self, key: Key, lane: _Lane) -> float | None:
-        lane.started = asyncio.get_running_loop().time()
-        try:
-            return await self._work(key)
-        finally:
-            lane.started = None
-
-
-async def _first_of(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for the event, or until the time is over if there is a limit."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-
 
 def _log_failure(key: object, error: Exception, delay: float) -> None:
-    is_bug = not isinstance(error, RetryableError)
-    logger.log(
-        logging.ERROR if is_bug else logging.WARNING,
-        "%s: %s; trying again in %.1f s",
-        key,
-        error,
-        delay,
-        exc_info=error if is_bug else None,
-    )
+    told = "%s: %s; trying again in %.1f s", key, error, delay
+    if isinstance(error, RetryableError):
+        logger.warning(*told)
+    else:
+        logger.error(*told, exc_info=error)

@@ -11,7 +11,7 @@ import itertools
 from typing import Any
 
 from lmcache_operator.kube.errors import Refused
-from lmcache_operator.specs.kinds import CLUSTER, POD, Kind, Ref
+from lmcache_operator.specs.kinds import CLUSTER, Kind, Ref
 from lmcache_operator.specs.merge import merge
 
 Object = dict[str, Any]
@@ -49,18 +49,14 @@ class World:
         found = self.resource if kind == CLUSTER else self.objects.get(Ref(kind.kind, name))
         return copy.deepcopy(found)
 
-    async def list(self, kind: Kind, namespace: str, selector: dict[str, str]) -> list[Object]:
-        held = (
-            self.pods.values() if kind == POD else (o for r, o in self.objects.items() if r.kind == kind.kind)
-        )
-        return [
-            copy.deepcopy(o) for o in held if selector.items() <= (o["metadata"].get("labels") or {}).items()
-        ]
+    async def list_pods(self, namespace: str, labels: dict[str, str]) -> list[Object]:
+        found = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
+        return copy.deepcopy(found)
 
     async def apply(self, wanted: Object) -> None:
         ref = Ref(wanted["kind"], wanted["metadata"]["name"])
         if ref.kind in self.refused_kinds:
-            raise Refused(f"apply {ref}", 403, "quota exceeded")
+            raise Refused(f"apply {ref}", "quota exceeded")
         self.writes.append(f"apply {ref}")
         before = self.objects.get(ref, {"metadata": {"uid": str(next(self._uids)), "generation": 0}})
         live = merge(before, copy.deepcopy(wanted))
@@ -71,10 +67,6 @@ class World:
     async def apply_status(self, wanted: Object) -> None:
         self.writes.append("status")
         self.resource["status"] = copy.deepcopy(wanted["status"])
-
-    async def delete(self, ref: Ref, namespace: str, uid: str) -> None:
-        self.writes.append(f"delete {ref}")
-        assert self.objects.pop(ref)["metadata"]["uid"] == uid
 
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
         if self.evictions_allowed:

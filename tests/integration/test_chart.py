@@ -102,6 +102,7 @@ def test_pod_is_admitted_where_only_restricted_pods_are(plane):
         ("delete", "lmcacheclusters.lmcache.io", False),
         ("create", "pods", False),
         ("delete", "pods", False),
+        ("delete", "statefulsets.apps", False),
         ("create", "pods/exec", False),
         ("patch", "customresourcedefinitions.apiextensions.k8s.io", False),
         ("create", "clusterroles.rbac.authorization.k8s.io", False),
@@ -178,14 +179,13 @@ def test_deployment_flags_are_understood_by_the_operator(plane):
 
     settings = [
         "watchNamespaces={a,b}", "defaults.engineImage=e:1", "defaults.sidecarImage=s:1",
-        "allowAllGpusSidecar=true", "extraArgs={--log-format=json}",
+        "extraArgs={--log-format=json}",
     ]  # fmt: skip
     deployment = {obj["kind"]: obj for obj in rendered(plane, *settings)}["Deployment"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     parsed = _parser().parse_args(container["args"])
     assert parsed.namespace == ["a", "b"]
     assert (parsed.engine_image, parsed.sidecar_image, parsed.log_format) == ("e:1", "s:1", "json")
-    assert parsed.allow_all_gpus_sidecar is True
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])
 

@@ -129,14 +129,12 @@ def test_example_gets_all_its_children_and_becomes_ready(plane, operator, namesp
 
 def test_children_are_what_render_prints_without_a_cluster(plane, operator, shared):
     from lmcache_operator.api.parse import parse
-    from lmcache_operator.settings import RenderSettings
     from lmcache_operator.specs.children import children
     from lmcache_operator.specs.kinds import CHILDREN as KINDS
+    from lmcache_operator.specs.names import STOCK_IMAGES
 
-    settings = RenderSettings()
-    images = {"engine": settings.engine_image, "sidecar": settings.sidecar_image}
     resource = plane.api.get(CLUSTERS, NAME, shared)
-    wanted = {(c["kind"], c["metadata"]["name"]) for c in children(parse(resource), images, settings)}
+    wanted = {(c["kind"], c["metadata"]["name"]) for c in children(parse(resource), STOCK_IMAGES)}
     live = {
         (kind.kind, found["metadata"]["name"])
         for kind in KINDS
@@ -272,7 +270,6 @@ REFUSED = [
     ("spec.engine.replicas", -1, "spec.engine.replicas"),
     ("spec.engine.args", ["--tensor-parallel-size=2"], "parallelism"),
     ("spec.sidecar", {"chunkTokens": 17}, "chunkTokens"),
-    ("spec.sidecar", {"transfer": "Magic"}, "transfer"),
     ("spec.model.name", "", "spec.model.name"),
     ("metadata.name", "8b", "name"),
 ]

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 from . import CRD_NAME, GROUP, KIND, PLURAL, VERSION
-from .fields import FieldInfo, Rule, fields_of
+from .fields import Field, Rule, fields_of
 from .plain_yaml import dump
-from .types import Spec, Status
+from .types import CLUSTER_NAME, Spec, Status
 
-_SCALARS = {str: "string", int: "integer"}
 _HEADER = "# Generated from operator/lmcache_operator/api by `python -m lmcache_operator crd`.\n"
-# The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
-_NAME_RULE = Rule(
-    "self.metadata.name.matches('^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$')",
-    "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
-    lambda _: True,
-)
+_TYPES = {str: {"type": "string"}, int: {"type": "integer"}}
 
 
 def crd() -> dict[str, Any]:
@@ -30,10 +23,10 @@ def crd() -> dict[str, Any]:
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"},
-            "spec": _object_schema(Spec, "What the cluster should be."),
-            "status": _object_schema(Status, "What the operator sees."),
+            "spec": {"description": "What the cluster should be.", **_type_schema(Spec)},
+            "status": {"description": "What the operator sees.", **_type_schema(Status)},
         },
-        "x-kubernetes-validations": _validations((_NAME_RULE,)),
+        **_validations((CLUSTER_NAME,)),
     }  # fmt: skip
     version = {
         "name": VERSION, "served": True, "storage": True, "schema": {"openAPIV3Schema": root},
@@ -56,9 +49,8 @@ def render() -> str:
     return _HEADER + dump([crd()])
 
 
-def _column(name: str, path: str, kind: str = "string", *, wide: bool = False) -> dict[str, Any]:
-    column = {"name": name, "type": kind, "jsonPath": path}
-    return column | {"priority": 1} if wide else column
+def _column(name: str, path: str, kind: str = "string", **more: int) -> dict[str, Any]:
+    return {"name": name, "type": kind, "jsonPath": path, **more}
 
 
 _SCALE = {
@@ -72,58 +64,38 @@ _COLUMNS = [
     _column("Ready", ".status.readyReplicas", "integer"),
     _column("Status", ".status.conditions[?(@.type=='Ready')].reason"),
     _column("Memory", ".spec.tiers.memory.size"),
-    _column("Transfer", ".status.transfer.mode"),
     _column("Age", ".metadata.creationTimestamp", "date"),
-    _column("Remote", ".spec.tiers.remote.external.url", wide=True),
-    _column("Message", ".status.conditions[?(@.type=='Ready')].message", wide=True),
+    _column("Remote", ".spec.tiers.remote.external.url", priority=1),
+    _column("Message", ".status.conditions[?(@.type=='Ready')].message", priority=1),
 ]
 
 
-def _object_schema(cls: Any, description: str) -> dict[str, Any]:
-    """Schema of a dataclass, fields in the order they are declared."""
-    fields = fields_of(cls)
-    properties = {declared.json_name: _field_schema(declared.type, declared.info) for declared in fields}
-    required = [d.json_name for d in fields if not d.is_optional and not d.info.has_default]
-    schema: dict[str, Any] = {"type": "object", "description": description, "properties": properties}
-    if required:
-        schema["required"] = required
-    if rules := getattr(cls, "RULES", ()):
-        schema["x-kubernetes-validations"] = _validations(rules)
-    return schema
-
-
-def _field_schema(annotation: Any, info: FieldInfo) -> dict[str, Any]:
-    schema = {**_type_schema(annotation, info), "description": info.description, **info.schema}
-    if info.has_default:
-        schema["default"] = _expanded_default(annotation, info)
-    if info.rules:
-        schema["x-kubernetes-validations"] = _validations(info.rules)
-    return schema
-
-
-def _expanded_default(annotation: Any, info: FieldInfo) -> Any:
-    """The default with those of its own fields: rules are checked against it as it stands here."""
-    if not dataclasses.is_dataclass(annotation):
-        return info.default
-    cls: Any = annotation
-    with_default = [declared for declared in fields_of(cls) if declared.info.has_default]
-    return {declared.json_name: _expanded_default(declared.type, declared.info) for declared in with_default}
-
-
-def _type_schema(annotation: Any, info: FieldInfo) -> dict[str, Any]:
-    if annotation in _SCALARS:
-        return {"type": _SCALARS[annotation]}
+def _type_schema(annotation: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(annotation):
-        return _object_schema(annotation, info.description)
+        fields = fields_of(cast(Any, annotation))
+        properties = {field.json_name: _field_schema(field) for field in fields}
+        schema: dict[str, Any] = {"type": "object", "properties": properties}
+        if required := [field.json_name for field in fields if field.is_required]:
+            schema["required"] = required
+        return schema | _validations(getattr(annotation, "RULES", ()))
     origin = typing.get_origin(annotation)
     if origin is list:
-        (item,) = typing.get_args(annotation)
-        return {"type": "array", "items": {**_type_schema(item, FieldInfo("")), **info.items}}
+        return {"type": "array", "items": _type_schema(typing.get_args(annotation)[0])}
     if origin is dict:
         return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    assert issubclass(annotation, StrEnum), f"no schema for {annotation}"
-    return {"type": "string", "enum": [member.value for member in annotation]}
+    return _TYPES[annotation]
 
 
-def _validations(rules: tuple[Rule, ...]) -> list[dict[str, Any]]:
-    return [{"rule": rule.cel, "message": rule.message} for rule in rules]
+def _field_schema(field: Field) -> dict[str, Any]:
+    schema = {"description": field.description, **_type_schema(field.type), **field.keywords}
+    schema |= _validations(field.rules)
+    if field.default is not None:
+        # With the defaults of its own fields: rules are checked against a default as it stands here.
+        own = {name: own["default"] for name, own in schema.get("properties", {}).items() if "default" in own}
+        schema["default"] = own or field.default
+    return schema
+
+
+def _validations(rules: tuple[Rule, ...]) -> dict[str, Any]:
+    found = [{"rule": rule.cel, "message": rule.message} for rule in rules]
+    return {"x-kubernetes-validations": found} if found else {}

@@ -10,16 +10,11 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-_METADATA_KEY = "lmcache"
-_UNSET: Any = object()
 
-
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """One validation in two spellings, for the API server and for the parser, side by side to agree."""
 
     cel: str
@@ -28,64 +23,45 @@ class Rule:
     """The same check on the parsed value. True for transition rules: here is no old value."""
 
 
-@dataclass(frozen=True)
-class FieldInfo:
-    """What is known about one field besides its name and type."""
-
-    description: str
-    default: Any = _UNSET
-    schema: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """OpenAPI keywords: pattern, minimum, maximum, minLength, maxLength, maxItems, format, list types."""
-    items: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """OpenAPI keywords of the items of a list."""
-    rules: tuple[Rule, ...] = ()
-
-    @property
-    def has_default(self) -> bool:
-        """Whether the field may be left out because a value stands in for it."""
-        return self.default is not _UNSET
-
-
-def field(
-    description: str,
-    *,
-    default: Any = _UNSET,
-    rules: tuple[Rule, ...] = (),
-    items: dict[str, Any] | None = None,
-    **schema: Any,
-) -> Any:
+def field(description: str, *, default: Any = None, rules: tuple[Rule, ...] = (), **keywords: Any) -> Any:
     """Declare a field. A field without a default is required, unless its type allows None.
 
     The default is in the form a user would write it: `{}` for an object whose own fields have defaults.
+    `keywords` are those of OpenAPI: pattern, minimum, maximum, multipleOf, maxLength, maxItems,
+    items, enum, format, list types.
     """
-    info = FieldInfo(description, default, schema, items or {}, rules)
-    return dataclasses.field(metadata={_METADATA_KEY: info})
+    known = {"description": description, "default": default, "rules": rules, "keywords": keywords}
+    return dataclasses.field(metadata=known)
 
 
-class DeclaredField(NamedTuple):
-    """One field of a dataclass that was declared with `field(...)`."""
+class Field(NamedTuple):
+    """One field of a dataclass, as it was declared with `field(...)`."""
 
     name: str
-    json_name: str
-    """`tokenSecretRef` for `token_secret_ref`."""
     type: Any
     """Without the None of an optional field."""
-    is_optional: bool
-    info: FieldInfo
+    is_required: bool
+    description: str
+    default: Any
+    """None if there is none."""
+    rules: tuple[Rule, ...]
+    keywords: Mapping[str, Any]
+
+    @property
+    def json_name(self) -> str:
+        """`tokenSecretRef` for `token_secret_ref`."""
+        head, *tail = self.name.split("_")
+        return head + "".join(word.capitalize() for word in tail)
 
 
 @functools.cache
-def fields_of(cls: Any) -> tuple[DeclaredField, ...]:
+def fields_of(cls: Any) -> tuple[Field, ...]:
     """The fields of a dataclass in the order they were declared."""
-    hints = typing.get_type_hints(cls)
-    found = []
+    hints, found = typing.get_type_hints(cls), []
     for declared in dataclasses.fields(cls):
-        annotation, is_optional = hints[declared.name], False
-        if isinstance(annotation, types.UnionType):
-            (annotation,) = (a for a in annotation.__args__ if a is not types.NoneType)
-            is_optional = True
-        head, *tail = declared.name.split("_")
-        json_name = head + "".join(word.capitalize() for word in tail)
-        info = declared.metadata[_METADATA_KEY]
-        found.append(DeclaredField(declared.name, json_name, annotation, is_optional, info))
+        hint = hints[declared.name]
+        is_optional = isinstance(hint, types.UnionType)
+        annotation = typing.get_args(hint)[0] if is_optional else hint
+        is_required = not is_optional and declared.metadata["default"] is None
+        found.append(Field(declared.name, annotation, is_required, **declared.metadata))
     return tuple(found)

@@ -9,13 +9,23 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from .fields import FieldInfo, Rule, fields_of
-from .types import Spec
+from .fields import Field, Rule, fields_of
+from .types import CLUSTER_NAME, Spec
+
+_TYPE_NAMES = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
+_KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "pattern": (lambda value, pattern: re.fullmatch(pattern, value), "{value!r} does not match {limit}"),
+    "minimum": (lambda value, limit: value >= limit, "must be at least {limit}, not {value}"),
+    "maximum": (lambda value, limit: value <= limit, "must be at most {limit}, not {value}"),
+    "multipleOf": (lambda value, unit: value % unit == 0, "must be a multiple of {limit}, not {value}"),
+    "maxLength": (lambda value, limit: len(value) <= limit, "is too long: more than {limit} characters"),
+    "maxItems": (lambda value, limit: len(value) <= limit, "is too long: more than {limit} items"),
+}
+"""The keywords of OpenAPI that restrict a value, each with its check and with what to say if it fails."""
 
 
 class InvalidSpec(Exception):
@@ -28,12 +38,11 @@ class InvalidSpec(Exception):
 
 @dataclass(frozen=True)
 class Cluster:
-    """An LMCacheCluster with a valid spec."""
+    """An LMCacheCluster with a valid name and spec."""
 
     namespace: str
     name: str
     uid: str
-    generation: int
     spec: Spec
 
 
@@ -41,83 +50,65 @@ def parse(resource: Mapping[str, Any]) -> Cluster:
     """Read an LMCacheCluster.
 
     Raises:
-        InvalidSpec: the spec can't be rendered.
+        InvalidSpec: the object can't be rendered.
     """
-    metadata = resource["metadata"]
+    metadata = _parse_value(dict, resource.get("metadata"), "metadata")
+    name = _parse_value(str, metadata.get("name"), "metadata.name")
+    _check_rules((CLUSTER_NAME,), name, "metadata.name")
     return Cluster(
         namespace=metadata.get("namespace", "default"),
-        name=metadata["name"],
+        name=name,
         uid=metadata.get("uid", ""),
-        generation=metadata.get("generation", 0),
-        spec=_parse_object(Spec, resource.get("spec"), "spec"),
+        spec=_parse_value(Spec, resource.get("spec"), "spec"),
     )
 
 
-def _parse_object(cls: Any, raw: Any, path: str) -> Any:
-    if not isinstance(raw, Mapping):
-        raise InvalidSpec(path, "must be an object")
-    if unknown := sorted(raw.keys() - {declared.json_name for declared in fields_of(cls)}, key=str):
+def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
+    is_class = dataclasses.is_dataclass(annotation)
+    expected = dict if is_class else typing.get_origin(annotation) or annotation
+    # bool is an int for Python, but not for anyone who writes YAML.
+    if not isinstance(raw, expected) or isinstance(raw, bool):
+        raise InvalidSpec(path, f"must be {_TYPE_NAMES[expected]}, not {raw!r}")
+    if is_class:
+        return _parse_object(annotation, raw, path)
+    if expected is list:
+        (item,) = typing.get_args(annotation)
+        return [_parse_value(item, value, f"{path}[{index}]") for index, value in enumerate(raw)]
+    return raw
+
+
+def _parse_object(cls: Any, raw: dict[str, Any], path: str) -> Any:
+    fields = fields_of(cls)
+    if unknown := sorted(raw.keys() - {field.json_name for field in fields}, key=str):
         raise InvalidSpec(f"{path}.{unknown[0]}", "is not a known field")
-    values: dict[str, Any] = {}
-    for name, key, annotation, is_optional, info in fields_of(cls):
-        value = raw.get(key)
-        if value is None and info.has_default:
-            value = info.default
-        if value is None and not is_optional:
-            raise InvalidSpec(f"{path}.{key}", "is required")
-        values[name] = None if value is None else _parse_field(annotation, value, info, f"{path}.{key}")
-    parsed = cls(**values)
+    parsed = cls(
+        **{
+            field.name: _parse_field(field, raw.get(field.json_name), f"{path}.{field.json_name}")
+            for field in fields
+        }
+    )
     _check_rules(getattr(cls, "RULES", ()), parsed, path)
     return parsed
 
 
-def _parse_field(annotation: Any, raw: Any, info: FieldInfo, path: str) -> Any:
-    value = _parse_value(annotation, raw, path)
-    _check_schema(value, info.schema, path)
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_schema(item, info.items, f"{path}[{index}]")
-    _check_rules(info.rules, value, path)
+def _parse_field(field: Field, raw: Any, path: str) -> Any:
+    raw = field.default if raw is None else raw
+    if raw is None:
+        if field.is_required:
+            raise InvalidSpec(path, "is required")
+        return None
+    value = _parse_value(field.type, raw, path)
+    _check_keywords(field.keywords, value, path)
+    _check_rules(field.rules, value, path)
     return value
 
 
-def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
-    if dataclasses.is_dataclass(annotation):
-        return _parse_object(annotation, raw, path)
-    origin = typing.get_origin(annotation)
-    if origin is list:
-        (item,) = typing.get_args(annotation)
-        if not isinstance(raw, list):
-            raise InvalidSpec(path, "must be a list")
-        return [_parse_value(item, value, f"{path}[{index}]") for index, value in enumerate(raw)]
-    if origin is dict:
-        if not isinstance(raw, Mapping):
-            raise InvalidSpec(path, "must be an object")
-        return dict(raw)
-    if issubclass(annotation, StrEnum):
-        if raw not in list(annotation):
-            raise InvalidSpec(path, f"must be one of {', '.join(annotation)}, not {raw!r}")
-        return annotation(raw)
-    # bool is an int for Python, but not for anyone who writes YAML.
-    if not isinstance(raw, annotation) or isinstance(raw, bool) is not (annotation is bool):
-        raise InvalidSpec(path, f"must be of type {annotation.__name__}, not {raw!r}")
-    return raw
-
-
-def _check_schema(value: Any, schema: Mapping[str, Any], path: str) -> None:
-    """The OpenAPI keywords that `field` takes."""
-    if (pattern := schema.get("pattern")) and not re.search(pattern, value):
-        raise InvalidSpec(path, f"{value!r} does not match {pattern}")
-    if isinstance(value, int) and value < schema.get("minimum", value):
-        raise InvalidSpec(path, f"must be at least {schema['minimum']}, not {value}")
-    if isinstance(value, int) and value > schema.get("maximum", value):
-        raise InvalidSpec(path, f"must be at most {schema['maximum']}, not {value}")
-    if isinstance(value, str | list):
-        length, unit = len(value), "characters" if isinstance(value, str) else "items"
-        if length < schema.get("minLength", 0):
-            raise InvalidSpec(path, "must not be empty")
-        if length > schema.get("maxLength", schema.get("maxItems", length)):
-            raise InvalidSpec(path, f"is too long: {length} {unit}")
+def _check_keywords(keywords: Mapping[str, Any], value: Any, path: str) -> None:
+    for keyword, (holds, sentence) in _KEYWORDS.items():
+        if keyword in keywords and not holds(value, keywords[keyword]):
+            raise InvalidSpec(path, sentence.format(value=value, limit=keywords[keyword]))
+    for index, item in enumerate(value if "items" in keywords else ()):
+        _check_keywords(keywords["items"], item, f"{path}[{index}]")
 
 
 def _check_rules(rules: tuple[Rule, ...], value: Any, path: str) -> None:
@@ -133,10 +124,10 @@ def declared(value: Any) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     cls: Any = type(value)
-    for name, _, _, _, info in fields_of(cls):
-        own = getattr(value, name)
+    for field in fields_of(cls):
+        own = getattr(value, field.name)
         if dataclasses.is_dataclass(own):
             own = declared(own) or None
-        if own is not None and not (info.has_default and own == info.default):
-            found[name] = own
+        if own is not None and own != field.default:
+            found[field.name] = own
     return found

@@ -3,35 +3,27 @@
 # ruff: noqa: RUF009  (`field` makes a dataclasses.field; nothing is shared between instances)
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from .fields import Rule, field
 from .quantity import BYTES_PATTERN, parse_quantity
 
-_NAME: dict[str, Any] = {"minLength": 1, "maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
-_SECRET_KEY: dict[str, Any] = {"minLength": 1, "maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}
-_IMAGE: dict[str, Any] = {"minLength": 1, "maxLength": 512, "pattern": r"^\S+$"}
-_MODEL: dict[str, Any] = {"minLength": 1, "maxLength": 512, "pattern": r"^[^-\s]\S*$"}
+_NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
+_SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}
+_IMAGE: dict[str, Any] = {"maxLength": 512, "pattern": r"^\S+$"}
+_MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s]\S*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 _SMALLEST_MEMORY, _LARGEST_MEMORY = "64Mi", "16Ti"
-_SMALLEST_MEMORY_BYTES, _LARGEST_MEMORY_BYTES = 64 * 2**20, 16 * 2**40
-_PARALLELISM_FLAGS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
-
-
-def flag_of(arg: str) -> str:
-    """The option an argument sets, as the engine reads it: without its value, `_` as `-`."""
-    name = arg.split("=", 1)[0]
-    return name.replace("_", "-") if name.startswith("--") else name
-
-
-class TransferPreference(StrEnum):
-    """What the user asks for in `sidecar.transfer`."""
-
-    AUTO = "Auto"
-    CUDA_IPC = "CudaIPC"
-    SHARED_MEMORY = "SharedMemory"
+_PARALLEL_SIZE = "^(--(tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)(=|$)"
+# The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
+_CLUSTER_NAME = "^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$"
+CLUSTER_NAME = Rule(
+    f"self.metadata.name.matches('{_CLUSTER_NAME}')",
+    "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
+    lambda name: re.fullmatch(_CLUSTER_NAME, name) is not None,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +59,12 @@ class Gpu:
 
     count: int = field("GPUs of one pod; 0 for an engine on CPUs.", default=1, minimum=0, maximum=64)
     resource_name: str = field(
-        "Extended resource a device plugin offers. Not used with deviceClassName.",
+        "Extended resource a device plugin offers.",
         default="nvidia.com/gpu",
-        minLength=1,
         maxLength=253,
         pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
     )
-    device_class_name: str | None = field(
-        "DeviceClass for dynamic resource allocation. Engine and sidecar then name the same claim, so that "
-        "the sidecar sees the engine's GPUs.",
-        **_NAME,
-    )
     runtime_class_name: str | None = field("RuntimeClass of the pods, e.g. nvidia.", **_NAME)
-
-    @property
-    def uses_claims(self) -> bool:
-        """Whether the GPUs come by dynamic resource allocation."""
-        return self.count > 0 and self.device_class_name is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +101,12 @@ class Engine:
         "MultiConnector.",
         default=[],
         maxItems=64,
-        items={"maxLength": 4096},
+        items={"type": "string", "maxLength": 4096},
         rules=(
             Rule(
-                r"self.all(a, !a.matches('^(--(tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)(=|$)'))",
+                f"self.all(a, !a.matches('{_PARALLEL_SIZE}'))",
                 "set engine.parallelism instead of passing parallel sizes as arguments",
-                lambda args: not any(flag_of(a) in _PARALLELISM_FLAGS for a in args),
+                lambda args: not any(re.search(_PARALLEL_SIZE, arg) for arg in args),
             ),
         ),
     )
@@ -141,17 +122,12 @@ class Sidecar:
     """The process beside each engine that owns the pod's cache."""
 
     image: str | None = field("Sidecar image. Default: the one of the operator's version.", **_IMAGE)
-    transfer: TransferPreference = field(
-        "How sidecar and engine share KV: CudaIPC gives the sidecar sight of the engine's GPUs, SharedMemory "
-        "does not, Auto takes CudaIPC where it is possible. Outcome and reason are in status.transfer.",
-        default="Auto",
-    )
     chunk_tokens: int = field(
         "Tokens of one chunk, the unit of storage; a multiple of the engine's block size.",
         default=256,
         minimum=16,
         maximum=8192,
-        rules=(Rule("self % 16 == 0", "chunkTokens must be a multiple of 16", lambda n: n % 16 == 0),),
+        multipleOf=16,
     )
 
 
@@ -168,7 +144,11 @@ class MemoryTier:
                 f"!isQuantity(self) || (quantity(self).compareTo(quantity('{_SMALLEST_MEMORY}')) >= 0 && "
                 f"quantity(self).compareTo(quantity('{_LARGEST_MEMORY}')) <= 0)",
                 f"tiers.memory.size must be between {_SMALLEST_MEMORY} and {_LARGEST_MEMORY}",
-                lambda size: _SMALLEST_MEMORY_BYTES <= parse_quantity(size) <= _LARGEST_MEMORY_BYTES,
+                lambda size: (
+                    parse_quantity(_SMALLEST_MEMORY)
+                    <= parse_quantity(size)
+                    <= parse_quantity(_LARGEST_MEMORY)
+                ),
             ),
         ),
     )
@@ -196,12 +176,11 @@ class ExternalRemote:
         "redis://host:port/db, without credentials.",
         maxLength=512,
         pattern=r"^redis://[^\s/?#]+(/[0-9]+)?$",
-        rules=(Rule("!self.contains('@')", "credentials belong into authSecretRef", lambda u: "@" not in u),),
+        rules=(
+            Rule("!self.contains('@')", "credentials belong into authSecretRef", lambda url: "@" not in url),
+        ),
     )
     auth_secret_ref: AuthSecretRef | None = field("Credentials; mounted, never read.")
-
-
-_NOT_YET = "is not available in this version of the operator: use remote.external"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,17 +191,12 @@ class RemoteTier:
         Rule(
             "[has(self.managed), has(self.external), has(self.clusterRef)].filter(x, x).size() == 1",
             "exactly one of managed, external and clusterRef must be set",
-            lambda r: [r.managed, r.external, r.cluster_ref].count(None) == 2,
+            lambda tier: [tier.managed, tier.external, tier.cluster_ref].count(None) == 2,
         ),
         Rule(
-            "!has(self.managed) || has(self.external) || has(self.clusterRef)",
-            f"remote.managed {_NOT_YET}",
-            lambda r: r.managed is None or r.external is not None or r.cluster_ref is not None,
-        ),
-        Rule(
-            "!has(self.clusterRef) || has(self.external) || has(self.managed)",
-            f"remote.clusterRef {_NOT_YET}",
-            lambda r: r.cluster_ref is None or r.external is not None or r.managed is not None,
+            "has(self.external) || !(has(self.managed) || has(self.clusterRef))",
+            "managed and clusterRef are not available in this version of the operator: use external",
+            lambda tier: tier.external is not None,
         ),
     )
 
@@ -272,14 +246,6 @@ class Condition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferStatus:
-    """How sidecar and engine share KV, and why."""
-
-    mode: str = field("CudaIPC: the sidecar sees the engine's GPUs. SharedMemory: the engine copies.")
-    reason: str = field("CamelCase cause.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Status:
     """What the operator sees."""
 
@@ -287,5 +253,4 @@ class Status:
     replicas: int | None = field("Engine pods that exist.")
     ready_replicas: int | None = field("Engine pods that are Ready.")
     selector: str | None = field("Label selector of the engine pods, for autoscalers.")
-    transfer: TransferStatus | None = field("How sidecar and engine share KV.")
     conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

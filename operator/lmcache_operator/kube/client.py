@@ -17,63 +17,58 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from .. import metrics
 from ..specs import Object
-from ..specs.kinds import BY_NAME, POD, SECRET, Kind, Ref
+from ..specs.kinds import BY_NAME, POD, SECRET, Kind
 from ..specs.names import FIELD_MANAGER
 from .errors import Refused, error_of
 
 _JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"
 _REQUEST_SECONDS = 30.0
+_MAX_REQUESTS = 64
+"""At the same time."""
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 
 
 @asynccontextmanager
-async def connect(kubeconfig: str | None, *, max_requests: int = 64) -> AsyncIterator[KubeApi]:
+async def connect(kubeconfig: str | None) -> AsyncIterator[KubeApi]:
     """A client for the cluster named by a kubeconfig, or for the one this pod runs in."""
     configuration = Configuration()
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         kube_config.load_incluster_config(client_configuration=configuration)
     else:
         await kube_config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
-    configuration.connection_pool_maxsize = max_requests
+    configuration.connection_pool_maxsize = _MAX_REQUESTS
     async with ApiClient(configuration) as client:
-        yield KubeApi(client, max_requests)
+        yield KubeApi(client)
 
 
 class KubeApi:
     """Calls to the API server. All of them raise ApiError, and all of them may be repeated."""
 
-    def __init__(self, client: ApiClient, max_requests: int) -> None:
+    def __init__(self, client: ApiClient) -> None:
         self._client = client
-        self._slots = asyncio.Semaphore(max_requests)
+        self._slots = asyncio.Semaphore(_MAX_REQUESTS)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """An object, or None if there is none."""
         status, found = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))
         return found if status == HTTPStatus.OK else None
 
-    async def list(self, kind: Kind, namespace: str, selector: Mapping[str, str]) -> list[Object]:
-        """All objects with these labels; none for a kind that the API server does not know."""
-        query = {"labelSelector": ",".join(f"{key}={value}" for key, value in selector.items())}
-        path, missing = _path(kind, namespace), HTTPStatus.NOT_FOUND
-        status, page = await self._call("GET", path, query=query, accept=(missing,))
-        items = [] if status == missing else page["items"]
-        return [{**item, "apiVersion": kind.api_version, "kind": kind.kind} for item in items]
+    async def list_pods(self, namespace: str, labels: Mapping[str, str]) -> list[Object]:
+        """All pods with these labels."""
+        query = {"labelSelector": ",".join(f"{key}={value}" for key, value in labels.items())}
+        _, page = await self._call("GET", _path(POD, namespace), query=query)
+        pods: list[Object] = page["items"]
+        return pods
 
     async def apply(self, wanted: Object) -> None:
         """Server-side apply: the fields of `wanted` become ours, and those we no longer name are given up."""
-        await self._call("PATCH", _path_of(wanted), query=_FORCE, body=wanted, content_type=_APPLY)
+        await self._call("PATCH", _path_of(wanted), wanted, query=_FORCE)
 
     async def apply_status(self, wanted: Object) -> None:
         """The same for the status; nothing happens if the object is gone."""
-        path, gone = f"{_path_of(wanted)}/status", (HTTPStatus.NOT_FOUND,)
-        await self._call("PATCH", path, query=_FORCE, body=wanted, content_type=_APPLY, accept=gone)
-
-    async def delete(self, ref: Ref, namespace: str, uid: str) -> None:
-        """Delete this very object; nothing happens if it is gone or has been replaced."""
-        body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
-        path = _path(BY_NAME[ref.kind], namespace, ref.name)
-        await self._call("DELETE", path, body=body, accept=(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT))
+        gone = (HTTPStatus.NOT_FOUND,)
+        await self._call("PATCH", f"{_path_of(wanted)}/status", wanted, query=_FORCE, accept=gone)
 
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
         """Ask for a pod's eviction. False if a disruption budget forbids it at present."""
@@ -85,7 +80,7 @@ class KubeApi:
         }
         path = _path(POD, namespace, pod) + "/eviction"
         accept = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS)
-        status, _ = await self._call("POST", path, body=body, accept=accept)
+        status, _ = await self._call("POST", path, body, accept=accept)
         return status != HTTPStatus.TOO_MANY_REQUESTS
 
     async def secret_exists(self, namespace: str, name: str) -> bool:
@@ -94,10 +89,11 @@ class KubeApi:
         A dry run of its creation changes nothing and is answered by "already exists". An answer that says
         neither counts as existing: the kubelet will report what is wrong.
         """
-        body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": namespace}}
+        path, metadata = _path(SECRET, namespace), {"name": name, "namespace": namespace}
+        body = {"apiVersion": SECRET.api_version, "kind": SECRET.kind, "metadata": metadata}
         try:
-            path, exists = _path(SECRET, namespace), HTTPStatus.CONFLICT
-            status, _ = await self._call("POST", path, query={"dryRun": "All"}, body=body, accept=(exists,))
+            dry_run, exists = {"dryRun": "All"}, HTTPStatus.CONFLICT
+            status, _ = await self._call("POST", path, body, query=dry_run, accept=(exists,))
         except Refused:
             return True
         return status == exists
@@ -106,34 +102,30 @@ class KubeApi:
         self,
         verb: str,
         path: str,
+        body: Object | None = None,
         *,
         query: Mapping[str, str] | None = None,
-        body: Object | None = None,
-        content_type: str = _JSON,
         accept: tuple[int, ...] = (),
     ) -> tuple[int, Any]:
         """One request: its status and its answer. Raises ApiError for failures that are not in `accept`."""
-        headers = {"Accept": _JSON, "Content-Type": content_type}
+        headers = {"Accept": _JSON, "Content-Type": _APPLY if verb == "PATCH" else _JSON}
         path = f"{path}?{urlencode(query)}" if query else path
         # Without the body, which is plain already: the client would walk through all of it.
         method, url, headers, *_ = await self._client.param_serialize(
             verb, path, header_params=headers, auth_settings=["BearerToken"]
         )
-        async with self._slots:
-            status, data = await self._send(method, url, headers, body)
+        try:
+            async with self._slots:
+                response = await self._client.call_api(
+                    method, url, headers, body, _request_timeout=_REQUEST_SECONDS
+                )
+                status, data = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            status, data = 0, f"no answer: {error or type(error).__name__}".encode()
         metrics.API_REQUESTS.labels(verb=verb, code=str(status)).inc()
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:
             raise error_of(f"{verb} {path}", status, data)
         return status, json.loads(data)
-
-    async def _send(self, method: str, url: str, headers: Any, body: Any) -> tuple[int, bytes]:
-        try:
-            response = await self._client.call_api(
-                method, url, headers, body, _request_timeout=_REQUEST_SECONDS
-            )
-            return response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return 0, json.dumps({"message": f"no answer: {error or type(error).__name__}"}).encode()
 
 
 def _path_of(wanted: Object) -> str:

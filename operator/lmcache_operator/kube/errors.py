@@ -1,9 +1,4 @@
-"""What can go wrong with a call, sorted once by what to do about it.
-
-ApiError
-├── Transient   the server is busy, gone, or somebody was faster: it goes away
-└── Refused     the request, or the permissions, have to change first
-"""
+"""What can go wrong with a call: it may go away, or the request or the permissions have to change first."""
 
 from __future__ import annotations
 
@@ -15,16 +10,11 @@ _TRANSIENT_STATUSES = frozenset({0, 408, 409, 429})
 
 
 class ApiError(RetryableError):
-    """A call to the API server failed. `status` is the HTTP status, 0 when there was no answer."""
+    """No answer, 408, 409, 429 or 5xx: the server is busy or gone, or somebody was faster."""
 
-    def __init__(self, what: str, status: int, message: str) -> None:
+    def __init__(self, what: str, message: str) -> None:
         super().__init__(f"{what}: {message}")
-        self.status = status
         self.message = message
-
-
-class Transient(ApiError):
-    """No answer, 408, 409, 429 or 5xx."""
 
 
 class Refused(ApiError):
@@ -32,10 +22,10 @@ class Refused(ApiError):
 
 
 def error_of(what: str, status: int, body: bytes) -> ApiError:
-    """The error that an answer stands for; `what` names the call, as in 'apply Service a/b'."""
+    """The error that an answer stands for: `what` names the call, status 0 is no answer."""
     try:
         message = json.loads(body)["message"]
     except (ValueError, KeyError, TypeError):
         message = body[:200].decode(errors="replace") or f"HTTP {status}"
     is_transient = status in _TRANSIENT_STATUSES or status >= 500
-    return (Transient if is_transient else Refused)(what, status, message)
+    return (ApiError if is_transient else Refused)(what, message)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..specs import Object
 from ..specs.kinds import Ref
-from ..specs.names import RENDERED_HASH, SPEC_HASH, engine_name
+from ..specs.names import SPEC_HASH, engine_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,11 @@ def is_ready(pod: Object) -> bool:
     return ready and "deletionTimestamp" not in pod["metadata"]
 
 
+def annotations_of(live: Object) -> dict[str, str]:
+    """An object's annotations; none when it has no such field."""
+    return live["metadata"].get("annotations") or {}
+
+
 def spec_hash_of(pod_or_template: Object) -> str | None:
     """What the user had declared when this pod, or this template, was made."""
-    found: str | None = (pod_or_template["metadata"].get("annotations") or {}).get(SPEC_HASH)
-    return found
-
-
-def rendered_hash_of(live: Object) -> str | None:
-    """Hash of the rendering that was last applied to an object."""
-    found: str | None = (live["metadata"].get("annotations") or {}).get(RENDERED_HASH)
-    return found
+    return annotations_of(pod_or_template).get(SPEC_HASH)

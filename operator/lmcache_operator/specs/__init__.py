@@ -1,7 +1,7 @@
 """What a cluster should look like, as plain Kubernetes objects.
 
-Everything here is a pure function of the cluster, the images and the operator's settings: the same input
-gives the same bytes, in every process, so that nothing is applied and no pod restarted without a cause.
+Everything here is a pure function of the cluster and its images: the same input gives the same bytes, in
+every process, so that nothing is applied and no pod restarted without a cause.
 """
 
 from __future__ import annotations

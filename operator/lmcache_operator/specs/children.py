@@ -9,19 +9,7 @@ from typing import Any
 import yaml
 
 from ..api.parse import Cluster, declared
-from ..settings import RenderSettings
-from . import Images, Object, paths
-from .names import (
-    DEFAULT_IMAGES,
-    ENGINE,
-    ENGINE_PORT,
-    RENDERED_HASH,
-    SIDECAR,
-    SIDECAR_PORT,
-    child,
-    engine_name,
-    selector,
-)
+from . import Images, Object, names, paths
 from .pod import pod_template
 
 SCRAPER_LABEL = "lmcache.io/scraper"
@@ -29,27 +17,33 @@ SCRAPER_LABEL = "lmcache.io/scraper"
 _HIGHEST_PORT = 65535
 
 
-def children(cluster: Cluster, default_images: Images, settings: RenderSettings) -> list[Object]:
-    """All objects of a cluster, prerequisites of the pods first.
+def children(cluster: Cluster, default_images: Images) -> list[Object]:
+    """All objects of a cluster, prerequisites of the pods first: one of each of `names.child_refs`.
 
     `default_images` are the images by container that stand in where the user names none.
 
     Raises:
         InvalidSpec: the spec can't be rendered.
     """
+    engine = names.engine_name(cluster.name)
     objects = [
-        _service_account(cluster),
-        _config_map(cluster),
-        _headless_service(cluster),
-        _client_service(cluster),
-        _network_policy(cluster),
-        _disruption_budget(cluster),
-        *_claim_templates(cluster),
-        _stateful_set(cluster, default_images, settings),
+        # An identity of its own, without a token: engine and sidecar never talk to the API server.
+        names.child(cluster, "ServiceAccount", engine, automountServiceAccountToken=False),
+        names.child(
+            cluster,
+            "ConfigMap",
+            names.config_name(cluster.name),
+            data={"sidecar.yaml": _sidecar_yaml(cluster)},
+        ),
+        names.child(cluster, "Service", engine, spec=_headless_service(cluster)),
+        names.child(cluster, "Service", cluster.name, spec=_client_service(cluster)),
+        names.child(cluster, "NetworkPolicy", engine, spec=_network_policy(cluster)),
+        names.child(cluster, "PodDisruptionBudget", engine, spec=_disruption_budget(cluster)),
+        names.child(cluster, "StatefulSet", engine, spec=_stateful_set(cluster, default_images)),
     ]
+    objects[-1]["metadata"]["annotations"][names.DEFAULT_IMAGES] = json.dumps(default_images, sort_keys=True)
     for rendered in objects:
-        annotations = rendered["metadata"].setdefault("annotations", {})
-        annotations[RENDERED_HASH] = digest(rendered)
+        rendered["metadata"]["annotations"][names.RENDERED_HASH] = digest(rendered)
     return objects
 
 
@@ -71,57 +65,46 @@ def spec_hash(cluster: Cluster, images: Images) -> str:
     return digest({**wanted, "engine": engine, "tiers": tiers, "images": images})
 
 
-def _stateful_set(cluster: Cluster, default_images: Images, settings: RenderSettings) -> Object:
-    declared_images = {ENGINE: cluster.spec.engine.image, SIDECAR: cluster.spec.sidecar.image}
+def _stateful_set(cluster: Cluster, default_images: Images) -> Object:
+    declared_images = {names.ENGINE: cluster.spec.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
     images = {name: image or default_images[name] for name, image in declared_images.items()}
-    spec = {
+    return {
         # The operator replaces pods itself: one at a time, by eviction, when the user changed something.
         "updateStrategy": {"type": "OnDelete"},
         "podManagementPolicy": "Parallel",
         "replicas": cluster.spec.engine.replicas,
-        "selector": {"matchLabels": selector(cluster.name)},
-        "serviceName": engine_name(cluster.name),
-        "template": pod_template(cluster, images, spec_hash(cluster, images), settings),
+        "selector": {"matchLabels": names.selector(cluster.name)},
+        "serviceName": names.engine_name(cluster.name),
+        "template": pod_template(cluster, images, spec_hash(cluster, images)),
     }
-    rendered = child(cluster, "apps/v1", "StatefulSet", engine_name(cluster.name), spec=spec)
-    rendered["metadata"]["annotations"] = {DEFAULT_IMAGES: json.dumps(default_images, sort_keys=True)}
-    return rendered
 
 
-def _config_map(cluster: Cluster) -> Object:
+def _sidecar_yaml(cluster: Cluster) -> str:
     """The sidecar's configuration file."""
     config: Object = {"arena": paths.ARENA_PATH, "socket": paths.SOCKET_PATH}
-    config |= {"http_port": SIDECAR_PORT, "log_format": "json"}
+    config |= {"http_port": names.SIDECAR_PORT, "log_format": "json"}
     if external := cluster.spec.tiers.external:
         config["remote_url"] = external.url
     if auth := cluster.spec.tiers.remote_auth:
         config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
         if auth.username_key is not None:
             config["remote_username_file"] = f"{paths.REMOTE_AUTH_DIR}/username"
-    data = {"sidecar.yaml": yaml.safe_dump(config, sort_keys=True)}
-    return child(cluster, "v1", "ConfigMap", f"{cluster.name}-sidecar", data=data)
-
-
-def _service_account(cluster: Cluster) -> Object:
-    """An identity of its own, without a token: engine and sidecar never talk to the API server."""
-    name = engine_name(cluster.name)
-    return child(cluster, "v1", "ServiceAccount", name, automountServiceAccountToken=False)
+    text: str = yaml.safe_dump(config, sort_keys=True)
+    return text
 
 
 def _client_service(cluster: Cluster) -> Object:
-    spec = {"ports": [_service_port("http", ENGINE_PORT)], "selector": selector(cluster.name)}
-    return child(cluster, "v1", "Service", cluster.name, spec=spec)
+    return {"ports": [_service_port("http", names.ENGINE_PORT)], "selector": names.selector(cluster.name)}
 
 
 def _headless_service(cluster: Cluster) -> Object:
-    spec = {
+    return {
         "clusterIP": "None",
-        "ports": [_service_port("http", ENGINE_PORT), _service_port("metrics", SIDECAR_PORT)],
+        "ports": [_service_port("http", names.ENGINE_PORT), _service_port("metrics", names.SIDECAR_PORT)],
         # A sidecar is worth watching before its engine has loaded the model.
         "publishNotReadyAddresses": True,
-        "selector": selector(cluster.name),
+        "selector": names.selector(cluster.name),
     }
-    return child(cluster, "v1", "Service", engine_name(cluster.name), spec=spec)
 
 
 def _service_port(name: str, port: int) -> Object:
@@ -132,35 +115,22 @@ def _network_policy(cluster: Cluster) -> Object:
     """Limits who reaches the sidecar's port; every other port of the pod stays open, and egress too."""
     scrapers = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {SCRAPER_LABEL: "true"}}}]
     others = [
-        {"endPort": SIDECAR_PORT - 1, "port": 1, "protocol": "TCP"},
-        {"endPort": _HIGHEST_PORT, "port": SIDECAR_PORT + 1, "protocol": "TCP"},
+        {"endPort": names.SIDECAR_PORT - 1, "port": 1, "protocol": "TCP"},
+        {"endPort": _HIGHEST_PORT, "port": names.SIDECAR_PORT + 1, "protocol": "TCP"},
         {"endPort": _HIGHEST_PORT, "port": 1, "protocol": "UDP"},
     ]
-    own = {"from": scrapers, "ports": [{"port": SIDECAR_PORT, "protocol": "TCP"}]}
-    spec = {
+    own = {"from": scrapers, "ports": [{"port": names.SIDECAR_PORT, "protocol": "TCP"}]}
+    return {
         "ingress": [{"ports": others}, own],
-        "podSelector": {"matchLabels": selector(cluster.name)},
+        "podSelector": {"matchLabels": names.selector(cluster.name)},
         "policyTypes": ["Ingress"],
     }
-    return child(cluster, "networking.k8s.io/v1", "NetworkPolicy", engine_name(cluster.name), spec=spec)
 
 
 def _disruption_budget(cluster: Cluster) -> Object:
-    spec = {
+    return {
         "maxUnavailable": 1,
-        "selector": {"matchLabels": selector(cluster.name)},
+        "selector": {"matchLabels": names.selector(cluster.name)},
         # A pod that serves nothing may go at any time.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
-    return child(cluster, "policy/v1", "PodDisruptionBudget", engine_name(cluster.name), spec=spec)
-
-
-def _claim_templates(cluster: Cluster) -> list[Object]:
-    """With dynamic resource allocation: one claim per pod, which engine and sidecar both name."""
-    gpu = cluster.spec.engine.gpu
-    if not gpu.uses_claims:
-        return []
-    exactly = {"allocationMode": "ExactCount", "count": gpu.count, "deviceClassName": gpu.device_class_name}
-    spec = {"spec": {"devices": {"requests": [{"exactly": exactly, "name": "gpus"}]}}}
-    name = engine_name(cluster.name)
-    return [child(cluster, "resource.k8s.io/v1", "ResourceClaimTemplate", name, spec=spec)]

@@ -44,7 +44,6 @@ CHILDREN = (
     Kind("", "v1", "Service", "services"),
     Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
-    Kind("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),
 )
 BY_NAME = {kind.kind: kind for kind in (CLUSTER, POD, SECRET, *CHILDREN)}

@@ -57,7 +57,7 @@ def _first_difference_in_list(wanted: list[Any], live: Any, path: str) -> str | 
     if not isinstance(live, list):
         return path
     if key := _item_key(wanted):
-        named = {item.get(key): item for item in live if isinstance(item, Mapping)}
+        named = {item[key]: item for item in live if _is_named(item, key)}
         pairs = [(f"{path}[{item[key]}]", item, named.get(item[key])) for item in wanted]
     elif len(wanted) != len(live):
         return path
@@ -71,6 +71,9 @@ def _first_difference_in_list(wanted: list[Any], live: Any, path: str) -> str | 
 
 def _item_key(items: list[Any]) -> str | None:
     """The field that names the items of a list, if it is a list of named objects."""
-    if not items or not all(isinstance(item, Mapping) for item in items):
-        return None
-    return next((key for key in _ITEM_KEYS if all(key in item for item in items)), None)
+    named = (key for key in _ITEM_KEYS if all(_is_named(item, key) for item in items))
+    return next(named, None) if items else None
+
+
+def _is_named(item: Any, key: str) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get(key), str | int)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from .. import __version__
 from ..api import API_VERSION, KIND
 from ..api.parse import Cluster
-from . import Object
+from . import Images, Object
+from .kinds import BY_NAME, Ref
 
 FIELD_MANAGER = "lmcache-operator"
 CLUSTER_LABEL = "lmcache.io/cluster"
@@ -21,6 +23,11 @@ DEFAULT_IMAGES = "lmcache.io/default-images"
 ENGINE = "engine"
 SIDECAR = "sidecar"
 PAYLOAD = "payload"
+STOCK_IMAGES: Images = {
+    ENGINE: "vllm/vllm-openai:v0.32.0",
+    SIDECAR: f"ghcr.io/lmcache-cluster/sidecar:{__version__}",
+}
+"""Used where a cluster names none, unless the operator is told others."""
 
 ENGINE_PORT = 8000
 SIDECAR_PORT = 9464
@@ -29,6 +36,19 @@ SIDECAR_PORT = 9464
 def engine_name(cluster_name: str) -> str:
     """Name of the StatefulSet and of all that belongs to the engine's pods."""
     return f"{cluster_name}-engine"
+
+
+def config_name(cluster_name: str) -> str:
+    """Name of the ConfigMap with the sidecar's settings."""
+    return f"{cluster_name}-sidecar"
+
+
+def child_refs(cluster_name: str) -> tuple[Ref, ...]:
+    """Every child that a cluster can have. The names are ours, so that none has to be searched for."""
+    engine = engine_name(cluster_name)
+    kinds = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet")
+    others = Ref("ConfigMap", config_name(cluster_name)), Ref("Service", cluster_name)
+    return (*(Ref(kind, engine) for kind in kinds), *others)
 
 
 def selector(cluster_name: str) -> dict[str, str]:
@@ -47,10 +67,10 @@ def labels(cluster: Cluster) -> dict[str, str]:
     }
 
 
-def child(cluster: Cluster, api_version: str, kind: str, name: str, **content: object) -> Object:
+def child(cluster: Cluster, kind: str, name: str, **content: object) -> Object:
     """An object that the cluster owns and that is deleted with it, also while the operator is down."""
     owner: Object = {"apiVersion": API_VERSION, "kind": KIND, "name": cluster.name, "uid": cluster.uid}
     owner |= {"controller": True, "blockOwnerDeletion": True}
     metadata: Object = {"name": name, "namespace": cluster.namespace}
-    metadata |= {"labels": labels(cluster), "ownerReferences": [owner]}
-    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
+    metadata |= {"labels": labels(cluster), "ownerReferences": [owner], "annotations": {}}
+    return {"apiVersion": BY_NAME[kind].api_version, "kind": kind, "metadata": metadata, **content}

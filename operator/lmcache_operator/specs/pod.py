@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from ..api.parse import Cluster, InvalidSpec
 from ..api.quantity import format_mebibytes
-from ..settings import RenderSettings
-from . import Images, Object, paths
+from . import Images, Object, names, paths
 from .merge import first_difference, merge
-from .names import ENGINE, ENGINE_PORT, PAYLOAD, SIDECAR, SIDECAR_PORT, SPEC_HASH, engine_name, labels
-from .transfer import GpuSight, resolve_transfer
 from .vllm import engine_args
 
 # The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
@@ -22,7 +19,6 @@ _POD_SECURITY = {
     "fsGroup": _UID, "fsGroupChangePolicy": "OnRootMismatch", "runAsGroup": _UID, "runAsNonRoot": True,
     "runAsUser": _UID, "seccompProfile": {"type": "RuntimeDefault"},
 }  # fmt: skip
-_CLAIM = "gpus"
 _MIB = 2**20
 # Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
 _SIDECAR_BASE_BYTES = 512 * _MIB
@@ -48,40 +44,36 @@ def sidecar_memory(memory_bytes: int) -> int:
     return arena_limit(memory_bytes) + _SIDECAR_BASE_BYTES + memory_bytes // 32
 
 
-def pod_template(cluster: Cluster, images: Images, spec_hash: str, settings: RenderSettings) -> Object:
+def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
     """The template of the StatefulSet, with the user's `engine.podTemplate` merged in.
 
     Raises:
         InvalidSpec: the user's template breaks what the cache needs.
     """
-    annotations = {SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": ENGINE}
-    metadata = {"annotations": annotations, "labels": labels(cluster)}
-    base = {"metadata": metadata, "spec": _pod_spec(cluster, images, settings)}
+    annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
+    metadata = {"annotations": annotations, "labels": names.labels(cluster)}
+    base = {"metadata": metadata, "spec": _pod_spec(cluster, images)}
     merged: Object = merge(base, cluster.spec.engine.pod_template)
     if broken := first_difference(_needed(base), merged):
         raise InvalidSpec("spec.engine.podTemplate", f"changes {broken}, which the cache depends on")
     return merged
 
 
-def _pod_spec(cluster: Cluster, images: Images, settings: RenderSettings) -> Object:
-    gpu = cluster.spec.engine.gpu
-    sight = resolve_transfer(cluster, settings).sight
+def _pod_spec(cluster: Cluster, images: Images) -> Object:
     spec: Object = {
         "automountServiceAccountToken": False,
-        "containers": [_engine(cluster, images[ENGINE])],
+        "containers": [_engine(cluster, images[names.ENGINE])],
         # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
         "enableServiceLinks": False,
-        "initContainers": [_sidecar(cluster, images[SIDECAR], sight), _payload(images[SIDECAR])],
+        "initContainers": [_sidecar(cluster, images[names.SIDECAR]), _payload(images[names.SIDECAR])],
         "securityContext": _POD_SECURITY,
-        "serviceAccountName": engine_name(cluster.name),
+        "serviceAccountName": names.engine_name(cluster.name),
         # Engines finish requests, then the sidecar writes out what is queued.
         "terminationGracePeriodSeconds": 90,
         "volumes": _volumes(cluster),
     }
-    if gpu.runtime_class_name is not None:
-        spec["runtimeClassName"] = gpu.runtime_class_name
-    if gpu.uses_claims:
-        spec["resourceClaims"] = [{"name": _CLAIM, "resourceClaimTemplateName": engine_name(cluster.name)}]
+    if (runtime_class := cluster.spec.engine.gpu.runtime_class_name) is not None:
+        spec["runtimeClassName"] = runtime_class
     return spec
 
 
@@ -107,49 +99,39 @@ def _engine(cluster: Cluster, image: str) -> Object:
     if cluster.spec.engine.parallelism.num_ranks > 1:
         mounts["/dev/shm"] = "shm"
     gpu = cluster.spec.engine.gpu
-    resources: Object = {"limits": {gpu.resource_name: str(gpu.count)}} if gpu.count else {}
-    if gpu.uses_claims:
-        resources = {"claims": [{"name": _CLAIM}]}
-    return _container(ENGINE, image, mounts, env) | {
+    return _container(names.ENGINE, image, mounts, env) | {
         "args": engine_args(cluster),
         "command": ["vllm", "serve"],
-        "livenessProbe": _probe("/health", ENGINE_PORT, period=10, failures=6),
-        "ports": [{"containerPort": ENGINE_PORT, "name": "http", "protocol": "TCP"}],
-        "readinessProbe": _probe("/health", ENGINE_PORT, period=5, failures=3),
-        "resources": resources,
+        "livenessProbe": _probe("/health", names.ENGINE_PORT, period=10, failures=6),
+        "ports": [{"containerPort": names.ENGINE_PORT, "name": "http", "protocol": "TCP"}],
+        "readinessProbe": _probe("/health", names.ENGINE_PORT, period=5, failures=3),
+        "resources": {"limits": {gpu.resource_name: str(gpu.count)}} if gpu.count else {},
         # One hour: large models are downloaded and loaded before the engine answers.
-        "startupProbe": _probe("/health", ENGINE_PORT, period=5, failures=720),
+        "startupProbe": _probe("/health", names.ENGINE_PORT, period=5, failures=720),
     }
 
 
-def _sidecar(cluster: Cluster, image: str, sight: GpuSight) -> Object:
+def _sidecar(cluster: Cluster, image: str) -> Object:
     mounts = _SHARED_MOUNTS | {paths.CONFIG_DIR: "config"}
     if cluster.spec.tiers.remote_auth:
         mounts[paths.REMOTE_AUTH_DIR] = "remote-auth"
-    env = {"HOME": paths.SOCKET_DIR}
-    if sight is GpuSight.ALL_GPUS:
-        env |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", "NVIDIA_VISIBLE_DEVICES": "all"}
-    elif sight is GpuSight.NONE:
-        # Said aloud: some images default to all GPUs.
-        env["NVIDIA_VISIBLE_DEVICES"] = "void"
+    # No GPUs is said aloud: some images default to all of them.
+    env = {"HOME": paths.SOCKET_DIR, "NVIDIA_VISIBLE_DEVICES": "void"}
     memory_bytes = cluster.spec.tiers.memory.num_bytes
     memory = format_mebibytes(sidecar_memory(memory_bytes))
-    resources: Object = {"limits": {"memory": memory}, "requests": {"cpu": "500m", "memory": memory}}
-    if sight is GpuSight.CLAIM:
-        resources["claims"] = [{"name": _CLAIM}]
-    return _container(SIDECAR, image, mounts, env) | {
+    return _container(names.SIDECAR, image, mounts, env) | {
         # The size is an argument, not a key of the shared file: a pod keeps the one its volume was made for.
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"--memory-size={memory_bytes}"],
-        "livenessProbe": _probe("/healthz", SIDECAR_PORT, period=10, failures=6),
-        "ports": [{"containerPort": SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}],
-        "resources": resources,
+        "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6),
+        "ports": [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}],
+        "resources": {"limits": {"memory": memory}, "requests": {"cpu": "500m", "memory": memory}},
         "restartPolicy": "Always",
         "securityContext": {**_CONTAINER_SECURITY, "readOnlyRootFilesystem": True},
     }
 
 
 def _payload(image: str) -> Object:
-    container = _container(PAYLOAD, image, {paths.PAYLOAD_DIR: "payload"}, {})
+    container = _container(names.PAYLOAD, image, {paths.PAYLOAD_DIR: "payload"}, {})
     return container | {
         "command": ["cp", "-r", f"{paths.PAYLOAD_SOURCE}/.", paths.PAYLOAD_DIR],
         "resources": {"limits": {"memory": "256Mi"}, "requests": {"cpu": "100m", "memory": "64Mi"}},
@@ -171,7 +153,7 @@ def _volumes(cluster: Cluster) -> list[Object]:
     arena_bytes = arena_limit(spec.tiers.memory.num_bytes)
     volumes: Object = {
         "arena": {"emptyDir": {"medium": "Memory", "sizeLimit": format_mebibytes(arena_bytes)}},
-        "config": {"configMap": {"name": f"{cluster.name}-sidecar"}},
+        "config": {"configMap": {"name": names.config_name(cluster.name)}},
         "home": {"emptyDir": {}},
         "models": spec.model.volume or {"emptyDir": {}},
         "payload": {"emptyDir": {}},
@@ -205,7 +187,7 @@ def _needed(base: Object) -> Object:
 
     def strip(container: Object) -> Object:
         kept = {key: value for key, value in container.items() if key not in _FREE_TO_CHANGE}
-        if container["name"] == SIDECAR:
+        if container["name"] == names.SIDECAR:
             # Less memory than the arena needs would kill the sidecar as soon as it is full.
             kept["resources"] = {"limits": {"memory": container["resources"]["limits"]["memory"]}}
         return kept

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ..api.parse import Cluster, InvalidSpec
-from ..api.types import flag_of
 from .names import ENGINE_PORT
 from .paths import SOCKET_PATH
 
@@ -19,7 +19,21 @@ _RESERVED = {
     "--no-enable-prefix-caching": "the keys of cached chunks are made of the engine's own block hashes",
     "--model": "it is set by spec.model.name",
     "--revision": "it is set by spec.model.revision",
+    "--tensor-parallel-size": "it is set by spec.engine.parallelism.tensor",
+    "--pipeline-parallel-size": "it is set by spec.engine.parallelism.pipeline",
 }
+
+
+def flag_of(arg: str) -> str:
+    """The option an argument sets, as the engine reads it: without its value and parts, `_` as `-`.
+
+    The engine takes the beginning of an option for the whole. Where that may be one of ours, it is taken so.
+    """
+    name = re.split("[=.]", arg, maxsplit=1)[0]
+    if not name.startswith("--") or name == "--":
+        return name
+    name = name.replace("_", "-")
+    return next((ours for ours in (_KV_TRANSFER, *_RESERVED) if ours.startswith(name)), name)
 
 
 def engine_args(cluster: Cluster) -> list[str]:
@@ -28,11 +42,8 @@ def engine_args(cluster: Cluster) -> list[str]:
     Raises:
         InvalidSpec: an argument of the user breaks what the cache needs.
     """
-    theirs, user_args = _split_kv_transfer(cluster.spec.engine.args)
-    for index, arg in enumerate(user_args):
-        if reason := _RESERVED.get(flag_of(arg)):
-            raise InvalidSpec(f"{_ARGS}[{index}]", f"{flag_of(arg)} can't be set: {reason}")
     parallelism, model = cluster.spec.engine.parallelism, cluster.spec.model
+    theirs, user_args = _split_kv_transfer(cluster.spec.engine.args)
     ours = {
         _KV_TRANSFER: json.dumps(_kv_transfer_config(cluster, theirs), sort_keys=True, separators=(",", ":")),
         "--pipeline-parallel-size": parallelism.pipeline,
@@ -78,16 +89,18 @@ def _split_kv_transfer(args: list[str]) -> tuple[dict[str, Any] | None, list[str
     rest: list[str] = []
     remaining = iter(enumerate(args))
     for index, arg in remaining:
-        flag = flag_of(arg)
-        if flag.startswith(f"{_KV_TRANSFER}."):
-            raise InvalidSpec(f"{_ARGS}[{index}]", f"write {_KV_TRANSFER} as one JSON object, not in parts")
+        path, flag = f"{_ARGS}[{index}]", flag_of(arg)
+        if reason := _RESERVED.get(flag):
+            raise InvalidSpec(path, f"{flag} can't be set: {reason}")
         if flag != _KV_TRANSFER:
             rest.append(arg)
             continue
+        name, has_value, text = arg.partition("=")
+        if "." in name:
+            raise InvalidSpec(path, f"write {_KV_TRANSFER} as one JSON object, not in parts")
         if config is not None:
-            raise InvalidSpec(f"{_ARGS}[{index}]", f"{_KV_TRANSFER} is given twice")
-        text = arg.split("=", 1)[1] if "=" in arg else next(remaining, (0, ""))[1]
-        config = _parse_kv_transfer(text, f"{_ARGS}[{index}]")
+            raise InvalidSpec(path, f"{_KV_TRANSFER} is given twice")
+        config = _parse_kv_transfer(text if has_value else next(remaining, (0, ""))[1], path)
     return config, rest
 
 

@@ -36,18 +36,18 @@ def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_render_takes_the_settings_of_run(capsys: pytest.CaptureFixture[str]) -> None:
     example = str(ROOT / "examples" / "llama-8b.yaml")
-    arguments = ["--engine-image", "e:1", "--sidecar-image", "s:1", "--allow-all-gpus-sidecar"]
+    arguments = ["--engine-image", "e:1", "--sidecar-image", "s:1"]
     assert main(["render", "-f", example, *arguments]) == 0
     output = capsys.readouterr().out
     assert "image: e:1" in output
     assert "image: s:1" in output
-    assert "NVIDIA_VISIBLE_DEVICES\n          value: all" in output
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("kind: LMCacheCluster\nmetadata: {name: x}\nspec: {}\n", "spec.model: is required"),
+        ("kind: LMCacheCluster\nspec: {}\n", "metadata: must be an object"),
         ("kind: Service\n", "holds no LMCacheCluster"),
         ("a: [", "while parsing"),
     ],
@@ -69,13 +69,9 @@ def test_render_of_a_file_that_does_not_exist(tmp_path: Path, capsys: pytest.Cap
     assert "No such file" in capsys.readouterr().err
 
 
-def test_crd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_crd(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["crd"]) == 0
     assert capsys.readouterr().out == render_crd()
-    file = tmp_path / "crd.yaml"
-    assert main(["crd", "--check", str(file)]) == 1
-    file.write_text(render_crd())
-    assert main(["crd", "--check", str(file)]) == 0
 
 
 @pytest.mark.parametrize("command", ["run", "render", "crd"])

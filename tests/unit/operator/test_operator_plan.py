@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from lmcache_operator.reconcile.observed import Observed
 from lmcache_operator.reconcile.plan import Plan, Problem, plan
 from lmcache_operator.reconcile.status import derive_status
-from lmcache_operator.settings import RenderSettings
 from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import World, cluster
 
-SETTINGS = RenderSettings()
 STATEFUL_SET = Ref("StatefulSet", "demo-engine")
 
 
@@ -32,8 +31,6 @@ def carry_out(world: World, due: Plan) -> None:
     async def run() -> None:
         for wanted in due.apply:
             await world.apply(wanted)
-        for ref in due.delete:
-            await world.delete(ref, "", world.objects[ref]["metadata"]["uid"])
         if due.evict:
             await world.evict("", due.evict, world.pods[due.evict]["metadata"]["uid"])
 
@@ -43,12 +40,12 @@ def carry_out(world: World, due: Plan) -> None:
 
 def settled_world(**changes: Any) -> World:
     world = World(cluster(**changes))
-    carry_out(world, plan(observe(world), SETTINGS))
+    carry_out(world, plan(observe(world), IMAGES))
     return world
 
 
 def is_empty(due: Plan) -> bool:
-    return not (due.apply or due.delete or due.evict or due.problems)
+    return not (due.apply or due.evict or due.problems)
 
 
 specs = st.fixed_dictionaries(
@@ -59,7 +56,7 @@ specs = st.fixed_dictionaries(
             optional={
                 "args": st.lists(st.sampled_from(["--a=1", "--b"]), max_size=2),
                 "image": st.sampled_from(["e:1", "e:2"]),
-                "gpu": st.sampled_from([{"count": 0}, {"deviceClassName": "gpus"}]),
+                "gpu": st.sampled_from([{"count": 0}, {"runtimeClassName": "nvidia"}]),
             },
         ),
         "sidecar": st.fixed_dictionaries({"chunkTokens": st.sampled_from([64, 256])}),
@@ -79,12 +76,12 @@ def test_carrying_out_plans_ends_with_nothing_to_do(first: dict[str, Any], secon
         if changed:
             world.change(**second)
         for _ in range(6):
-            due = plan(observe(world), SETTINGS)
-            assert due == plan(copy.deepcopy(observe(world)), SETTINGS)
+            due = plan(observe(world), IMAGES)
+            assert due == plan(copy.deepcopy(observe(world)), IMAGES)
             if is_empty(due):
                 break
             carry_out(world, due)
-        assert is_empty(plan(observe(world), SETTINGS))
+        assert is_empty(plan(observe(world), IMAGES))
 
 
 @settings(deadline=None)
@@ -96,30 +93,24 @@ def test_whatever_is_deleted_or_edited_is_healed_and_nothing_else_is_touched(dat
         del world.objects[ref]
     else:
         world.objects[ref]["metadata"]["labels"]["app.kubernetes.io/name"] = "edited"
-    assert [Ref(o["kind"], o["metadata"]["name"]) for o in plan(observe(world), SETTINGS).apply] == [ref]
+    assert [Ref(o["kind"], o["metadata"]["name"]) for o in plan(observe(world), IMAGES).apply] == [ref]
 
 
 def test_what_others_add_is_left_alone() -> None:
     world = settled_world()
     world.objects[STATEFUL_SET]["metadata"]["annotations"]["backup"] = "yes"
-    assert is_empty(plan(observe(world), SETTINGS))
+    assert is_empty(plan(observe(world), IMAGES))
 
 
 def test_a_field_we_no_longer_render_is_taken_back() -> None:
     world = settled_world(engine={"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}})
     world.change(engine={"podTemplate": {"spec": {"nodeSelector": None}}})
-    assert [o["kind"] for o in plan(observe(world), SETTINGS).apply] == ["StatefulSet"]
-
-
-def test_a_child_no_longer_wanted_is_deleted() -> None:
-    world = settled_world(engine={"gpu": {"deviceClassName": "gpus"}})
-    world.change(engine={"gpu": {"deviceClassName": None}})
-    assert plan(observe(world), SETTINGS).delete == (Ref("ResourceClaimTemplate", "demo-engine"),)
+    assert [o["kind"] for o in plan(observe(world), IMAGES).apply] == ["StatefulSet"]
 
 
 def test_an_upgrade_of_the_operator_changes_no_image_of_a_cluster_that_exists() -> None:
     world = settled_world()
-    newer = RenderSettings(engine_image="vllm:next", sidecar_image="sidecar:next")
+    newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
     assert is_empty(plan(observe(world), newer))
     world.objects[STATEFUL_SET]["metadata"]["annotations"]["lmcache.io/default-images"] = "edited"
     assert plan(observe(world), newer).apply  # unreadable: resolved anew
@@ -131,7 +122,7 @@ def test_an_upgrade_of_the_operator_changes_no_image_of_a_cluster_that_exists() 
 def test_a_resize_replaces_no_pod_but_reaches_the_template() -> None:
     world = settled_world()
     world.change(tiers={"memory": {"size": "2Gi"}})
-    due = plan(observe(world), SETTINGS)
+    due = plan(observe(world), IMAGES)
     assert ([o["kind"] for o in due.apply], due.num_outdated) == (["StatefulSet"], 0)
 
 
@@ -139,7 +130,7 @@ def outdated_world(**changes: Any) -> World:
     """Three ready pods of an earlier declaration, under a template of the present one."""
     world = settled_world(engine={"replicas": 3})
     world.change(engine={"args": ["--new"]}, **changes)
-    due = plan(observe(world), SETTINGS)
+    due = plan(observe(world), IMAGES)
     assert due.evict is None, "the template has to be written first"
     carry_out(world, due)
     return world
@@ -148,7 +139,7 @@ def outdated_world(**changes: Any) -> World:
 def test_pods_are_replaced_one_after_the_other() -> None:
     world = outdated_world()
     evicted = []
-    while (due := plan(observe(world), SETTINGS)).evict:
+    while (due := plan(observe(world), IMAGES)).evict:
         evicted.append(due.evict)
         carry_out(world, due)
     assert evicted == ["demo-engine-0", "demo-engine-1", "demo-engine-2"]
@@ -158,14 +149,14 @@ def test_pods_are_replaced_one_after_the_other() -> None:
 def test_a_pod_that_serves_nothing_goes_first() -> None:
     world = outdated_world()
     world.set_ready("demo-engine-2", False)
-    assert plan(observe(world), SETTINGS).evict == "demo-engine-2"
+    assert plan(observe(world), IMAGES).evict == "demo-engine-2"
 
 
 def test_a_new_pod_that_does_not_get_ready_stops_the_replacement() -> None:
     world = outdated_world()
-    carry_out(world, plan(observe(world), SETTINGS))
+    carry_out(world, plan(observe(world), IMAGES))
     world.set_ready("demo-engine-0", False)
-    due = plan(observe(world), SETTINGS)
+    due = plan(observe(world), IMAGES)
     assert (due.evict, due.num_outdated) == (None, 2)
 
 
@@ -179,7 +170,7 @@ def test_nothing_is_evicted_meanwhile(obstacle: str) -> None:
     elif obstacle == "unseen template":
         world.objects[STATEFUL_SET]["status"]["observedGeneration"] -= 1
     missing = ("hf",) if obstacle == "missing Secret" else ()
-    due = plan(observe(world, missing_secrets=missing), SETTINGS)
+    due = plan(observe(world, missing_secrets=missing), IMAGES)
     assert due.evict is None
     assert due.num_outdated == len(world.pods)
 
@@ -188,7 +179,7 @@ def test_nothing_is_evicted_while_the_template_is_contested() -> None:
     """Else the old pod would be made again, and evicted again, for ever."""
     world = settled_world(engine={"replicas": 1})
     world.change(engine={"args": ["--new"]})
-    due = plan(observe(world, contested={STATEFUL_SET: "spec.replicas"}), SETTINGS)
+    due = plan(observe(world, contested={STATEFUL_SET: "spec.replicas"}), IMAGES)
     assert (due.apply, due.evict, due.num_outdated) == ((), None, 1)
 
 
@@ -198,17 +189,15 @@ def test_nothing_is_evicted_while_the_template_is_contested() -> None:
 def test_an_invalid_spec_leaves_everything_as_it_is() -> None:
     world = settled_world()
     world.change(engine={"args": ["--port=1"]})
-    due = plan(observe(world), SETTINGS)
-    assert (due.apply, due.delete, due.evict) == ((), (), None)
+    due = plan(observe(world), IMAGES)
+    assert (due.apply, due.evict) == ((), None)
     assert [problem.reason for problem in due.problems] == ["InvalidSpec"]
 
 
 def test_names_that_are_taken_and_fields_that_are_contested_are_left_alone() -> None:
     world = World(cluster())
     service, budget = Ref("Service", "demo"), Ref("PodDisruptionBudget", "demo-engine")
-    due = plan(
-        observe(world, taken=frozenset({service}), contested={budget: "spec.maxUnavailable"}), SETTINGS
-    )
+    due = plan(observe(world, taken=frozenset({service}), contested={budget: "spec.maxUnavailable"}), IMAGES)
     assert not {service, budget} & {Ref(o["kind"], o["metadata"]["name"]) for o in due.apply}
     assert [problem.reason for problem in due.problems] == ["NameTaken", "FieldContested"]
     assert "spec.maxUnavailable of PodDisruptionBudget demo-engine" in due.problems[1].message
@@ -223,7 +212,7 @@ def status_of(
     world: World, *, now: datetime = EARLY, refusals: tuple[Problem, ...] = (), **more: Any
 ) -> dict[str, Any]:
     observed = observe(world, **more)
-    return derive_status(observed, plan(observed, SETTINGS), refusals, now)
+    return derive_status(observed, plan(observed, IMAGES), refusals, now)
 
 
 def condition(status: dict[str, Any], kind: str) -> tuple[str, str]:
@@ -241,7 +230,6 @@ def test_status_of_a_cluster_at_rest() -> None:
     }
     assert (status["replicas"], status["readyReplicas"]) == (2, 2)
     assert status["selector"] == "lmcache.io/cluster=demo,lmcache.io/component=engine"
-    assert status["transfer"] == {"mode": "SharedMemory", "reason": "GPUNotShared"}
 
 
 def test_status_while_pods_start_scale_and_are_replaced() -> None:
@@ -259,14 +247,11 @@ def test_status_while_pods_start_scale_and_are_replaced() -> None:
     )
 
 
-def test_problems_are_named_and_the_harmless_ones_do_not_make_it_unready() -> None:
+def test_problems_are_named_and_make_it_unready() -> None:
     status = status_of(settled_world(), missing_secrets=("hf",), refusals=(Problem("Refused", "no quota"),))
     assert condition(status, "Ready") == ("False", "MissingSecret")
     degraded = next(c for c in status["conditions"] if c["type"] == "Degraded")
     assert degraded["message"] == 'Secret "hf" does not exist in this namespace; no quota'
-    harmless = status_of(settled_world(sidecar={"transfer": "CudaIPC"}))
-    assert condition(harmless, "Degraded") == ("True", "TransferNotPossible")
-    assert condition(harmless, "Ready") == ("True", "Ready")
 
 
 def test_the_transition_time_changes_only_when_the_status_flips() -> None:
@@ -286,4 +271,3 @@ def test_an_unknown_field_makes_it_unready_whatever_the_spec(changes: dict[str, 
     world.resource["spec"]["engine"] = {"replicas": replicas, "unknown": 1}
     status = status_of(world)
     assert condition(status, "Ready") == ("False", "InvalidSpec")
-    assert "transfer" not in status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -16,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_operator.api.parse import InvalidSpec, parse
 from lmcache_operator.api.plain_yaml import dump
-from lmcache_operator.settings import RenderSettings
 from lmcache_operator.specs.children import children, spec_hash
+from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.merge import first_difference, merge
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+from lmcache_operator.specs.names import child_refs
 from lmcache_operator.specs.pod import arena_limit, sidecar_memory
-from lmcache_operator.specs.transfer import GpuSight, resolve_transfer
 from lmcache_operator.specs.vllm import engine_args
 
 from tests.harness.operator_model import cluster
 
 GOLDEN = Path(__file__).parent / "golden"
-IMAGES = {"engine": "vllm/vllm-openai:v0.32.0", "sidecar": "ghcr.io/lmcache-cluster/sidecar:0.1.0"}
 AUTH = {"name": "redis-auth", "usernameKey": "user", "passwordKey": "pass"}
 FULL: dict[str, Any] = {
     "model": {
@@ -51,19 +52,15 @@ FULL: dict[str, Any] = {
     "sidecar": {"image": "registry.example/sidecar:1", "chunkTokens": 512},
     "tiers": {"remote": {"external": {"url": "redis://redis.caches:6379/1", "authSecretRef": AUTH}}},
 }
-CASES = {
-    "minimal": {},
-    "full": FULL,
-    "dra": {"engine": {"gpu": {"count": 1, "deviceClassName": "gpu.nvidia.com"}}},
-}
+CASES = {"minimal": {}, "full": FULL}
 
 
-def render(changes: dict[str, Any], settings: RenderSettings | None = None) -> list[dict[str, Any]]:
-    return children(parse(cluster(**changes)), IMAGES, settings or RenderSettings())
+def render(changes: dict[str, Any]) -> list[dict[str, Any]]:
+    return children(parse(cluster(**changes)), IMAGES)
 
 
-def pod_of(changes: dict[str, Any], settings: RenderSettings | None = None) -> dict[str, Any]:
-    template: dict[str, Any] = render(changes, settings)[-1]["spec"]["template"]
+def pod_of(changes: dict[str, Any]) -> dict[str, Any]:
+    template: dict[str, Any] = render(changes)[-1]["spec"]["template"]
     return template
 
 
@@ -78,6 +75,11 @@ def test_rendering_is_as_checked_in(name: str) -> None:
     if os.environ.get("LMCACHE_UPDATE_GOLDEN"):
         path.write_text(text)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_what_is_rendered_is_what_is_looked_for(changes: dict[str, Any]) -> None:
+    assert sorted(map(ref_of, render(changes))) == sorted(child_refs("demo"))
 
 
 def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Path) -> None:
@@ -113,16 +115,9 @@ def test_only_a_declaration_for_the_pod_replaces_pods(changes: dict[str, Any], r
     assert (before != after) is replaces
 
 
-def test_another_default_image_replaces_pods_and_another_operator_setting_does_not() -> None:
+def test_another_default_image_replaces_pods() -> None:
     plain = parse(cluster())
     assert spec_hash(plain, IMAGES) != spec_hash(plain, IMAGES | {"sidecar": "sidecar:2"})
-    hashes = {
-        pod_of({}, RenderSettings(allow_all_gpus_sidecar=flag))["metadata"]["annotations"][
-            "lmcache.io/spec-hash"
-        ]
-        for flag in (True, False)
-    }
-    assert len(hashes) == 1
 
 
 # -- the pod
@@ -184,26 +179,12 @@ def test_the_sidecar_accepts_its_configuration(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "allow_all", "mode", "reason", "sight"),
-    [
-        ({}, False, "SharedMemory", "GPUNotShared", GpuSight.NONE),
-        ({}, True, "CudaIPC", "AllGPUsVisible", GpuSight.ALL_GPUS),
-        (CASES["dra"], False, "CudaIPC", "DRAClaimShared", GpuSight.CLAIM),
-        ({"engine": {"gpu": {"count": 0}}}, True, "SharedMemory", "NoGPU", GpuSight.NONE),
-        ({"sidecar": {"transfer": "SharedMemory"}}, True, "SharedMemory", "Requested", GpuSight.NONE),
-        ({"sidecar": {"transfer": "CudaIPC"}}, False, "SharedMemory", "GPUNotShared", GpuSight.NONE),
-    ],
-)
-def test_transfer(changes: dict[str, Any], allow_all: bool, mode: str, reason: str, sight: GpuSight) -> None:
-    settings = RenderSettings(allow_all_gpus_sidecar=allow_all)
-    transfer = resolve_transfer(parse(cluster(**changes)), settings)
-    assert (transfer.mode, transfer.reason, transfer.sight) == (mode, reason, sight)
-    assert bool(transfer.problem) is (changes.get("sidecar") == {"transfer": "CudaIPC"})
-    sidecar = pod_of(changes, settings)["spec"]["initContainers"][0]
-    visible = {GpuSight.NONE: "void", GpuSight.ALL_GPUS: "all", GpuSight.CLAIM: None}[sight]
-    assert env_of(sidecar).get("NVIDIA_VISIBLE_DEVICES") == visible
-    assert ("claims" in sidecar["resources"]) is (sight is GpuSight.CLAIM)
+def test_the_sidecar_sees_no_gpu() -> None:
+    """Also where its image, or the container runtime, would show it all of them."""
+    sidecar = pod_of({})["spec"]["initContainers"][0]
+    assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert sidecar["resources"].keys() == {"limits", "requests"}
+    assert sidecar["resources"]["limits"].keys() == {"memory"}
 
 
 # -- the user's template
@@ -232,6 +213,7 @@ def template(**engine: Any) -> dict[str, Any]:
         (pod({"initContainers": None}), "spec.initContainers"),
         (pod({"initContainers": [{"name": "sidecar", "resources": SMALL}]}), "resources.limits.memory"),
         (pod("x"), "spec"),
+        (pod({"containers": [{"name": ["engine"]}]}), "spec.containers"),
         ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/cluster": "x"}}}}}, "labels"),
     ],
 )  # fmt: skip
@@ -240,6 +222,25 @@ def test_a_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], wh
         render(changes)
     assert caught.value.path == "spec.engine.podTemplate"
     assert where in str(caught.value)
+
+
+keys = st.sampled_from(
+    ["metadata", "labels", "spec", "containers", "initContainers", "volumes", "env", "name"]
+)
+garbage = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["engine", "sidecar", "arena"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(keys, garbage, max_size=2), st.dictionaries(keys, garbage, max_size=3))
+def test_a_template_of_garbage_is_merged_or_refused_and_never_crashes(
+    template: dict[str, Any], spec: dict[str, Any]
+) -> None:
+    with contextlib.suppress(InvalidSpec):
+        render({"engine": {"podTemplate": {"spec": spec, **template}}})
 
 
 def test_a_template_may_change_everything_else() -> None:
@@ -298,6 +299,11 @@ def test_without_a_connector_of_the_user_ours_stands_alone() -> None:
         (["--port=1"], "--port can't be set"),
         (["--prefix_caching_hash_algo", "xxhash"], "--prefix-caching-hash-algo can't be set"),
         (["--no-enable-prefix-caching"], "can't be set"),
+        # The engine takes the beginning of an option for the whole.
+        (["--por=1"], "--port can't be set"),
+        (["--tensor-parallel=2"], "--tensor-parallel-size can't be set"),
+        (["--kv-transfer-conf={"], "is not JSON"),
+        (["--kv-transfer-conf.kv_connector=X"], "not in parts"),
     ],
 )
 def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: str) -> None:
