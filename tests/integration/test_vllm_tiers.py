@@ -1,4 +1,4 @@
-"""What a real engine gets from the tiers below the sidecar's memory, byte for byte; what their faults cost."""
+"""What a real engine gets from the tiers below its sidecar's memory, and what their faults cost it."""
 
 from __future__ import annotations
 
