@@ -4,8 +4,8 @@ use the heap.
 **Filling the file.** Pages are taken by this process first, so that its cgroup pays, and before anybody
 touches them, so that a lack of memory is an error and not a SIGBUS: extent by extent, ``posix_fallocate`` and
 then ``MADV_POPULATE_WRITE``, in a background thread. Before the first format the file is filled from its
-start; after it by ranges of rows over all columns, since a row is usable only when all its columns are (what
-is filled already costs next to nothing then).
+start, as one column of pages; after it by ranges of rows over all columns, since a row is usable only when
+all its columns are (what is filled already costs next to nothing then).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,31 +37,35 @@ _EXTENTS_PER_ARENA = 16
 _STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
 
 
-class _Extent(NamedTuple):
-    """What is populated at once: all columns of rows below ``end``, or, without a layout, bytes below
-    ``end``."""
-
-    layout: Layout | None
-    end: int
-    ranges: list[tuple[int, int]]  # (offset, length) in the file
-
-
 class ArenaFile:
     """The file at ``path``: created, or adopted when its capacity and version fit.
 
     A file of another capacity is unlinked, never truncated: clients may still have it mapped.
     Raises ArenaError when there is no room (saying how much is needed and where), when another process uses
-    the file as its arena, or when it is something else.
+    the file as its arena, or when it is something else; the file is left as it was then.
     """
+
+    table: SlotTable
+    """What is known about every slot; set by the first format."""
+
+    geometry: Geometry | None
+    """None until the arena is formatted."""
+
+    first_generation: int
+    """Generations of earlier formats are below this."""
+
+    epoch: int
+    """Changes at every open and every ``format``; never comes back."""
 
     def __init__(self, path: str | Path, capacity_bytes: int) -> None:
         self.path = Path(path)
+        self.num_rows = 0  # when all extents are ready; 0 until formatted
         self.growth_error: str | None = None  # why growing stopped below capacity; None while all is well
         self._capacity = capacity_bytes - capacity_bytes % PAGE_BYTES
         self._changed = threading.Condition()
         # protected by _changed
-        self._layout: Layout | None = None
-        self._ready = 0  # rows, or bytes before the first format
+        self._layout = Layout.unformatted(self._capacity)
+        self._grown = 0  # rows of the layout that are populated
         self._closing = False
         self._thread: threading.Thread | None = None
         try:
@@ -70,38 +73,16 @@ class ArenaFile:
             self._map = mmap.mmap(self._fd, self._capacity)
         except OSError as error:
             raise ArenaError(f"can't open the arena {self.path}: {error.strerror}") from error
-        self._bytes = memoryview(self._map)
         self._data = np.frombuffer(self._map, np.uint8)
-        self._head = head
+        self.epoch = head.epoch
         if head.geometry is not None:
             self._set_layout(Layout.plan(self._capacity, head.geometry))
         self._write_head(head.geometry, head.first_generation)
 
     @property
-    def epoch(self) -> int:
-        """Changes at every open and every ``format``; never comes back."""
-        return self._head.epoch
-
-    @property
-    def geometry(self) -> Geometry | None:
-        """None until the arena is formatted."""
-        return self._head.geometry
-
-    @property
-    def first_generation(self) -> int:
-        """Generations of earlier formats are below this."""
-        return self._head.first_generation
-
-    @property
-    def num_rows(self) -> int:
-        """Rows when all extents are ready; 0 until formatted."""
-        return self._layout.num_rows if self._layout else 0
-
-    @property
     def ready_rows(self) -> int:
         """Rows below this number are populated; only grows between two formats."""
-        with self._changed:
-            return self._ready if self._layout else 0
+        return self._grown if self.geometry else 0
 
     def start(self, on_growth: Callable[[], None]) -> None:
         """Populate in a background thread; ``on_growth`` is called from it after each extent, and on an
@@ -117,15 +98,15 @@ class ArenaFile:
         the old layout any more.
         """
         layout = Layout.plan(self._capacity, geometry)
-        first_generation = self._head.first_generation
-        if self._layout is not None:
+        first_generation = self.first_generation
+        if self.geometry is not None:
             first_generation = max(first_generation, self.table.max_generation() + 1)
         # Without a geometry the head disowns the table: a death from here on leaves an unformatted arena.
         self._write_head(None, first_generation)
         _allocate(self._fd, 0, layout.data_offset)
         self._data[HEAD_BYTES : layout.data_offset] = 0
-        self._write_head(geometry, first_generation)
         self._set_layout(layout)
+        self._write_head(geometry, first_generation)
 
     def table_offset(self, column: int) -> int:
         """Byte offset of the slot table of one column: ``num_rows`` entries of 128 bytes."""
@@ -141,7 +122,7 @@ class ArenaFile:
         if not (0 <= row < layout.num_rows and 0 <= column < layout.geometry.num_columns):
             raise IndexError(f"no slot ({row}, {column})")
         offset = layout.slot_offset(row, column)
-        return self._bytes[offset : offset + layout.geometry.slot_bytes]
+        return self._data[offset : offset + layout.geometry.slot_bytes].data
 
     def close(self) -> None:
         """Stop populating and let go of the file; it stays for the next process."""
@@ -151,68 +132,72 @@ class ArenaFile:
         if self._thread is not None:
             self._thread.join()
         os.close(self._fd)
-        del self._data, self._bytes
-        if self._layout is not None:
+        del self._data
+        if self.geometry is not None:
             del self.table
         # Views that others still hold keep the mapping until they go.
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def _formatted(self) -> Layout:
-        if self._layout is None:
+        if self.geometry is None:
             raise ArenaError("the arena is not formatted yet")
         return self._layout
 
     def _set_layout(self, layout: Layout) -> None:
-        columns, rows = layout.geometry.num_columns, layout.num_rows
+        columns, self.num_rows = layout.geometry.num_columns, layout.num_rows
         table = self._data[HEAD_BYTES : layout.table_offset(columns)]
-        self.table = SlotTable(table.view(ENTRY).reshape(columns, rows))
+        self.table = SlotTable(table.view(ENTRY).reshape(columns, layout.num_rows))
         with self._changed:
             self._layout = layout
-            self._ready = 0
+            self._grown = 0
             self.growth_error = None
             self._changed.notify_all()
 
     def _write_head(self, geometry: Geometry | None, first_generation: int) -> None:
         # The clock keeps epochs apart even when the file itself was lost in between.
-        epoch = max(self._head.epoch + 1, time.time_ns())
-        self._head = Head(self._capacity, epoch, first_generation, geometry)
-        packed = self._head.pack()
-        self._bytes[: len(packed)] = packed
+        self.epoch = max(self.epoch + 1, time.time_ns())
+        self.geometry, self.first_generation = geometry, first_generation
+        packed = Head(self._capacity, self.epoch, first_generation, geometry).pack()
+        self._data[: len(packed)] = np.frombuffer(packed, np.uint8)
 
     def _grow(self, on_growth: Callable[[], None]) -> None:
         while (extent := self._next_extent()) is not None:
+            layout, rows = extent
             error = None
             try:
-                for offset, length in extent.ranges:
-                    self._take(offset, length)
+                for column in range(layout.geometry.num_columns):
+                    self._take(layout.slot_offset(rows.start, column), layout.slot_offset(rows.stop, column))
             except ArenaError as caught:
                 error = f"{caught}; the arena {self.path} stays smaller than its {self._capacity} bytes"
                 _log.error("%s", error)
             with self._changed:
-                if self._layout is extent.layout:
+                if self._closing:
+                    return
+                if self._layout is layout:
                     self.growth_error = error
-                    self._ready = self._ready if error else extent.end
+                    self._grown = rows.start if error else rows.stop
             on_growth()
 
-    def _next_extent(self) -> _Extent | None:
-        """Wait for something to populate; None when the arena is being closed."""
+    def _next_extent(self) -> tuple[Layout, range] | None:
+        """Wait for rows to populate; None when the arena is being closed."""
         with self._changed:
             while not self._closing:
-                layout = self._layout
-                goal = layout.num_rows if layout else self._capacity
-                if self._ready < goal and self.growth_error is None:
-                    return _plan_extent(layout, self._ready, goal, self._capacity)
+                layout, first = self._layout, self._grown
+                if first < layout.num_rows and self.growth_error is None:
+                    extent_bytes = min(_MAX_EXTENT_BYTES, self._capacity // _EXTENTS_PER_ARENA)
+                    num_rows = max(1, extent_bytes // layout.row_bytes)
+                    return layout, range(first, min(layout.num_rows, first + num_rows))
                 self._changed.wait()
         return None
 
-    def _take(self, offset: int, length: int) -> None:
-        for start in range(offset, offset + length, _STEP_BYTES):
+    def _take(self, start: int, end: int) -> None:
+        for offset in range(start, end, _STEP_BYTES):
             if self._closing:
                 return
-            size = min(_STEP_BYTES, offset + length - start)
-            _allocate(self._fd, start, size)
-            populate(self._data[start : start + size])
+            step = min(_STEP_BYTES, end - offset)
+            _allocate(self._fd, offset, step)
+            populate(self._data[offset : offset + step])
 
 
 class HeapArena:
@@ -238,11 +223,13 @@ def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
     try:
         size = os.fstat(fd).st_size
         head = Head.parse(os.pread(fd, HEAD_BYTES, 0).ljust(HEAD_BYTES, b"\0")) if size else None
+        # Before anything is lost; what the file takes is there for its successor, too.
+        check_room(path, capacity, os.fstat(fd).st_blocks * 512)
         if size and (head is None or head.capacity_bytes != capacity or size != capacity):
             path.unlink()
+            fresh = _open_locked(path)
             os.close(fd)
-            fd, head = _open_locked(path), None
-        check_room(path, capacity, os.fstat(fd).st_blocks * 512)
+            fd, head = fresh, None
         os.ftruncate(fd, capacity)
         _allocate(fd, 0, HEAD_BYTES)
     except BaseException:
@@ -268,15 +255,3 @@ def _allocate(fd: int, offset: int, length: int) -> None:
         os.posix_fallocate(fd, offset, length)
     except OSError as error:
         raise ArenaError(f"can't take {length} bytes of the arena's volume: {error.strerror}") from error
-
-
-def _plan_extent(layout: Layout | None, ready: int, goal: int, capacity: int) -> _Extent:
-    extent_bytes = min(_MAX_EXTENT_BYTES, max(capacity // _EXTENTS_PER_ARENA, PAGE_BYTES))
-    if layout is None:
-        end = min(goal, ready + extent_bytes)
-        return _Extent(None, end, [(ready, end - ready)])
-    geometry = layout.geometry
-    end = min(goal, ready + max(1, extent_bytes // (geometry.slot_bytes * geometry.num_columns)))
-    length = (end - ready) * geometry.slot_bytes
-    columns = range(geometry.num_columns)
-    return _Extent(layout, end, [(layout.slot_offset(ready, column), length) for column in columns])

@@ -18,16 +18,8 @@ if TYPE_CHECKING:
 KEY_BYTES = 32
 """Length of a chunk key and of a namespace (both SHA-256)."""
 
-ROW_KEY_BYTES = 2 * KEY_BYTES
-"""Length of a row key: namespace, then chunk key."""
-
 RowKey = bytes
-"""64 bytes, ``namespace + chunk_key``: what the memory tier indexes and lower tiers name objects by."""
-
-
-def row_key(namespace: bytes, chunk_key: bytes) -> RowKey:
-    """Join a 32-byte namespace and a 32-byte chunk key."""
-    return namespace + chunk_key
+"""64 bytes, namespace + chunk key: what the memory tier indexes and lower tiers name objects by."""
 
 
 def split_row_key(key: RowKey) -> tuple[bytes, bytes]:
@@ -73,8 +65,6 @@ class Removal(enum.Enum):
 
     EVICTED = "evicted"  # capacity: the policy chose it
     INVALID = "invalid"  # checksum, length, version or key did not fit
-    DROPPED = "dropped"  # write-through queue full, or a failing medium
-    CLEARED = "cleared"  # asked for, or the arena was formatted anew
 
 
 class TierError(Exception):
@@ -105,26 +95,19 @@ class Geometry:
 class Arena(Protocol):
     """Memory for rows. ``MemoryTier`` decides what is in it; an arena only holds bytes and the slot table."""
 
-    @property
-    def geometry(self) -> Geometry | None:
-        """None while the arena is not formatted."""
+    num_rows: int
+    """Rows when all extents are ready."""
 
-    @property
-    def num_rows(self) -> int:
-        """Rows when all extents are ready."""
+    first_generation: int
+    """Generations of earlier formats of this arena are below this."""
+
+    table: SlotTable
+    """What is known about every slot."""
 
     @property
     def ready_rows(self) -> int:
         """Rows below this number are populated and may be used. Only ever grows (shrinking: a later
         version)."""
-
-    @property
-    def first_generation(self) -> int:
-        """Generations of earlier formats of this arena are below this."""
-
-    @property
-    def table(self) -> SlotTable:
-        """What is known about every slot."""
 
     def view(self, row: int, column: int) -> memoryview:
         """The ``slot_bytes`` writable bytes of one slot."""

@@ -48,6 +48,16 @@ class Layout:
         data_offset = _round_up(HEAD_BYTES + columns * num_rows * ENTRY_BYTES, align)
         return cls(geometry, num_rows, data_offset, _round_up(num_rows * slot_bytes, align))
 
+    @classmethod
+    def unformatted(cls, capacity_bytes: int) -> Layout:
+        """One column of pages over the whole file: the way it is filled before the first format."""
+        return cls(Geometry(PAGE_BYTES, 1), capacity_bytes // PAGE_BYTES, 0, capacity_bytes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all columns of one row."""
+        return self.geometry.slot_bytes * self.geometry.num_columns
+
     def table_offset(self, column: int) -> int:
         """Byte offset of the entry of row 0 of a column."""
         return HEAD_BYTES + column * self.num_rows * ENTRY_BYTES

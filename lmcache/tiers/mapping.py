@@ -33,7 +33,11 @@ def populate(memory: NDArray[np.uint8]) -> None:
 
 
 class MappedColumn:
-    """A client's view of its column of an arena file."""
+    """A client's view of its column of an arena file; the offsets are those of the column, as ``Attached``
+    carries them.
+
+    Raises ArenaError when the file is too small, OSError when it can't be opened.
+    """
 
     slots: NDArray[np.uint8]
     """[num_rows, slot_bytes]; rows that were not populated yet must not be touched."""
@@ -74,11 +78,4 @@ class MappedColumn:
             self._map.close()
 
 
-def map_column(
-    path: str | Path, table_offset: int, column_offset: int, slot_bytes: int, num_rows: int
-) -> MappedColumn:
-    """Map one column of an arena file; both offsets are those of the column, as ``Attached`` carries them.
-
-    Raises ArenaError when the file is too small, OSError when it can't be opened.
-    """
-    return MappedColumn(path, table_offset, column_offset, slot_bytes, num_rows)
+map_column = MappedColumn

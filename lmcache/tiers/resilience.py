@@ -4,27 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
-
-
-class Backoff(Protocol):
-    """How long to wait after a number of failures in a row."""
-
-    def compute(self, failures: int) -> float:
-        """Return seconds; ``failures`` is at least 1."""
-
-
-class ExponentialBackoff:
-    """Doubles from ``base`` up to ``cap`` seconds."""
-
-    def __init__(self, base: float = 0.05, cap: float = 0.5) -> None:
-        self._base = base
-        self._cap = cap
-
-    def compute(self, failures: int) -> float:
-        """Return seconds."""
-        # The exponent is bounded: a tier that is away for days must not overflow a float.
-        return min(self._cap, self._base * 2.0 ** min(failures - 1, 30))
 
 
 class CircuitBreaker:
@@ -33,12 +12,15 @@ class CircuitBreaker:
 
     So a tier that is down, slow or frozen costs one deadline once, and its users nothing per request. A trial
     that succeeds closes the circuit but does not forget the failures: a tier that answers trials and fails at
-    work is left alone for longer each time. Threads may use it together (a failure counted once too few is
-    harmless).
+    work is left alone for longer each time: ``base`` seconds, doubled by every failure in a row up to
+    ``cap``. Threads may use it together (a failure counted once too few is harmless).
     """
 
-    def __init__(self, backoff: Backoff | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._backoff = backoff or ExponentialBackoff()
+    def __init__(
+        self, base: float = 0.05, cap: float = 0.5, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._base = base
+        self._cap = cap
         self._clock = clock
         self._failures = 0
         self._next_trial: float | None = None  # None: closed
@@ -56,7 +38,8 @@ class CircuitBreaker:
     def failure(self) -> None:
         """An operation or a trial failed."""
         self._failures += 1
-        self._next_trial = self._clock() + self._backoff.compute(self._failures)
+        # The exponent is bounded: a tier that is away for days must not overflow a float.
+        self._next_trial = self._clock() + min(self._cap, self._base * 2.0 ** min(self._failures - 1, 30))
 
     def trial_succeeded(self) -> None:
         """The tier answers again."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,37 @@ class TestFile:
             arena = opened(16 * MIB)
             assert path.stat().st_ino != inode
         assert arena.geometry is None
+
+    @pytest.mark.parametrize("limit", [None, 20 * MIB])
+    def test_a_capacity_that_does_not_fit_loses_nothing(self, opened, path, monkeypatch, limit):
+        arena = opened()
+        arena.format(GEOMETRY)
+        arena.table.reserve(3, 1, key=b"k" * 64, owner=OWNER, length=5, generation=7)
+        arena.close()
+        before = path.read_bytes()
+        monkeypatch.setattr("lmcache.tiers.room.memory_limit", lambda: limit)
+        with pytest.raises(ArenaError, match="no room"):
+            ArenaFile(path, 1 << 50 if limit is None else 16 * MIB)
+        monkeypatch.undo()
+        assert path.read_bytes() == before
+        assert opened().table.state(3, 1) is State.RESERVED
+
+    def test_a_fill_cut_short_by_closing_promises_no_rows(self, opened, monkeypatch):
+        arena = opened()
+        arena.format(GEOMETRY)
+        taking = threading.Event()
+
+        def slow(memory: object) -> None:
+            taking.set()
+            while not arena._closing:
+                time.sleep(0.001)
+
+        monkeypatch.setattr("lmcache.tiers.arena.populate", slow)
+        monkeypatch.setattr("lmcache.tiers.arena._STEP_BYTES", 4096)
+        arena.start(lambda: None)
+        assert taking.wait(20)
+        arena.close()
+        assert arena.ready_rows == 0
 
     def test_unreachable_path_says_so(self, tmp_path):
         with pytest.raises(ArenaError, match="missing/arena"):

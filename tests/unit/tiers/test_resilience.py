@@ -2,20 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.tiers.resilience import CircuitBreaker, ExponentialBackoff
+from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.tiers.resp import Address
-
-
-def test_backoff_doubles_up_to_its_cap():
-    backoff = ExponentialBackoff(base=0.1, cap=0.5)
-    assert [backoff.compute(failures) for failures in (1, 2, 3, 4, 10_000)] == [0.1, 0.2, 0.4, 0.5, 0.5]
 
 
 class TestCircuitBreaker:
     @pytest.fixture(autouse=True)
     def breaker(self):
         self.now = 100.0
-        self.breaker = CircuitBreaker(ExponentialBackoff(0.1, 0.5), clock=lambda: self.now)
+        self.breaker = CircuitBreaker(0.1, 0.5, clock=lambda: self.now)
 
     def test_opens_at_the_first_failure_and_says_when_to_try(self):
         assert not self.breaker.is_open
@@ -26,6 +21,14 @@ class TestCircuitBreaker:
         self.now += 1
         assert self.breaker.is_open
         assert self.breaker.seconds_to_trial == 0
+
+    def test_waits_twice_as_long_each_time_up_to_the_cap(self):
+        waits = []
+        for _ in range(10_000):
+            self.breaker.failure()
+            waits.append(self.breaker.seconds_to_trial)
+        assert waits[:4] == pytest.approx([0.1, 0.2, 0.4, 0.5])
+        assert waits[-1] == pytest.approx(0.5)
 
     def test_success_forgets_failures(self):
         self.breaker.failure()

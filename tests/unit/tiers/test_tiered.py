@@ -11,7 +11,7 @@ import pytest
 
 from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry, Removal, Reserved, StaleSlot, TierUnavailable
-from lmcache.tiers.resilience import CircuitBreaker, ExponentialBackoff
+from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.tiers.tiered import Lookup, TieredStore
 
 NUM_COLUMNS = 2
@@ -33,7 +33,7 @@ class FakeRemote:
     """What ``TieredStore`` needs of ``RemoteTier``; operations in ``held`` wait at the gate."""
 
     def __init__(self) -> None:
-        self.breaker = CircuitBreaker(ExponentialBackoff(0.001, 0.01))
+        self.breaker = CircuitBreaker(0.001, 0.01)
         self.objects: dict[tuple[bytes, int], bytes] = {}
         self.calls: Counter[str] = Counter()
         self.labels: set[bytes] = set()
