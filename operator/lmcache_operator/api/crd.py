@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
-from typing import Any, cast
+from typing import Any
 
 from . import CRD_NAME, GROUP, KIND, PLURAL, VERSION
-from .fields import Field, Rule, fields_of
+from .fields import Field, Rule, is_part
 from .plain_yaml import dump
 from .types import CLUSTER_NAME, Spec, Status
 
@@ -71,13 +70,13 @@ _COLUMNS = [
 
 
 def _type_schema(annotation: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(annotation):
-        fields = fields_of(cast(Any, annotation))
+    if is_part(annotation):
+        fields = annotation.FIELDS
         properties = {field.json_name: _field_schema(field) for field in fields}
         schema: dict[str, Any] = {"type": "object", "properties": properties}
         if required := [field.json_name for field in fields if field.is_required]:
             schema["required"] = required
-        return schema | _validations(getattr(annotation, "RULES", ()))
+        return schema | _validations(annotation.RULES)
     origin = typing.get_origin(annotation)
     if origin is list:
         return {"type": "array", "items": _type_schema(typing.get_args(annotation)[0])}

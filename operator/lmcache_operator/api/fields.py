@@ -7,11 +7,10 @@ into checks, so that the API server and `lmcache-operator render` refuse the sam
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class Rule(NamedTuple):
@@ -35,7 +34,7 @@ def field(description: str, *, default: Any = None, rules: tuple[Rule, ...] = ()
 
 
 class Field(NamedTuple):
-    """One field of a dataclass, as it was declared with `field(...)`."""
+    """One field of a part, as it was declared."""
 
     name: str
     type: Any
@@ -54,14 +53,28 @@ class Field(NamedTuple):
         return head + "".join(word.capitalize() for word in tail)
 
 
-@functools.cache
-def fields_of(cls: Any) -> tuple[Field, ...]:
-    """The fields of a dataclass in the order they were declared."""
-    hints, found = typing.get_type_hints(cls), []
-    for declared in dataclasses.fields(cls):
-        hint = hints[declared.name]
-        is_optional = isinstance(hint, types.UnionType)
-        annotation = typing.get_args(hint)[0] if is_optional else hint
-        is_required = not is_optional and declared.metadata["default"] is None
-        found.append(Field(declared.name, annotation, is_required, **declared.metadata))
-    return tuple(found)
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+class Part:
+    """Base of the parts of the resource: frozen dataclasses whose fields are declared with `field(...)`."""
+
+    FIELDS: ClassVar[tuple[Field, ...]]
+    """In the order they were declared."""
+    RULES: ClassVar[tuple[Rule, ...]] = ()
+    """Validations of the part as a whole."""
+
+    def __init_subclass__(cls) -> None:
+        made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        hints = typing.get_type_hints(cls)
+        cls.FIELDS = tuple(_field(hints[declared.name], declared) for declared in dataclasses.fields(made))
+
+
+def is_part(annotation: Any) -> bool:
+    """Whether a type is a part, and no scalar, list or free-form object."""
+    return isinstance(annotation, type) and issubclass(annotation, Part)
+
+
+def _field(hint: Any, declared: dataclasses.Field[Any]) -> Field:
+    is_optional = isinstance(hint, types.UnionType)
+    is_required = not is_optional and declared.metadata["default"] is None
+    annotation = typing.get_args(hint)[0] if is_optional else hint
+    return Field(declared.name, annotation, is_required, **declared.metadata)

@@ -6,14 +6,13 @@ API server, and because an object may be older than the CRD.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import Field, Rule, fields_of
+from .fields import Field, Part, Rule, is_part
 from .types import CLUSTER_NAME, Spec
 
 _TYPE_NAMES = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
@@ -64,12 +63,11 @@ def parse(resource: Mapping[str, Any]) -> Cluster:
 
 
 def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
-    is_class = dataclasses.is_dataclass(annotation)
-    expected = dict if is_class else typing.get_origin(annotation) or annotation
+    expected = dict if is_part(annotation) else typing.get_origin(annotation) or annotation
     # bool is an int for Python, but not for anyone who writes YAML.
     if not isinstance(raw, expected) or isinstance(raw, bool):
         raise InvalidSpec(path, f"must be {_TYPE_NAMES[expected]}, not {raw!r}")
-    if is_class:
+    if is_part(annotation):
         return _parse_object(annotation, raw, path)
     if expected is list:
         (item,) = typing.get_args(annotation)
@@ -78,7 +76,7 @@ def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
 
 
 def _parse_object(cls: Any, raw: dict[str, Any], path: str) -> Any:
-    fields = fields_of(cls)
+    fields = cls.FIELDS
     if unknown := sorted(raw.keys() - {field.json_name for field in fields}, key=str):
         raise InvalidSpec(f"{path}.{unknown[0]}", "is not a known field")
     parsed = cls(
@@ -87,7 +85,7 @@ def _parse_object(cls: Any, raw: dict[str, Any], path: str) -> Any:
             for field in fields
         }
     )
-    _check_rules(getattr(cls, "RULES", ()), parsed, path)
+    _check_rules(cls.RULES, parsed, path)
     return parsed
 
 
@@ -117,16 +115,15 @@ def _check_rules(rules: tuple[Rule, ...], value: Any, path: str) -> None:
             raise InvalidSpec(path, rule.message)
 
 
-def declared(value: Any) -> dict[str, Any]:
+def declared(value: Part) -> dict[str, Any]:
     """The fields of a parsed object that differ from their defaults, by their Python names.
 
     What equals its default is left out, so that a field which a later version adds changes nothing here.
     """
     found: dict[str, Any] = {}
-    cls: Any = type(value)
-    for field in fields_of(cls):
+    for field in value.FIELDS:
         own = getattr(value, field.name)
-        if dataclasses.is_dataclass(own):
+        if isinstance(own, Part):
             own = declared(own) or None
         if own is not None and own != field.default:
             found[field.name] = own

@@ -1,13 +1,11 @@
 """The LMCacheCluster as a user writes it (spec) and as the operator reports on it (status)."""
 
-# ruff: noqa: RUF009  (`field` makes a dataclasses.field; nothing is shared between instances)
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from .fields import Rule, field
+from .fields import Part, Rule, field
 from .quantity import BYTES_PATTERN, parse_quantity
 
 _NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
@@ -15,7 +13,7 @@ _SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"
 _IMAGE: dict[str, Any] = {"maxLength": 512, "pattern": r"^\S+$"}
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s]\S*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-_SMALLEST_MEMORY, _LARGEST_MEMORY = "64Mi", "16Ti"
+_LEAST_MEMORY, _MOST_MEMORY = "64Mi", "16Ti"
 _PARALLEL_SIZE = "^(--(tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)(=|$)"
 # The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
 _CLUSTER_NAME = "^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$"
@@ -26,16 +24,14 @@ CLUSTER_NAME = Rule(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SecretKeyRef:
+class SecretKeyRef(Part):
     """One key of a Secret in the object's own namespace."""
 
     name: str = field("Name of the Secret, in the same namespace.", **_NAME)
     key: str = field("Key in the Secret.", default="token", **_SECRET_KEY)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Part):
     """What the engine serves."""
 
     name: str = field(
@@ -53,8 +49,7 @@ class Model:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
+class Gpu(Part):
     """The GPUs of one engine pod."""
 
     count: int = field("GPUs of one pod; 0 for an engine on CPUs.", default=1, minimum=0, maximum=64)
@@ -67,8 +62,7 @@ class Gpu:
     runtime_class_name: str | None = field("RuntimeClass of the pods, e.g. nvidia.", **_NAME)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parallelism:
+class Parallelism(Part):
     """How the engine splits the model over the GPUs of its pod."""
 
     tensor: int = field("Tensor parallel size.", default=1, minimum=1, maximum=64)
@@ -80,11 +74,10 @@ class Parallelism:
         return self.tensor * self.pipeline
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engine:
+class Engine(Part):
     """The inference engine: one StatefulSet of pods, each with a sidecar."""
 
-    RULES: ClassVar[tuple[Rule, ...]] = (
+    RULES = (
         Rule(
             "self.gpu.count == 0 || self.parallelism.tensor * self.parallelism.pipeline == self.gpu.count",
             "parallelism.tensor x parallelism.pipeline must equal gpu.count: an engine runs in one pod",
@@ -117,8 +110,7 @@ class Engine:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sidecar:
+class Sidecar(Part):
     """The process beside each engine that owns the pod's cache."""
 
     image: str | None = field("Sidecar image. Default: the one of the operator's version.", **_IMAGE)
@@ -131,8 +123,7 @@ class Sidecar:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryTier:
+class MemoryTier(Part):
     """Host memory of one pod."""
 
     size: str = field(
@@ -141,14 +132,10 @@ class MemoryTier:
         pattern=BYTES_PATTERN,
         rules=(
             Rule(
-                f"!isQuantity(self) || (quantity(self).compareTo(quantity('{_SMALLEST_MEMORY}')) >= 0 && "
-                f"quantity(self).compareTo(quantity('{_LARGEST_MEMORY}')) <= 0)",
-                f"tiers.memory.size must be between {_SMALLEST_MEMORY} and {_LARGEST_MEMORY}",
-                lambda size: (
-                    parse_quantity(_SMALLEST_MEMORY)
-                    <= parse_quantity(size)
-                    <= parse_quantity(_LARGEST_MEMORY)
-                ),
+                f"!isQuantity(self) || (quantity(self).compareTo(quantity('{_LEAST_MEMORY}')) >= 0 && "
+                f"quantity(self).compareTo(quantity('{_MOST_MEMORY}')) <= 0)",
+                f"tiers.memory.size must be between {_LEAST_MEMORY} and {_MOST_MEMORY}",
+                lambda size: 64 * 2**20 <= parse_quantity(size) <= 16 * 2**40,
             ),
         ),
     )
@@ -159,8 +146,7 @@ class MemoryTier:
         return int(parse_quantity(self.size))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuthSecretRef:
+class AuthSecretRef(Part):
     """Credentials of the remote tier."""
 
     name: str = field("Name of the Secret, in the same namespace.", **_NAME)
@@ -168,8 +154,7 @@ class AuthSecretRef:
     password_key: str = field("Key of the password.", default="password", **_SECRET_KEY)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExternalRemote:
+class ExternalRemote(Part):
     """A Redis or Valkey the user runs."""
 
     url: str = field(
@@ -183,11 +168,10 @@ class ExternalRemote:
     auth_secret_ref: AuthSecretRef | None = field("Credentials; mounted, never read.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteTier:
+class RemoteTier(Part):
     """A cache that all pods share."""
 
-    RULES: ClassVar[tuple[Rule, ...]] = (
+    RULES = (
         Rule(
             "[has(self.managed), has(self.external), has(self.clusterRef)].filter(x, x).size() == 1",
             "exactly one of managed, external and clusterRef must be set",
@@ -205,8 +189,7 @@ class RemoteTier:
     cluster_ref: dict[str, Any] | None = field("The tier of another cluster. Not in this version.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tiers:
+class Tiers(Part):
     """Where KV is kept, fastest first."""
 
     memory: MemoryTier = field("Host memory, per pod.")
@@ -223,8 +206,7 @@ class Tiers:
         return self.external.auth_secret_ref if self.external else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
+class Spec(Part):
     """What an LMCacheCluster should be."""
 
     model: Model = field("What the engine serves.")
@@ -233,8 +215,7 @@ class Spec:
     tiers: Tiers = field("Where KV is kept.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Condition:
+class Condition(Part):
     """One aspect of the present state."""
 
     type: str = field("CamelCase name of the aspect.", maxLength=316)
@@ -245,8 +226,7 @@ class Condition:
     last_transition_time: str = field("When `status` last flipped.", format="date-time")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Status:
+class Status(Part):
     """What the operator sees."""
 
     observed_generation: int | None = field("metadata.generation this was derived from.", format="int64")

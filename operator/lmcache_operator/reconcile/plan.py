@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,20 +89,15 @@ def referenced_secrets(resource: Object) -> tuple[str, ...]:
     return tuple(sorted({ref.name for ref in refs if ref}))
 
 
-def _problems(observed: Observed) -> list[Problem]:
-    problems = [
-        Problem("MissingSecret", f'Secret "{name}" does not exist in this namespace')
-        for name in observed.missing_secrets
-    ]
-    problems += [
-        Problem("NameTaken", f"{ref} exists and belongs to somebody else: delete it or rename this cluster")
-        for ref in sorted(observed.taken)
-    ]
-    contest = "somebody keeps changing {} of {}; it is left alone for ten minutes"
-    return problems + [
-        Problem("FieldContested", contest.format(where, ref))
-        for ref, where in sorted(observed.contested.items())
-    ]
+def _problems(observed: Observed) -> Iterator[Problem]:
+    for name in observed.missing_secrets:
+        yield Problem("MissingSecret", f'Secret "{name}" does not exist in this namespace')
+    for ref in sorted(observed.taken):
+        mend = "delete it or rename this cluster"
+        yield Problem("NameTaken", f"{ref} exists and belongs to somebody else: {mend}")
+    for ref, where in sorted(observed.contested.items()):
+        pause = "it is left alone for ten minutes"
+        yield Problem("FieldContested", f"somebody keeps changing {where} of {ref}; {pause}")
 
 
 def _next_eviction(observed: Observed, outdated: list[Object], template: Object) -> str | None:

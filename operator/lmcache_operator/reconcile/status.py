@@ -31,11 +31,18 @@ def derive_status(observed: Observed, plan: Plan, refusals: Sequence[Problem], n
         progressing = True, "Scaling", f"{num_pods} of {desired} engine pods exist"
     elif num_ready != desired:
         progressing = True, "Starting", count
+    ready: _Verdict = True, "Ready", count
+    degraded: _Verdict = False, "AsDeclared", "nothing stands in the way of the declared state"
+    if problems:
+        ready = False, *problems[0]
+        degraded = True, problems[0].reason, "; ".join(problem.message for problem in problems)
+    elif progressing[0]:
+        ready = False, *progressing[1:]
     verdicts = {
-        "Degraded": _degraded(problems),
+        "Degraded": degraded,
         "EngineAvailable": _engine_available(desired, num_ready, count),
         "Progressing": progressing,
-        "Ready": _ready(problems, progressing, count),
+        "Ready": ready,
     }
     return {
         "conditions": _conditions(observed, verdicts, now),
@@ -46,25 +53,12 @@ def derive_status(observed: Observed, plan: Plan, refusals: Sequence[Problem], n
     }
 
 
-def _degraded(problems: Sequence[Problem]) -> _Verdict:
-    if not problems:
-        return False, "AsDeclared", "nothing stands in the way of the declared state"
-    return True, problems[0].reason, "; ".join(problem.message for problem in problems)
-
-
 def _engine_available(desired: int, num_ready: int, count: str) -> _Verdict:
     if num_ready:
         return True, "EnginesReady", count
     if desired == 0:
         return False, "ScaledToZero", "no engine pods are asked for"
     return False, "NoEngineReady", f"none of {desired} engine pods is ready"
-
-
-def _ready(problems: Sequence[Problem], progressing: _Verdict, count: str) -> _Verdict:
-    if problems:
-        return False, problems[0].reason, problems[0].message
-    is_progressing, reason, message = progressing
-    return (False, reason, message) if is_progressing else (True, "Ready", count)
 
 
 def _conditions(observed: Observed, verdicts: dict[str, _Verdict], now: datetime) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ readiness probe: a pod without a cache still serves.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..api.parse import Cluster, InvalidSpec
 from ..api.quantity import format_mebibytes
 from . import Images, Object, names, paths
@@ -22,7 +24,6 @@ _POD_SECURITY = {
 _MIB = 2**20
 # Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
 _SIDECAR_BASE_BYTES = 512 * _MIB
-_SHARED_MOUNTS = {paths.ARENA_DIR: "arena", paths.SOCKET_DIR: "socket"}
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _FREE_TO_CHANGE = (
     "imagePullPolicy", "livenessProbe", "readinessProbe", "resources", "securityContext", "startupProbe",
@@ -60,17 +61,18 @@ def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
 
 
 def _pod_spec(cluster: Cluster, images: Images) -> Object:
+    sidecar_image = images[names.SIDECAR]
     spec: Object = {
         "automountServiceAccountToken": False,
         "containers": [_engine(cluster, images[names.ENGINE])],
         # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
         "enableServiceLinks": False,
-        "initContainers": [_sidecar(cluster, images[names.SIDECAR]), _payload(images[names.SIDECAR])],
+        "initContainers": [_sidecar(cluster, sidecar_image), _payload(cluster, sidecar_image)],
         "securityContext": _POD_SECURITY,
         "serviceAccountName": names.engine_name(cluster.name),
         # Engines finish requests, then the sidecar writes out what is queued.
         "terminationGracePeriodSeconds": 90,
-        "volumes": _volumes(cluster),
+        "volumes": [{"name": volume.name, **volume.source} for volume in _volumes(cluster)],
     }
     if (runtime_class := cluster.spec.engine.gpu.runtime_class_name) is not None:
         spec["runtimeClassName"] = runtime_class
@@ -78,11 +80,6 @@ def _pod_spec(cluster: Cluster, images: Images) -> Object:
 
 
 def _engine(cluster: Cluster, image: str) -> Object:
-    mounts = _SHARED_MOUNTS | {
-        paths.HOME_DIR: "home",
-        paths.MODELS_DIR: "models",
-        paths.PAYLOAD_DIR: "payload",
-    }
     env = {
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
@@ -94,12 +91,9 @@ def _engine(cluster: Cluster, image: str) -> Object:
         "USER": "lmcache",
     }
     if cluster.spec.model.token_secret_ref is not None:
-        mounts[paths.HUB_TOKEN_DIR] = "hub-token"
         env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
-    if cluster.spec.engine.parallelism.num_ranks > 1:
-        mounts["/dev/shm"] = "shm"
     gpu = cluster.spec.engine.gpu
-    return _container(names.ENGINE, image, mounts, env) | {
+    return _container(cluster, names.ENGINE, image, env) | {
         "args": engine_args(cluster),
         "command": ["vllm", "serve"],
         "livenessProbe": _probe("/health", names.ENGINE_PORT, period=10, failures=6),
@@ -112,14 +106,11 @@ def _engine(cluster: Cluster, image: str) -> Object:
 
 
 def _sidecar(cluster: Cluster, image: str) -> Object:
-    mounts = _SHARED_MOUNTS | {paths.CONFIG_DIR: "config"}
-    if cluster.spec.tiers.remote_auth:
-        mounts[paths.REMOTE_AUTH_DIR] = "remote-auth"
     # No GPUs is said aloud: some images default to all of them.
     env = {"HOME": paths.SOCKET_DIR, "NVIDIA_VISIBLE_DEVICES": "void"}
     memory_bytes = cluster.spec.tiers.memory.num_bytes
     memory = format_mebibytes(sidecar_memory(memory_bytes))
-    return _container(names.SIDECAR, image, mounts, env) | {
+    return _container(cluster, names.SIDECAR, image, env) | {
         # The size is an argument, not a key of the shared file: a pod keeps the one its volume was made for.
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"--memory-size={memory_bytes}"],
         "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6),
@@ -130,15 +121,15 @@ def _sidecar(cluster: Cluster, image: str) -> Object:
     }
 
 
-def _payload(image: str) -> Object:
-    container = _container(names.PAYLOAD, image, {paths.PAYLOAD_DIR: "payload"}, {})
-    return container | {
+def _payload(cluster: Cluster, image: str) -> Object:
+    return _container(cluster, names.PAYLOAD, image, {}) | {
         "command": ["cp", "-r", f"{paths.PAYLOAD_SOURCE}/.", paths.PAYLOAD_DIR],
         "resources": {"limits": {"memory": "256Mi"}, "requests": {"cpu": "100m", "memory": "64Mi"}},
     }
 
 
-def _container(name: str, image: str, mounts: dict[str, str], env: dict[str, str]) -> Object:
+def _container(cluster: Cluster, name: str, image: str, env: dict[str, str]) -> Object:
+    mounts = {volume.path: volume.name for volume in _volumes(cluster) if name in volume.users}
     return {
         "env": [{"name": key, "value": env[key]} for key in sorted(env)],
         "image": image,
@@ -148,33 +139,45 @@ def _container(name: str, image: str, mounts: dict[str, str], env: dict[str, str
     }
 
 
-def _volumes(cluster: Cluster) -> list[Object]:
-    spec = cluster.spec
-    arena_bytes = arena_limit(spec.tiers.memory.num_bytes)
-    volumes: Object = {
-        "arena": {"emptyDir": {"medium": "Memory", "sizeLimit": format_mebibytes(arena_bytes)}},
-        "config": {"configMap": {"name": names.config_name(cluster.name)}},
-        "home": {"emptyDir": {}},
-        "models": spec.model.volume or {"emptyDir": {}},
-        "payload": {"emptyDir": {}},
-        "socket": {"emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
-    }
+class _Volume(NamedTuple):
+    name: str
+    path: str
+    """Where it is in every container that has it."""
+    users: tuple[str, ...]
+    """Containers that have it."""
+    source: Object
+
+
+def _volumes(cluster: Cluster) -> list[_Volume]:
+    spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
+    arena = _in_memory(format_mebibytes(arena_limit(spec.tiers.memory.num_bytes)))
+    config = {"configMap": {"name": names.config_name(cluster.name)}}
+    found = [
+        _Volume("arena", paths.ARENA_DIR, engine + sidecar, arena),
+        _Volume("config", paths.CONFIG_DIR, sidecar, config),
+        _Volume("home", paths.HOME_DIR, engine, {"emptyDir": {}}),
+        _Volume("models", paths.MODELS_DIR, engine, spec.model.volume or {"emptyDir": {}}),
+        _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), {"emptyDir": {}}),
+        _Volume("socket", paths.SOCKET_DIR, engine + sidecar, _in_memory("16Mi")),
+    ]
     if spec.engine.parallelism.num_ranks > 1:
-        volumes["shm"] = {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
+        found.append(_Volume("shm", "/dev/shm", engine, _in_memory("8Gi")))
     if token := spec.model.token_secret_ref:
-        volumes["hub-token"] = _secret_volume(token.name, {"token": token.key})
+        found.append(_Volume("hub-token", paths.HUB_TOKEN_DIR, engine, _secret(token.name, token=token.key)))
     if auth := spec.tiers.remote_auth:
-        keys = {"password": auth.password_key}
-        if auth.username_key is not None:
-            keys["username"] = auth.username_key
-        volumes["remote-auth"] = _secret_volume(auth.name, keys)
-    return [{"name": name, **volumes[name]} for name in sorted(volumes)]
+        source = _secret(auth.name, password=auth.password_key, username=auth.username_key)
+        found.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))
+    return sorted(found)
 
 
-def _secret_volume(secret: str, keys: dict[str, str]) -> Object:
+def _in_memory(size: str) -> Object:
+    return {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
+
+
+def _secret(name: str, **keys: str | None) -> Object:
     """Files named as we read them, whatever the user's keys are called."""
-    items = [{"key": keys[path], "path": path} for path in sorted(keys)]
-    return {"secret": {"items": items, "secretName": secret}}
+    items = [{"key": key, "path": path} for path, key in keys.items() if key is not None]
+    return {"secret": {"items": items, "secretName": name}}
 
 
 def _probe(path: str, port: int, *, period: int, failures: int) -> Object:
