@@ -14,6 +14,7 @@ then on operations raise at once, until ``try_again`` finds it well.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -38,16 +39,12 @@ _MAX_REWRITE = 4096  # names of invalid objects that are remembered
 _STORE_REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOPERM"})
 
 
-class _Miss(Exception):
-    """There is nothing of use under this name; ``reason`` is empty when there is nothing at all."""
-
-    def __init__(self, reason: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
+class _Invalid(Exception):
+    """What stands under this name is not ours; the message is the reason, as it is counted."""
 
 
 class RemoteTier:
-    """Thread-safe: each thread has its own connection. Every method but ``close`` blocks up to the deadline.
+    """Thread-safe. Every method but ``close`` blocks up to the deadline.
 
     ``timeout_seconds`` is the deadline of one step: a connection, or one part.
     """
@@ -59,9 +56,8 @@ class RemoteTier:
         self.stats = RemoteStats()
         self.breaker = breaker or CircuitBreaker()
         self._timeout = timeout_seconds
-        self._local = threading.local()
         self._lock = threading.Lock()  # protects stats and what follows
-        self._connections: set[Connection] = set()
+        self._idle: list[Connection] = []
         self._rewrite: dict[tuple[RowKey, int], None] = {}  # found invalid: to be written though present
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
@@ -73,44 +69,38 @@ class RemoteTier:
         undefined)."""
         try:
             length = self._run(lambda connection: _load(connection, key, column, into))
-        except _Miss as miss:
+        except _Invalid as invalid:
             with self._lock:
-                if miss.reason:
-                    self.stats.invalid[miss.reason] += 1
-                    self._note_invalid(key, column)
-                else:
-                    self.stats.misses += 1
+                self.stats.invalid[str(invalid)] += 1
+                self._rewrite[key, column] = None
+                if len(self._rewrite) > _MAX_REWRITE:
+                    del self._rewrite[next(iter(self._rewrite))]
             return None
         with self._lock:
-            self.stats.hits += 1
+            self.stats.hits += length is not None
+            self.stats.misses += length is None
         return length
 
     def store(self, key: RowKey, column: int, payload: memoryview, label: bytes = b"") -> bool:
         """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
         say)."""
         is_rewrite = (key, column) in self._rewrite
-        try:
-            is_new = self._run(
-                lambda connection: _store(connection, key, column, payload, label, is_rewrite=is_rewrite)
-            )
-        except _Refused as refused:
-            with self._lock:
-                self.stats.refused[refused.code] += 1
-            return False
+        result = self._run(
+            lambda connection: _store(connection, key, column, payload, label, is_rewrite=is_rewrite)
+        )
         with self._lock:
-            self.stats.stored += is_new
-            self.stats.touched += not is_new
+            if isinstance(result, ServerError):
+                self.stats.refused[result.code] += 1
+                return False
+            self.stats.stored += result
+            self.stats.touched += not result
             self._rewrite.pop((key, column), None)
         return True
 
     def try_again(self) -> bool:
         """While the circuit is open: ask the server whether it is well, and close the circuit if so."""
         try:
-            connection = Connection(self.address, self._timeout)
-            try:
-                connection.call("PING")
-            finally:
-                connection.close()
+            self._attempt(lambda connection: connection.call("PING"))
         except (OSError, ServerError) as error:
             self.breaker.failure()
             _log.debug("remote tier %s is still away: %s", self.address, error)
@@ -121,20 +111,14 @@ class RemoteTier:
 
     def close(self) -> None:
         """Close all connections; the threads that used them must have ended."""
-        with self._lock:
-            connections = tuple(self._connections)
-            self._connections.clear()
-        for connection in connections:
-            connection.close()
+        while self._idle:
+            self._idle.pop().close()
 
     def _run(self, operation: Callable[[Connection], T]) -> T:
         if self.breaker.is_open:
             raise TierUnavailable(f"remote tier {self.address} is away")
         try:
             result = self._attempt(operation)
-        except _Miss:
-            self.breaker.success()
-            raise
         except (OSError, ServerError) as error:
             self.breaker.failure()
             with self._lock:
@@ -145,44 +129,24 @@ class RemoteTier:
         return result
 
     def _attempt(self, operation: Callable[[Connection], T]) -> T:
-        connection: Connection | None = getattr(self._local, "connection", None)
-        if connection is not None:
-            try:
-                return self._use(connection, operation)
-            except ConnectionError:
-                # It may have been closed while idle, by a restart of the server long ago: that says nothing
-                # about now.
-                pass
-        connection = Connection(self.address, self._timeout)
         with self._lock:
-            self._connections.add(connection)
-        self._local.connection = connection
-        return self._use(connection, operation)
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None:
+            # It may have been closed while idle, by a restart of the server long ago: that says nothing about
+            # now.
+            with contextlib.suppress(ConnectionError):
+                return self._use(connection, operation)
+        return self._use(Connection(self.address, self._timeout), operation)
 
     def _use(self, connection: Connection, operation: Callable[[Connection], T]) -> T:
         try:
-            return operation(connection)
-        finally:
-            # After a failure, and after a miss that left replies unread: they would be taken for the next
-            # one's.
-            if connection.num_unread:
-                connection.close()
-                self._local.connection = None
-                with self._lock:
-                    self._connections.discard(connection)
-
-    def _note_invalid(self, key: RowKey, column: int) -> None:
-        self._rewrite[key, column] = None
-        if len(self._rewrite) > _MAX_REWRITE:
-            del self._rewrite[next(iter(self._rewrite))]
-
-
-class _Refused(_Miss):
-    """The server is well but does not take this object."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__(code)
-        self.code = code
+            result = operation(connection)
+        except BaseException:
+            connection.close()  # answers left unread would be taken for the next operation's
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        return result
 
 
 def part_name(key: RowKey, column: int, part: int) -> str:
@@ -197,7 +161,7 @@ def _probe(connection: Connection, keys: Sequence[RowKey], num_columns: int) -> 
     while present < len(keys):
         asked = keys[present : present + window]
         markers = ([part_name(key, column, 0) for column in range(num_columns)] for key in asked)
-        connection.send(b"".join(command("EXISTS", *names) for names in markers), num_commands=len(asked))
+        connection.send(b"".join(command("EXISTS", *names) for names in markers))
         answers = [connection.read_reply() == num_columns for _ in asked]
         if False in answers:
             return present + answers.index(False)
@@ -206,51 +170,59 @@ def _probe(connection: Connection, keys: Sequence[RowKey], num_columns: int) -> 
     return present
 
 
-def _load(connection: Connection, key: RowKey, column: int, into: memoryview) -> int:
-    connection.send(command("GET", part_name(key, column, 0)))
-    first = _read_part(connection, key, column, 0, into[:PART_BYTES])
+def _load(connection: Connection, key: RowKey, column: int, into: memoryview) -> int | None:
+    """Return the payload's length; None when there is no such object."""
+    first = _read_part(connection, key, column, 0, into)
+    if first is None:
+        return None
     if first.total_bytes > len(into):
-        raise _Miss("length")
+        raise _Invalid("length")
     for part in range(1, first.num_parts):
-        connection.send(command("GET", part_name(key, column, part)))
-        window = into[part * PART_BYTES : min((part + 1) * PART_BYTES, first.total_bytes)]
-        if _read_part(connection, key, column, part, window).total_bytes != first.total_bytes:
-            raise _Miss("length")
+        header = _read_part(connection, key, column, part, into)
+        if header is None:
+            raise _Invalid("part")
+        if header.total_bytes != first.total_bytes:
+            raise _Invalid("length")
     return first.total_bytes
 
 
-def _read_part(connection: Connection, key: RowKey, column: int, part: int, into: memoryview) -> Header:
-    """Read one part and make sure that it is what was asked for."""
+def _read_part(
+    connection: Connection, key: RowKey, column: int, part: int, into: memoryview
+) -> Header | None:
+    """Read one part into its place, and make sure that it is what was asked for. None: there is none."""
+    connection.send(command("GET", part_name(key, column, part)))
     try:
         num_bytes = connection.read_bulk_length()
     except ServerError as error:
         if error.code != "WRONGTYPE":
             raise
-        raise _Miss("type") from None
+        raise _Invalid("type") from None
     if num_bytes is None:
-        raise _Miss("part" if part else "")
+        return None
+    place = into[part * PART_BYTES : (part + 1) * PART_BYTES]
     length = num_bytes - HEADER_BYTES
-    if not 0 <= length <= len(into):
-        raise _Miss("length")
+    if not 0 <= length <= len(place):
+        raise _Invalid("length")
     head = memoryview(bytearray(HEADER_BYTES))
-    connection.read_bulk((head, into[:length]))
+    connection.read_bulk(head, place[:length])
     try:
         header = parse(head)
     except BadHeader:
-        raise _Miss("header") from None
+        raise _Invalid("header") from None
     if (header.key, header.column, header.part) != (key, column, part):
-        raise _Miss("name")
-    if header.num_parts != num_parts(header.total_bytes) or length != part_bytes(header.total_bytes, part):
-        raise _Miss("length")
-    if header.payload_bytes != length or checksum(into[:length]) != header.checksum:
-        raise _Miss("checksum")
+        raise _Invalid("name")
+    total = header.total_bytes
+    if header.num_parts != num_parts(total) or length != min(PART_BYTES, total - part * PART_BYTES):
+        raise _Invalid("length")
+    if header.payload_bytes != length or checksum(place[:length]) != header.checksum:
+        raise _Invalid("checksum")
     return header
 
 
 def _store(
     connection: Connection, key: RowKey, column: int, payload: memoryview, label: bytes, *, is_rewrite: bool
-) -> bool:
-    """Return False when all of it was there already."""
+) -> bool | ServerError:
+    """Return False when all of it was there already, or why the server does not take it."""
     total = num_parts(len(payload))
     names = [part_name(key, column, part) for part in range(total)]
     try:
@@ -265,15 +237,10 @@ def _store(
     except ServerError as error:
         if error.code not in _STORE_REFUSALS:
             raise
-        raise _Refused(error.code) from None
+        return error
     return True
 
 
 def num_parts(total_bytes: int) -> int:
     """Parts of a payload; an empty one has one, too."""
     return max(1, -(-total_bytes // PART_BYTES))
-
-
-def part_bytes(total_bytes: int, part: int) -> int:
-    """Length of one part of a payload."""
-    return min(PART_BYTES, total_bytes - part * PART_BYTES)

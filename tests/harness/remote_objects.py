@@ -1,0 +1,29 @@
+"""Objects in a remote tier: made, read back, waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
+
+KEY = b"n" * 32 + b"k" * 32
+
+
+def pattern(size: int) -> bytes:
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+def load(remote: RemoteTier, column: int = 0, room: int = 3 * PART_BYTES, key: bytes = KEY) -> bytes | None:
+    into = memoryview(bytearray(room))
+    length = remote.load(key, column, into)
+    return None if length is None else bytes(into[:length])
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> float:
+    """Poll; return how long it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "never happened"
+        time.sleep(0.005)
+    return time.monotonic() - start

@@ -1,0 +1,205 @@
+"""What a sick server does to the remote tier: down, frozen, full, guarded, or no Redis at all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.header import HEADER_BYTES
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from tests.harness.redis_server import RedisServer
+from tests.harness.remote_objects import KEY, load, pattern, until
+
+pytestmark = pytest.mark.redis
+
+DEADLINE = 1.0
+
+
+@pytest.fixture
+def server():
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def remote(request, server):
+    url = server.unix_url if request.param == "unix" else server.url
+    tier = RemoteTier(url, timeout_seconds=DEADLINE)
+    yield tier
+    tier.close()
+
+
+class TestSickness:
+    def back(self, remote: RemoteTier) -> bool:
+        time.sleep(remote.breaker.seconds_to_trial)
+        return remote.try_again()
+
+    def test_down_from_the_start(self, tmp_path):
+        remote = RemoteTier(f"unix://{tmp_path}/nobody.sock")
+        with pytest.raises(TierUnavailable, match=r"nobody\.sock"):
+            load(remote)
+        assert remote.breaker.is_open
+
+    def test_killed_and_restarted(self, remote, server):
+        payload = memoryview(pattern(100))
+        remote.store(KEY, 0, payload)
+        server.kill()
+        with pytest.raises(TierUnavailable):
+            load(remote)
+        assert not self.back(remote)
+        server.start()
+        assert until(lambda: self.back(remote)) < 2
+        assert load(remote) is None  # no persistence
+        assert remote.store(KEY, 0, payload)
+        assert load(remote) == payload
+
+    def test_restarted_while_nobody_asked(self, remote, server):
+        remote.store(KEY, 0, memoryview(b"x"))
+        server.restart()
+        assert load(remote) is None
+        assert not remote.breaker.is_open
+
+    def test_frozen_costs_one_deadline_once(self, remote, server):
+        remote.store(KEY, 0, memoryview(b"x"))
+        server.freeze()
+        with pytest.raises(TierUnavailable, match=r"within 1\.0 s"):
+            load(remote)
+        start = time.monotonic()
+        for _ in range(100):
+            with pytest.raises(TierUnavailable, match="is away"):
+                load(remote)
+        # Not a matter of speed: a hundred deadlines would be 50 s.
+        assert time.monotonic() - start < DEADLINE * 10
+        server.thaw()
+        assert until(lambda: self.back(remote)) < 2
+        assert load(remote) == b"x"
+
+    def test_frozen_in_the_middle_of_a_value(self, remote, server):
+        remote.store(KEY, 0, memoryview(pattern(PART_BYTES)))
+        server.freeze()
+        with pytest.raises(TierUnavailable):
+            remote.store(KEY[::-1], 0, memoryview(pattern(3 * PART_BYTES)))
+        server.thaw()
+        until(lambda: self.back(remote))
+        # The half-sent value died with its connection.
+        assert load(remote) == pattern(PART_BYTES)
+        assert load(remote, key=KEY[::-1]) is None
+
+    def test_full(self, server):
+        server.client.config_set("maxmemory", 24 << 20)
+        remote = RemoteTier(server.unix_url)
+        results = [
+            remote.store(bytes([number]) * 64, 0, memoryview(pattern(PART_BYTES - HEADER_BYTES)))
+            for number in range(8)
+        ]
+        assert results[0]
+        assert not results[-1]
+        assert remote.stats.refused["OOM"] == results.count(False)
+        assert not remote.breaker.is_open
+        assert load(remote, key=bytes([0]) * 64) is not None
+        remote.close()
+
+    def test_password(self, server):
+        with RedisServer(password="s3cret") as guarded:
+            remote = RemoteTier(guarded.url)
+            assert remote.store(KEY, 0, memoryview(b"x"))
+            assert load(remote) == b"x"
+            for url in (guarded.url.replace("s3cret", "wr0ng"), guarded.url.replace(":s3cret@", "")):
+                with pytest.raises(TierUnavailable, match=r"NOAUTH|WRONGPASS") as caught:
+                    load(RemoteTier(url))
+                assert "wr0ng" not in str(caught.value)
+
+    def test_readonly_replica_takes_no_stores(self, remote, server):
+        remote.store(KEY, 0, memoryview(b"x"))
+        server.client.replicaof("127.0.0.1", "1")
+        assert load(remote) in (b"x", None)
+        assert not remote.store(KEY[::-1], 0, memoryview(b"x"))
+        assert remote.stats.refused == {"READONLY": 1}
+
+
+class TestBrokenServer:
+    """A server that answers what no Redis would: each answer has a defined end."""
+
+    @pytest.fixture
+    def answer(self, tmp_path):
+        """Return a function: serve these bytes to whoever asks, then close (or stay silent); give the URL."""
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        peers = []
+
+        def serve(reply: bytes, *, is_silent_after: bool = False) -> str:
+            def run() -> None:
+                for _ in range(2):  # a reset connection is tried once more
+                    try:
+                        peer, _ = listener.accept()
+                    except OSError:
+                        return
+                    peers.append(peer)
+                    peer.recv(65536)
+                    peer.sendall(reply)
+                    if not is_silent_after:
+                        peer.close()
+
+            threading.Thread(target=run, daemon=True).start()
+            return f"unix://{tmp_path}/s"
+
+        yield serve
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for peer in peers:
+            peer.close()
+
+    @pytest.mark.parametrize(
+        ("reply", "is_silent_after", "message"),
+        [
+            (b"", False, "closed the connection"),
+            (b"", True, "no answer within"),
+            (b"$5000\r\nshort", False, "closed the connection"),
+            (b"$5000\r\nshort", True, "within"),
+            (b"-LOADING Redis is loading\r\n", True, "LOADING"),
+            (b"-NOAUTH Authentication required.\r\n", True, "NOAUTH"),
+            (b"+OK\r\n", True, "unexpected reply"),
+            (b"$12x\r\n", True, "unexpected reply"),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, "unexpected reply"),
+            (b"x" * 10_000, True, "does not speak RESP"),
+        ],
+    )
+    def test_no_answer_hangs_or_is_believed(self, answer, reply, is_silent_after, message):
+        remote = RemoteTier(answer(reply, is_silent_after=is_silent_after), timeout_seconds=0.2)
+        with pytest.raises(TierUnavailable, match=message):
+            load(remote)
+        assert remote.breaker.is_open
+        remote.close()
+
+    def test_nil_is_a_miss(self, answer):
+        remote = RemoteTier(answer(b"$-1\r\n", is_silent_after=True), timeout_seconds=0.2)
+        assert load(remote) is None
+        remote.close()
+
+    @pytest.mark.parametrize("url", ["redis://:s3cret@", "redis://"])
+    def test_a_server_that_trickles_is_left_at_the_deadline(self, url):
+        """Each byte comes within the deadline, the whole answer (to AUTH, or to SELECT) would not."""
+        over = threading.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def trickle() -> None:
+                with contextlib.suppress(OSError):
+                    peer, _ = listener.accept()
+                    with peer:
+                        while not over.wait(0.05):
+                            peer.send(b"+")
+
+            threading.Thread(target=trickle, daemon=True).start()
+            remote = RemoteTier(f"{url}127.0.0.1:{listener.getsockname()[1]}/3", timeout_seconds=0.2)
+            try:
+                with pytest.raises(TierUnavailable, match=r"within 0\.2 s"):
+                    load(remote)
+                assert not over.is_set()
+            finally:
+                over.set()
