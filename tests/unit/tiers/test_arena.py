@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache.tiers.arena import ArenaFile, HeapArena, map_column
-from lmcache.tiers.base import ArenaError, Geometry, Reserved, Slot
+from lmcache.tiers.arena import ArenaFile, map_column
+from lmcache.tiers.base import ArenaError, Geometry, Slot
 from lmcache.tiers.header import checksum
 from lmcache.tiers.layout import HEAD_BYTES, Layout
 from lmcache.tiers.memory import MemoryTier
@@ -285,39 +285,6 @@ class TestRoom:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         assert memory_limit(tmp_path / "fs", tmp_path / "cgroup") == limit
-
-
-class TestUsableRows:
-    def tier(self, num_rows: int = 8) -> MemoryTier:
-        tier = MemoryTier(HeapArena(Geometry(4096, 1), num_rows))
-        list(tier.adopt())
-        return tier
-
-    def store(self, tier: MemoryTier, name: int) -> Reserved:
-        result, slot = tier.reserve(bytes([name]) * 64, 0, OWNER, length=4096)
-        if slot:
-            tier.commit([slot], 0, OWNER)
-        return result
-
-    def test_rows_beyond_are_neither_given_nor_leased(self):
-        tier = self.tier()
-        tier.usable_rows = 2
-        assert [self.store(tier, name) for name in (1, 2)] == [Reserved.SLOT] * 2
-        tier.usable_rows = 1
-        assert tier.lookup((b"e" * 16, "r"), [bytes([1]) * 64])[0] == 1
-        assert tier.lookup((b"e" * 16, "r"), [bytes([2]) * 64])[0] == 0
-        assert self.store(tier, 3) is Reserved.SLOT
-        assert tier.lookup((b"e" * 16, "r"), [bytes([3]) * 64])[0] == 1
-
-    def test_nothing_is_evicted_while_nobody_can_use_a_row(self):
-        tier = self.tier(2)
-        for name in (1, 2):
-            self.store(tier, name)
-        tier.usable_rows = 0
-        assert self.store(tier, 3) is Reserved.BUSY
-        tier.usable_rows = 2
-        assert tier.is_resident(bytes([1]) * 64)
-        assert tier.is_resident(bytes([2]) * 64)
 
 
 CRASHER = """

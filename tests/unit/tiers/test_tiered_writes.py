@@ -1,0 +1,92 @@
+"""The tiered store: what is committed, written through and evicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.tiers.base import StaleSlot
+from tests.harness.tiered_world import LEASE, OWNER, SIZE, chain, content, run, until
+
+
+@run
+async def test_what_is_committed_is_written_through(world):
+    world.put(chain(4))
+    assert await world.store.drain(20)
+    assert world.remote.objects == {(k, c): content(k, c) for k in chain(4) for c in range(2)}
+    assert world.remote.labels == {b"model"}
+    assert world.store.stats.written == 4
+
+
+@run
+async def test_write_queue_is_bounded_and_drops_the_deepest(world):
+    world.remote.open.clear()
+    world.put(chain(2))  # two writers take these
+    await until(lambda: world.remote.num_waiting == 2)
+    world.put(chain(10, start=2))
+    await until(lambda: world.store.num_queued_writes + world.store.stats.write_dropped == 10)
+    assert world.store.num_queued_writes == 4
+    assert world.store.stats.write_dropped == 6
+    world.remote.open.set()
+    assert await world.store.drain(20)
+    assert {key for key, _ in world.remote.objects} == set(chain(6))
+
+
+@run
+async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
+    world.remote.open.clear()
+    world.put(chain(6))
+    await until(lambda: world.remote.num_waiting == 2 and world.store.num_queued_writes == 4)
+    world.put(chain(14, start=100))
+    world.remote.open.set()
+    assert await world.store.drain(20)
+    assert all(payload == content(*name) for name, payload in world.remote.objects.items())
+    stats = world.store.stats
+    assert stats.written + stats.write_dropped + stats.write_evicted == 20
+    assert stats.write_evicted > 0
+
+
+@run
+async def test_a_full_remote_refuses_and_is_not_sick(world):
+    world.remote.is_full = True
+    world.put(chain(2))
+    assert await world.store.drain(20)
+    assert world.store.stats.write_refused == 2
+    assert world.store.is_remote_well
+
+
+@run
+async def test_commit_is_all_or_nothing(world):
+    first, second = (answer.slot for answer in world.store.reserve(chain(2), 0, OWNER, length=SIZE))
+    for slots in ([first, second._replace(generation=99)], [first, first], [first, second]):
+        with pytest.raises(StaleSlot):
+            world.store.commit(slots, 1, OWNER)
+    with pytest.raises(StaleSlot):
+        world.store.commit([first, first], 0, OWNER)
+    world.store.commit([first, second], 0, OWNER)
+
+
+@run
+async def test_a_promoted_tail_goes_before_its_head(world):
+    world.remote.fill(chain(4, start=4))
+    world.put(chain(4), request="request")
+    await world.until_resident(chain(8))
+    world.store.memory.release(LEASE)
+    assert await world.store.drain(20)
+    for left in reversed(range(8)):
+        while world.store.memory.num_used < 16:
+            world.put(chain(1, start=100 + world.store.memory.num_used), request="fills")
+        world.put(chain(1, start=1000 + left), request="evicts")
+        assert await world.store.drain(20)
+        assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(left)
+
+
+@run
+async def test_rows_without_a_request_go_tail_first_call_by_call(world):
+    world.put(chain(8))
+    world.put(chain(8, start=50))
+    assert await world.store.drain(20)
+    for left in reversed(range(8)):
+        world.put(chain(1, start=1000 + left))
+        assert await world.store.drain(20)
+        assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(left)
+        assert all(map(world.store.memory.is_resident, chain(8, start=50)))

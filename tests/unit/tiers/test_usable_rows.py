@@ -1,0 +1,42 @@
+"""Rows that not all clients have mapped yet are of no use to anybody."""
+
+from __future__ import annotations
+
+from lmcache.tiers.arena import HeapArena
+from lmcache.tiers.base import Geometry, Reserved
+from lmcache.tiers.memory import MemoryTier
+
+OWNER = b"o" * 16
+
+
+class TestUsableRows:
+    def tier(self, num_rows: int = 8) -> MemoryTier:
+        tier = MemoryTier(HeapArena(Geometry(4096, 1), num_rows))
+        list(tier.adopt())
+        return tier
+
+    def store(self, tier: MemoryTier, name: int) -> Reserved:
+        result, slot = tier.reserve(bytes([name]) * 64, 0, OWNER, length=4096)
+        if slot:
+            tier.commit([slot], 0, OWNER)
+        return result
+
+    def test_rows_beyond_are_neither_given_nor_leased(self):
+        tier = self.tier()
+        tier.usable_rows = 2
+        assert [self.store(tier, name) for name in (1, 2)] == [Reserved.SLOT] * 2
+        tier.usable_rows = 1
+        assert tier.lookup((b"e" * 16, "r"), [bytes([1]) * 64])[0] == 1
+        assert tier.lookup((b"e" * 16, "r"), [bytes([2]) * 64])[0] == 0
+        assert self.store(tier, 3) is Reserved.SLOT
+        assert tier.lookup((b"e" * 16, "r"), [bytes([3]) * 64])[0] == 1
+
+    def test_nothing_is_evicted_while_nobody_can_use_a_row(self):
+        tier = self.tier(2)
+        for name in (1, 2):
+            self.store(tier, name)
+        tier.usable_rows = 0
+        assert self.store(tier, 3) is Reserved.BUSY
+        tier.usable_rows = 2
+        assert tier.is_resident(bytes([1]) * 64)
+        assert tier.is_resident(bytes([2]) * 64)
