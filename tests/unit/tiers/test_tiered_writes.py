@@ -66,18 +66,18 @@ async def test_commit_is_all_or_nothing(world):
 
 
 @run
-async def test_a_promoted_tail_goes_before_its_head(world):
-    world.remote.fill(chain(4, start=4))
+async def test_what_was_brought_for_a_request_goes_before_its_head(world):
     world.put(chain(4), request="request")
-    await world.until_resident(chain(8))
-    world.store.memory.release(LEASE)
     assert await world.store.drain(20)
-    for left in reversed(range(8)):
-        while world.store.memory.num_used < 16:
-            world.put(chain(1, start=100 + world.store.memory.num_used), request="fills")
-        world.put(chain(1, start=1000 + left), request="evicts")
-        assert await world.store.drain(20)
-        assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(left)
+    world.remote.fill(chain(4, start=4))
+    world.remote.open.clear()
+    assert world.lookup(chain(8)).probing
+    world.store.memory.release(LEASE)  # it did not wait for what comes now
+    world.remote.open.set()
+    await until(lambda: world.store.stats.promoted == 4)
+    world.put(chain(8, start=50), request="fills")
+    world.put(chain(4, start=100), request="evicts")
+    assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(4)
 
 
 @run
