@@ -43,8 +43,7 @@ class _JsonFormatter(logging.Formatter):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     arguments = _parser().parse_args(argv)
-    result: int = arguments.command(arguments)
-    return result
+    return int(arguments.command(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

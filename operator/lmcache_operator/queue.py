@@ -114,8 +114,6 @@ class KeyedQueue(Generic[Key]):
 
 
 def _log_failure(key: object, error: Exception, delay: float) -> None:
-    told = "%s: %s; trying again in %.1f s", key, error, delay
-    if isinstance(error, RetryableError):
-        logger.warning(*told)
-    else:
-        logger.error(*told, exc_info=error)
+    is_bug = not isinstance(error, RetryableError)
+    level, trace = (logging.ERROR, error) if is_bug else (logging.WARNING, None)
+    logger.log(level, "%s: %s; trying again in %.1f s", key, error, delay, exc_info=trace)

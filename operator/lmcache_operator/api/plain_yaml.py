@@ -12,5 +12,4 @@ def dump(documents: list[dict[str, Any]]) -> str:
     """One or more documents, keys in the order they were put in."""
     # What is used twice would be written as an anchor and an alias; a copy is not used twice.
     unshared = json.loads(json.dumps(documents))
-    text: str = yaml.safe_dump_all(unshared, sort_keys=False, width=110)
-    return text
+    return str(yaml.safe_dump_all(unshared, sort_keys=False, width=110))

@@ -90,8 +90,7 @@ class Engine(Part):
     gpu: Gpu = field("GPUs of one pod.", default={})
     parallelism: Parallelism = field("How the model is split over the GPUs of a pod.", default={})
     args: list[str] = field(
-        "More arguments for `vllm serve`. A --kv-transfer-config given here runs beside LMCache, in a "
-        "MultiConnector.",
+        "More arguments for `vllm serve`, without those that the cache depends on.",
         default=[],
         maxItems=64,
         items={"type": "string", "maxLength": 4096},

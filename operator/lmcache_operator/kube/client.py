@@ -21,9 +21,8 @@ from ..specs.kinds import BY_NAME, POD, SECRET, Kind
 from ..specs.names import FIELD_MANAGER
 from .errors import Refused, error_of
 
-_JSON = "application/json"
-_APPLY = "application/apply-patch+yaml"
-_REQUEST_SECONDS = 30.0
+_SECONDS = 30.0
+"""For one request."""
 _MAX_REQUESTS = 64
 """At the same time."""
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
@@ -72,13 +71,9 @@ class KubeApi:
 
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
         """Ask for a pod's eviction. False if a disruption budget forbids it at present."""
-        body = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": pod, "namespace": namespace},
-            "deleteOptions": {"preconditions": {"uid": uid}},
-        }
-        path = _path(POD, namespace, pod) + "/eviction"
+        options, metadata = {"preconditions": {"uid": uid}}, {"name": pod, "namespace": namespace}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
+        path = f"{_path(POD, namespace, pod)}/eviction"
         accept = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS)
         status, _ = await self._call("POST", path, body, accept=accept)
         return status != HTTPStatus.TOO_MANY_REQUESTS
@@ -108,7 +103,7 @@ class KubeApi:
         accept: tuple[int, ...] = (),
     ) -> tuple[int, Any]:
         """One request: its status and its answer. Raises ApiError for failures that are not in `accept`."""
-        headers = {"Accept": _JSON, "Content-Type": _APPLY if verb == "PATCH" else _JSON}
+        headers = {"Content-Type": "application/apply-patch+yaml" if verb == "PATCH" else "application/json"}
         path = f"{path}?{urlencode(query)}" if query else path
         # Without the body, which is plain already: the client would walk through all of it.
         method, url, headers, *_ = await self._client.param_serialize(
@@ -116,9 +111,7 @@ class KubeApi:
         )
         try:
             async with self._slots:
-                response = await self._client.call_api(
-                    method, url, headers, body, _request_timeout=_REQUEST_SECONDS
-                )
+                response = await self._client.call_api(method, url, headers, body, _request_timeout=_SECONDS)
                 status, data = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             status, data = 0, f"no answer: {error or type(error).__name__}".encode()

@@ -46,17 +46,9 @@ class ClusterKey(NamedTuple):
 class Reconciler:
     """Brings clusters to their declared state. Between looks it remembers only who contests which child."""
 
-    def __init__(
-        self,
-        api: KubeApi,
-        images: Images,
-        *,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, api: KubeApi, images: Images, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._api = api
         self._images = images
-        self._now = now
         self._monotonic = monotonic
         self._contests: dict[str, ContestLog] = {}
 
@@ -94,9 +86,7 @@ class Reconciler:
             children=own,
             taken=frozenset(live.keys() - own.keys()),
             pods=tuple(pod for pod in pods if owner and controller_uid(pod) == owner["metadata"]["uid"]),
-            missing_secrets=tuple(
-                name for name, is_there in zip(secrets, exist, strict=True) if not is_there
-            ),
+            missing_secrets=tuple(name for name, exists in zip(secrets, exist, strict=True) if not exists),
             contested=self._contests.setdefault(key.uid, ContestLog()).contested(self._monotonic()),
         )
 
@@ -122,18 +112,17 @@ class Reconciler:
         """Record a field that was not as we had applied it; a change of ours is none."""
         if live is None or annotations_of(live).get(RENDERED_HASH) != annotations_of(wanted)[RENDERED_HASH]:
             return
-        where = first_difference(wanted, live) or ""
-        logger.info("%s: %s of %s was changed; healing it", key, where, ref_of(wanted))
-        self._contests[key.uid].note_healing(ref_of(wanted), where, self._monotonic())
+        where, ref = first_difference(wanted, live) or "", ref_of(wanted)
+        logger.info("%s: %s of %s was changed; healing it", key, where, ref)
+        self._contests[key.uid].note_healing(ref, where, self._monotonic())
 
     async def _report(self, key: ClusterKey, observed: Observed, due: Plan, refusals: list[Problem]) -> None:
-        status = derive_status(observed, due, refusals, self._now())
+        status = derive_status(observed, due, refusals, datetime.now(UTC))
         if status == observed.resource.get("status"):
             return
         metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
-        await self._api.apply_status(
-            {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
-        )
+        header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
+        await self._api.apply_status({**header, "status": status})
         metrics.WRITES.labels("status").inc()
 
 

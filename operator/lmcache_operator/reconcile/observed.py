@@ -29,8 +29,7 @@ class Observed:
     @property
     def name(self) -> str:
         """Name of the cluster."""
-        name: str = self.resource["metadata"]["name"]
-        return name
+        return str(self.resource["metadata"]["name"])
 
     @property
     def stateful_set(self) -> Object | None:

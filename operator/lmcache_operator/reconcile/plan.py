@@ -122,5 +122,4 @@ def _next_eviction(observed: Observed, outdated: list[Object], template: Object)
     )
     if is_unseen or is_missing or is_unsettled:
         return None
-    name: str = min(outdated, key=lambda pod: (is_ready(pod), pod["metadata"]["name"]))["metadata"]["name"]
-    return name
+    return min((is_ready(pod), str(pod["metadata"]["name"])) for pod in outdated)[1]

@@ -89,8 +89,7 @@ def _sidecar_yaml(cluster: Cluster) -> str:
         config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
         if auth.username_key is not None:
             config["remote_username_file"] = f"{paths.REMOTE_AUTH_DIR}/username"
-    text: str = yaml.safe_dump(config, sort_keys=True)
-    return text
+    return str(yaml.safe_dump(config, sort_keys=True))
 
 
 def _client_service(cluster: Cluster) -> Object:

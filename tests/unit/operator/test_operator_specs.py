@@ -263,47 +263,32 @@ def test_a_template_may_change_everything_else() -> None:
 # -- the engine's arguments
 
 
-def kv_transfer_of(args: list[str]) -> dict[str, Any]:
-    rendered = engine_args(parse(cluster(engine={"args": args})))
-    (config,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config")]
-    return dict(json.loads(config.split("=", 1)[1]))
-
-
-@pytest.mark.parametrize("form", [["--kv-transfer-config={}"], ["--kv_transfer_config", "{}"]])
-@pytest.mark.parametrize("is_multi", [True, False])
-def test_a_connector_of_the_user_runs_beside_ours(form: list[str], is_multi: bool) -> None:
-    theirs: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    given_config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [theirs]}}
-    text = json.dumps(given_config if is_multi else theirs)
-    config = kv_transfer_of([arg.replace("{}", text) for arg in form])
-    assert config["kv_connector"] == "MultiConnector"
-    ours, other = config["kv_connector_extra_config"]["connectors"]
-    assert (ours["kv_connector"], other) == ("LMCacheClusterConnector", theirs)
-
-
-def test_without_a_connector_of_the_user_ours_stands_alone() -> None:
-    config = kv_transfer_of([])
+def test_the_engine_loads_our_connector() -> None:
+    rendered = engine_args(parse(cluster(sidecar={"chunkTokens": 512})))
+    (argument,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config=")]
+    config = json.loads(argument.partition("=")[2])
     assert config["kv_connector"] == "LMCacheClusterConnector"
     assert config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_connector_extra_config"] == {
+        "lmcache.socket": "/run/lmcache/kvcache.sock",
+        "lmcache.chunk_tokens": 512,
+    }
 
 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--kv-transfer-config={"], "is not JSON"),
-        (["--kv-transfer-config"], "is not JSON"),
-        (["--kv-transfer-config=[]"], "names a kv_connector"),
-        (["--kv-transfer-config.kv_connector=X"], "not in parts"),
-        (['--kv-transfer-config={"kv_connector":"X"}'] * 2, "given twice"),
-        (['--kv-transfer-config={"kv_connector":"X","kv_connector_extra_config":1}'], "must be an object"),
+        (["--kv-transfer-config={}"], "--kv-transfer-config can't be set: it loads LMCache"),
+        (["--kv_transfer_config", "{}"], "--kv-transfer-config can't be set"),
+        (["--kv-transfer-config.kv_connector=X"], "--kv-transfer-config can't be set"),
         (["--port=1"], "--port can't be set"),
         (["--prefix_caching_hash_algo", "xxhash"], "--prefix-caching-hash-algo can't be set"),
         (["--no-enable-prefix-caching"], "can't be set"),
         # The engine takes the beginning of an option for the whole.
         (["--por=1"], "--port can't be set"),
         (["--tensor-parallel=2"], "--tensor-parallel-size can't be set"),
-        (["--kv-transfer-conf={"], "is not JSON"),
-        (["--kv-transfer-conf.kv_connector=X"], "not in parts"),
+        (["--kv-transfer-conf={}"], "--kv-transfer-config can't be set"),
+        (["--kv-transfer-conf.kv_connector=X"], "--kv-transfer-config can't be set"),
     ],
 )
 def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: str) -> None:
