@@ -1,4 +1,4 @@
-"""Command line: `lmcache-operator run | render | crd`."""
+"""Command line: `lmcache-operator run | render`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import yaml
 
 from . import __version__
 from .api import KIND
-from .api.crd import render as render_crd
 from .api.parse import InvalidSpec, parse
 from .api.plain_yaml import dump
 from .specs import Images
@@ -74,9 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     render.set_defaults(command=_render)
     about = "YAML file with LMCacheClusters; - for standard input"
     render.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
-
-    crd = commands.add_parser("crd", help="print the CustomResourceDefinition")
-    crd.set_defaults(command=_crd)
     return parser
 
 
@@ -117,11 +113,6 @@ def _render(arguments: argparse.Namespace) -> int:
         print(f"{arguments.filename}: {error}", file=sys.stderr)
         return _EXIT_USAGE
     print(dump(rendered), end="")
-    return 0
-
-
-def _crd(_: argparse.Namespace) -> int:
-    print(render_crd(), end="")
     return 0
 
 

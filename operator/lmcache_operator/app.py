@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kopf
+from prometheus_client import start_http_server
 
 from . import metrics
 from .api import GROUP, KIND
@@ -35,7 +36,7 @@ async def run(
     """Run until SIGTERM or SIGINT; without namespaces for all of them."""
     if kubeconfig is not None:
         os.environ["KUBECONFIG"] = kubeconfig  # where kopf looks for it
-    metrics.serve(metrics_port)
+    start_http_server(metrics_port)
     async with connect(kubeconfig) as api:
         queue = KeyedQueue(Reconciler(api, images).reconcile, num_workers=_NUM_WORKERS)
         metrics.CLUSTERS.set_function(lambda: len(queue))

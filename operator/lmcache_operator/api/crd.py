@@ -10,7 +10,7 @@ from .fields import Field, Rule, is_part
 from .plain_yaml import dump
 from .types import CLUSTER_NAME, Spec, Status
 
-_HEADER = "# Generated from operator/lmcache_operator/api by `python -m lmcache_operator crd`.\n"
+_HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
 _TYPES = {str: {"type": "string"}, int: {"type": "integer"}}
 
 

@@ -15,6 +15,8 @@ from .pod import pod_template
 SCRAPER_LABEL = "lmcache.io/scraper"
 """A namespace with this label set to "true" may reach the sidecars' metrics port."""
 _HIGHEST_PORT = 65535
+_HTTP_PORT = {"name": "http", "port": names.ENGINE_PORT, "protocol": "TCP", "targetPort": "http"}
+_METRICS_PORT = {"name": "metrics", "port": names.SIDECAR_PORT, "protocol": "TCP", "targetPort": "metrics"}
 
 
 def children(cluster: Cluster, default_images: Images) -> list[Object]:
@@ -26,6 +28,7 @@ def children(cluster: Cluster, default_images: Images) -> list[Object]:
         InvalidSpec: the spec can't be rendered.
     """
     engine = names.engine_name(cluster.name)
+    client_service = {"ports": [_HTTP_PORT], "selector": names.selector(cluster.name)}
     objects = [
         # An identity of its own, without a token: engine and sidecar never talk to the API server.
         names.child(cluster, "ServiceAccount", engine, automountServiceAccountToken=False),
@@ -36,7 +39,7 @@ def children(cluster: Cluster, default_images: Images) -> list[Object]:
             data={"sidecar.yaml": _sidecar_yaml(cluster)},
         ),
         names.child(cluster, "Service", engine, spec=_headless_service(cluster)),
-        names.child(cluster, "Service", cluster.name, spec=_client_service(cluster)),
+        names.child(cluster, "Service", cluster.name, spec=client_service),
         names.child(cluster, "NetworkPolicy", engine, spec=_network_policy(cluster)),
         names.child(cluster, "PodDisruptionBudget", engine, spec=_disruption_budget(cluster)),
         names.child(cluster, "StatefulSet", engine, spec=_stateful_set(cluster, default_images)),
@@ -92,22 +95,14 @@ def _sidecar_yaml(cluster: Cluster) -> str:
     return str(yaml.safe_dump(config, sort_keys=True))
 
 
-def _client_service(cluster: Cluster) -> Object:
-    return {"ports": [_service_port("http", names.ENGINE_PORT)], "selector": names.selector(cluster.name)}
-
-
 def _headless_service(cluster: Cluster) -> Object:
     return {
         "clusterIP": "None",
-        "ports": [_service_port("http", names.ENGINE_PORT), _service_port("metrics", names.SIDECAR_PORT)],
+        "ports": [_HTTP_PORT, _METRICS_PORT],
         # A sidecar is worth watching before its engine has loaded the model.
         "publishNotReadyAddresses": True,
         "selector": names.selector(cluster.name),
     }
-
-
-def _service_port(name: str, port: int) -> Object:
-    return {"name": name, "port": port, "protocol": "TCP", "targetPort": name}
 
 
 def _network_policy(cluster: Cluster) -> Object:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 from lmcache_operator.__main__ import _JsonFormatter, main
-from lmcache_operator.api.crd import render as render_crd
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,17 +68,12 @@ def test_render_of_a_file_that_does_not_exist(tmp_path: Path, capsys: pytest.Cap
     assert "No such file" in capsys.readouterr().err
 
 
-def test_crd(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["crd"]) == 0
-    assert capsys.readouterr().out == render_crd()
-
-
-@pytest.mark.parametrize("command", ["run", "render", "crd"])
+@pytest.mark.parametrize("command", ["run", "render"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    assert "default" in capsys.readouterr().out or command == "crd"
+    assert "default" in capsys.readouterr().out
 
 
 def test_a_log_line_as_json() -> None:
