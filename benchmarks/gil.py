@@ -85,9 +85,9 @@ def run() -> Report:
 
 def _conditions() -> str:
     return (
-        f"{SLOT_BYTES >> 20} MiB over and over for {ROUND_SECONDS} s; a thread ticks every"
-        f" {TICK_SECONDS * 1e3} ms; median of {ROUNDS} rounds' longest stalls, with the work in another thread"
-        " of its process; bar: the same work done by another process (what the kernel's scheduler costs) and 1 ms"
+        f"{SLOT_BYTES >> 20} MiB over and over for {ROUND_SECONDS} s; a thread ticks every {TICK_SECONDS} s;"
+        f" median of {ROUNDS} rounds' longest stalls, with the work in another thread of its process;"
+        " bar: with the work in another process (what the kernel's scheduler costs), and 1 ms"
     )
 
 

@@ -38,7 +38,6 @@ LeaseId = tuple[bytes, str]  # (engine uuid, request id)
 INCOMPLETE_SECONDS = 30.0
 
 _ADOPT_SLICE_ROWS = 128
-_MAX_COUNTED = 4096  # requests whose lookups are remembered, for the statistics
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
 
 
@@ -68,7 +67,6 @@ class MemoryTier:
         self._quarantine: dict[bytes, set[tuple[int, int]]] = {}
         self._leases: dict[LeaseId, dict[int, None]] = {}  # rows, head first
         self._lease_quarantine: dict[bytes, list[tuple[str, dict[int, None]]]] = {}  # engine -> its leases
-        self._counted: OrderedDict[tuple[object, ...], int] = OrderedDict()  # chain asked for -> keys counted
         self.num_leased = 0  # rows under at least one lease, those in quarantine included
         self._dropped: list[Row] = []  # adopted rows of no use, not free while adopted rows are held
         self._holding_adopted = True
@@ -110,14 +108,7 @@ class MemoryTier:
     # ---- store ----
 
     def reserve(
-        self,
-        key: RowKey,
-        column: int,
-        owner: bytes,
-        *,
-        length: int,
-        depth: int = 0,
-        request: Hashable = None,
+        self, key: RowKey, column: int, owner: bytes, *, length: int, depth: int = 0, request: Hashable = None
     ) -> Reservation:
         """Give out one column of a row, which is made when it does not exist.
 
@@ -193,7 +184,7 @@ class MemoryTier:
         if lease:
             self._leases[lease_id] = lease
         self._policy.touch([row.slot.row for row in resident if not row.num_leases], lease_id[1])
-        self._count(lease_id, keys, len(resident))
+        self.stats.count_lookup(lease_id, keys, len(resident))
         return len(resident), slots
 
     def release(self, lease_id: LeaseId) -> None:
@@ -294,16 +285,6 @@ class MemoryTier:
                 break
             rows.append(row)
         return rows
-
-    def _count(self, lease_id: LeaseId, keys: Sequence[RowKey], num_resident: int) -> None:
-        """The first answer about a key is what counts: engines ask again and again while rows are coming."""
-        chain = (lease_id, *keys[:1])
-        num_counted = self._counted.pop(chain, 0)
-        self.stats.hits += max(0, num_resident - num_counted)
-        self.stats.misses += max(0, len(keys) - max(num_resident, num_counted))
-        self._counted[chain] = max(len(keys), num_counted)
-        if len(self._counted) > _MAX_COUNTED:
-            self._counted.popitem(last=False)
 
     def _lease(self, row: Row) -> bool:
         if row.num_leases == 0:

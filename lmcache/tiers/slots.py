@@ -92,10 +92,6 @@ class SlotTable:
         checksum: bytes = self._checksums[column, row].tobytes()
         return checksum
 
-    def state(self, row: int, column: int) -> State:
-        """State of one slot."""
-        return State(int(self._states[column, row]))
-
     def snapshot(self, first_row: int, last_row: int) -> NDArray[np.void]:
         """Copy entries of rows ``first_row`` .. ``last_row - 1``, [num_columns, rows]."""
         return self._entries[:, first_row:last_row].copy()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from lmcache.tiers.base import Removal
+from lmcache.tiers.base import Removal, RowKey
+
+_MAX_COUNTED = 4096  # chains that are remembered
 
 
 @dataclass
@@ -16,6 +19,17 @@ class MemoryStats:
     misses: int = 0  # were not, whatever was brought afterwards
     refused: int = 0  # reservations refused because no row could be freed
     removed: Counter[Removal] = field(default_factory=Counter)
+    _counted: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)  # keys, of chains asked for
+
+    def count_lookup(self, request: Hashable, keys: Sequence[RowKey], num_resident: int) -> None:
+        """Engines ask again and again while rows are coming: only keys they did not ask for before count."""
+        chain = (request, *keys[:1])
+        num_counted = self._counted.pop(chain, 0)
+        self.hits += max(0, num_resident - num_counted)
+        self.misses += max(0, len(keys) - max(num_resident, num_counted))
+        self._counted[chain] = max(len(keys), num_counted)
+        if len(self._counted) > _MAX_COUNTED:
+            self._counted.popitem(last=False)
 
 
 @dataclass
@@ -26,7 +40,6 @@ class TieredStats:
     write_refused: int = 0  # by the remote tier
     write_dropped: int = 0  # the queue was full
     write_evicted: int = 0  # left the memory tier before their turn
-    probes: int = 0  # of the remote tier, one per lookup at most
     promoted: int = 0
     promotions_failed: int = 0  # gone, invalid, no room, or the tier became unavailable
     verified: int = 0  # rows from before a restart, found intact

@@ -145,7 +145,6 @@ class TieredStore:
         if room <= 0 or self._absent.get(keys[0], 0.0) > self._clock():
             return False
         self._probing.add(keys[0])
-        self.stats.probes += 1
         self._spawn(self._probe_below(keys[:room], request))
         return True
 
@@ -153,9 +152,8 @@ class TieredStore:
         num_present = 0
         num_columns = self._table.num_columns
         try:
-            num_present = await self._ask(self._readers, lambda remote: remote.probe(keys, num_columns))
-        except TierUnavailable:
-            pass
+            with contextlib.suppress(TierUnavailable):
+                num_present = await self._ask(self._readers, lambda remote: remote.probe(keys, num_columns))
         finally:
             self._probing.discard(keys[0])
         for key in keys[:num_present]:
@@ -192,8 +190,8 @@ class TieredStore:
         finally:
             if loaded is None:
                 self.memory.abort_row(slot)
-        if loaded is not None:
-            self.memory.commit_row(slot, *loaded)
+            else:
+                self.memory.commit_row(slot, *loaded)
         return loaded is not None
 
     async def _verify(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
@@ -329,11 +327,9 @@ class TieredStore:
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until all rows committed so far are written through; False when time ran out."""
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_drained.wait(), timeout_seconds)
-        except asyncio.TimeoutError:
-            return False
-        return True
+        return self._is_drained.is_set()
 
     async def close(self) -> None:
         """Stop all work; when this returns no thread touches the arena any more."""

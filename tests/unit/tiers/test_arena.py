@@ -188,7 +188,7 @@ class TestFile:
             ArenaFile(path, 1 << 50 if limit is None else 16 * MIB)
         monkeypatch.undo()
         assert path.read_bytes() == before
-        assert opened().table.state(3, 1) is State.RESERVED
+        assert opened().table.snapshot(3, 4)[1]["state"] == State.RESERVED
 
     def test_a_fill_cut_short_by_closing_promises_no_rows(self, opened, monkeypatch):
         arena = opened()
@@ -370,4 +370,4 @@ def test_entries_are_free_while_they_change():
     table._entries = Watched()
     table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
     assert seen == [(State.FREE, State.FREE)]
-    assert table.state(0, 0) is State.RESERVED
+    assert entries[0, 0]["state"] == State.RESERVED

@@ -74,4 +74,4 @@ def test_every_request_counts(tier):
 def test_what_is_remembered_is_bounded(tier):
     for number in range(10_000):
         tier.lookup((LEASE[0], str(number)), CHAIN[:1])
-    assert len(tier._counted) < 5_000
+    assert len(tier.stats._counted) < 5_000
