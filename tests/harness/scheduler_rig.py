@@ -1,0 +1,107 @@
+"""The connector's scheduler half over a sidecar double, with requests and steps made by hand."""
+
+import threading
+from types import SimpleNamespace
+
+from lmcache import keys
+from lmcache.engines.vllm.lookups import LookupThread, Ticket
+from lmcache.engines.vllm.plan import EngineIdentity, Grid, WorkerReport
+from lmcache.engines.vllm.scheduler import Scheduler
+from lmcache.tiers.base import Slot
+from tests.harness.session_double import SessionDouble
+
+GRID = Grid(chunk_tokens=64, block_tokens=32, hash_tokens=32)
+ANSWER_SECONDS = 0.02
+IDENTITY = EngineIdentity(b"n" * 32, "", GRID, 4096, 1, "tiny")
+
+
+def hashes(num_tokens, name="p"):
+    return [f"{name}{i}".encode() for i in range(num_tokens // GRID.hash_tokens)]
+
+
+def make_request(num_tokens, request_id="r", **fields):
+    defaults = {
+        "request_id": request_id,
+        "num_tokens": num_tokens,
+        "num_computed_tokens": 0,
+        "block_hashes": hashes(num_tokens),
+        "lora_request": None,
+        "cache_salt": None,
+        "skip_reading_prefix_cache": False,
+        "resumable": False,
+    }
+    return SimpleNamespace(**(defaults | fields))
+
+
+def blocks(num, first=100):
+    return list(range(first, first + num))
+
+
+class Rig:
+    def __init__(self, num_ranks=1):
+        self.now = 0.0
+        self.session = SessionDouble()
+        self.lora = {None: b""}
+        self.scheduler = Scheduler(
+            num_ranks, self._connect, self.lora.__getitem__, ANSWER_SECONDS, lambda: self.now
+        )
+        self.scheduler.adopt(["another connector's message", IDENTITY])
+
+    def _connect(self, identity, rate):
+        self.lookups = LookupThread(self.session, identity.namespace, rate)
+        return self.lookups
+
+    def stored(self, num_chunks, **context):
+        """Let the sidecar have the first chunks of the default prompt."""
+        names = GRID.chunk_hashes(hashes(4096), 0, num_chunks)
+        for name in names:
+            slot = Slot(len(self.session.rows), 1)
+            self.session.rows[keys.chunk_key(name, **context)] = slot
+            self.session.committed.append(slot)
+
+    def settle(self):
+        """Wait until the lookup thread did all that was asked so far."""
+        done = threading.Event()
+        self.lookups.ask(Ticket("", [], "", done.set))
+        assert done.wait(10)
+
+    def arrive(self, request):
+        self.scheduler.on_new_request(request)
+        self.settle()
+        return request
+
+    def match(self, request, computed=0):
+        return self.scheduler.get_num_new_matched_tokens(request, computed)
+
+    def allocate(self, request, ids, external):
+        table = SimpleNamespace(get_block_ids=lambda: (ids,))
+        self.scheduler.update_state_after_alloc(request, table, external)
+
+    def step(self, new=(), cached=(), preempted=(), drafts=None):
+        """``new``: (id, blocks, computed, scheduled); ``cached``: the same and whether it was resumed."""
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=id_, block_ids=(ids,), num_computed_tokens=computed)
+                for id_, ids, computed, _ in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[item[0] for item in cached],
+                resumed_req_ids={item[0] for item in cached if item[4]},
+                new_block_ids=[(item[1],) if item[1] else None for item in cached],
+                num_computed_tokens=[item[2] for item in cached],
+            ),
+            num_scheduled_tokens={item[0]: item[3] for item in (*new, *cached)},
+            total_num_scheduled_tokens=sum(item[3] for item in (*new, *cached)),
+            scheduled_spec_decode_tokens=drafts or {},
+            preempted_req_ids=set(preempted),
+        )
+        return self.scheduler.build_connector_meta(output)
+
+    def report(self, ended=(), failed=(), received=(), sent=()):
+        report = WorkerReport()
+        report.stores_ended.update(ended)
+        report.failed_loads.update(failed)
+        output = SimpleNamespace(
+            kv_connector_worker_meta=report, finished_recving=set(received), finished_sending=set(sent)
+        )
+        self.scheduler.update_connector_output(output)
