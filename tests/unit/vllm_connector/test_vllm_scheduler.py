@@ -1,7 +1,11 @@
 """The scheduler half against requests and steps made by hand, in the shapes of both model runners."""
 
+import threading
+
 import pytest
 
+from lmcache.engines.vllm.plan import KeyContext
+from lmcache.engines.vllm.scheduler import Scheduler
 from tests.harness.scheduler_rig import ANSWER_SECONDS, Rig, blocks, hashes, make_request
 
 
