@@ -82,7 +82,7 @@ class ArenaFile:
     @property
     def ready_rows(self) -> int:
         """Rows below this number are populated; only grows between two formats."""
-        return self._grown if self.geometry else 0
+        return self._grown if self.num_rows else 0
 
     def start(self, on_growth: Callable[[], None]) -> None:
         """Populate in a background thread; ``on_growth`` is called from it after each extent, and on an
@@ -145,12 +145,13 @@ class ArenaFile:
         return self._layout
 
     def _set_layout(self, layout: Layout) -> None:
-        columns, self.num_rows = layout.geometry.num_columns, layout.num_rows
+        columns = layout.geometry.num_columns
         table = self._data[HEAD_BYTES : layout.table_offset(columns)]
         self.table = SlotTable(table.view(ENTRY).reshape(columns, layout.num_rows))
         with self._changed:
             self._layout = layout
             self._grown = 0
+            self.num_rows = layout.num_rows  # last: until then ready_rows is that of the old layout
             self.growth_error = None
             self._changed.notify_all()
 

@@ -15,7 +15,7 @@ import pytest
 from lmcache.tiers.arena import ArenaFile, map_column
 from lmcache.tiers.base import ArenaError, Geometry, Slot
 from lmcache.tiers.header import checksum
-from lmcache.tiers.layout import HEAD_BYTES, Layout
+from lmcache.tiers.layout import HEAD_BYTES, PAGE_BYTES, Layout
 from lmcache.tiers.memory import MemoryTier
 from lmcache.tiers.room import check_room, memory_limit
 from lmcache.tiers.slots import ENTRY, ENTRY_BYTES, SlotTable, State
@@ -117,6 +117,26 @@ class TestFile:
         arena.format(GEOMETRY)
         arena.format(Geometry(128 << 10, 1))
         assert ready.wait(20)
+
+    def test_growth_that_is_done_before_the_format_is_counts(self, opened, monkeypatch):
+        arena = opened(PAGE_BYTES * 64)
+        grown, seen = threading.Event(), []
+
+        def on_growth() -> None:
+            seen.append(arena.ready_rows)
+            grown.set()
+
+        real = arena._write_head
+
+        def late(geometry: Geometry | None, first_generation: int) -> None:
+            if geometry is not None:
+                arena.start(on_growth)
+                assert grown.wait(20)
+            real(geometry, first_generation)
+
+        monkeypatch.setattr(arena, "_write_head", late)
+        arena.format(Geometry(PAGE_BYTES * 32, 1))
+        assert seen[0] == arena.num_rows == 1
 
     def test_slots_are_apart_and_reach_clients(self, opened, path):
         arena = opened()
