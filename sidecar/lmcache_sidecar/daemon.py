@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -17,10 +18,10 @@ from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError
 from lmcache.tiers.remote import RemoteTier
 from lmcache.tiers.tiered import TieredStore
-from lmcache_sidecar import metrics, stats
+from lmcache_sidecar import stats
+from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.http import HttpServer, Response
-from lmcache_sidecar.metrics import CallMetrics
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 
@@ -56,7 +57,7 @@ class Sidecar:
             self._arena, config.arena_path, locks, lambda: TieredStore(self._arena, self._remote)
         )
         self._started = time.monotonic()
-        self._calls = CallMetrics()
+        self._calls = CallCounts()
         self._server = Server(self._sessions, config.socket, self._calls)
         pages = {
             "/metrics": self._metrics_page,
@@ -111,6 +112,7 @@ class Sidecar:
         return stats.collect(self._sessions, self._remote, time.monotonic() - self._started)
 
     async def _metrics_page(self) -> Response:
+        metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")
         text = await metrics.render(self._calls, self._stats())
         return Response(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
 

@@ -16,8 +16,8 @@ import grpc.aio
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.config import ConfigError
-from lmcache_sidecar.metrics import CallMetrics
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.wire import Refused, invalid
 
@@ -36,10 +36,10 @@ _OPTIONS = [
 class Server:
     """Serves ``sessions`` on ``socket_path`` from ``start`` to ``stop``."""
 
-    def __init__(self, sessions: Sessions, socket_path: str, metrics: CallMetrics) -> None:
+    def __init__(self, sessions: Sessions, socket_path: str, calls: CallCounts) -> None:
         self._sessions = sessions
         self._socket_path = socket_path
-        self._metrics = metrics
+        self._calls = calls
         self._server: grpc.aio.Server | None = None
         self._grown = asyncio.Event()  # replaced whenever it was set
 
@@ -86,7 +86,7 @@ class Server:
         async def work(request: Any) -> Any:
             started = time.perf_counter()
             reply = call(request)
-            self._metrics.took(method.name, time.perf_counter() - started)
+            self._calls.took(method.name, time.perf_counter() - started)
             return reply
 
         async def handle(request: Any, context: _Context) -> Any:
@@ -115,7 +115,7 @@ class Server:
             logger.exception("%s failed", method)
             await context.abort(code, "the sidecar has a bug, see its log")
         finally:
-            self._metrics.count(method, code)
+            self._calls.count(method, code)
 
     async def _serve(self, context: _Context) -> None:
         """From Hello to the end of the stream, whoever ends it."""

@@ -12,6 +12,7 @@ import urllib.error
 
 import pytest
 from lmcache_sidecar.metrics import FAMILIES
+from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable, StaleSession
 from tests.harness.sidecar import REPOSITORY
@@ -27,8 +28,13 @@ def test_pages(sidecar, connect):
     for name in re.findall(r"^# TYPE (\S+) counter", metrics, re.MULTILINE):
         assert name.endswith("_total")
     capacity_bytes = sidecar.stats()["memory"]["capacity_bytes"]
-    assert f"lmcache_memory_tier_capacity_bytes {float(capacity_bytes)}\n" in metrics
-    assert 'lmcache_clients{state="attached"} 1.0' in metrics
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+    }
+    assert samples["lmcache_memory_tier_capacity_bytes",] == capacity_bytes
+    assert samples["lmcache_clients", "attached"] == 1
     for family in FAMILIES:  # a path that leads nowhere would read as 0 for ever
         found = sidecar.stats()
         for key in family.path.split("."):

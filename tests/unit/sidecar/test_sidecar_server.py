@@ -7,7 +7,8 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from lmcache_sidecar.metrics import FAMILIES, CallMetrics, render
+from lmcache_sidecar.calls import CallCounts
+from lmcache_sidecar.metrics import FAMILIES, render
 from lmcache_sidecar.server import Server
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,7 +29,7 @@ class BrokenSessions:
 
 
 def test_a_bug_is_an_internal_error_and_the_daemon_lives(tmp_path, caplog):
-    metrics = CallMetrics()
+    metrics = CallCounts()
 
     async def run() -> grpc.aio.AioRpcError:
         server = Server(BrokenSessions(), str(tmp_path / "s.sock"), metrics)
@@ -61,7 +62,7 @@ STATS = {
 
 
 def test_metrics_are_read_from_the_stats():
-    text = asyncio.run(render(CallMetrics(), STATS)).decode().splitlines()
+    text = asyncio.run(render(CallCounts(), STATS)).decode().splitlines()
     assert 'lmcache_clients{state="quarantined"} 1.0' in text
     assert "lmcache_memory_tier_bytes 4096.0" in text
     assert 'lmcache_memory_tier_removals_total{reason="evicted"} 3.0' in text
@@ -73,7 +74,7 @@ def test_metrics_are_read_from_the_stats():
 
 
 def test_the_text_reads_as_prometheus_reads_it():
-    calls = CallMetrics()
+    calls = CallCounts()
     for seconds in (0.0, 5e-5, 6e-5, 0.3, 7.0):
         calls.took("Lookup", seconds)
     calls.count("Lookup", grpc.StatusCode.OK)
@@ -106,7 +107,7 @@ def test_other_tasks_run_while_the_text_is_made():
 
     async def run() -> None:
         task = asyncio.create_task(other())
-        await render(CallMetrics(), STATS)
+        await render(CallCounts(), STATS)
         task.cancel()
 
     asyncio.run(run())
