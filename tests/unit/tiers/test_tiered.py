@@ -60,10 +60,10 @@ async def test_promotion_is_single_flight(world):
 
 @run
 async def test_probes_do_not_wait_for_promotions(world):
-    world.remote.fill(chain(4))
+    world.remote.fill(chain(3))
     world.remote.held = {"load"}
     world.remote.open.clear()
-    assert world.lookup(chain(4)).probing
+    assert world.lookup(chain(3)).probing
     await until(lambda: world.remote.num_waiting == 2)
     assert world.lookup(chain(1, start=50), "other").probing
     await until(lambda: not world.lookup(chain(1, start=50), "other").probing)
