@@ -243,20 +243,22 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "group", "keys", "tenant", "first_chunk")
+    __slots__ = ("epoch", "client_uuid", "group", "keys", "tenant", "first_chunk", "request_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
     group: int
     keys: bytes
     tenant: bytes
     first_chunk: int
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., first_chunk: _Optional[int] = ...) -> None: ...
+    request_id: str
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., first_chunk: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("results", "rows", "generations")

@@ -170,13 +170,23 @@ class Session:
         group: int,
         keys: bytes,
         *,
+        request_id: str = "",
         first_chunk: int = 0,
         tenant: bytes = b"",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> list[Reservation]:
-        """Ask for slots of this client's column: one answer per 32-byte key, the chain's head first."""
+        """Ask for slots of this client's column: one answer per 32-byte key, the chain's head first.
+
+        What is stored under one ``request_id``, in however many calls, is evicted from its tail.
+        """
         reply = self._call(
-            service.RESERVE, timeout, group=group, keys=keys, first_chunk=first_chunk, tenant=tenant
+            service.RESERVE,
+            timeout,
+            group=group,
+            keys=keys,
+            request_id=_bounded(request_id) if request_id else "",
+            first_chunk=first_chunk,
+            tenant=tenant,
         )
         return [
             Reservation(Reserved(result), Slot(row, generation) if result == pb.SLOT else None)

@@ -188,6 +188,7 @@ class Sessions:
                 peer.uuid,
                 length=peer.chunk_bytes[request.group],
                 first_chunk=request.first_chunk,
+                request=request.request_id,
             )
             results = [reservation.result for reservation in reserved]
             slots = [reservation.slot or _NO_SLOT for reservation in reserved]

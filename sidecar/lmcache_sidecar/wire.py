@@ -122,6 +122,8 @@ def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
     """Row keys in the order of the chain."""
     if request.group not in peer.chunk_bytes:
         raise invalid(f"group {request.group} is unknown: the Hello had {sorted(peer.chunk_bytes)}")
+    if request.request_id:
+        parse_request_id(request.request_id)
     return _split_keys(peer, request.tenant, request.keys)[0]
 
 

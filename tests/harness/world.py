@@ -62,8 +62,11 @@ class FakeStore:
         num_resident, slots = self.memory.lookup(lease_id, groups[0])
         return Lookup(num_resident=num_resident, slots=[slots])
 
-    def reserve(self, keys, column, owner, *, length, first_chunk):
-        return [self.memory.reserve(key, column, owner, length=length, depth=first_chunk) for key in keys]
+    def reserve(self, keys, column, owner, *, length, first_chunk, request):
+        return [
+            self.memory.reserve(key, column, owner, length=length, depth=first_chunk, request=request)
+            for key in keys
+        ]
 
     def commit(self, slots, column, owner) -> None:
         self.memory.commit(slots, column, owner)

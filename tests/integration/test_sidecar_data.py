@@ -51,6 +51,22 @@ def test_nothing_is_offered_before_all_ranks_have_mapped(sidecar, connect):
     assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
 
 
+def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connect):
+    session = attached(connect())
+    usable(sidecar)
+    num_rows = sidecar.stats()["memory"]["num_rows"]
+
+    def put(request_id, first, end):
+        reserved = session.reserve(0, make_keys(*range(first, end)), request_id=request_id, first_chunk=first)
+        with session.copying():
+            session.commit([reservation.slot for reservation in reserved])
+
+    for first in range(0, 32, 8):  # a prompt of 32 chunks, in four steps of the engine
+        put("long", first, first + 8)
+    put("other", 100, 100 + num_rows - 32 + 5)  # five more than are free
+    assert session.lookup("r", [(0, make_keys(*range(32)))]).num_resident == 32 - 5
+
+
 def test_releases_that_did_not_arrive_are_sent_after_the_next_attach(sidecar, connect):
     scheduler, worker = connect(Role.SCHEDULER), attached(connect())
     usable(sidecar)

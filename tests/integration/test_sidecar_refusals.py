@@ -55,6 +55,7 @@ BAD_CALLS = [
     (RESERVE, {"group": 7, "keys": make_keys(9)}, INVALID, "group 7 is unknown"),
     (RESERVE, {"keys": b"k" * 31}, INVALID, "31 bytes are no multiple"),
     (RESERVE, {"keys": make_keys(9), "epoch": 0}, PRECONDITION, "attach again"),
+    (RESERVE, {"keys": make_keys(9), "request_id": "r" * 257}, INVALID, "request_id has 257 bytes"),
     (COMMIT, {"rows": [0, 1], "generations": [1]}, INVALID, "2 rows but 1 generations"),
     (
         COMMIT,

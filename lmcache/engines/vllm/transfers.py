@@ -102,7 +102,13 @@ class StoreTransfer:
 
     def _reserve(self, session: Session) -> list[tuple[int, Slot]]:
         names, tenant = self.job.context.chunk_keys(self.job.hashes), self.job.context.tenant
-        answers = session.reserve(GROUP, names, first_chunk=self.job.first_chunk, tenant=tenant)
+        answers = session.reserve(
+            GROUP,
+            names,
+            request_id=self.job.request_id,
+            first_chunk=self.job.first_chunk,
+            tenant=tenant,
+        )
         return [
             (chunk, answer.slot)
             for chunk, answer in enumerate(answers)
