@@ -238,7 +238,8 @@ def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
             path.unlink(missing_ok=True)
         os.close(fd)
         raise
-    return fd, head or Head(capacity, epoch=0, first_generation=1, geometry=None)
+    # Beyond all generations of a file that was here before: an engine may still hold slots of that one.
+    return fd, head or Head(capacity, epoch=0, first_generation=time.time_ns(), geometry=None)
 
 
 def _open_locked(path: Path) -> int:

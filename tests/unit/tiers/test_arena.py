@@ -374,6 +374,22 @@ def check_adopted(path: Path) -> int:
     return num_adopted
 
 
+def test_another_file_gives_no_slot_that_the_last_one_gave(opened, path):
+    slots = []
+    for _ in ("first", "second"):
+        arena = opened()
+        arena.format(GEOMETRY)
+        memory = MemoryTier(arena)
+        for _ in memory.adopt():
+            pass
+        memory.usable_rows = arena.num_rows
+        slots.append(memory.reserve(b"k" * 64, 0, OWNER, length=1).slot)
+        arena.close()
+        path.unlink()
+    assert None not in slots
+    assert slots[0] != slots[1]
+
+
 def test_entries_are_free_while_they_change():
     """The write order itself: every store of an entry is watched."""
     entries = np.zeros((1, 1), ENTRY)
