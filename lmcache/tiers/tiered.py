@@ -316,9 +316,9 @@ class TieredStore:
     # ---- life ----
 
     @property
-    def num_queued_writes(self) -> int:
-        """Rows in the write queue."""
-        return len(self._queue)
+    def num_unsettled(self) -> int:
+        """Rows whose checksum, or write to the remote tier, is still to come."""
+        return self._num_unsettled
 
     @property
     def is_remote_well(self) -> bool:

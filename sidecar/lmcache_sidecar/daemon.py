@@ -101,7 +101,7 @@ class Sidecar:
         if (store := self._sessions.store) is not None:
             if not await store.drain(self._config.drain_grace_seconds):
                 logger.warning(
-                    "%d rows were not written through within the grace period", store.num_queued_writes
+                    "%d rows were not written through within the grace period", store.num_unsettled
                 )
             await store.close()  # and the remote tier, which has no connections before there is a store
         await self._http.stop()

@@ -55,7 +55,7 @@ FAMILIES = tuple(
         ("memory_tier_removals_total", "memory.removed", "reason", "Rows that left, by reason"),
         ("remote_tier_up", "remote.is_reachable", "", "1 if the remote tier answers, as far as known"),
         ("remote_tier_operations_total", "remote.operations", "result", "Columns read or written"),
-        ("write_queue_rows", "num_queued_writes", "", "Rows still to be written through"),
+        ("unsettled_rows", "num_unsettled_rows", "", "Rows still to be checksummed or written through"),
         ("writes_total", "writes", "result", "Rows written through, or why not"),
         ("promotions_total", "promotions", "result", "Rows brought up from the remote tier, or verified"),
     )

@@ -27,7 +27,7 @@ def collect(sessions: Sessions, remote: RemoteTier | None, uptime_seconds: float
         "geometry": arena.geometry and asdict(arena.geometry),
         "memory": _memory(sessions),
         "remote": remote and _remote(remote),
-        "num_queued_writes": store.num_queued_writes if store else 0,
+        "num_unsettled_rows": store.num_unsettled if store else 0,
         "writes": store
         and {
             "written": store.stats.written,

@@ -63,6 +63,7 @@ def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connec
 
     for first in range(0, 32, 8):  # a prompt of 32 chunks, in four steps of the engine
         put("long", first, first + 8)
+    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)  # what is read can't be evicted
     put("other", 100, 100 + num_rows - 32 + 5)  # five more than are free
     assert session.lookup("r", [(0, make_keys(*range(32)))]).num_resident == 32 - 5
 

@@ -23,8 +23,8 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
     world.put(chain(2))  # two writers take these
     await until(lambda: world.remote.num_waiting == 2)
     world.put(chain(10, start=2))
-    await until(lambda: world.store.num_queued_writes + world.store.stats.write_dropped == 10)
-    assert world.store.num_queued_writes == 4
+    await until(lambda: len(world.store._queue) + world.store.stats.write_dropped == 10)
+    assert len(world.store._queue) == 4
     assert world.store.stats.write_dropped == 6
     world.remote.open.set()
     assert await world.store.drain(20)
@@ -35,7 +35,7 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
 async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
     world.remote.open.clear()
     world.put(chain(6))
-    await until(lambda: world.remote.num_waiting == 2 and world.store.num_queued_writes == 4)
+    await until(lambda: world.remote.num_waiting == 2 and len(world.store._queue) == 4)
     world.put(chain(14, start=100))
     world.remote.open.set()
     assert await world.store.drain(20)
