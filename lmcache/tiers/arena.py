@@ -1,5 +1,4 @@
-"""Arenas: memory for rows. The sidecar's is one shared-memory file that outlives it; tests and the library
-use the heap.
+"""The arena: memory for rows, one shared-memory file that outlives the sidecar.
 
 **Filling the file.** Pages are taken by this process first, so that its cgroup pays, and before anybody
 touches them, so that a lack of memory is an error and not a SIGBUS: extent by extent, ``posix_fallocate`` and
@@ -28,7 +27,7 @@ from lmcache.tiers.mapping import MappedColumn, map_column, populate
 from lmcache.tiers.room import check_room
 from lmcache.tiers.slots import ENTRY, SlotTable
 
-__all__ = ["ArenaFile", "HeapArena", "MappedColumn", "map_column"]
+__all__ = ["ArenaFile", "MappedColumn", "map_column"]
 
 _log = logging.getLogger(__name__)
 
@@ -199,22 +198,6 @@ class ArenaFile:
             step = min(_STEP_BYTES, end - offset)
             _allocate(self._fd, offset, step)
             populate(self._data[offset : offset + step])
-
-
-class HeapArena:
-    """An arena in this process's own memory, ready at once; for the library and for tests."""
-
-    first_generation = 1
-
-    def __init__(self, geometry: Geometry, num_rows: int) -> None:
-        self.geometry = geometry
-        self.num_rows = self.ready_rows = num_rows
-        self.table = SlotTable(np.zeros((geometry.num_columns, num_rows), ENTRY))
-        self._slots = np.zeros((geometry.num_columns, num_rows, geometry.slot_bytes), np.uint8)
-
-    def view(self, row: int, column: int) -> memoryview:
-        """The ``slot_bytes`` writable bytes of one slot."""
-        return memoryview(self._slots[column, row])
 
 
 def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import yaml
+from pythonjsonlogger.json import JsonFormatter
 
 from . import __version__
 from .api import KIND
@@ -22,21 +21,6 @@ from .specs.children import children
 from .specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE = 2
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from .app import run  # kopf and the client take half a second to import
 
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    handler.setFormatter(_JsonFormatter() if arguments.log_format == "json" else text)
+    handler.setFormatter(_formatter(arguments.log_format))
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else one line for every event
     asyncio.run(
@@ -98,6 +81,12 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _formatter(log_format: str) -> logging.Formatter:
+    fields = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    names = {"asctime": "time", "levelname": "level", "name": "logger"}
+    return JsonFormatter(fields, rename_fields=names) if log_format == "json" else logging.Formatter(fields)
 
 
 def _render(arguments: argparse.Namespace) -> int:

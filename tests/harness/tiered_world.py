@@ -6,10 +6,10 @@ import asyncio
 import threading
 from collections import Counter
 
-from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry, Reserved, TierUnavailable
 from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.tiers.tiered import Lookup, TieredStore
+from tests.harness.heap_arena import HeapArena
 
 NUM_COLUMNS = 2
 SIZE = 4096

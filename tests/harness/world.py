@@ -12,10 +12,10 @@ from lmcache_sidecar.sessions import Client, Sessions
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import ClientHello, KVGroup, Role
-from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry
 from lmcache.tiers.memory import MemoryTier
 from lmcache.tiers.tiered import Lookup
+from tests.harness.heap_arena import HeapArena
 
 NUM_ROWS = 6
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from lmcache.tiers.tiered import TieredStore
+from tests.harness.heap_arena import HeapArena
 from tests.harness.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis

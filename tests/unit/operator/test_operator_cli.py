@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lmcache_operator.__main__ import _JsonFormatter, main
+from lmcache_operator.__main__ import _formatter, main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -81,6 +81,6 @@ def test_a_log_line_as_json() -> None:
         raise ValueError("x")
     except ValueError as error:
         record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s %s", ("b", "c"), (ValueError, error, None))
-    line = json.loads(_JsonFormatter().format(record))
-    assert (line["level"], line["logger"], line["message"]) == ("error", "a", "b c")
-    assert "ValueError: x" in line["exception"]
+    line = json.loads(_formatter("json").format(record))
+    assert (line["level"], line["logger"], line["message"]) == ("ERROR", "a", "b c")
+    assert "ValueError: x" in line["exc_info"]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry, Reserved, Slot, StaleSlot
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory import INCOMPLETE_SECONDS, MemoryTier
+from tests.harness.heap_arena import HeapArena
 from tests.harness.memory_oracle import KnownRow, Order
 
 NUM_ROWS = 6

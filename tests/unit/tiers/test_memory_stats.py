@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry
 from lmcache.tiers.memory import MemoryTier
+from tests.harness.heap_arena import HeapArena
 
 OWNER = b"o" * 16
 LEASE = (b"e" * 16, "request")

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry, Removal
 from lmcache.tiers.tiered import Lookup, TieredStore
+from tests.harness.heap_arena import HeapArena
 from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, SIZE, World, chain, content, run, until
 
 

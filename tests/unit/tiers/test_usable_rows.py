@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lmcache.tiers.arena import HeapArena
 from lmcache.tiers.base import Geometry, Reserved
 from lmcache.tiers.memory import MemoryTier
+from tests.harness.heap_arena import HeapArena
 
 OWNER = b"o" * 16
 
