@@ -11,6 +11,7 @@ import signal
 import time
 from http import HTTPStatus
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lmcache
 from lmcache.rpc import service
@@ -21,9 +22,12 @@ from lmcache.tiers.tiered import TieredStore
 from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.config import Config, ConfigError
-from lmcache_sidecar.http import HttpServer, Response
+from lmcache_sidecar.pages import Page
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
+
+if TYPE_CHECKING:
+    from lmcache_sidecar.http import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +63,13 @@ class Sidecar:
         self._started = time.monotonic()
         self._calls = CallCounts()
         self._server = Server(self._sessions, config.socket, self._calls)
-        pages = {
+        self._pages = {
             "/metrics": self._metrics_page,
             "/stats": self._stats_page,
             "/healthz": self._healthz_page,
             "/readyz": self._readyz_page,
         }
-        self._http = HttpServer(pages)
+        self._http: HttpServer | None = None
         self._deaths: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -76,18 +80,20 @@ class Sidecar:
         except OSError as error:
             raise ConfigError(f"--socket: a client's lock file can't be opened: {error}") from error
         await self._server.start()
-        try:
-            port = await self._http.start(config.http_host, config.http_port)
-        except OSError as error:
-            raise ConfigError(
-                f"--http-port: can't listen on {config.http_host}:{config.http_port}: {error}"
-            ) from error
 
         def on_growth() -> None:
             loop.call_soon_threadsafe(self._server.arena_grew)
 
         self._arena.start(on_growth)
         self._deaths = asyncio.create_task(self._sessions.deaths.run())
+        try:
+            http = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.http")
+            self._http = http.HttpServer(self._pages)
+            port = await self._http.start(config.http_host, config.http_port)
+        except OSError as error:
+            raise ConfigError(
+                f"--http-port: can't listen on {config.http_host}:{config.http_port}: {error}"
+            ) from error
         logger.info(
             "LMCache sidecar %s serves %s, arena %s of %d bytes, http port %d",
             lmcache.__version__, config.socket, config.arena_path, config.memory_size, port,
@@ -104,28 +110,29 @@ class Sidecar:
                     "%d rows were not written through within the grace period", store.num_unsettled
                 )
             await store.close()  # and the remote tier, which has no connections before there is a store
-        await self._http.stop()
+        if self._http is not None:
+            await self._http.stop()
         self._arena.close()
         logger.info("Stopped")
 
     def _stats(self) -> dict[str, object]:
         return stats.collect(self._sessions, self._remote, time.monotonic() - self._started)
 
-    async def _metrics_page(self) -> Response:
+    async def _metrics_page(self) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")
         text = await metrics.render(self._calls, self._stats())
-        return Response(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
+        return Page(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
 
-    async def _stats_page(self) -> Response:
-        return Response(HTTPStatus.OK, json.dumps(self._stats()).encode() + b"\n", "application/json")
+    async def _stats_page(self) -> Page:
+        return Page(HTTPStatus.OK, json.dumps(self._stats()).encode() + b"\n", "application/json")
 
-    async def _healthz_page(self) -> Response:
-        return Response(HTTPStatus.OK, b"ok\n")  # that this runs is the proof
+    async def _healthz_page(self) -> Page:
+        return Page(HTTPStatus.OK, b"ok\n")  # that this runs is the proof
 
-    async def _readyz_page(self) -> Response:
+    async def _readyz_page(self) -> Page:
         if self._server.is_listening and self._arena.path.exists():
-            return Response(HTTPStatus.OK, b"ready\n")
-        return Response(HTTPStatus.SERVICE_UNAVAILABLE, b"not listening, or the arena's file is gone\n")
+            return Page(HTTPStatus.OK, b"ready\n")
+        return Page(HTTPStatus.SERVICE_UNAVAILABLE, b"not listening, or the arena's file is gone\n")
 
 
 def _make_locks_directory(socket_path: str) -> Path:
