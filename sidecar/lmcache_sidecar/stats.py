@@ -26,7 +26,7 @@ def collect(sessions: Sessions, remote: RemoteTier | None, uptime_seconds: float
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
         "memory": _memory(sessions),
-        "remote": remote and _remote(remote),
+        "remote": remote and remote_stats(remote),
         "num_unsettled_rows": store.num_unsettled if store else 0,
         "writes": store
         and {
@@ -75,8 +75,9 @@ def _memory(sessions: Sessions) -> dict[str, Any]:
     }
 
 
-def _remote(remote: RemoteTier) -> dict[str, Any]:
-    counts = asdict(remote.stats)  # refused and invalid are counts by reason
+def remote_stats(remote: RemoteTier) -> dict[str, Any]:
+    """What the remote tier did, and whether it answers."""
+    counts = vars(remote.stats)  # refused and invalid are counts by reason
     return {
         "address": str(remote.address),
         "is_reachable": not remote.breaker.is_open,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import grpc
 import grpc.aio
 import pytest
+from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.metrics import FAMILIES, render
 from lmcache_sidecar.server import Server
@@ -14,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import LOOKUP, RELEASE
+from lmcache.tiers.remote import RemoteTier
 
 
 class BrokenSessions:
@@ -112,3 +115,12 @@ def test_other_tasks_run_while_the_text_is_made():
 
     asyncio.run(run())
     assert turns >= len(FAMILIES)
+
+
+def test_the_remote_tier_s_counts_by_reason_are_json():
+    remote = RemoteTier("unix:///nowhere")
+    remote.stats.invalid["checksum"] += 2
+    remote.stats.refused["OOM"] += 1
+    found = json.loads(json.dumps(stats.remote_stats(remote)))
+    assert (found["invalid"], found["refused"]) == ({"checksum": 2}, {"OOM": 1})
+    assert (found["operations"]["invalid"], found["operations"]["refused"]) == (2, 1)
