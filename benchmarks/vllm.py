@@ -82,6 +82,12 @@ def _figures(seconds: dict[str, list[float]]) -> list[Figure]:
     return [
         at_most("memory hit, share of cold", 100 * median["memory hit"] / median["cold"], "%", 8),
         at_most("remote hit, share of cold", 100 * median["remote hit"] / median["cold"], "%", 25),
+        Figure(
+            "memory hit, of a hit in the engine's own cache", median["memory hit"] / median["own hit"], "x"
+        ),
+        Figure(
+            "memory hit, of a hit in the engine's own cache", median["memory hit"] / median["own hit"], "x"
+        ),
         at_least(
             "speed of cold, of an engine with no connector", 100 * median["bare"] / median["cold"], "%", 97
         ),
