@@ -65,6 +65,7 @@ def one_engine(what: str, sidecar: SidecarProcess, log: Path) -> Answer:
             engine.wait_ready()
         ask(engine.url, [7] * CHUNK_TOKENS, 1)  # the first request of a process pays for lazy imports
         answer = ask(engine.url, prompt(), ANSWER_TOKENS)
+        note(f"answer: {answer.tokens[:12]} ...")
         note(f"{what}: first token after {answer.ttft_seconds * 1e3:.0f} ms,"
              f" {answer.num_cached_tokens} of {PROMPT_TOKENS} prompt tokens from the cache")  # fmt: skip
     return answer

@@ -18,10 +18,14 @@ from tools.kube.process import free_ports
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE, RELEASE, NAME = "default", "lmcache", "llama-8b"
 KIND = "lmcache.io/v1alpha1/lmcacheclusters"
-CHILDREN = (
-    "apps/v1/statefulsets", "v1/services", "v1/configmaps", "v1/serviceaccounts",
-    "policy/v1/poddisruptionbudgets", "networking.k8s.io/v1/networkpolicies",
-)  # fmt: skip
+CHILDREN = {
+    "apps/v1/statefulsets": "StatefulSet",
+    "v1/services": "Service",
+    "v1/configmaps": "ConfigMap",
+    "v1/serviceaccounts": "ServiceAccount",
+    "policy/v1/poddisruptionbudgets": "PodDisruptionBudget",
+    "networking.k8s.io/v1/networkpolicies": "NetworkPolicy",
+}
 REST_SECONDS = 10
 
 
@@ -115,7 +119,7 @@ def _heals(cluster: Cluster) -> dict[str, object]:
         kind, name, uid = child["path"], child["metadata"]["name"], child["metadata"]["uid"]
         cluster.api.delete(kind, name, NAMESPACE)
         took = _timed(cluster, lambda: _is_new(cluster, kind, name, uid))  # noqa: B023
-        note(f"deleted {child['kind'].removesuffix('s')} {name}: back after {took:.2f} s")
+        note(f"deleted {child['kind']} {name}: back after {took:.2f} s")
         slowest = max(slowest, took)
     return {"slowest_child_healed_after_deletion_seconds": round(slowest, 2)}
 
@@ -148,7 +152,7 @@ def pods(cluster: Cluster) -> list[dict[str, Any]]:
 def children(cluster: Cluster) -> list[dict[str, Any]]:
     """What the operator made for the object, each with the path of its kind."""
     return [
-        {**child, "path": kind, "kind": child.get("kind") or kind.rpartition("/")[2]}
-        for kind in CHILDREN
-        for child in cluster.api.objects(kind, NAMESPACE, f"lmcache.io/cluster={NAME}")
+        {**child, "path": path, "kind": kind}
+        for path, kind in CHILDREN.items()
+        for child in cluster.api.objects(path, NAMESPACE, f"lmcache.io/cluster={NAME}")
     ]
