@@ -50,6 +50,8 @@ class LoadTransfer:
             return
         with session.copying():
             for piece in self.job.pieces:
+                if not session.holds(piece.slot):  # from an older arena: its row may not even exist
+                    return
                 copier.load(session.slots[piece.slot.row], piece.first_block, piece.blocks, self._fence)
                 if not session.holds(piece.slot):
                     return
