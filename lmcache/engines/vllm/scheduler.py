@@ -89,6 +89,7 @@ class Scheduler:
         self._is_waiting = False  # a request waits for an answer in this step
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
+        self._preempted: list[str] = []
         self._held: list[str] = []
 
     def adopt(self, messages: Iterable[Any]) -> None:
@@ -105,8 +106,10 @@ class Scheduler:
     def go_offline(self) -> None:
         """Forget all requests for good. What was promised to the engine is still handed to the workers."""
         self._is_offline = True
-        for state in self._states.values():
+        for request_id, state in self._states.items():
             self._release(state)
+            if state.num_stores:  # nobody will hold the blocks that are read
+                self._preempted.append(request_id)
         if self._lookups is not None:
             self._lookups.close()
         self._lookups = None
@@ -163,9 +166,10 @@ class Scheduler:
     def build_connector_meta(self, output: Any) -> StepMeta:
         """Hand out the step's work. ``output`` is the engine's SchedulerOutput and stays as it is."""
         is_idle = output.total_num_scheduled_tokens == 0
-        preempted = list(getattr(output, "preempted_req_ids", None) or ())
+        preempted = getattr(output, "preempted_req_ids", None) or ()
         for request_id in preempted:
             self._forget_progress(request_id)
+        self._preempted.extend(preempted)
         if self._states:
             self._follow_blocks(output)
         if self._is_waiting and is_idle and self._lookups is not None:
@@ -173,8 +177,8 @@ class Scheduler:
             self._lookups.answered.clear()
         self._is_waiting = False
         step = self._rate.begin(output.total_num_scheduled_tokens, self._clock()) if self._lookups else 0
-        meta = StepMeta(self._loads, self._stores, preempted, self._held, is_idle, step)
-        self._loads, self._stores, self._held = [], [], []
+        meta = StepMeta(self._loads, self._stores, self._preempted, self._held, is_idle, step)
+        self._loads, self._stores, self._preempted, self._held = [], [], [], []
         return meta
 
     def update_connector_output(self, output: Any) -> None:

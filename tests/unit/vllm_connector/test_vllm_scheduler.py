@@ -330,3 +330,14 @@ def test_streaming_sessions_are_left_alone(rig):
     request = make_request(200, resumable=True)
     rig.scheduler.on_new_request(request)
     assert rig.match(request) == (0, False)
+
+
+def test_offline_takes_back_the_blocks_of_stores_under_way(rig):
+    """The engine frees them when the request ends, since nobody holds them: a later commit would be torn."""
+    request = rig.arrive(make_request(200))
+    rig.arrive(make_request(200, "without stores"))
+    rig.step(new=[("r", blocks(7), 0, 200)])
+    rig.scheduler.go_offline()
+    assert rig.scheduler.request_finished(request) is False
+    assert rig.step(preempted=["another"]).preempted == ["r", "another"]
+    assert rig.step().preempted == []
