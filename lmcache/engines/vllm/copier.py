@@ -119,14 +119,16 @@ class CudaCopier:
     def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
         host = self._pinned(slot)
-        with self._cuda.stream(self._load_stream):
-            self._load_stream.wait_event(fence)
-            ids = torch.tensor(blocks, device=self._device)
-            self._load_staging.copy_(host, non_blocking=True)
-            parts = _layer_parts(self._layout, self._load_staging)
-            for pages, part in zip(self._layout.pages, parts, strict=True):
-                pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)])
-        self._load_stream.synchronize()
+        try:
+            with self._cuda.stream(self._load_stream):
+                self._load_stream.wait_event(fence)
+                ids = torch.tensor(blocks, device=self._device)
+                self._load_staging.copy_(host, non_blocking=True)
+                parts = _layer_parts(self._layout, self._load_staging)
+                for pages, part in zip(self._layout.pages, parts, strict=True):
+                    pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)])
+        finally:  # also a load that failed has ended only when nothing writes to its blocks any more
+            self._load_stream.synchronize()
 
     def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
