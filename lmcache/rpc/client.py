@@ -30,7 +30,7 @@ from lmcache.rpc.attachment import Attachment
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.hello import ClientHello, KVGroup, Role
 from lmcache.rpc.lockfile import LockFile
-from lmcache.rpc.session import Copies, LookupResult, Session
+from lmcache.rpc.session import Copies, LookupResult, Session, bounded
 
 __all__ = ["ClientHello", "KVGroup", "LookupResult", "Role", "Session", "SidecarClient"]
 
@@ -90,6 +90,10 @@ class SidecarClient:
     def detached_reason(self) -> str:
         """One sentence why there is no session; empty while there is one."""
         return "" if self.session is not None else self._reason
+
+    def release_later(self, request_id: str) -> None:
+        """Let a lease end with the next release or attach, where there is nobody to call now."""
+        self._owed.add(bounded(request_id))
 
     def close(self) -> None:
         """Detach, release the record lock and remove its file. Idempotent; waits at most 2 s.

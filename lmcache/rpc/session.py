@@ -146,10 +146,11 @@ class Session:
         Repeating it with the same id extends the lease. Release the id in the end, also after an error: a
         call whose answer was lost may have leased.
         """
+        self._owed.discard(bounded(request_id))  # or a late release would end this lease
         reply = self._call(
             service.LOOKUP,
             timeout,
-            request_id=_bounded(request_id),
+            request_id=bounded(request_id),
             groups=[pb.GroupKeys(group=group, keys=keys) for group, keys in group_keys],
             tenant=tenant,
             prefill_tokens_per_second=prefill_tokens_per_second,
@@ -184,7 +185,7 @@ class Session:
             timeout,
             group=group,
             keys=keys,
-            request_id=_bounded(request_id) if request_id else "",
+            request_id=bounded(request_id) if request_id else "",
             first_chunk=first_chunk,
             tenant=tenant,
         )
@@ -203,14 +204,17 @@ class Session:
 
     def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         """End leases. Call it once per request: ids that were not sent go with the next release or attach."""
-        self._owed.update(map(_bounded, request_ids))
+        self._owed.update(map(bounded, request_ids))
         sent = list(self._owed)[:_MAX_RELEASES]
         self._call(service.RELEASE, timeout, request_ids=sent)
         self._owed.difference_update(sent)
 
     def holds(self, slot: Slot) -> bool:
-        """True if the slot is still what it was given as; ask after a load's copy. Only reads memory."""
-        return self._column is not None and self._column.holds(slot)
+        """True if the slot is still what it was given as; ask after a load's copy. Only reads memory.
+
+        Any slot can be asked for: it may be from another session, and the arena larger then.
+        """
+        return self._column is not None and slot.row < len(self._column.slots) and self._column.holds(slot)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -260,7 +264,7 @@ class Session:
         return RpcRefused(code, details)
 
 
-def _bounded(request_id: str) -> str:
+def bounded(request_id: str) -> str:
     """An id that the sidecar takes, whatever the engine's users chose: a refused one could never be released,
     nor anything that is sent with it."""
     if request_id.isascii() and 0 < len(request_id) <= service.MAX_REQUEST_ID_BYTES:

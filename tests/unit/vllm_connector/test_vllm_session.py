@@ -1,0 +1,82 @@
+"""What the connector leaves to its client: leases that could not be ended yet, slots of another arena."""
+
+import hashlib
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.errors import SidecarUnavailable
+from lmcache.rpc.session import Copies, Session
+from lmcache.tiers.base import Slot
+from tests.harness.wire import make_hello
+
+
+class NoAnswer(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self):
+        return ""
+
+
+class Channel:
+    """Notes the ids that are released, and answers unless it is told not to."""
+
+    def __init__(self):
+        self.released = []
+        self.is_silent = False
+
+    def unary_unary(self, path, request_serializer, response_deserializer):
+        def call(request, timeout):
+            if self.is_silent:
+                raise NoAnswer
+            if isinstance(request, pb.ReleaseRequest):
+                self.released += request.request_ids
+            return response_deserializer(b"")
+
+        return call
+
+
+@pytest.fixture
+def client():
+    return SidecarClient("/nonexistent/kvcache.sock", make_hello())
+
+
+def attach(client, channel, column=None):
+    copies = Copies(lambda: None)
+    session = Session(channel, b"c" * 16, 1, column, copies, on_stale=lambda _: None, owed=client._owed)
+    client._attached(session)
+    return session
+
+
+def test_what_is_released_while_detached_is_sent_after_the_next_attach(client):
+    client.release_later("r")
+    client.release_later("é")
+    channel = Channel()
+    session = attach(client, channel)
+    assert set(channel.released) == {"r", hashlib.sha256("é".encode()).hexdigest()}
+    session.release([])
+    assert len(channel.released) == 2, "once is enough"
+
+
+def test_a_late_release_does_not_end_a_lease_that_was_taken_again(client):
+    """A preempted request is looked up once more under its id; its old release may still be owed."""
+    channel = Channel()
+    session = attach(client, channel)
+    channel.is_silent = True
+    with pytest.raises(SidecarUnavailable):
+        session.release(["preempted", "other"])
+    channel.is_silent = False
+    session.lookup("preempted", [(0, b"k" * 32)])
+    session.release([])
+    assert channel.released == ["other"]
+
+
+def test_a_slot_beyond_a_smaller_arena_is_not_held(client):
+    column = SimpleNamespace(slots=[None] * 4, holds=lambda slot: ([True] * 4)[slot.row])
+    session = attach(client, Channel(), column)
+    assert session.holds(Slot(3, 1))
+    assert not session.holds(Slot(4, 1))
