@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 from lmcache import keys
-from lmcache.engines.vllm.lookups import LookupThread, Ticket
+from lmcache.engines.vllm.lookups import Ticket
 from lmcache.engines.vllm.plan import EngineIdentity, Grid, WorkerReport
 from lmcache.engines.vllm.scheduler import Scheduler
 from lmcache.tiers.base import Slot
@@ -43,13 +43,10 @@ class Rig:
         self.session = SessionDouble()
         self.lora = {None: b""}
         self.scheduler = Scheduler(
-            num_ranks, self._connect, self.lora.__getitem__, ANSWER_SECONDS, lambda: self.now
+            num_ranks, lambda _: self.session, self.lora.__getitem__, ANSWER_SECONDS, lambda: self.now
         )
         self.scheduler.adopt(["another connector's message", IDENTITY])
-
-    def _connect(self, identity, rate):
-        self.lookups = LookupThread(self.session, identity.namespace, rate)
-        return self.lookups
+        self.lookups = self.scheduler._lookups
 
     def stored(self, num_chunks, **context):
         """Let the sidecar have the first chunks of the default prompt."""

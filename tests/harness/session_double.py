@@ -23,7 +23,7 @@ class SessionDouble:
         self.committed: list[Slot] = []
         self.aborted: list[Slot] = []
         self.leased: set[str] = set()
-        self.released: list[str] = []
+        self.owed: list[str] = []
         self.num_pending = 0
         self.is_down = False
         self.is_copying = False
@@ -33,6 +33,9 @@ class SessionDouble:
     @property
     def session(self) -> SessionDouble:
         return self
+
+    def release_later(self, request_id: str) -> None:
+        self.owed.append(request_id)
 
     def close(self) -> None:
         pass
@@ -64,7 +67,6 @@ class SessionDouble:
 
     def release(self, request_ids: Sequence[str], timeout: float = 0) -> None:
         self._check_up()
-        self.released += request_ids
         self.leased -= set(request_ids)
 
     def holds(self, slot: Slot) -> bool:

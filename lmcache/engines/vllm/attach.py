@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
@@ -14,32 +15,28 @@ from lmcache import keys
 from lmcache.engines.vllm import fingerprint
 from lmcache.engines.vllm.copier import EngineCopier, make_copier
 from lmcache.engines.vllm.layouts import Layout, Unsupported, check_supported, content_id, page_views
-from lmcache.engines.vllm.lookups import LookupThread
 from lmcache.engines.vllm.plan import GROUP, EngineIdentity, Grid
 from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
+from lmcache.rpc.service import DEFAULT_SOCKET
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SOCKET = "/run/lmcache/kvcache.sock"
-DEFAULT_CHUNK_TOKENS = 256
-DEFAULT_ANSWER_SECONDS = 0.02
 
 
 class Settings(NamedTuple):
     """``kv_connector_extra_config`` of the connector; keys start with ``lmcache.``."""
 
     socket: str = DEFAULT_SOCKET
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-    answer_seconds: float = DEFAULT_ANSWER_SECONDS
+    chunk_tokens: int = 256
+    answer_seconds: float = 0.02
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:
         """Read and check; ``LMCACHE_SOCKET`` beats the configuration. Raises Unsupported with a sentence."""
-        known = {f"lmcache.{name}": name for name in cls._fields}
         given = {key: value for key, value in extra_config.items() if key.startswith("lmcache.")}
-        if unknown := sorted(given.keys() - known.keys()):
+        known = {f"lmcache.{name}" for name in cls._fields}
+        if unknown := sorted(given.keys() - known):
             raise Unsupported(f"unknown setting {unknown[0]} (known: {', '.join(sorted(known))})")
-        settings = cls(**{known[key]: value for key, value in given.items()})
+        settings = cls(**{key.removeprefix("lmcache."): value for key, value in given.items()})
         if not isinstance(settings.chunk_tokens, int) or settings.chunk_tokens <= 0:
             raise Unsupported(
                 f"lmcache.chunk_tokens must be a positive number, not {settings.chunk_tokens!r}"
@@ -63,20 +60,9 @@ def attach_worker(
     contents = [_content_id(vllm_config, layer, kv_caches[layer], num_blocks) for layer in group.layer_names]
     identity = _identity(vllm_config, grid, layout, contents)
     copier = make_copier(layout)
-    client = _client(vllm_config, identity, settings.socket, Role.WORKER, _column(vllm_config), layout)
+    column, gpu_uuid = _column(vllm_config), _gpu_uuid(layout.pages[0].device)
+    client = start_client(vllm_config, settings.socket, identity, Role.WORKER, column, gpu_uuid)
     return client, copier, identity
-
-
-def attach_scheduler(
-    vllm_config: Any, settings: Settings
-) -> Callable[[EngineIdentity, Callable[[], float]], LookupThread]:
-    """Return what starts the scheduler's lookup thread, once the workers said who they are."""
-
-    def connect(identity: EngineIdentity, rate: Callable[[], float]) -> LookupThread:
-        client = _client(vllm_config, identity, settings.socket, Role.SCHEDULER)
-        return LookupThread(client, identity.namespace, rate)
-
-    return connect
 
 
 def _identity(vllm_config: Any, grid: Grid, layout: Layout, contents: list[str]) -> EngineIdentity:
@@ -86,9 +72,7 @@ def _identity(vllm_config: Any, grid: Grid, layout: Layout, contents: list[str])
     weights = fingerprint.weights_fingerprint(fingerprint.model_dir(model.model, model.revision))
     has_fixed_seed = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
     reason = fingerprint.private_reason(vllm_config, weights, has_fixed_seed)
-    listing = fingerprint.listing(
-        vllm_config, weights, contents, (grid.chunk_tokens, grid.block_tokens, grid.hash_tokens)
-    )
+    listing = fingerprint.listing(vllm_config, weights, contents, astuple(grid))
     if reason:
         listing["private_to"] = _engine_uuid(vllm_config)
         logger.warning("Cached KV stays private to this engine: %s", reason)
@@ -97,17 +81,15 @@ def _identity(vllm_config: Any, grid: Grid, layout: Layout, contents: list[str])
     return EngineIdentity(keys.namespace(listing), reason, grid, chunk_bytes, num_columns, model.model)
 
 
-def _client(
+def start_client(
     vllm_config: Any,
-    identity: EngineIdentity,
     socket: str,
-    role: Role,
+    identity: EngineIdentity,
+    role: Role = Role.SCHEDULER,
     column: int = 0,
-    layout: Layout | None = None,
+    gpu_uuid: str = "",
 ) -> SidecarClient:
-    gpu_uuid = ""
-    if layout is not None and layout.pages[0].device.type == "cuda":
-        gpu_uuid = f"GPU-{torch.cuda.get_device_properties(layout.pages[0].device).uuid}"
+    """Start attaching in the background."""
     hello = ClientHello(
         role=role,
         engine_uuid=_engine_uuid(vllm_config),
@@ -115,9 +97,9 @@ def _client(
         chunk_tokens=identity.grid.chunk_tokens,
         groups=(KVGroup(GROUP, identity.grid.block_tokens, identity.chunk_bytes),),
         num_columns=identity.num_columns,
-        column=column,
         private_reason=identity.private_reason,
         model=identity.model,
+        column=column,
         gpu_uuid=gpu_uuid,
     )
     client = SidecarClient(socket, hello)
@@ -138,6 +120,10 @@ def _column(vllm_config: Any) -> int:
 
     tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
     return int(get_pp_group().rank_in_group * tensor_parallel + get_tensor_model_parallel_rank())
+
+
+def _gpu_uuid(device: torch.device) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
 
 
 def _largest_column_bytes(vllm_config: Any, layout: Layout) -> int:

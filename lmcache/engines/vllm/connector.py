@@ -16,6 +16,7 @@ to the engine before is still reported.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import vllm
@@ -61,7 +62,8 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def shutdown(self) -> None:
         """End the threads and detach."""
-        _call(self._scheduler or self._worker, "close", None)
+        _call(self._scheduler, "go_offline", None)
+        _call(self._worker, "close", None)
 
     # ---- worker ----
 
@@ -93,13 +95,11 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Report requests whose blocks are not needed any more, and ended loads."""
-        nothing: tuple[set[str] | None, set[str] | None] = (None, None)
-        return _call(self._worker, "collect", nothing, self._connector_metadata)
+        return _call(self._worker, "collect", (None, None), self._connector_metadata)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed loads, in the step that reports the load as ended."""
-        nothing: set[int] = set()
-        return _call(self._worker, "take_bad_blocks", nothing)
+        return _call(self._worker, "take_bad_blocks", set())
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What the scheduler half has to know."""
@@ -121,8 +121,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded beyond the computed ones; None: ask again in the next step."""
-        nothing: tuple[int | None, bool] = (0, False)
-        return _call(self._scheduler, "get_num_new_matched_tokens", nothing, request, num_computed_tokens)
+        return _call(self._scheduler, "get_num_new_matched_tokens", (0, False), request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are allocated: make the load."""
@@ -173,12 +172,12 @@ def _check_version(version: str) -> None:
 
 
 def _make_scheduler(vllm_config: Any) -> Scheduler:
-    from lmcache.engines.vllm.attach import Settings, attach_scheduler
+    from lmcache.engines.vllm.attach import Settings, start_client
     from lmcache.engines.vllm.fingerprint import lora_fingerprint
     from lmcache.engines.vllm.scheduler import Scheduler
 
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    connect = attach_scheduler(vllm_config, settings)
+    connect = partial(start_client, vllm_config, settings.socket)
     num_ranks = vllm_config.parallel_config.world_size
     return Scheduler(num_ranks, connect, lora_fingerprint, settings.answer_seconds)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from lmcache import keys
-from lmcache.engines.vllm.pause import Pause
 from lmcache.engines.vllm.plan import GROUP, KeyContext
 from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
@@ -19,6 +19,9 @@ from lmcache.tiers.base import Slot
 logger = logging.getLogger(__name__)
 
 _CALL_SECONDS = 0.5
+
+_PAUSE_SECONDS = 1.0
+"""No calls for so long after one without an answer: a frozen sidecar must cost requests nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,26 +36,18 @@ class Answer:
 NOTHING = Answer()
 
 
+@dataclass
 class Ticket:
     """One request's question. The lookup thread writes ``context`` and ``answer``, the scheduler reads."""
 
-    def __init__(
-        self,
-        request_id: str,
-        hashes: list[bytes],
-        cache_salt: str,
-        fingerprint_lora: Callable[[], bytes | None],
-    ) -> None:
-        """``hashes``: one per chunk to look up; ``fingerprint_lora`` may do I/O, None means: do not cache."""
-        self.request_id = request_id
-        self.hashes = hashes
-        self.cache_salt = cache_salt
-        self.fingerprint_lora = fingerprint_lora
-        self.context: KeyContext | None = None  # None: not known yet, or not cacheable
-        self.answer: Answer | None = None  # None: not answered yet
-        self.is_settled = False  # the scheduler decided: no more questions
-        self.is_released = False
-        self.was_sent = False  # may have a lease, also when no answer came
+    request_id: str
+    hashes: list[bytes]  # one per chunk to look up
+    cache_salt: str
+    fingerprint_lora: Callable[[], bytes | None]  # may do I/O; None means: do not cache
+    context: KeyContext | None = None  # None: not known yet, or not cacheable
+    answer: Answer | None = None  # None: not answered yet
+    is_settled: bool = False  # the scheduler decided: no more questions
+    may_be_leased: bool = False  # also when no answer came; the lookup thread's own
 
 
 class LookupThread:
@@ -64,8 +59,8 @@ class LookupThread:
         self._namespace = namespace
         self._rate = rate
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._unreleased: list[str] = []  # may be leased: the sidecar did not confirm their release yet
-        self._pause = Pause()
+        self._silent_epoch = 0
+        self._paused_until = 0.0
         self.answered = threading.Event()  # set after every answer
         self._thread = threading.Thread(target=self._run, name="lmcache-lookup", daemon=True)
         self._thread.start()
@@ -75,11 +70,9 @@ class LookupThread:
         self._queue.put(partial(self._serve, ticket))
 
     def release(self, ticket: Ticket) -> None:
-        """End the ticket's lease. Once is enough."""
+        """End the ticket's lease, if it has one; may come before the answer, the queue keeps the order."""
         ticket.is_settled = True
-        if not ticket.is_released:
-            ticket.is_released = True  # also before the answer: this is queued after the question
-            self._queue.put(partial(self._release, ticket))
+        self._queue.put(partial(self._release, ticket))
 
     def close(self) -> None:
         """Serve what is queued, then end the thread and detach."""
@@ -105,11 +98,11 @@ class LookupThread:
             self.answered.set()
 
     def _look_up(self, ticket: Ticket, context: KeyContext) -> Answer:
-        session = self._client.session
-        if session is None or self._pause.covers(session):
+        session = self._session()
+        if session is None:
             return NOTHING
         names = context.chunk_keys(ticket.hashes)
-        ticket.was_sent = True
+        ticket.may_be_leased = True
         try:
             found = session.lookup(
                 ticket.request_id,
@@ -125,18 +118,26 @@ class LookupThread:
         return Answer(tuple(found.slots.get(GROUP, ())), found.num_resident, is_pending)
 
     def _release(self, ticket: Ticket) -> None:
-        if ticket.was_sent:
-            self._unreleased.append(ticket.request_id)
-        session = self._client.session
-        if not self._unreleased or session is None or self._pause.covers(session):
+        if not ticket.may_be_leased:
+            return
+        ticket.may_be_leased = False
+        session = self._session()
+        if session is None:
+            self._client.release_later(ticket.request_id)
             return
         try:
-            session.release(self._unreleased, timeout=_CALL_SECONDS)
-            self._unreleased = []
-        except SidecarError as error:
+            session.release([ticket.request_id], timeout=_CALL_SECONDS)
+        except SidecarError as error:  # the client still owes the release
             self._note(session, error)
+
+    def _session(self) -> Session | None:
+        """The session, unless it was silent just now. Another one may be asked: its Attach was answered."""
+        session = self._client.session
+        if session is None or session.epoch != self._silent_epoch or time.monotonic() >= self._paused_until:
+            return session
+        return None
 
     def _note(self, session: Session, error: SidecarError) -> None:
         if isinstance(error, SidecarUnavailable):
-            self._pause.begin(session)
+            self._silent_epoch, self._paused_until = session.epoch, time.monotonic() + _PAUSE_SECONDS
         logger.debug("The sidecar did not answer: %s", error)

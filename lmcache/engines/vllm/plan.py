@@ -23,6 +23,9 @@ GROUP = 0
 MAX_DEFERRAL_SECONDS = 0.2
 """Bound of waiting for rows that lower tiers are bringing."""
 
+IDLE_WAIT_SECONDS = 0.0005
+"""When there is nothing to do but to wait: an engine in its caller's process would spin for the GIL."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -52,28 +55,23 @@ class Grid:
         return [bytes(block_hashes[(chunk + 1) * step - 1]) for chunk in range(first, end)]
 
 
-class Span(NamedTuple):
-    """Tokens ``start`` to ``end`` of a request, both on edges of blocks."""
-
-    start: int
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Length; 0 when there is nothing to load."""
-        return self.end - self.start
-
-
-def loadable_span(grid: Grid, num_computed_tokens: int, num_tokens: int, num_leased: int) -> Span:
+def loadable_tokens(grid: Grid, num_computed_tokens: int, num_tokens: int, num_leased: int) -> int:
     """Return what a load could add to ``num_computed_tokens`` when ``num_leased`` leading chunks can be read.
 
-    It leaves at least one of the ``num_tokens`` tokens to compute: the engine samples from the last one.
+    It ends on an edge of a block and leaves at least one of the ``num_tokens`` tokens to compute: the engine
+    samples from the last one.
     """
     whole_blocks = (num_tokens - 1) // grid.block_tokens * grid.block_tokens
     end = min(num_leased * grid.chunk_tokens, whole_blocks)
-    if num_computed_tokens % grid.block_tokens or end <= num_computed_tokens:
-        return Span(num_computed_tokens, num_computed_tokens)
-    return Span(num_computed_tokens, end)
+    return 0 if num_computed_tokens % grid.block_tokens else max(0, end - num_computed_tokens)
+
+
+class Offer(NamedTuple):
+    """What the engine was told that it can load: ``num_tokens`` from token ``start`` on."""
+
+    start: int
+    num_tokens: int
+    slots: tuple[Slot, ...]  # of the request's leading chunks
 
 
 class Piece(NamedTuple):
@@ -84,13 +82,14 @@ class Piece(NamedTuple):
     blocks: tuple[int, ...]  # ids in the engine's KV
 
 
-def load_pieces(grid: Grid, span: Span, slots: Sequence[Slot], blocks: Sequence[int]) -> tuple[Piece, ...]:
+def load_pieces(
+    grid: Grid, start: int, num_tokens: int, slots: Sequence[Slot], blocks: Sequence[int]
+) -> tuple[Piece, ...]:
     """Cut a load at the edges of chunks; ``slots`` and ``blocks`` are the request's from its start."""
-    pieces = []
-    start = span.start
-    while start < span.end:
+    pieces, last = [], start + num_tokens
+    while start < last:
         chunk, offset = divmod(start, grid.chunk_tokens)
-        end = min((chunk + 1) * grid.chunk_tokens, span.end)
+        end = min((chunk + 1) * grid.chunk_tokens, last)
         ids = blocks[start // grid.block_tokens : end // grid.block_tokens]
         pieces.append(Piece(slots[chunk], offset // grid.block_tokens, tuple(ids)))
         start = end

@@ -21,23 +21,21 @@ from typing import Any
 
 from lmcache.engines.vllm.lookups import Answer, LookupThread, Ticket
 from lmcache.engines.vllm.plan import (
+    IDLE_WAIT_SECONDS,
     EngineIdentity,
     Grid,
     KeyContext,
     LoadJob,
+    Offer,
     PrefillRate,
-    Span,
     StepMeta,
     StoreJob,
     WorkerReport,
     deferral_seconds,
     load_pieces,
-    loadable_span,
+    loadable_tokens,
 )
-
-IDLE_WAIT_SECONDS = 0.0005
-"""When there is nothing to do but to wait: an engine in its caller's process would spin for the GIL."""
-
+from lmcache.rpc.client import SidecarClient
 
 ASK_AGAIN_SECONDS = 0.005
 """Between two questions whether lower tiers have brought more."""
@@ -50,7 +48,7 @@ class RequestState:
         self.request = request
         self.ticket = ticket
         self.arrived_at = self.asked_at = now
-        self.offer: tuple[Span, Answer] | None = None
+        self.offer: Offer | None = None
         self.blocks: list[int] = []
         self.num_stored_chunks = 0  # leading chunks that need no store: stored, or found by the lookup
         self.num_stores = 0  # StoreJobs that not all ranks ended
@@ -65,12 +63,12 @@ class Scheduler:
     def __init__(
         self,
         num_ranks: int,
-        connect: Callable[[EngineIdentity, Callable[[], float]], LookupThread],
+        connect: Callable[[EngineIdentity], SidecarClient],
         fingerprint_lora: Callable[[Any], bytes | None],
         answer_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``connect`` starts a lookup thread; ``fingerprint_lora`` takes a LoRA request and runs there.
+        """``connect`` starts a client; ``fingerprint_lora`` takes a LoRA request, on the lookup thread.
 
         A request that was not answered ``answer_seconds`` after it arrived is computed.
         """
@@ -97,14 +95,14 @@ class Scheduler:
         for message in messages:
             if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
                 self._grid = message.grid
-                self._lookups = self._connect(message, lambda: self._rate.tokens_per_second)
-
-    def close(self) -> None:
-        """Release all leases and detach."""
-        self.go_offline()
+                client = self._connect(message)
+                self._lookups = LookupThread(client, message.namespace, lambda: self._rate.tokens_per_second)
 
     def go_offline(self) -> None:
-        """Forget all requests for good. What was promised to the engine is still handed to the workers."""
+        """Release all leases, detach, forget all requests for good.
+
+        What was promised to the engine is still handed to the workers.
+        """
         self._is_offline = True
         for request_id, state in self._states.items():
             self._release(state)
@@ -129,7 +127,7 @@ class Scheduler:
         if state is None or lookups is None or state.has_failed or request.skip_reading_prefix_cache:
             return 0, False
         num_chunks = self._grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
-        if not loadable_span(self._grid, num_computed_tokens, request.num_tokens, num_chunks).num_tokens:
+        if not loadable_tokens(self._grid, num_computed_tokens, request.num_tokens, num_chunks):
             return 0, False
         if state.ticket.is_settled and state.offer is None:  # preempted after the lease was given back
             self._states[request.request_id] = state = self._ask(request, lookups)
@@ -139,10 +137,10 @@ class Scheduler:
         answer = state.ticket.answer
         if answer is None:
             return 0, False
-        span = loadable_span(self._grid, num_computed_tokens, request.num_tokens, len(answer.slots))
+        num_tokens = loadable_tokens(self._grid, num_computed_tokens, request.num_tokens, len(answer.slots))
         state.ticket.is_settled = True
-        state.offer = (span, answer)
-        return span.num_tokens, span.num_tokens > 0
+        state.offer = Offer(num_computed_tokens, num_tokens, answer.slots)
+        return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Turn the offer into a load, now that its blocks are allocated. The engine then waits for it."""
@@ -152,14 +150,13 @@ class Scheduler:
                 self._release(state)
             return
         (block_ids,) = blocks.get_block_ids()
-        offered, answer = (state.offer if state else None) or (None, None)
-        if state is None or offered is None or answer is None or num_external_tokens > offered.num_tokens:
+        offer = state.offer if state is not None else None
+        if state is None or offer is None or num_external_tokens > offer.num_tokens:
             self._loads.append(LoadJob(request.request_id, (), tuple(block_ids)))
             return
-        span = Span(offered.start, offered.start + num_external_tokens)
-        destination = block_ids[span.start // self._grid.block_tokens : span.end // self._grid.block_tokens]
-        pieces = load_pieces(self._grid, span, answer.slots, block_ids)
-        self._loads.append(LoadJob(request.request_id, pieces, tuple(destination)))
+        pieces = load_pieces(self._grid, offer.start, num_external_tokens, offer.slots, block_ids)
+        destination = tuple(block for piece in pieces for block in piece.blocks)
+        self._loads.append(LoadJob(request.request_id, pieces, destination))
         state.is_loading = True
         state.offer = None
 
@@ -249,26 +246,22 @@ class Scheduler:
 
     def _follow_blocks(self, output: Any) -> None:
         """Keep the block tables and store what this step completes. Drafts don't count."""
-        drafts = output.scheduled_spec_decode_tokens
-        for new in output.scheduled_new_reqs:  # with the V2 model runner also requests that were preempted
-            state = self._states.get(new.req_id)
-            if state is not None:
-                state.blocks = list(new.block_ids[0])
-                scheduled = output.num_scheduled_tokens[new.req_id] - len(drafts.get(new.req_id, ()))
-                self._store(state, new.num_computed_tokens + scheduled)
-        cached = output.scheduled_cached_reqs
-        for request_id, new_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
+        drafts, cached = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
+        whole = [  # with the V2 model runner also requests that were preempted
+            (new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs
+        ]
+        grown = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        renewed = cached.resumed_req_ids | {request_id for request_id, *_ in whole}
+        for request_id, block_ids, num_computed_tokens in (*whole, *grown):
             state = self._states.get(request_id)
             if state is None:
                 continue
-            if request_id in cached.resumed_req_ids:
+            if request_id in renewed:
                 state.blocks = []
-            if new_ids is not None:
-                state.blocks.extend(new_ids[0])
-            scheduled = output.num_scheduled_tokens[request_id] - len(drafts.get(request_id, ()))
-            self._store(state, computed + scheduled)
+            if block_ids is not None:
+                state.blocks.extend(block_ids[0])
+            num_scheduled = output.num_scheduled_tokens[request_id] - len(drafts.get(request_id, ()))
+            self._store(state, num_computed_tokens + num_scheduled)
 
     def _store(self, state: RequestState, num_computed_tokens: int) -> None:
         context: KeyContext | None = state.ticket.context

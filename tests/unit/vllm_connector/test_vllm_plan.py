@@ -14,7 +14,7 @@ from lmcache.engines.vllm.plan import (
     WorkerReport,
     deferral_seconds,
     load_pieces,
-    loadable_span,
+    loadable_tokens,
 )
 from lmcache.tiers.base import Slot
 
@@ -35,15 +35,15 @@ def test_edges_of_chunks_are_edges_of_blocks_and_hashes(grid):
 @given(GRIDS, st.integers(0, 40), st.integers(1, 3000), st.integers(0, 12))
 def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blocks, num_tokens, num_leased):
     computed = min(computed_blocks, (num_tokens - 1) // grid.block_tokens) * grid.block_tokens
-    span = loadable_span(grid, computed, num_tokens, num_leased)
+    num_loaded = loadable_tokens(grid, computed, num_tokens, num_leased)
+    end = computed + num_loaded
 
-    assert span.start == computed
-    assert span.end % grid.block_tokens == 0
-    assert span.end < num_tokens, "a token must be left to compute"
-    if span.num_tokens:
-        assert span.end <= num_leased * grid.chunk_tokens
-        is_all_leased = span.end == num_leased * grid.chunk_tokens
-        assert is_all_leased or num_tokens - span.end <= grid.block_tokens, "not one block more would fit"
+    assert end % grid.block_tokens == 0
+    assert end < num_tokens, "a token must be left to compute"
+    if num_loaded:
+        assert end <= num_leased * grid.chunk_tokens
+        is_all_leased = end == num_leased * grid.chunk_tokens
+        assert is_all_leased or num_tokens - end <= grid.block_tokens, "not one block more would fit"
     else:
         most = min(num_leased * grid.chunk_tokens, (num_tokens - 1) // grid.block_tokens * grid.block_tokens)
         assert most <= computed, "nothing loadable was left out"
@@ -51,13 +51,13 @@ def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blo
     blocks = [1000 + i for i in range(math.ceil(num_tokens / grid.block_tokens))]
     slots = [Slot(7 * i, i) for i in range(num_leased)]
     loaded = {}
-    for piece in load_pieces(grid, span, slots, blocks):
+    for piece in load_pieces(grid, computed, num_loaded, slots, blocks):
         chunk = slots.index(piece.slot)
         for offset, block in enumerate(piece.blocks):
             token = chunk * grid.chunk_tokens + (piece.first_block + offset) * grid.block_tokens
             loaded[token] = block
         assert 0 < len(piece.blocks) <= grid.blocks_per_chunk - piece.first_block
-    wanted = range(span.start, span.end, grid.block_tokens)
+    wanted = range(computed, end, grid.block_tokens)
     assert loaded == {token: blocks[token // grid.block_tokens] for token in wanted}
 
 
@@ -66,11 +66,11 @@ def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blo
     [(255, 0, 0), (256, 1, 224), (257, 1, 256), (288, 1, 256), (512, 2, 480), (513, 2, 512)],
 )
 def test_known_edges(num_tokens, num_leased, loaded):
-    assert loadable_span(Grid(256, 32, 32), 0, num_tokens, num_leased).num_tokens == loaded
+    assert loadable_tokens(Grid(256, 32, 32), 0, num_tokens, num_leased) == loaded
 
 
 def test_an_unaligned_local_hit_is_left_alone():
-    assert loadable_span(Grid(256, 32, 32), 33, 600, 2).num_tokens == 0
+    assert loadable_tokens(Grid(256, 32, 32), 33, 600, 2) == 0
 
 
 @given(GRIDS, st.integers(0, 400), st.integers(0, 4000))

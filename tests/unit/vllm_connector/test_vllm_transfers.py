@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from lmcache.engines.vllm import transfers as module
-from lmcache.engines.vllm.plan import EngineIdentity, Grid, KeyContext, LoadJob, Piece, StoreJob
-from lmcache.engines.vllm.transfers import Transfers
+from lmcache.engines.vllm import worker as module
+from lmcache.engines.vllm.plan import EngineIdentity, Grid, KeyContext, LoadJob, Piece, StepMeta, StoreJob
+from lmcache.engines.vllm.worker import Worker
 from lmcache.tiers.base import Slot
 from tests.harness.session_double import SessionDouble
 
@@ -49,26 +49,33 @@ class Rig:
     def __init__(self):
         self.now = 0.0
         self.session, self.copier = SessionDouble(), CopierDouble()
-        self.transfers = Transfers(clock=lambda: self.now)
-        self.transfers.begin(self.session, self.copier, IDENTITY)
+        self.worker = Worker(lambda _: (self.session, self.copier, IDENTITY), lambda: self.now)
+        self.worker.register_kv_caches({})
         self.jobs = 0
 
     def store(self, request_id="r", names=(b"a", b"b"), blocks=(1, 2, 3, 4)):
         self.jobs += 1
         self.copier.kv |= {block: block for block in blocks}
-        self.transfers.store(StoreJob(self.jobs, request_id, 0, names, blocks, KeyContext()), "fence")
+        job = StoreJob(self.jobs, request_id, 0, names, blocks, KeyContext())
+        self.worker.start_stores(StepMeta(stores=[job]))
 
     def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14)):
         size = len(blocks) // len(slots)
         pieces = [Piece(slot, 0, blocks[i * size : (i + 1) * size]) for i, slot in enumerate(slots)]
-        self.transfers.load(LoadJob(request_id, tuple(pieces), blocks), "fence")
+        self.worker.start_loads(StepMeta(loads=[LoadJob(request_id, tuple(pieces), blocks)]))
+
+    def preempt(self, request_id):
+        self.worker.handle_preemptions(StepMeta(preempted=[request_id]))
+
+    def collect(self, held, is_idle):
+        return self.worker.collect(StepMeta(held=list(held), is_idle=is_idle))
 
     def collect_until(self, done, held=()):
         """Step like the engine until ``done(sent, loaded)``; everything that was reported."""
         sent, loaded, deadline = [], [], time.monotonic() + 10
         while not done(sent, loaded):
             assert time.monotonic() < deadline, (sent, loaded)
-            newly_sent, newly_loaded = self.transfers.collect(held, is_idle=True)
+            newly_sent, newly_loaded = self.collect(held, is_idle=True)
             held = ()
             sent += newly_sent
             loaded += newly_loaded
@@ -76,7 +83,7 @@ class Rig:
 
     def finish(self):
         self.copier.gate.set()
-        self.transfers.close()
+        self.worker.close()
 
 
 @pytest.fixture
@@ -96,10 +103,10 @@ def test_a_store_is_committed_and_a_load_brings_the_bytes_back(rig):
     rig.load(*rig.session.committed)
     _, loaded = rig.collect_until(lambda sent, loaded: loaded)
     assert loaded == ["r"]
-    assert rig.transfers.take_bad_blocks() == set()
+    assert rig.worker.take_bad_blocks() == set()
     assert [rig.copier.kv[block] for block in (11, 12, 13, 14)] == [1, 2, 3, 4]
     assert rig.copier.fences == ["fence"] * 4, "every copy waits for the engine's work"
-    report = rig.transfers.take_report(timed_step=0)
+    report = rig.worker.take_report(StepMeta())
     assert report.identity is IDENTITY
     assert report.stores_ended == {1: 1}
     assert not report.failed_loads
@@ -108,7 +115,7 @@ def test_a_store_is_committed_and_a_load_brings_the_bytes_back(rig):
 def test_what_is_stored_already_is_not_copied_again(rig):
     rig.store()
     rig.store()
-    rig.collect_until(lambda *_: not rig.transfers._stores)
+    rig.collect_until(lambda *_: not rig.worker._stores)
     assert len(rig.copier.fences) == 2
 
 
@@ -118,7 +125,7 @@ def test_a_load_is_reported_only_after_its_copy_ended(rig):
     rig.load(Slot(0, 1))
     assert rig.copier.in_copy.wait(10)
     for _ in range(20):
-        assert rig.transfers.collect((), is_idle=True) == (set(), set())
+        assert rig.collect((), is_idle=True) == (set(), set())
     rig.copier.gate.set()
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
 
@@ -132,9 +139,9 @@ def test_a_slot_that_is_given_away_under_a_load_fails_it_from_there_on(rig):
     rig.copier.after_copy = evict_the_second
     rig.load(Slot(0, 1), Slot(1, 1))
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
-    assert rig.transfers.take_bad_blocks() == {13, 14}
-    assert rig.transfers.take_bad_blocks() == set()
-    assert rig.transfers.take_report(0).failed_loads == {"r"}
+    assert rig.worker.take_bad_blocks() == {13, 14}
+    assert rig.worker.take_bad_blocks() == set()
+    assert rig.worker.take_report(StepMeta()).failed_loads == {"r"}
 
 
 @pytest.mark.parametrize("fault", ["no session", "copy raises", "no pieces", "offline"])
@@ -145,13 +152,14 @@ def test_every_load_is_reported_once_whatever_fails(rig, fault, monkeypatch):
     if fault == "copy raises":
         rig.copier.load = None
     if fault == "offline":
-        rig.transfers.go_offline()
+        rig.copier.fence = None  # a sick device may be why
+        rig.worker.go_offline()
     pieces = () if fault == "no pieces" else (Piece(Slot(0, 1), 0, (11, 12)),)
     for _ in range(2):  # a hook that is called again after a fault begins nothing twice
-        rig.transfers.load(LoadJob("r", pieces, (11, 12)), None)
+        rig.worker.start_loads(StepMeta(loads=[LoadJob("r", pieces, (11, 12))]))
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
-    assert rig.transfers.take_bad_blocks() == {11, 12}
-    assert rig.transfers.collect((), is_idle=False) == (set(), set())
+    assert rig.worker.take_bad_blocks() == {11, 12}
+    assert rig.collect((), is_idle=False) == (set(), set())
 
 
 def test_a_load_that_is_begun_twice_is_copied_once(rig):
@@ -161,7 +169,7 @@ def test_a_load_that_is_begun_twice_is_copied_once(rig):
     rig.load(Slot(0, 1))
     rig.copier.gate.set()
     rig.collect_until(lambda sent, loaded: loaded)
-    rig.transfers.close()
+    rig.worker.close()
     assert len(rig.copier.fences) == 1
 
 
@@ -170,7 +178,7 @@ def test_blocks_taken_back_during_a_copy_are_never_committed(rig):
     rig.copier.gate.clear()
     rig.store()
     assert rig.copier.in_copy.wait(10)
-    rig.transfers.preempt(["r"])
+    rig.preempt("r")
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # the engine writes another request's KV
     rig.copier.gate.set()
     rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
@@ -184,14 +192,14 @@ def test_preemption_waits_for_a_copy_that_is_about_to_end(rig, monkeypatch):
     rig.store()
     assert rig.copier.in_copy.wait(10)
     threading.Timer(0.05, rig.copier.gate.set).start()
-    rig.transfers.preempt(["r"])
+    rig.preempt("r")
     assert len(rig.session.committed) == 2
 
 
 def test_preemption_of_others_leaves_a_store_alone(rig):
     rig.copier.gate.clear()
     rig.store()
-    rig.transfers.preempt(["another"])
+    rig.preempt("another")
     rig.copier.gate.set()
     rig.collect_until(committed(rig, 2))
 
@@ -201,7 +209,7 @@ def test_preemption_waits_no_longer_than_it_may(rig):
     for number in range(50):
         rig.store(names=(b"%d" % number, b"%d+" % number))
     began = time.monotonic()
-    rig.transfers.preempt(["r"])
+    rig.preempt("r")
     assert time.monotonic() - began < 1, "the bound is for all copies together"
 
 
@@ -209,9 +217,9 @@ def test_a_finished_request_is_held_while_its_blocks_are_copied(rig):
     rig.copier.gate.clear()
     rig.store()
     assert rig.copier.in_copy.wait(10)
-    assert rig.transfers.collect(["r"], is_idle=True) == (set(), set())
+    assert rig.collect(["r"], is_idle=True) == (set(), set())
     rig.now = module.HOLD_SECONDS - 0.01
-    assert rig.transfers.collect((), is_idle=True) == (set(), set())
+    assert rig.collect((), is_idle=True) == (set(), set())
     rig.copier.gate.set()
     sent, _ = rig.collect_until(lambda sent, loaded: sent)
     assert sent == ["r"]
@@ -222,48 +230,34 @@ def test_a_request_is_held_no_longer_than_the_bound_and_then_not_committed(rig):
     rig.copier.gate.clear()
     rig.store()
     assert rig.copier.in_copy.wait(10)
-    rig.transfers.collect(["r"], is_idle=False)
+    rig.collect(["r"], is_idle=False)
     rig.now = module.HOLD_SECONDS
-    assert rig.transfers.collect((), is_idle=False) == ({"r"}, set())
+    assert rig.collect((), is_idle=False) == ({"r"}, set())
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)
     rig.copier.gate.set()
     rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
     assert rig.session.committed == []
-    assert rig.transfers.collect((), is_idle=False) == (set(), set()), "reported once"
+    assert rig.collect((), is_idle=False) == (set(), set()), "reported once"
 
 
 def test_a_held_request_without_stores_is_given_back_at_once(rig):
-    assert rig.transfers.collect(["r"], is_idle=False) == ({"r"}, set())
+    assert rig.collect(["r"], is_idle=False) == ({"r"}, set())
 
 
 def test_offline_aborts_stores_and_still_gives_blocks_back(rig):
     rig.copier.gate.clear()
     rig.store()
     assert rig.copier.in_copy.wait(10)
-    rig.transfers.go_offline()
+    rig.worker.go_offline()
     rig.copier.gate.set()
     assert rig.collect_until(lambda sent, loaded: sent, held=["r"])[0] == ["r"]
     assert rig.session.committed == []
 
 
-def test_a_silent_sidecar_is_left_alone_for_a_while(rig):
-    rig.session.is_down = True
-    rig.store("first")
-    rig.collect_until(lambda *_: not rig.transfers._stores)
-    rig.session.is_down = False
-    rig.store("second")
-    rig.collect_until(lambda *_: not rig.transfers._stores)
-    assert rig.session.committed == [], "no call so soon: each one would wait for its deadline"
-    rig.session.epoch += 1
-    rig.store("third")
-    rig.collect_until(lambda *_: not rig.transfers._stores)
-    assert rig.session.committed, "another session can answer"
-
-
 def test_a_copy_that_raises_gives_the_slots_back(rig, caplog):
     rig.copier.store = lambda *_: 1 / 0
     rig.store()
-    rig.collect_until(lambda *_: not rig.transfers._stores)
+    rig.collect_until(lambda *_: not rig.worker._stores)
     assert len(rig.session.aborted) == 2
     assert "ZeroDivisionError" in caplog.text
 
@@ -274,7 +268,7 @@ def test_an_idle_engine_waits_a_little_for_a_load_instead_of_spinning(rig):
     rig.load(Slot(0, 1))
     began, steps = time.monotonic(), 0
     while time.monotonic() - began < 0.1:
-        rig.transfers.collect((), is_idle=True)
+        rig.collect((), is_idle=True)
         steps += 1
     assert steps < 0.1 / module.IDLE_WAIT_SECONDS * 1.1
 
@@ -292,6 +286,6 @@ def test_a_slot_of_an_older_arena_is_not_even_read(rig, slot, caplog):
     rig.session.committed.append(Slot(0, 1))
     rig.load(slot)
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
-    assert rig.transfers.take_bad_blocks() == {11, 12, 13, 14}
+    assert rig.worker.take_bad_blocks() == {11, 12, 13, 14}
     assert rig.copier.fences == []
     assert caplog.text == ""
