@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,14 +54,13 @@ class EngineCopier(Protocol):
         """Fill the slot from ``blocks``, which are one full chunk."""
 
 
-def _layer_parts(layout: Layout, slot: Any) -> list[Any]:
-    """Views ``[blocks_per_chunk, page_bytes]`` of a slot (array or tensor of bytes), one per layer."""
-    parts, start = [], 0
-    for pages in layout.pages:
-        end = start + layout.blocks_per_chunk * pages.shape[1]
-        parts.append(slot[start:end].reshape(layout.blocks_per_chunk, pages.shape[1]))
+def _by_layer(layers: Iterable[Any], blocks_per_chunk: int, slot: Any) -> Iterator[tuple[Any, Any]]:
+    """Pair each layer's pages with its part ``[blocks_per_chunk, page_bytes]`` of a slot."""
+    start = 0
+    for pages in layers:
+        end = start + blocks_per_chunk * pages.shape[1]
+        yield pages, slot[start:end].reshape(blocks_per_chunk, pages.shape[1])
         start = end
-    return parts
 
 
 class CpuCopier:
@@ -69,7 +68,7 @@ class CpuCopier:
 
     def __init__(self, layout: Layout) -> None:
         """Raises ValueError when a layer's blocks are not adjacent: ``np.take`` would copy it first."""
-        self._layout = layout
+        self._blocks_per_chunk = layout.blocks_per_chunk
         self._layers: list[Bytes] = [pages.numpy() for pages in layout.pages]
         if not all(layer.flags.c_contiguous for layer in self._layers):
             raise ValueError("the blocks of a layer are not adjacent in host memory")
@@ -81,13 +80,13 @@ class CpuCopier:
     def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
         ids = np.asarray(blocks)
-        for layer, part in zip(self._layers, _layer_parts(self._layout, slot), strict=True):
+        for layer, part in _by_layer(self._layers, self._blocks_per_chunk, slot):
             layer[ids] = part[first_block : first_block + len(ids)]
 
     def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
         ids = np.asarray(blocks)
-        for layer, part in zip(self._layers, _layer_parts(self._layout, slot), strict=True):
+        for layer, part in _by_layer(self._layers, self._blocks_per_chunk, slot):
             np.take(layer, ids, axis=0, out=part, mode="clip")  # any other mode would buffer
 
 
@@ -124,8 +123,7 @@ class CudaCopier:
                 self._load_stream.wait_event(fence)
                 ids = torch.tensor(blocks, device=self._device)
                 self._load_staging.copy_(host, non_blocking=True)
-                parts = _layer_parts(self._layout, self._load_staging)
-                for pages, part in zip(self._layout.pages, parts, strict=True):
+                for pages, part in self._staged(self._load_staging):
                     pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)])
         finally:  # also a load that failed has ended only when nothing writes to its blocks any more
             self._load_stream.synchronize()
@@ -136,11 +134,13 @@ class CudaCopier:
         with self._cuda.stream(self._store_stream):
             self._store_stream.wait_event(fence)
             ids = torch.tensor(blocks, device=self._device)
-            parts = _layer_parts(self._layout, self._store_staging)
-            for pages, part in zip(self._layout.pages, parts, strict=True):
+            for pages, part in self._staged(self._store_staging):
                 torch.index_select(pages, 0, ids, out=part)
             host.copy_(self._store_staging, non_blocking=True)
         self._store_stream.synchronize()
+
+    def _staged(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _by_layer(self._layout.pages, self._layout.blocks_per_chunk, staging)
 
     def _pinned(self, slot: Bytes) -> torch.Tensor:
         """Pin the slot on first use: rows become ready one by one, and pinning all would take seconds."""

@@ -110,11 +110,9 @@ def listing(
 def effective_config(config: Mapping[str, Any], max_model_len: int) -> str:
     """Return the model's configuration as the engine uses it, in canonical JSON."""
     kept: dict[str, Any] = {name: value for name, value in config.items() if name not in _VOLATILE_CONFIG}
-    text = json.dumps(kept, sort_keys=True, default=str)
-    if re.search(r'"(longrope|dynamic|su)"', text):  # these rotate K by how long requests may become
+    if re.search(r'"(longrope|dynamic|su)"', json.dumps(kept, default=str)):  # K turns by max_model_len
         kept["lmcache.max_model_len"] = max_model_len
-        text = json.dumps(kept, sort_keys=True, default=str)
-    return text
+    return json.dumps(kept, sort_keys=True, default=str)
 
 
 def _blob_hash(file: Path) -> bytes | None:
