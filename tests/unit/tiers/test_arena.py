@@ -1,24 +1,17 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lmcache.tiers.arena import ArenaFile, map_column
 from lmcache.tiers.base import ArenaError, Geometry, Slot
-from lmcache.tiers.header import checksum
 from lmcache.tiers.layout import HEAD_BYTES, PAGE_BYTES, Layout
 from lmcache.tiers.memory import MemoryTier
 from lmcache.tiers.room import check_room, memory_limit
-from lmcache.tiers.slots import ENTRY, ENTRY_BYTES, SlotTable, State
+from lmcache.tiers.slots import ENTRY_BYTES, State
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)
@@ -307,73 +300,6 @@ class TestRoom:
         assert memory_limit(tmp_path / "fs", tmp_path / "cgroup") == limit
 
 
-CRASHER = """
-import random, sys
-from pathlib import Path
-from lmcache.tiers.arena import ArenaFile
-from lmcache.tiers.base import Geometry, Reserved
-from lmcache.tiers.header import checksum
-from lmcache.tiers.memory import MemoryTier
-
-owner = b"o" * 16
-arena = ArenaFile(sys.argv[1], 2 << 20)
-if arena.geometry is None:
-    arena.format(Geometry(4096, 2))
-tier = MemoryTier(arena)
-tier.usable_rows = 60
-for _ in tier.adopt():
-    pass
-tier.end_quarantine(owner)
-tier.release_adopted()
-print("ready", flush=True)
-while True:
-    name = random.randbytes(64)
-    for column in range(2):
-        slot = tier.reserve(name, column, owner, length=4096).slot
-        arena.view(slot.row, column)[:] = (name + bytes([column]) * 64) * 32
-        tier.commit([slot], column, owner)
-        if random.random() < 0.5:
-            arena.table.seal(slot.row, column, checksum(arena.view(slot.row, column)))
-"""
-
-
-def test_killed_between_any_two_stores_no_wrong_row_is_adopted(path):
-    """A real process writes rows for ever and is killed; what is adopted must be whole, whenever that was."""
-    num_adopted = 0
-    for _ in range(8):
-        child = subprocess.Popen([sys.executable, "-c", CRASHER, str(path)], stdout=subprocess.PIPE)
-        assert child.stdout.readline() == b"ready\n"
-        # The moment of death is what is varied here; nothing waits for it.
-        try:
-            child.wait(timeout=random.uniform(0.01, 0.1))
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-        num_adopted += check_adopted(path)
-    assert num_adopted > 0
-
-
-def check_adopted(path: Path) -> int:
-    arena = ArenaFile(path, 2 << 20)
-    tier = MemoryTier(arena)
-    tier.usable_rows = 60
-    list(tier.adopt())
-    entries = arena.table.snapshot(0, arena.num_rows)
-    num_adopted = 0
-    for row in range(60):
-        key = entries[0, row]["key"].tobytes()
-        if tier.unverified(key) is None or tier.unverified(key).row != row:
-            continue
-        num_adopted += 1
-        for column in range(2):
-            content = bytes(arena.view(row, column))
-            assert content == (key + bytes([column]) * 64) * 32
-            assert entries[column, row]["checksum"].tobytes() == checksum(content)
-    del tier, entries
-    arena.close()
-    return num_adopted
-
-
 def test_another_file_gives_no_slot_that_the_last_one_gave(opened, path):
     slots = []
     for _ in ("first", "second"):
@@ -388,22 +314,3 @@ def test_another_file_gives_no_slot_that_the_last_one_gave(opened, path):
         path.unlink()
     assert None not in slots
     assert slots[0] != slots[1]
-
-
-def test_entries_are_free_while_they_change():
-    """The write order itself: every store of an entry is watched."""
-    entries = np.zeros((1, 1), ENTRY)
-    table = SlotTable(entries)
-    table.reserve(0, 0, key=b"a" * 64, owner=OWNER, length=7, generation=3)
-    table.commit(0, 0)
-    seen = []
-
-    class Watched:
-        def __setitem__(self, index: object, value: tuple[object, ...]) -> None:
-            seen.append((entries[0, 0]["state"], value[5]))
-            entries[index] = value
-
-    table._entries = Watched()
-    table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
-    assert seen == [(State.FREE, State.FREE)]
-    assert entries[0, 0]["state"] == State.RESERVED

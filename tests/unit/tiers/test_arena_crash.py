@@ -1,0 +1,108 @@
+"""What a killed process leaves in the slot table."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmcache.tiers.arena import ArenaFile
+from lmcache.tiers.header import checksum
+from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.slots import ENTRY, SlotTable, State
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "arena"
+
+
+CRASHER = """
+import random, sys
+from pathlib import Path
+from lmcache.tiers.arena import ArenaFile
+from lmcache.tiers.base import Geometry, Reserved
+from lmcache.tiers.header import checksum
+from lmcache.tiers.memory import MemoryTier
+
+owner = b"o" * 16
+arena = ArenaFile(sys.argv[1], 2 << 20)
+if arena.geometry is None:
+    arena.format(Geometry(4096, 2))
+tier = MemoryTier(arena)
+tier.usable_rows = 60
+for _ in tier.adopt():
+    pass
+tier.end_quarantine(owner)
+tier.release_adopted()
+print("ready", flush=True)
+while True:
+    name = random.randbytes(64)
+    for column in range(2):
+        slot = tier.reserve(name, column, owner, length=4096).slot
+        arena.view(slot.row, column)[:] = (name + bytes([column]) * 64) * 32
+        tier.commit([slot], column, owner)
+        if random.random() < 0.5:
+            arena.table.seal(slot.row, column, checksum(arena.view(slot.row, column)))
+"""
+
+
+def test_killed_between_any_two_stores_no_wrong_row_is_adopted(path):
+    """A real process writes rows for ever and is killed; what is adopted must be whole, whenever that was."""
+    num_adopted = 0
+    for _ in range(8):
+        child = subprocess.Popen([sys.executable, "-c", CRASHER, str(path)], stdout=subprocess.PIPE)
+        assert child.stdout.readline() == b"ready\n"
+        # The moment of death is what is varied here; nothing waits for it.
+        try:
+            child.wait(timeout=random.uniform(0.01, 0.1))
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        num_adopted += check_adopted(path)
+    assert num_adopted > 0
+
+
+def check_adopted(path: Path) -> int:
+    arena = ArenaFile(path, 2 << 20)
+    tier = MemoryTier(arena)
+    tier.usable_rows = 60
+    list(tier.adopt())
+    entries = arena.table.snapshot(0, arena.num_rows)
+    num_adopted = 0
+    for row in range(60):
+        key = entries[0, row]["key"].tobytes()
+        if tier.unverified(key) is None or tier.unverified(key).row != row:
+            continue
+        num_adopted += 1
+        for column in range(2):
+            content = bytes(arena.view(row, column))
+            assert content == (key + bytes([column]) * 64) * 32
+            assert entries[column, row]["checksum"].tobytes() == checksum(content)
+    del tier, entries
+    arena.close()
+    return num_adopted
+
+
+def test_entries_are_free_while_they_change():
+    """The write order itself: every store of an entry is watched."""
+    entries = np.zeros((1, 1), ENTRY)
+    table = SlotTable(entries)
+    table.reserve(0, 0, key=b"a" * 64, owner=OWNER, length=7, generation=3)
+    table.commit(0, 0)
+    seen = []
+
+    class Watched:
+        def __setitem__(self, index: object, value: tuple[object, ...]) -> None:
+            seen.append((entries[0, 0]["state"], value[5]))
+            entries[index] = value
+
+    table._entries = Watched()
+    table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
+    assert seen == [(State.FREE, State.FREE)]
+    assert entries[0, 0]["state"] == State.RESERVED
