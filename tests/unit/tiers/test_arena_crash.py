@@ -16,6 +16,8 @@ from lmcache.tiers.header import checksum
 from lmcache.tiers.memory import MemoryTier
 from lmcache.tiers.slots import ENTRY, SlotTable, State
 
+OWNER = b"o" * 16
+
 
 @pytest.fixture
 def path(tmp_path):
