@@ -2,6 +2,7 @@
 SHELL := /bin/sh
 PY := .venv/bin/python
 export PYTHONPATH := $(CURDIR)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup kube demo test test-fast check format generate pins bench gpu-check clean

@@ -3,5 +3,5 @@
 # which is the support window of the engines that the client is loaded into.
 set -eu
 cd "$(dirname "$0")/.."
-uv run --quiet --no-project --isolated --python 3.11 --with grpcio-tools==1.75.1 --with 'setuptools<81' \
+uv run --quiet --no-project --isolated --with grpcio-tools==1.75.1 --with 'setuptools<81' \
   python -m grpc_tools.protoc -I. --python_out="${1:-.}" --pyi_out="${1:-.}" lmcache/rpc/kvcache.proto
