@@ -42,7 +42,7 @@ if command -v uv >/dev/null 2>&1; then uv=uv; else
   uv=$cache/uv-$uv_version/bin/uv
   if [ ! -x "$uv" ]; then
     say "installing uv $uv_version (a Python package installer, ten times faster than pip)"
-    "$python" -m pip install --quiet --disable-pip-version-check --target "$cache/uv-$uv_version" "uv==$uv_version"
+    "$python" -m pip install --quiet --disable-pip-version-check --root-user-action ignore --target "$cache/uv-$uv_version" "uv==$uv_version"
   fi
 fi
 say "making .venv"
