@@ -97,6 +97,11 @@ class RemoteTier:
             self._rewrite.pop((key, column), None)
         return True
 
+    def check(self) -> None:
+        """Ask the server whether it is well; if it is not, the log says why, and the circuit opens."""
+        with contextlib.suppress(TierUnavailable):
+            self._run(lambda connection: connection.call("PING"))
+
     def try_again(self) -> bool:
         """While the circuit is open: ask the server whether it is well, and close the circuit if so."""
         try:

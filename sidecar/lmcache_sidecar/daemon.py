@@ -86,6 +86,8 @@ class Sidecar:
 
         self._arena.start(on_growth)
         self._deaths = asyncio.create_task(self._sessions.deaths.run())
+        if self._remote is not None:  # a wrong URL shows in the log before the first engine comes
+            loop.run_in_executor(None, self._remote.check)
         try:
             http = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.http")
             self._http = http.HttpServer(self._pages)
@@ -109,7 +111,7 @@ class Sidecar:
                 logger.warning(
                     "%d rows were not written through within the grace period", store.num_unsettled
                 )
-            await store.close()  # and the remote tier, which has no connections before there is a store
+            await store.close()  # and the remote tier
         if self._http is not None:
             await self._http.stop()
         self._arena.close()

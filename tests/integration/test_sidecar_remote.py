@@ -75,6 +75,8 @@ def test_keys_that_mean_nothing_elsewhere_stay_here():
 def test_an_unreachable_remote_tier_is_no_mistake():
     with SidecarProcess(remote_url="redis://127.0.0.1:1") as sidecar:
         assert sidecar.get("/readyz") == "ready\n"
+        sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+        assert "remote tier 127.0.0.1:1: " in sidecar.log
         client = SidecarClient(sidecar.socket_path, make_hello())
         client.start()
         session = attached(client)
@@ -83,3 +85,19 @@ def test_an_unreachable_remote_tier_is_no_mistake():
         sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
         assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
         client.close()
+
+
+@pytest.mark.redis
+def test_a_remote_tier_that_was_down_at_the_start_is_used_when_it_comes():
+    with RedisServer() as server:
+        server.kill()
+        with SidecarProcess(remote_url=server.unix_url) as sidecar:
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+            server.start()
+            client = SidecarClient(sidecar.socket_path, make_hello())
+            client.start()
+            session = attached(client)
+            usable(sidecar)
+            store(session, 1)
+            sidecar.wait_until(lambda stats: stats["writes"]["written"] == 1)
+            client.close()
