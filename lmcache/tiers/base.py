@@ -9,10 +9,12 @@ ranks agree on hit lengths by construction.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from lmcache.tiers.resilience import CircuitBreaker
     from lmcache.tiers.slots import SlotTable
 
 KEY_BYTES = 32
@@ -111,3 +113,33 @@ class Arena(Protocol):
 
     def view(self, row: int, column: int) -> memoryview:
         """The ``slot_bytes`` writable bytes of one slot."""
+
+
+class LowerTier(Protocol):
+    """A tier below memory: objects (one column of one row) by name. Thread-safe; every method may block.
+
+    Whatever is wrong with the medium itself raises TierUnavailable and opens ``breaker``; from then on methods
+    raise at once until ``try_again`` finds it well. A wrong or short object is a miss and a counted error.
+    """
+
+    breaker: CircuitBreaker
+    """Opened by the tier's own operations."""
+
+    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
+        """Return how many leading rows have all their columns here."""
+
+    def load(self, key: RowKey, column: int, into: memoryview) -> int | None:
+        """Read one object into ``into``. Return its payload's length in bytes; None: a miss (contents of
+        ``into`` undefined)."""
+
+    def store(self, key: RowKey, column: int, payload: memoryview, label: bytes = b"") -> bool:
+        """Write one object, or refresh the age of what is there. False: refused (full, say)."""
+
+    def touch(self, keys: Sequence[RowKey], num_columns: int) -> None:
+        """Refresh the age of rows that were hit in a tier above; absent ones are ignored."""
+
+    def try_again(self) -> bool:
+        """While the circuit is open: try the medium, and close the circuit if it is well."""
+
+    def close(self) -> None:
+        """Let go of everything; the threads that used the tier must have ended."""
