@@ -118,8 +118,9 @@ class Arena(Protocol):
 class LowerTier(Protocol):
     """A tier below memory: objects (one column of one row) by name. Thread-safe; every method may block.
 
-    Whatever is wrong with the medium itself raises TierUnavailable and opens ``breaker``; from then on methods
-    raise at once until ``try_again`` finds it well. A wrong or short object is a miss and a counted error.
+    Whatever is wrong with the medium itself raises TierUnavailable and opens ``breaker``; from then on
+    methods raise at once until ``try_again`` finds it well. A wrong or short object is a miss and is
+    counted.
     """
 
     breaker: CircuitBreaker
