@@ -58,6 +58,7 @@ class RemoteTier:
         self._timeout = timeout_seconds
         self._lock = threading.Lock()  # protects stats and what follows
         self._idle: list[Connection] = []
+        self._most_parts = 1  # of any object read or written
         self._rewrite: dict[tuple[RowKey, int], None] = {}  # found invalid: to be written though present
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
@@ -79,6 +80,7 @@ class RemoteTier:
         with self._lock:
             self.stats.hits += length is not None
             self.stats.misses += length is None
+            self._most_parts = max(self._most_parts, num_parts(length or 0))
         return length
 
     def store(self, key: RowKey, column: int, payload: memoryview, label: bytes = b"") -> bool:
@@ -95,7 +97,16 @@ class RemoteTier:
             self.stats.stored += result
             self.stats.touched += not result
             self._rewrite.pop((key, column), None)
+            self._most_parts = max(self._most_parts, num_parts(len(payload)))
         return True
+
+    def touch(self, keys: Sequence[RowKey], num_columns: int) -> None:
+        """Refresh the age of rows that were hit in a tier above; absent ones are ignored.
+
+        As many parts of each as the largest object had that this tier has read or written.
+        """
+        if keys:
+            self._run(lambda connection: _touch(connection, keys, num_columns, self._most_parts))
 
     def check(self) -> None:
         """Ask the server whether it is well; if it is not, the log says why, and the circuit opens."""
@@ -173,6 +184,17 @@ def _probe(connection: Connection, keys: Sequence[RowKey], num_columns: int) -> 
         present += len(asked)
         window = min(2 * window, _MAX_WINDOW)
     return present
+
+
+def _touch(connection: Connection, keys: Sequence[RowKey], num_columns: int, num_parts: int) -> None:
+    for start in range(0, len(keys), _MAX_WINDOW):
+        asked = keys[start : start + _MAX_WINDOW]
+        names = (
+            [part_name(key, c, p) for c in range(num_columns) for p in range(num_parts)] for key in asked
+        )
+        connection.send(b"".join(command("TOUCH", *row) for row in names))
+        for _ in asked:
+            connection.read_reply()
 
 
 def _load(connection: Connection, key: RowKey, column: int, into: memoryview) -> int | None:

@@ -7,7 +7,7 @@ import pytest
 from lmcache.tiers.header import HEADER_BYTES, Header, checksum
 from lmcache.tiers.remote import PART_BYTES, RemoteTier, part_name
 from tests.harness.redis_server import RedisServer
-from tests.harness.remote_objects import KEY, load, pattern
+from tests.harness.remote_objects import KEY, load, pattern, until
 
 pytestmark = pytest.mark.redis
 
@@ -86,6 +86,19 @@ class TestObjects:
         if num_present:
             server.client.delete(part_name(keys[num_present - 1], num_columns - 1, 0))
             assert remote.probe(keys, num_columns) == num_present - 1
+
+    def test_touch_refreshes_all_parts_and_ignores_what_is_absent(self, remote, server):
+        remote.store(KEY, 0, memoryview(pattern(PART_BYTES + 1)))
+        remote.store(KEY, 1, memoryview(b"small"))
+        names = [part_name(KEY, 0, 0), part_name(KEY, 0, 1), part_name(KEY, 1, 0)]
+
+        def idle_seconds() -> list[int]:
+            return [server.client.object("idletime", name) for name in names]
+
+        until(lambda: min(idle_seconds()) >= 1)
+        remote.touch([KEY[::-1], KEY], 2)
+        assert idle_seconds() == [0, 0, 0]
+        remote.touch([], 2)
 
     def test_database_number(self, server):
         remote = RemoteTier(server.url.removesuffix("/0") + "/5")
