@@ -1,0 +1,1 @@
+"""The library's storage backends: thin torch faces over the storage core."""

@@ -1,0 +1,62 @@
+"""What every storage backend of the library is."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable
+
+import torch
+
+from lmcache.logging import init_logger
+from lmcache.utils import CacheEngineKey
+
+_log = init_logger(__name__)
+
+
+class LMCBackendInterface(abc.ABC):
+    """Stores KV chunks by key. A chunk has no batch dimension.
+
+    [num_layers, 2, num_tokens, num_kv_heads, head_size] in format "vllm", [num_layers, 2, num_kv_heads,
+    num_tokens, head_size] in format "huggingface".
+    """
+
+    def __init__(self, dst_device: str = "cuda") -> None:
+        """Take the device that retrieved chunks shall be on: "cpu", "cuda", "cuda:1", …
+
+        Raises RuntimeError when it names none.
+        """
+        torch.device(dst_device)  # raises
+        self.dst_device = dst_device
+
+    @abc.abstractmethod
+    def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
+        """Store one chunk; ``blocking``: return only when that is done."""
+
+    @abc.abstractmethod
+    def contains(self, key: CacheEngineKey) -> bool:
+        """Is the chunk here?"""
+
+    @abc.abstractmethod
+    def get(self, key: CacheEngineKey) -> torch.Tensor | None:
+        """Return the chunk on ``dst_device``, as a tensor of the caller's own; None: a miss."""
+
+    def batched_put(
+        self, keys_and_chunks: Iterable[tuple[CacheEngineKey, torch.Tensor]], blocking: bool = True
+    ) -> int:
+        """Put each, and return how many were put (issued, that is, when not ``blocking``)."""
+        _log.info("Using default batched implementation of the put() method")
+        num_chunks = 0
+        for key, kv_chunk in keys_and_chunks:
+            self.put(key, kv_chunk, blocking=blocking)
+            num_chunks += 1
+        return num_chunks
+
+    def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterable[torch.Tensor | None]:
+        """Yield one answer per key, in their order, each fetched only when it is asked for; None: a miss."""
+        _log.info("Using default batched implementation of the get() method")
+        for key in keys:
+            yield self.get(key) if self.contains(key) else None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End threads, give back memory and connections."""

@@ -1,0 +1,261 @@
+"""Configuration from defaults, a file, the environment and the oldest form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
+
+FIELDS = list(LMCacheEngineConfig.__dataclass_fields__)
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch):
+    for name in FIELDS:
+        monkeypatch.delenv(f"LMCACHE_{name.upper()}", raising=False)
+
+
+@pytest.fixture
+def from_text(tmp_path):
+    def read(text):
+        path = tmp_path / "config.yaml"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        return LMCacheEngineConfig.from_file(str(path))
+
+    return read
+
+
+def test_fields_are_in_the_documents_order():
+    assert LMCacheEngineConfig.__match_args__ == (
+        "chunk_size",
+        "local_device",
+        "max_local_cache_size",
+        "remote_url",
+        "remote_serde",
+        "pipelined_backend",
+        "save_decode_cache",
+        "enable_blending",
+        "blend_recompute_ratio",
+        "blend_min_tokens",
+        "blend_separator",
+        "blend_add_special_in_precomp",
+    )
+    shape = (32, 2, 256, 8, 128)
+    metadata = LMCacheEngineMetadata("model", 2, 1, "vllm", torch.float16, shape)
+    assert (metadata.world_size, metadata.worker_id, metadata.use_mla) == (2, 1, False)
+    assert LMCacheMemPoolMetadata(shape, torch.half, 0.5).max_local_cache_size == 0.5
+
+
+def test_ten_positions_are_enough():
+    ten = LMCacheEngineConfig(256, "cpu", 5, None, None, False, False, False, 0.15, 256)
+    assert ten == LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
+
+
+def test_defaults():
+    assert LMCacheEngineConfig.from_defaults() == LMCacheEngineConfig(
+        256,
+        "cuda",
+        5,
+        "redis://localhost:6379",
+        "torch",
+        False,
+        False,
+        False,
+        0.15,
+        256,
+        "[BLEND_SEP]",
+        False,
+    )
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
+def test_an_empty_file_has_the_defaults_of_files(from_text, text):
+    assert from_text(text) == LMCacheEngineConfig(256, None, 20, None, None, False, False, False, 0.15, 256)
+
+
+def test_a_file_names_fields(from_text):
+    config = from_text(
+        "chunk_size: 512\nlocal_device: cpu\nmax_local_cache_size: 0.5\nremote_url: lm://localhost:65432\n"
+        "remote_serde: cachegen\npipelined_backend: true\nblend_separator: '[X]'\nnovelty: 3\n"
+    )
+    assert config == LMCacheEngineConfig.from_defaults(
+        512, "cpu", 0.5, "lm://localhost:65432", "cachegen", True, blend_separator="[X]"
+    )
+
+
+def test_unknown_keys_are_said(from_text, capsys, monkeypatch):
+    said = []
+    monkeypatch.setattr("lmcache.config._log.warning", lambda text, *values: said.append(text % values))
+    from_text("chunk_sise: 12\n")
+    assert "chunk_sise" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("chunk_size: 0", "chunk_size: "),
+        ("chunk_size: many", "chunk_size: "),
+        ("chunk_size: true", "chunk_size: "),
+        ("max_local_cache_size: .nan", "max_local_cache_size: "),
+        ("max_local_cache_size: .inf", "max_local_cache_size: "),
+        ("max_local_cache_size: [1]", "max_local_cache_size: "),
+        ("blend_recompute_ratio: 1.5", "blend_recompute_ratio: "),
+        ("blend_min_tokens: -1", "blend_min_tokens: "),
+        ("pipelined_backend: maybe", "pipelined_backend: "),
+        ("local_device: tpu", "Invalid local storage device"),
+        ("local_device: 'file://'", "Invalid local storage device"),
+        ("remote_url: localhost", "Invalid remote storage url"),
+        ("remote_url: 5", "remote_url: "),
+        ("- 1", "must hold keys and values"),
+        ("a: [", "not a YAML file"),
+        ("a: \x01", "not a YAML file"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(from_text, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        from_text(text)
+    assert "config.yaml" in str(caught.value)
+
+
+def test_a_bad_url_is_not_shown():
+    with pytest.raises(ValueError, match="remote storage url") as caught:
+        LMCacheEngineConfig.from_file.__globals__["_remote_url"]("redis://:secret@host")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        LMCacheEngineConfig.from_file(str(tmp_path / "none.yaml"))
+
+
+def test_defect_18_a_bare_environment_leaves_switches_off():
+    config = LMCacheEngineConfig.from_env()
+    assert config == LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
+    assert config.pipelined_backend is False
+    assert config.save_decode_cache is False
+    assert config.enable_blending is False
+    assert config.blend_add_special_in_precomp is False
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [("true", True), ("1", True), ("Yes", True), ("on", True)]
+    + [("False", False), ("0", False), ("no", False), ("off", False), ("", False)],
+)
+def test_defect_18_switches_are_read(monkeypatch, text, flag):
+    monkeypatch.setenv("LMCACHE_PIPELINED_BACKEND", text)
+    assert LMCacheEngineConfig.from_env().pipelined_backend is flag
+
+
+def test_the_environment_sets_every_field(monkeypatch):
+    values = {
+        "chunk_size": "128",
+        "local_device": "/var/cache",
+        "max_local_cache_size": "2.5",
+        "remote_url": "redis://h:6379",
+        "remote_serde": "safetensor",
+        "pipelined_backend": "true",
+        "save_decode_cache": "true",
+        "enable_blending": "true",
+        "blend_recompute_ratio": "0.3",
+        "blend_min_tokens": "64",
+        "blend_separator": "[S]",
+        "blend_add_special_in_precomp": "true",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(f"LMCACHE_{name.upper()}", value)
+    assert LMCacheEngineConfig.from_env() == LMCacheEngineConfig(
+        128, "/var/cache", 2.5, "redis://h:6379", "safetensor", True, True, True, 0.3, 64, "[S]", True
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("CHUNK_SIZE", "x"), ("ENABLE_BLENDING", "perhaps"), ("REMOTE_URL", "h"), ("LOCAL_DEVICE", "cuda:0")],
+)
+def test_a_bad_variable_is_refused_by_name(monkeypatch, name, text):
+    monkeypatch.setenv(f"LMCACHE_{name}", text)
+    with pytest.raises(ValueError, match=f"LMCACHE_{name}"):
+        LMCacheEngineConfig.from_env()
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "url"),
+    [
+        ("cpu", "cpu", None),
+        ("cuda", "cuda", None),
+        ("file:///tmp/cache/", "/tmp/cache/", None),
+        ("redis://localhost:6379", None, "redis://localhost:6379"),
+        ("lm://10.0.0.1:65432", None, "lm://10.0.0.1:65432"),
+        ("redis-sentinel://a:26379,b:26379", None, "redis-sentinel://a:26379,b:26379"),
+    ],
+)
+def test_a_legacy_backend_is_a_device_or_a_url(backend, device, url):
+    config = LMCacheEngineConfig.from_legacy(backend=backend, persist_path="/ignored")
+    assert (config.local_device, config.remote_url, config.remote_serde) == (device, url, "torch")
+
+
+def test_defect_19_a_directory_needs_no_slash_at_its_end(from_text):
+    assert LMCacheEngineConfig.from_legacy(backend="file:///tmp").local_device == "/tmp"
+    assert from_text("local_device: file:///tmp").local_device == "/tmp"
+
+
+@pytest.mark.parametrize("backend", ["", "gpu", "file://", "localhost:6379", "redis://localhost"])
+def test_a_legacy_backend_that_is_neither_is_refused(backend):
+    with pytest.raises(ValueError, match="Invalid local storage device"):
+        LMCacheEngineConfig.from_legacy(backend=backend)
+
+
+def test_debugging_can_be_switched_off():
+    assert GlobalConfig.is_debug()
+    try:
+        GlobalConfig.set_debug(False)
+        assert not GlobalConfig.is_debug()
+    finally:
+        GlobalConfig.set_debug(True)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
+documents = st.dictionaries(
+    st.sampled_from(FIELDS) | st.text(max_size=5),
+    scalars | st.lists(scalars, max_size=2) | st.sampled_from(["cpu", "file:///x", "lm://h:1"]),
+    max_size=6,
+)
+
+
+@given(st.text() | documents.map(lambda document: yaml.safe_dump(document)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+def test_any_file_is_a_config_or_a_value_error(from_text, text):
+    try:
+        config = from_text(text)
+    except ValueError:
+        return
+    assert config.chunk_size > 0
+    assert isinstance(config.pipelined_backend, bool)
+
+
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), st.text(st.characters(codec="utf-8", exclude_characters="\0")))
+)
+@settings(deadline=None, max_examples=60)
+def test_any_environment_is_a_config_or_a_value_error(environment):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in environment.items():
+            patch.setenv(f"LMCACHE_{name.upper()}", text)
+        try:
+            assert LMCacheEngineConfig.from_env().max_local_cache_size >= 0
+        except ValueError as error:
+            assert str(error).startswith("LMCACHE_")
+
+
+@given(st.text())
+def test_any_legacy_backend_is_a_config_or_a_value_error(backend):
+    try:
+        config = LMCacheEngineConfig.from_legacy(backend=backend)
+    except ValueError:
+        return
+    assert (config.local_device is None) != (config.remote_url is None)
