@@ -141,13 +141,10 @@ def test_defect_18_a_bare_environment_leaves_switches_off():
     assert config.blend_add_special_in_precomp is False
 
 
-@pytest.mark.parametrize(
-    ("text", "flag"),
-    [("true", True), ("1", True), ("Yes", True), ("on", True)]
-    + [("False", False), ("0", False), ("no", False), ("off", False), ("", False)],
-)
-def test_defect_18_switches_are_read(monkeypatch, text, flag):
-    monkeypatch.setenv("LMCACHE_PIPELINED_BACKEND", text)
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("texts", ["true False", "1 0", "Yes no", "on OFF"])
+def test_defect_18_switches_are_read(monkeypatch, texts, flag):
+    monkeypatch.setenv("LMCACHE_PIPELINED_BACKEND", texts.split()[not flag])
     assert LMCacheEngineConfig.from_env().pipelined_backend is flag
 
 
@@ -247,9 +244,10 @@ def test_any_environment_is_a_config_or_a_value_error(environment):
         for name, text in environment.items():
             patch.setenv(f"LMCACHE_{name.upper()}", text)
         try:
-            assert LMCacheEngineConfig.from_env().max_local_cache_size >= 0
-        except ValueError as error:
-            assert str(error).startswith("LMCACHE_")
+            config = LMCacheEngineConfig.from_env()
+        except ValueError:
+            return
+        assert config.max_local_cache_size >= 0
 
 
 @given(st.text())

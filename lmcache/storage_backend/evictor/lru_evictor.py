@@ -1,0 +1,41 @@
+"""Least recently used first."""
+
+from __future__ import annotations
+
+from lmcache.storage_backend.evictor.base_evictor import BaseEvictor, CacheDict, Key, PutStatus
+
+
+class LRUEvictor(BaseEvictor):
+    """Keeps the dictionary in order of use and its bytes within ``MAX_CACHE_SIZE``.
+
+    The dictionary's order is the only order there is. ``current_cache_size`` (bytes) counts along; when the
+    dictionary's length shows that something else than the puts allowed here has happened to it (an overwrite,
+    a removal, a put that failed after it was allowed), it is counted anew at the next put. So a put costs
+    O(victims), and O(entries) only after one of these.
+    """
+
+    def __init__(self, max_cache_size: float = 10.0) -> None:
+        """Take the capacity in GiB."""
+        self.MAX_CACHE_SIZE = int(max_cache_size * 1024**3)  # bytes; users set it
+        self.current_cache_size = 0
+        self._num_expected = 0  # entries, once the last put was done
+
+    def update_on_get(self, key: Key, cache_dict: CacheDict) -> None:
+        """Make the chunk the last to go; KeyError when it isn't there."""
+        cache_dict.move_to_end(key)
+
+    def update_on_put(self, cache_dict: CacheDict, cache_size: int) -> tuple[list[Key], PutStatus]:
+        """Choose victims from the front until ``cache_size`` more bytes fit."""
+        if cache_size > self.MAX_CACHE_SIZE:
+            return [], PutStatus.ILLEGAL
+        if len(cache_dict) != self._num_expected:
+            self.current_cache_size = sum(map(self.get_size, cache_dict.values()))
+        victims: list[Key] = []
+        for key, kv_obj in cache_dict.items():
+            if self.current_cache_size + cache_size <= self.MAX_CACHE_SIZE:
+                break
+            victims.append(key)
+            self.current_cache_size -= self.get_size(kv_obj)
+        self.current_cache_size += cache_size
+        self._num_expected = len(cache_dict) - len(victims) + 1
+        return victims, PutStatus.LEGAL
