@@ -13,7 +13,6 @@ from lmcache.storage_backend.evictor import BaseEvictor, DummyEvictor, LRUEvicto
 from lmcache.storage_backend.mem_pool import KVObj
 from lmcache.utils import DiskCacheMetadata
 
-
 STEPS = ["put", "get", "remove", "fail"]
 
 
