@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+import contextlib
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 
 from lmcache.logging import init_logger
+from lmcache.storage_backend.chunk_source import ChunkSource
 from lmcache.utils import CacheEngineKey
 
 _log = init_logger(__name__)
@@ -60,3 +63,35 @@ class LMCBackendInterface(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End threads, give back memory and connections."""
+
+    # What the engine calls. A backend needs to do nothing for it; one that can spare a copy or a look
+    # overrides them. ``request`` names the prompt whose chunks these are: together they are used, and of them
+    # the last goes first, since none is of use without those before it.
+
+    def prefix_length(self, keys: Sequence[CacheEngineKey], request: Hashable = None) -> int:
+        """Return how many leading chunks are here; with a ``request``, it uses them."""
+        return sum(1 for _ in itertools.takewhile(self.contains, keys))
+
+    @contextlib.contextmanager
+    def prefix(
+        self, keys: Sequence[CacheEngineKey], request: Hashable = None
+    ) -> Iterator[list[torch.Tensor]]:
+        """Give the leading chunks that are here, to be read inside the ``with`` block only, on any device."""
+        chunks: list[torch.Tensor] = []
+        for chunk in self.batched_get(keys):
+            if chunk is None:
+                break
+            chunks.append(chunk)
+        yield chunks
+
+    def put_chunks(
+        self,
+        chunks: Iterable[tuple[CacheEngineKey, ChunkSource]],
+        blocking: bool = True,
+        request: Hashable = None,
+    ) -> int:
+        """Put chunks that are not one tensor yet, and return how many, as ``batched_put`` does.
+
+        The caller may change what they come from afterwards, whether ``blocking`` or not.
+        """
+        return self.batched_put(((key, source.to_tensor()) for key, source in chunks), blocking=blocking)

@@ -1,0 +1,48 @@
+"""A chunk on its way into a backend: what room it needs, and how to fill that room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+
+@dataclass(frozen=True)
+class ChunkSource:
+    """Holds no bytes of its own, so a chunk that nobody needs is never built, and one that somebody needs is
+    written once, straight to where it stays."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device  # where the bytes are now
+    copy_into: Callable[[torch.Tensor], object]  # fills a contiguous tensor of this shape and dtype
+
+    @classmethod
+    def of(cls, chunk: torch.Tensor) -> ChunkSource:
+        """Take a chunk that is one tensor, of any layout."""
+        return cls(chunk.shape, chunk.dtype, chunk.device, lambda room: room.copy_(chunk))
+
+    @classmethod
+    def of_layers(cls, parts: Sequence[torch.Tensor]) -> ChunkSource:
+        """Take the K and V of each layer in turn; they become [num_layers, 2, …]."""
+        shape = (len(parts) // 2, 2, *parts[0].shape)
+        return cls(shape, parts[0].dtype, parts[0].device, partial(_copy_layers, parts))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the chunk needs."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_tensor(self) -> torch.Tensor:
+        """Return the chunk as a tensor of its own, on the device where it is."""
+        chunk = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.copy_into(chunk)
+        return chunk
+
+
+def _copy_layers(parts: Sequence[torch.Tensor], room: torch.Tensor) -> None:
+    for target, part in zip(room.flatten(0, 1).unbind(), parts, strict=True):
+        target.copy_(part)

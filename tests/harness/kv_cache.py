@@ -1,0 +1,87 @@
+"""KV caches of small models, and a backend that implements what the documents ask for and no more."""
+
+from __future__ import annotations
+
+import torch
+
+from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from lmcache.storage_backend.abstract_backend import LMCBackendInterface
+from lmcache.utils import CacheEngineKey, KVCache
+
+LAYERS, HEADS, HEAD_SIZE, CHUNK = 3, 2, 32, 16
+FORMATS = ("vllm", "huggingface")
+
+
+def make_config(local_device: str | None = "cpu", **changes: object) -> LMCacheEngineConfig:
+    """A small cache: 64 MiB, chunks of 16 tokens, no remote server."""
+    fields: dict[str, object] = {
+        "chunk_size": CHUNK,
+        "max_local_cache_size": 1 / 16,
+        "remote_url": None,
+        "remote_serde": None,
+    }
+    return LMCacheEngineConfig.from_defaults(local_device=local_device, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_metadata(fmt: str = "vllm", dtype: torch.dtype = torch.float16) -> LMCacheEngineMetadata:
+    return LMCacheEngineMetadata("org/model", 1, 0, fmt, dtype, (LAYERS, 2, CHUNK, HEADS, HEAD_SIZE))
+
+
+def make_tokens(num_tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 1000, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def make_kv(num_tokens: int, fmt: str = "vllm", seed: int = 0, dtype: torch.dtype = torch.float16) -> KVCache:
+    """Random KV without a NaN; another seed makes other bytes everywhere that matters."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, HEADS, HEAD_SIZE) if fmt == "vllm" else (HEADS, num_tokens, HEAD_SIZE)
+    return tuple(
+        (torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype))
+        for _ in range(LAYERS)
+    )
+
+
+def cut(kv: KVCache, fmt: str, start: int, stop: int | None = None) -> KVCache:
+    """The KV of tokens ``start`` .. ``stop - 1``."""
+    if fmt == "vllm":
+        return tuple((k[start:stop], v[start:stop]) for k, v in kv)
+    return tuple((k[:, start:stop], v[:, start:stop]) for k, v in kv)
+
+
+def is_same(one: KVCache, other: KVCache) -> bool:
+    """Equal to the byte, dtypes and shapes included?"""
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and torch.equal(a, b)
+        for ours, theirs in zip(one, other, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def make_key(name: str, fmt: str = "vllm") -> CacheEngineKey:
+    return CacheEngineKey(fmt, "org/model", 1, 0, name)
+
+
+def make_chunk(num_tokens: int = CHUNK, seed: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((LAYERS, 2, num_tokens, HEADS, HEAD_SIZE), generator=generator).to(dtype)
+
+
+class DictBackend(LMCBackendInterface):
+    """Somebody else's backend: the documented methods over a dict."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.chunks: dict[CacheEngineKey, torch.Tensor] = {}
+        self.is_closed = False
+
+    def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
+        self.chunks[key] = kv_chunk
+
+    def contains(self, key: CacheEngineKey) -> bool:
+        return key in self.chunks
+
+    def get(self, key: CacheEngineKey) -> torch.Tensor | None:
+        return self.chunks.get(key)
+
+    def close(self) -> None:
+        self.is_closed = True
