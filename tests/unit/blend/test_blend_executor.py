@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+from itertools import pairwise, permutations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from lmcache.blend.executor import CacheBlendImpl, select_tokens
+from lmcache.blend.interfaces import BlendOutput
+
+NUM_HEADS, HEAD_SIZE = 2, 4
+
+
+def rotate(positions, q, k):
+    """A stand-in for a rotation that shows its position: K times (position + 1), in place as vLLM's is."""
+    factor = (positions + 1).view(-1, *[1] * (k.dim() - 1)).to(k)
+    q.mul_(factor)
+    k.mul_(factor)
+    return q, k
+
+
+def unrotate(positions, q, k):
+    factor = (positions + 1).view(-1, *[1] * (k.dim() - 1)).to(k)
+    q.div_(factor)
+    k.div_(factor)
+    return q, k
+
+
+def executor(ratio: float, all_reduce=None) -> CacheBlendImpl:
+    impl = CacheBlendImpl(ratio, all_reduce)
+    impl.set_positional_encoder(rotate)
+    impl.set_reverse_positional_encoder(unrotate)
+    return impl
+
+
+class Batch:
+    """Requests of some lengths; their retrieved K and V, of which the invalid rows are NaN."""
+
+    def __init__(self, lengths: list[int], valid: list[bool], seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        self.num_tokens = sum(lengths)
+        self.valid = torch.tensor(valid, dtype=torch.int)
+        self.positions = torch.cat([torch.arange(n) for n in lengths])
+        self.original = torch.where(self.valid.bool(), torch.randint(0, 99, (self.num_tokens,)), 0).int()
+
+    def random(self, num_tokens: int) -> torch.Tensor:
+        return torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE, generator=self.generator)
+
+    def retrieved(self) -> torch.Tensor:
+        return self.random(self.num_tokens).masked_fill(~self.valid.bool()[:, None, None], float("nan"))
+
+    def blend(self, impl, layer, rk, rv, q, k, v, positions) -> BlendOutput:
+        return impl.blend(layer, rk, rv, self.valid, self.original, q, k, v, positions, self.starts, 0)
+
+
+def choose_slowly(batch: Batch, ratio: float, rv: torch.Tensor, fv: torch.Tensor) -> list[int]:
+    """The obvious selection, a request and a token at a time."""
+    chosen = []
+    starts = batch.starts.tolist()
+    for start, end in pairwise(starts):
+        valid = [i for i in range(start, end) if batch.valid[i]]
+        valid.sort(key=lambda i: -((fv[i] - rv[i]) ** 2).mean().item())
+        chosen += valid[: int(len(valid) * ratio)]
+        chosen += [i for i in range(start, end) if not batch.valid[i]]
+    return sorted(chosen)
+
+
+@st.composite
+def batches(draw) -> Batch:
+    lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4).filter(any))
+    valid = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
+    return Batch(lengths, valid, draw(st.integers(0, 9)))
+
+
+RATIOS = st.sampled_from([0, 0.05, 0.15, 0.29, 0.5, 0.99, 1.0]) | st.floats(0, 1)
+
+
+@given(batches(), RATIOS)
+def test_three_layers_against_the_obvious_way(batch, ratio):
+    impl = executor(ratio)
+    q, k, v, rk, rv = (
+        *(batch.random(batch.num_tokens) for _ in range(3)),
+        batch.retrieved(),
+        batch.retrieved(),
+    )
+    for layer in (0, 0):  # as often as one likes: it keeps nothing
+        first = batch.blend(impl, layer, rk, rv, q, k, v, batch.positions)
+        assert first.q is q
+        assert first.k is k
+        assert first.v is v
+        assert first.positions is batch.positions
+        assert first.local_indices.tolist() == list(range(batch.num_tokens))
+        assert first.query_start_loc is None
+
+    second = batch.blend(impl, 1, rk, rv, q, k, v, batch.positions)
+    chosen = choose_slowly(batch, ratio, rv, v)
+    assert impl.indexes_in_kv.tolist() == second.local_indices.tolist() == chosen
+    assert torch.equal(second.q, q[chosen])
+    assert second.k is k
+    assert second.v is v
+    assert torch.equal(second.positions, batch.positions[chosen])
+    assert second.query_start_loc.dtype == batch.starts.dtype
+    assert second.query_start_loc.tolist() == [sum(i < start for i in chosen) for start in batch.starts]
+
+    for layer in (2, 3):
+        rk, rv = batch.retrieved(), batch.retrieved()
+        q, k, v = (batch.random(len(chosen)) for _ in range(3))
+        third = batch.blend(impl, layer, rk, rv, q, k, v, second.positions)
+        for token in range(batch.num_tokens):
+            if token in chosen:
+                assert torch.equal(third.k[token], k[chosen.index(token)])
+                assert torch.equal(third.v[token], v[chosen.index(token)])
+            else:
+                moved = rk[token] / (batch.original[token] + 1) * (batch.positions[token] + 1)
+                assert torch.allclose(third.k[token], moved)
+                assert torch.equal(third.v[token], rv[token])
+        assert third.q is q
+        assert third.positions is second.positions
+        assert third.local_indices.tolist() == list(range(len(chosen)))
+        assert third.query_start_loc is None
+
+
+def test_defect_06_undefined_rows_take_no_place_of_valid_ones():
+    batch = Batch([8], [True] * 4 + [False] * 4)
+    v = batch.random(8)
+    rv = v.clone()
+    rv[0] += 1
+    rv[1] += 2
+    for undefined in (float("nan"), float("inf"), 1e30):
+        rv[4:] = undefined
+        impl = executor(0.5)
+        out = batch.blend(impl, 1, v, rv, v, v, v, batch.positions)
+        assert out.local_indices.tolist() == [0, 1, 4, 5, 6, 7]
+
+
+def test_a_retrieved_row_that_is_no_number_is_computed():
+    batch = Batch([4], [True] * 4)
+    v = batch.random(4)
+    rv = v.clone()
+    rv[0] += 1
+    rv[2] = float("nan")
+    out = batch.blend(executor(0.34), 1, v, rv, v, v, v, batch.positions)
+    assert out.local_indices.tolist() == [0, 2]
+
+
+def test_defect_26_an_executor_serves_one_batch_after_another():
+    impl = executor(0.5)
+    for seed in range(3):
+        batch = Batch([6, 3], [True] * 9, seed)
+        rv, v = batch.retrieved(), batch.random(9)
+        out = batch.blend(impl, 1, rv, rv, v, v, v, batch.positions)
+        assert impl.indexes_in_kv.tolist() == out.local_indices.tolist() == choose_slowly(batch, 0.5, rv, v)
+
+
+def test_defect_26_retrieved_tensors_are_not_changed():
+    batch = Batch([6], [True] * 5 + [False])
+    impl = executor(0.5)
+    rk, rv = batch.retrieved(), batch.retrieved()
+    before = rk.clone(), rv.clone()
+    q, k, v = (batch.random(6) for _ in range(3))
+    out = batch.blend(impl, 1, rk, rv, q, k, v, batch.positions)
+    kept = out.local_indices
+    blended = batch.blend(impl, 2, rk, rv, q[kept], k[kept], v[kept], out.positions)
+    blended.k.zero_()
+    blended.v.zero_()
+    assert torch.equal(rk.nan_to_num(7), before[0].nan_to_num(7))
+    assert torch.equal(rv.nan_to_num(7), before[1].nan_to_num(7))
+
+
+def test_tokens_may_be_any_dimension():
+    batch = Batch([5, 4], [True] * 8 + [False])
+    q, k, v, rk, rv = (batch.random(9) for _ in range(5))
+    by_token, by_head = CacheBlendImpl(0.4), CacheBlendImpl(0.4)
+
+    def blend(impl, dim, layer, tensors, positions):
+        rk, rv, q, k, v = (tensor.movedim(0, dim) for tensor in tensors)
+        return impl.blend(layer, rk, rv, batch.valid, batch.original, q, k, v, positions, batch.starts, dim)
+
+    for dim in (1, 2):
+        one = blend(by_token, 0, 1, (rk, rv, q, k, v), batch.positions)
+        other = blend(by_head, dim, 1, (rk, rv, q, k, v), batch.positions)
+        assert torch.equal(one.q, other.q.movedim(dim, 0))
+        kept = one.local_indices
+        assert torch.equal(kept, other.local_indices)
+        short = (rk, rv, q[kept], k[kept], v[kept])
+        one, other = blend(by_token, 0, 2, short, one.positions), blend(by_head, dim, 2, short, one.positions)
+        assert torch.equal(one.k, other.k.movedim(dim, 0))
+        assert torch.equal(one.v, other.v.movedim(dim, 0))
+
+
+def test_ranks_select_by_the_sum_of_their_differences():
+    batch = Batch([4], [True] * 3 + [False])
+    fresh = torch.zeros(4, NUM_HEADS, HEAD_SIZE)
+    differences = [torch.tensor([3.0, 0, 2, 0]), torch.tensor([0.0, 1, 2, 0])]
+    for own, other in permutations(differences):
+        impl = executor(0.34, lambda difference, other=other: difference + other)
+        rv = own.sqrt()[:, None, None].expand_as(fresh)
+        out = batch.blend(impl, 1, rv, rv, fresh, fresh, fresh, batch.positions)
+        assert out.local_indices.tolist() == [2, 3]
+
+
+@given(st.integers(1, 200), RATIOS)
+def test_the_number_selected_is_pythons(num_tokens, ratio):
+    difference, valid = torch.zeros(num_tokens), torch.ones(num_tokens, dtype=torch.bool)
+    selected = select_tokens(difference, valid, torch.tensor([0, num_tokens]), ratio)
+    assert selected.nonzero().squeeze(1).tolist() == list(range(int(num_tokens * ratio)))
+
+
+def test_half_precision_differences_do_not_overflow():
+    v = torch.zeros(3, 1, 4, dtype=torch.float16)
+    rv = torch.tensor([300.0, 400, 1], dtype=torch.float16)[:, None, None].expand_as(v)
+    batch = Batch([3], [True] * 3)
+    assert batch.blend(executor(0.34), 1, rv, rv, v, v, v, batch.positions).local_indices.tolist() == [1]
+
+
+def test_without_encoders_k_is_reused_as_it_was_stored():
+    batch = Batch([3], [True] * 3)
+    impl = CacheBlendImpl(0)
+    rk, v = batch.retrieved(), batch.random(3)
+    batch.blend(impl, 1, rk, v, v, v, v, batch.positions)
+    assert torch.equal(batch.blend(impl, 2, rk, v, v[:0], v[:0], v[:0], batch.positions[:0]).k, rk)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="recompute_ratio"):
+        CacheBlendImpl(1.5)
+    batch = Batch([3], [True] * 3)
+    v = batch.random(3)
+    impl = executor(0)
+    batch.blend(impl, 1, v, v, v, v, v, batch.positions)
+    with pytest.raises(AssertionError, match="selection"):
+        batch.blend(impl, 2, v, v, v, v, v, batch.positions)
+    batch.starts = torch.tensor([0, 2])
+    with pytest.raises(AssertionError, match="query_start_loc"):
+        batch.blend(impl, 1, v, v, v, v, v, batch.positions)
