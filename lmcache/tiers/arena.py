@@ -115,13 +115,13 @@ class ArenaFile:
         """Byte offset of slot 0 of a column; slots follow each other without gaps."""
         return self._formatted().slot_offset(0, column)
 
-    def view(self, row: int, column: int) -> memoryview:
-        """The ``slot_bytes`` writable bytes of one slot."""
+    def view(self, row: int, column: int, length: int | None = None) -> memoryview:
+        """The first ``length`` writable bytes of one slot; not given: all of it."""
         layout = self._formatted()
         if not (0 <= row < layout.num_rows and 0 <= column < layout.geometry.num_columns):
             raise IndexError(f"no slot ({row}, {column})")
         offset = layout.slot_offset(row, column)
-        return self._data[offset : offset + layout.geometry.slot_bytes].data
+        return self._data[offset : offset + (layout.geometry.slot_bytes if length is None else length)].data
 
     def close(self) -> None:
         """Stop populating and let go of the file; it stays for the next process."""

@@ -104,15 +104,19 @@ class Arena(Protocol):
     """Generations of earlier formats of this arena are below this."""
 
     table: SlotTable
-    """What is known about every slot."""
+    """What is known about every row."""
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """Size and number of slots; None until the arena is formatted."""
 
     @property
     def ready_rows(self) -> int:
-        """Rows below this number are populated and may be used. Only ever grows (shrinking: a later
-        version)."""
+        """Rows below this number are populated and may be used."""
 
-    def view(self, row: int, column: int) -> memoryview:
-        """The ``slot_bytes`` writable bytes of one slot."""
+    def view(self, row: int, column: int, length: int | None = None) -> memoryview:
+        """The first ``length`` writable bytes from a slot on (rows of several slots); not given: all of the
+        slot."""
 
 
 class LowerTier(Protocol):

@@ -11,13 +11,20 @@ row of the group that was used least recently.
 
 from __future__ import annotations
 
+import mmap
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
+_MAX_GROUPS = 2048  # that are remembered by name: requests that are under way at the same time
+
 
 class Policy(Protocol):
-    """Order of eviction over rows, named by their number. A row is in one group: that of its last use."""
+    """Order of eviction over rows, named by their number. A row is in one group: that of its last use.
+
+    Nothing but these four calls drives a policy, so that it can be tried without any memory. ``group`` None:
+    a group that nobody names again.
+    """
 
     def admit(self, row: int, group: Hashable) -> None:
         """The row was stored: it is deeper in the group's chain than all that the group has."""
@@ -32,38 +39,130 @@ class Policy(Protocol):
         """Rows in the order in which they should go; ends with the first change."""
 
 
-class LRU:
-    """The group used least recently first, and of it the deepest row; all operations O(1) per row."""
-
-    def __init__(self) -> None:
-        self._groups: OrderedDict[Hashable, OrderedDict[int, None]] = OrderedDict()  # next victim's first
-        self._group_of: dict[int, Hashable] = {}
+class NoEviction:
+    """Nothing goes: what is full refuses."""
 
     def admit(self, row: int, group: Hashable) -> None:
-        """Append to the group, and make the group the youngest."""
-        self._move(row, group)
+        """Ignored."""
+
+    def touch(self, rows: Sequence[int], group: Hashable) -> None:
+        """Ignored."""
+
+    def remove(self, row: int) -> None:
+        """Ignored."""
+
+    def victims(self) -> Iterator[int]:
+        """Yield nothing."""
+        return iter(())
+
+
+class _Group:
+    """A piece of the list: from its oldest row, the deepest, to its youngest, the head."""
+
+    __slots__ = ("name", "oldest", "youngest")
+
+    def __init__(self, name: Hashable, row: int) -> None:
+        self.name = name
+        self.oldest = self.youngest = row
+
+
+class LRU:
+    """The group used least recently first, and of it the deepest row; all operations O(1) per row.
+
+    One doubly linked list of all rows, the next victim first; a group is a piece of it, and moves as a whole.
+    Which piece belongs to whom is remembered of the last 2048 groups. A row costs 8 bytes, and only if it was
+    ever held.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        # Rows are shifted by one: 0 is the end of the list, and zeros are what untouched memory holds.
+        self._older = memoryview(mmap.mmap(-1, (num_rows + 1) * 4)).cast("I")
+        self._younger = memoryview(mmap.mmap(-1, (num_rows + 1) * 4)).cast("I")
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
+        self._ends: dict[int, _Group] = {}  # by their oldest and youngest rows
+
+    def admit(self, row: int, group: Hashable) -> None:
+        """Put the row before the group's oldest, and make the group the youngest."""
+        self.remove(row)
+        row += 1
+        known = self._recall(group)
+        if known is None:
+            self._insert(row, self._older[0])
+            self._remember(group, row, row)
+        else:
+            self._insert(row, self._older[known.oldest])
+            self._set_ends(known, row, known.youngest)
 
     def touch(self, rows: Sequence[int], group: Hashable) -> None:
         """Put the rows in front of the group, and make the group the youngest."""
+        if not rows:
+            return
+        for row in rows:
+            self.remove(row)
+        known = self._recall(group)
         for row in reversed(rows):
-            self._move(row, group).move_to_end(row, last=False)
+            self._insert(row + 1, self._older[0])
+        if known is None:
+            self._remember(group, rows[-1] + 1, rows[0] + 1)
+        else:
+            self._set_ends(known, known.oldest, rows[0] + 1)
 
     def remove(self, row: int) -> None:
         """Forget the row."""
-        if row in self._group_of:
-            group = self._group_of.pop(row)
-            del self._groups[group][row]
-            if not self._groups[group]:
-                del self._groups[group]
+        row += 1
+        older, younger = self._older[row], self._younger[row]
+        if self._younger[older] != row:
+            return
+        self._younger[older], self._older[younger] = younger, older
+        self._older[row] = self._younger[row] = 0
+        group = self._ends.get(row)
+        if group is None:
+            return
+        if group.oldest == group.youngest:
+            del self._ends[row], self._groups[group.name]
+        elif row == group.oldest:
+            self._set_ends(group, younger, group.youngest)
+        else:
+            self._set_ends(group, group.oldest, older)
 
     def victims(self) -> Iterator[int]:
         """Yield the oldest group's rows, the last one first, then the next group's."""
-        return (row for rows in self._groups.values() for row in reversed(rows))
+        row = self._younger[0]
+        while row:
+            yield row - 1
+            row = self._younger[row]
 
-    def _move(self, row: int, group: Hashable) -> OrderedDict[int, None]:
-        self.remove(row)
-        self._group_of[row] = group
-        rows = self._groups.setdefault(group, OrderedDict())
-        rows[row] = None
-        self._groups.move_to_end(group)
-        return rows
+    def _insert(self, row: int, older: int) -> None:
+        younger = self._younger[older]
+        self._older[row], self._younger[row] = older, younger
+        self._younger[older] = self._older[younger] = row
+
+    def _recall(self, name: Hashable) -> _Group | None:
+        """Find a group, and make it the youngest."""
+        group = self._groups.get(name)
+        if group is None:
+            return None
+        self._groups.move_to_end(name)
+        older, younger, youngest = self._older, self._younger, self._older[0]
+        if youngest != group.youngest:
+            before, after = older[group.oldest], younger[group.youngest]
+            younger[before], older[after] = after, before
+            younger[youngest], older[group.oldest] = group.oldest, youngest
+            younger[group.youngest], older[0] = 0, group.youngest
+        return group
+
+    def _remember(self, name: Hashable, oldest: int, youngest: int) -> None:
+        if name is None:
+            return
+        group = self._groups[name] = _Group(name, oldest)
+        self._set_ends(group, oldest, youngest)
+        if len(self._groups) > _MAX_GROUPS:
+            _, forgotten = self._groups.popitem(last=False)
+            for row in {forgotten.oldest, forgotten.youngest}:
+                del self._ends[row]
+
+    def _set_ends(self, group: _Group, oldest: int, youngest: int) -> None:
+        self._ends.pop(group.oldest, None)
+        self._ends.pop(group.youngest, None)
+        group.oldest, group.youngest = oldest, youngest
+        self._ends[oldest] = self._ends[youngest] = group

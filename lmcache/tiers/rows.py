@@ -1,58 +1,331 @@
-"""What the memory tier knows about one row that is not free."""
+"""Which rows there are: index, free slots and eviction. Who uses them is the business of those above.
+
+**What a row costs.** A plain row, complete and in nobody's hands, is an index entry and numbers: its key,
+length and generation stand in the slot table, its place in the order of eviction in the policy. Only a row
+that is being written, or that is gone from the index while somebody still has it in reach, is an ``OpenRow``.
+
+**Eviction** happens when a row is needed and no slots are free: first rows dropped after a restart, then
+incomplete ones, then what the policy says, with the neighbours in its frame that stand in the way of a longer
+row. Costs: O(1) per row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import itertools
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike
 
-from lmcache.tiers.base import RowKey, Slot
-from lmcache.tiers.slots import NO_CHECKSUM, State
+from lmcache.tiers.allocator import FrameAllocator
+from lmcache.tiers.base import Arena, Removal, RowKey, Slot
+from lmcache.tiers.policy import LRU, Policy
+from lmcache.tiers.stats import MemoryStats
+
+# Ranks of one engine store a chunk within one step: by then missing columns will not come any more.
+INCOMPLETE_SECONDS = 30.0
+
+_MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """A row, and who uses it."""
+class OpenRow:
+    """A row that is not complete yet, or out of the index for good."""
 
     key: RowKey
     slot: Slot
-    depth: int  # position in its chain
-    request: Hashable  # that it was stored for
+    request: Hashable = None  # that it was stored for
     writers: dict[int, bytes | None] = field(default_factory=dict)  # column -> owner, None in quarantine
     committed: set[int] = field(default_factory=set)  # columns
-    num_leases: int = 0
-    num_pins: int = 0
-    visible: bool = False  # complete and in the index
     spoilt: bool = False  # out of the index for good
-    unverified: bool = False  # adopted, checksum not compared yet
-    adopted: bool = False  # a client from before the restart may be reading it
+
+
+class Vacated(NamedTuple):
+    """What ``vacate`` did."""
+
+    num_evicted: int
+    blocked: dict[str, int]  # rows that had to stay, by who uses them
+
+
+class Rows:
+    """Rows of one arena; see the module. ``slots_per_frame``: slots of the longest row."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        slots_per_frame: int = 1,
+    ) -> None:
+        self.stats = MemoryStats()
+        self.allocator = FrameAllocator(arena.num_rows, slots_per_frame)
+        self.policy = policy or LRU(self.allocator.num_numbers)
+        self.table = arena.table
+        self.index: dict[RowKey, int] = {}  # visible rows, and those that are being written under a key
+        self.open: dict[int, OpenRow] = {}
+        self.pins: dict[
+            int, int
+        ] = {}  # row -> readers of our own; it keeps its place in the order of eviction
+        self.leases: dict[int, int] = {}  # row -> users; it is out of the order of eviction
+        # Generations below were given by an earlier process, and so were the rows under them.
+        self.next_generation = self.first_generation = arena.first_generation
+        self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
+        self._clock = clock
+        self._depths = _numbers(self.allocator.num_numbers, np.uint32)
+        self._unverified = _numbers(self.allocator.num_numbers, np.uint8)
+        self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
+        self._dropped: list[int] = []  # adopted rows of no use, not free while adopted rows are held
+        self.usable_slots = arena.ready_rows
 
     @property
-    def is_unused(self) -> bool:
-        """Does nobody write, read or pin it?"""
-        return not (self.writers or self.num_leases or self.num_pins)
+    def usable_slots(self) -> int:
+        """Only rows below this slot are given out or leased."""
+        return self._usable_slots
 
+    @usable_slots.setter
+    def usable_slots(self, number: int) -> None:
+        self._usable_slots = number
+        self._usable_frames = -(-number // self.allocator.slots_per_frame)
 
-def adopted_row(number: int, entries: NDArray[np.void]) -> Row:
-    """Make a row of the entries that an earlier process left: visible if they are whole, else spoilt."""
-    newest = entries[int(entries["generation"].argmax())]
-    slot = Slot(number, int(newest["generation"]))
-    row = Row(newest["key"].tobytes(), slot, depth=0, request=object(), adopted=True)
-    if _is_whole(entries):
-        row.committed.update(range(len(entries)))
-        row.visible = row.unverified = True
-    else:
+    # ---- find ----
+
+    def is_usable(self, row: int) -> bool:
+        """Does it lie where rows may be used?"""
+        return row % self.allocator.num_frames < self._usable_frames
+
+    def find(self, key: RowKey) -> int | None:
+        """Return the visible row of this key, if it may be read."""
+        row = self.index.get(key)
+        if row is None or row in self.open or self._unverified[row] or not self.is_usable(row):
+            return None
+        return row
+
+    def prefix(self, keys: Iterable[RowKey]) -> list[int]:
+        """Rows of the leading keys."""
+        rows = []
+        for key in keys:
+            row = self.find(key)
+            if row is None:
+                break
+            rows.append(row)
+        return rows
+
+    def slot(self, row: int) -> Slot:
+        """Return the slot of a visible row."""
+        return Slot(row, self.table.generation(row))
+
+    def is_visible(self, slot: Slot) -> bool:
+        """Is the slot a complete row of the index now?"""
+        return slot.row not in self.open and self.table.is_committed(*slot)
+
+    def is_unverified(self, row: int) -> bool:
+        """Is the row adopted, and its checksum not compared yet?"""
+        return bool(self._unverified[row])
+
+    def depth(self, row: int) -> int:
+        """Position of the chunk in its chain; 0: not known."""
+        return self._depths[row]
+
+    # ---- from reserved to visible ----
+
+    def open_row(
+        self, key: RowKey, num_slots: int, request: Hashable, *, depth: int = 0, tenant: bytes = b""
+    ) -> OpenRow | None:
+        """Take a row for the key, evicting what has to go; None when nothing can."""
+        number = self._take(num_slots) if num_slots <= self.allocator.slots_per_frame else None
+        if number is None:
+            self.stats.refused += 1
+            return None
+        row = self.open[number] = OpenRow(key, Slot(number, self.next_generation), request)
+        self.next_generation += 1
+        if depth or self._depths[number]:
+            self._depths[number] = depth
+        return row
+
+    def publish(self, row: OpenRow) -> None:
+        """All columns are committed: the row takes the place of what the index has under its key."""
+        number = row.slot.row
+        del self.open[number]
+        if self.index.get(row.key, number) != number:
+            self.remove(row.key)
+        self.index[row.key] = number
+        self.policy.admit(number, row.request)
+
+    def remove(self, key: RowKey) -> None:
+        """Take a visible row out; it is free when its last reader ends."""
+        number = self.index[key]
+        self.spoil(number)
+        self.settle(number)
+
+    def spoil(self, number: int) -> OpenRow:
+        """Take the row out of the index: whoever asks for its key gets another one."""
+        row = self.open.get(number)
+        if row is None:
+            row = self.open[number] = OpenRow(self.table.key(number), self.slot(number))
+        if self.index.get(row.key) == number:
+            del self.index[row.key]
+        self.policy.remove(number)
         row.spoilt = True
-    return row
+        return row
+
+    def settle(self, number: int) -> None:
+        """Put a row where it belongs now that a use of it ended."""
+        row = self.open.get(number)
+        if row is None or row.writers:
+            return
+        if not row.spoilt:
+            self._incomplete[number] = self._clock()
+        elif number not in self.pins and number not in self.leases:
+            if self.is_holding_adopted and row.slot.generation < self.first_generation:
+                self._dropped.append(number)
+            else:
+                self._free(number)
+
+    def write(self, row: OpenRow, column: int, owner: bytes, length: int) -> None:
+        """Give one column of a row to a writer."""
+        number, generation = row.slot
+        self.table.reserve(number, column, key=row.key, owner=owner, length=length, generation=generation)
+        row.writers[column] = owner
+        self._incomplete.pop(number, None)
+
+    # ---- restart ----
+
+    def adopt(self, number: int, key: RowKey, *, is_whole: bool) -> bool:
+        """Take a row that an earlier process left. If it is whole, and the first of its key, it is in the
+        index from now on, to be verified before use; else it is for the caller to open as spoilt."""
+        self.allocator.take_at(number)
+        if not is_whole or self.index.setdefault(key, number) != number:
+            return False
+        self._unverified[number] = 1
+        self.policy.admit(number, None)
+        return True
+
+    def verified(self, number: int) -> None:
+        """The row's bytes were compared with their checksums."""
+        self._unverified[number] = 0
+
+    @property
+    def has_adopted(self) -> bool:
+        """Is there any row from before the restart that waits for its users?"""
+        return bool(self.index or self._dropped)
+
+    # ---- use ----
+
+    def lease(self, number: int) -> None:
+        """Keep a visible row from eviction, and out of the policy."""
+        users = self.leases.get(number, 0)
+        if not users:
+            self.policy.remove(number)
+        self.leases[number] = users + 1
+
+    def end_lease(self, numbers: Iterable[int], request: Hashable) -> None:
+        """End one lease on each of these rows, head first; those that nobody else leases were just used."""
+        unused = []
+        for number in numbers:
+            if not _count_down(self.leases, number):
+                if number in self.open:
+                    self.settle(number)
+                else:
+                    unused.append(number)
+        self.policy.touch(unused, request)
+
+    def pin(self, number: int) -> None:
+        """Keep a row from eviction."""
+        self.pins[number] = self.pins.get(number, 0) + 1
+
+    def unpin(self, number: int) -> None:
+        """End one ``pin``. Being read by us is not being used: the row keeps its place."""
+        if not _count_down(self.pins, number) and number in self.open:
+            self.settle(number)
+
+    # ---- room ----
+
+    def vacate(self, first_slot: int) -> Vacated:
+        """Evict all rows that lie beyond, as far as nobody uses them."""
+        num_evicted, blocked = 0, Counter[str]()
+        for frame in range(-(-first_slot // self.allocator.slots_per_frame), self.allocator.num_frames):
+            for number in self.allocator.rows_in(frame):
+                user = self._user(number)
+                if user is None:
+                    self._evict(number)
+                    num_evicted += 1
+                else:
+                    blocked[user] += 1
+        return Vacated(num_evicted, dict(blocked))
+
+    def _user(self, number: int) -> str | None:
+        """Who keeps a row from being evicted?"""
+        row = self.open.get(number)
+        if number in self.leases:
+            return "leased"
+        if number in self.pins:
+            return "pinned"
+        if self.is_holding_adopted or (row and None in row.writers.values()):
+            return "quarantined"
+        return "reserved" if row and row.writers else None
+
+    def _take(self, num_slots: int) -> int | None:
+        for _ in range(_MAX_EVICTIONS):
+            number = self.allocator.take(num_slots, self._usable_frames)
+            if number is not None:
+                return number
+            if self._usable_frames == 0 or self.is_holding_adopted or not self._make_room(num_slots):
+                break
+        return None
+
+    def _make_room(self, num_slots: int) -> bool:
+        """Free the slots of one row, whichever can be spared most easily (they may lie beyond what is usable:
+        of no use there)."""
+        if self._dropped:
+            self._free(self._dropped.pop())
+            return True
+        number, since = next(iter(self._incomplete.items()), (-1, 0.0))
+        if number >= 0 and self._clock() - since > INCOMPLETE_SECONDS:
+            self._evict(number)
+            return True
+        for victim in itertools.islice(self.policy.victims(), _MAX_EVICTIONS):
+            leaving = self.allocator.in_the_way(victim, num_slots)
+            if leaving and not any(map(self._is_held, leaving)):
+                for number in leaving:
+                    self._evict(number)
+                return True
+        return False
+
+    def _is_held(self, number: int) -> bool:
+        return number in self.pins or number in self.leases or number in self.open
+
+    def _evict(self, number: int) -> None:
+        row = self.open.get(number)
+        key = row.key if row else self.table.key(number)
+        if self.index.get(key) == number:
+            del self.index[key]
+        self.policy.remove(number)
+        self._free(number)
+        self.stats.removed[Removal.EVICTED] += 1
+
+    def _free(self, number: int) -> None:
+        self.open.pop(number, None)
+        self._incomplete.pop(number, None)
+        if self._unverified[number]:
+            self._unverified[number] = 0
+        self.table.free(number)
+        self.allocator.give(number)
 
 
-def _is_whole(entries: NDArray[np.void]) -> bool:
-    """Do the entries of one row belong together, committed and with checksums?"""
-    return bool(
-        (entries["state"] == State.COMMITTED).all()
-        and (entries["generation"] == entries["generation"][0]).all()
-        and (entries["key"] == entries["key"][0]).all()
-        and not any(entry.tobytes() == NO_CHECKSUM for entry in entries["checksum"])
-    )
+def _count_down(counts: dict[int, int], number: int) -> int:
+    """Lower a count; what is left."""
+    left = counts[number] - 1
+    if left:
+        counts[number] = left
+    else:
+        del counts[number]
+    return left
+
+
+def _numbers(count: int, dtype: DTypeLike) -> memoryview:
+    """Zeros, of which only what is touched takes memory."""
+    return np.zeros(count, dtype).data

@@ -11,6 +11,7 @@ COMMITTED; a torn one does not fit its bytes, so that the row fails its verifica
 from __future__ import annotations
 
 import enum
+import struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,12 @@ ENTRY = np.dtype(
 ENTRY_BYTES = ENTRY.itemsize
 NO_CHECKSUM = bytes(16)
 
+_GIVEN = struct.Struct("<64s16s16sQQ")  # key .. generation
+_KEY_BYTES = ENTRY["key"].itemsize
+# Where fields are, in units of their size.
+_WORDS, _STATE, _COLUMN = ENTRY_BYTES // 4, 28, 29
+_QUADS, _LENGTH, _GENERATION = ENTRY_BYTES // 8, 12, 13
+
 
 class State(enum.IntEnum):
     """State of one slot."""
@@ -41,27 +48,40 @@ class State(enum.IntEnum):
     COMMITTED = 2
 
 
+_FREE, _RESERVED, _COMMITTED = map(int, State)
+
+
 class SlotTable:
-    """Entries of all slots, [num_columns, num_rows]."""
+    """Entries of all rows, [num_columns, num_rows], contiguous."""
 
     def __init__(self, entries: NDArray[np.void]) -> None:
         self.num_columns, self.num_rows = entries.shape
         self._entries = entries
-        self._states = entries["state"]
         self._checksums = entries["checksum"]
-        self._lengths = entries["length"]
+        # Single fields are written by plain stores: ten times as fast as by numpy.
+        self._bytes: memoryview[int] = entries.reshape(-1).view(np.uint8).data
+        self._words: memoryview[int] = self._bytes.cast("I")
+        self._quads: memoryview[int] = self._bytes.cast("Q")
+
+    @classmethod
+    def blank(cls, num_columns: int, num_rows: int) -> SlotTable:
+        """Make a table in this process's own memory, of which only what is touched is taken."""
+        return cls(np.zeros((num_columns, num_rows), ENTRY))
 
     def reserve(
         self, row: int, column: int, *, key: bytes, owner: bytes, length: int, generation: int
     ) -> None:
         """Give the slot to ``owner``."""
-        self._states[column, row] = State.FREE
-        self._entries[column, row] = (key, owner, NO_CHECKSUM, length, generation, State.FREE, column, b"")
-        self._states[column, row] = State.RESERVED
+        number = column * self.num_rows + row
+        words, state = self._words, number * _WORDS + _STATE
+        words[state] = _FREE
+        _GIVEN.pack_into(self._bytes, number * ENTRY_BYTES, key, owner, NO_CHECKSUM, length, generation)
+        words[number * _WORDS + _COLUMN] = column
+        words[state] = _RESERVED
 
     def commit(self, row: int, column: int) -> None:
         """Mark the payload as complete."""
-        self._states[column, row] = State.COMMITTED
+        self._words[(column * self.num_rows + row) * _WORDS + _STATE] = _COMMITTED
 
     def seal(self, row: int, column: int, checksum: bytes) -> None:
         """Note the checksum of a committed payload: from now on it outlives a restart."""
@@ -73,19 +93,36 @@ class SlotTable:
 
     def free_slot(self, row: int, column: int) -> None:
         """Free one column of a row that is not complete."""
-        self._states[column, row] = State.FREE
+        self._words[(column * self.num_rows + row) * _WORDS + _STATE] = _FREE
 
     def free(self, row: int) -> None:
         """Free all columns of the row; generations stay, so that they go on rising."""
-        self._states[:, row] = State.FREE
+        for column in range(self.num_columns):
+            self.free_slot(row, column)
+
+    def is_committed(self, row: int, generation: int) -> bool:
+        """Is the row's first column committed under this generation?"""
+        return (
+            self._words[row * _WORDS + _STATE] == _COMMITTED
+            and self._quads[row * _QUADS + _GENERATION] == generation
+        )
+
+    def key(self, row: int) -> bytes:
+        """Row key of a row that is not free."""
+        start = row * ENTRY_BYTES
+        return bytes(self._bytes[start : start + _KEY_BYTES])
+
+    def generation(self, row: int) -> int:
+        """Generation under which the row was given last."""
+        return self._quads[row * _QUADS + _GENERATION]
 
     def length(self, row: int, column: int) -> int:
         """Payload bytes in the slot."""
-        return int(self._lengths[column, row])
+        return self._quads[(column * self.num_rows + row) * _QUADS + _LENGTH]
 
     def set_length(self, row: int, column: int, length: int) -> None:
         """Correct the payload's length of a reserved slot (known only once it was loaded)."""
-        self._lengths[column, row] = length
+        self._quads[(column * self.num_rows + row) * _QUADS + _LENGTH] = length
 
     def checksum(self, row: int, column: int) -> bytes:
         """xxh3-128 of the payload, or NO_CHECKSUM."""
@@ -99,3 +136,13 @@ class SlotTable:
     def max_generation(self) -> int:
         """Highest generation ever given out."""
         return int(self._entries["generation"].max(initial=0))
+
+
+def is_whole(entries: NDArray[np.void]) -> bool:
+    """Do the entries of one row belong together, committed and with checksums?"""
+    return bool(
+        (entries["state"] == State.COMMITTED).all()
+        and (entries["generation"] == entries["generation"][0]).all()
+        and (entries["key"] == entries["key"][0]).all()
+        and not any(entry.tobytes() == NO_CHECKSUM for entry in entries["checksum"])
+    )

@@ -14,8 +14,8 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import ClientHello, KVGroup, Role
 from lmcache.tiers.base import Geometry
 from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.private import PrivateArena
 from lmcache.tiers.tiered import Lookup
-from tests.harness.heap_arena import HeapArena
 
 NUM_ROWS = 6
 
@@ -29,7 +29,7 @@ class FakeArena:
         self.num_rows = 0
 
     def format(self, geometry: Geometry) -> None:
-        self._heap = HeapArena(geometry, NUM_ROWS)
+        self._heap = PrivateArena(geometry, NUM_ROWS)
         self.geometry, self.num_rows = geometry, NUM_ROWS
 
     def __getattr__(self, name: str) -> object:
@@ -58,7 +58,7 @@ class FakeStore:
     def register(self, namespace, *, label, private) -> None:
         pass
 
-    def lookup(self, lease_id, groups) -> Lookup:
+    def lookup(self, lease_id, groups, *, chunk_seconds) -> Lookup:
         num_resident, slots = self.memory.lookup(lease_id, groups[0])
         return Lookup(num_resident=num_resident, slots=[slots])
 

@@ -100,11 +100,14 @@ def test_entries_are_free_while_they_change():
     seen = []
 
     class Watched:
-        def __setitem__(self, index: object, value: tuple[object, ...]) -> None:
-            seen.append((entries[0, 0]["state"], value[5]))
-            entries[index] = value
+        def __setitem__(self, index: int, value: int) -> None:
+            before = table.snapshot(0, 1)[0, 0]
+            words[index] = value
+            seen.append((int(before["state"]), before["key"].tobytes()[:1], int(entries[0, 0]["state"])))
 
-    table._entries = Watched()
+    words, table._words = table._words, Watched()
     table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
-    assert seen == [(State.FREE, State.FREE)]
-    assert entries[0, 0]["state"] == State.RESERVED
+    assert seen[0] == (State.COMMITTED, b"a", State.FREE)
+    assert seen[-1] == (State.FREE, b"b", State.RESERVED)
+    assert {after for _, _, after in seen[:-1]} == {State.FREE}
+    assert (entries[0, 0]["length"], entries[0, 0]["generation"], entries[0, 0]["column"]) == (8, 4, 0)

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache.tiers.base import Geometry
 from lmcache.tiers.memory import MemoryTier
-from tests.harness.heap_arena import HeapArena
+from lmcache.tiers.private import PrivateArena
 
 OWNER = b"o" * 16
 ENGINE = b"e" * 16
@@ -19,7 +19,7 @@ def chain(length: int, start: int = 0) -> list[bytes]:
 
 @pytest.fixture
 def tier():
-    tier = MemoryTier(HeapArena(Geometry(4096, 1), NUM_ROWS))
+    tier = MemoryTier(PrivateArena(Geometry(4096, 1), NUM_ROWS))
     list(tier.adopt())
     return tier
 

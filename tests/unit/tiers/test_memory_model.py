@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmcache.tiers.base import Geometry, Reserved, Slot, StaleSlot
 from lmcache.tiers.header import checksum
-from lmcache.tiers.memory import INCOMPLETE_SECONDS, MemoryTier
-from tests.harness.heap_arena import HeapArena
+from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.private import PrivateArena
+from lmcache.tiers.rows import INCOMPLETE_SECONDS
 from tests.harness.memory_oracle import KnownRow, Order
 
 NUM_ROWS = 6
@@ -36,7 +37,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.arena = HeapArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_ROWS)
+        self.arena = PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_ROWS)
         self.rows: dict[int, KnownRow] = {}  # the oracle: rows that are not free
         self.order = Order()
         self.dropped: list[int] = []  # rows of no use that wait for clients from before the restart

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache.tiers.base import Geometry
 from lmcache.tiers.memory import MemoryTier
-from tests.harness.heap_arena import HeapArena
+from lmcache.tiers.private import PrivateArena
 
 OWNER = b"o" * 16
 LEASE = (b"e" * 16, "request")
@@ -15,7 +15,7 @@ CHAIN = [bytes(32) + bytes([number]) * 32 for number in range(8)]
 
 @pytest.fixture
 def tier():
-    tier = MemoryTier(HeapArena(Geometry(4096, 1), 8))
+    tier = MemoryTier(PrivateArena(Geometry(4096, 1), 8))
     list(tier.adopt())
     return tier
 

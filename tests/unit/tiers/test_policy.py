@@ -14,14 +14,14 @@ def order(policy: LRU) -> list[int]:
 
 
 def test_tails_go_before_heads():
-    policy = LRU()
+    policy = LRU(16)
     for row, group in ((1, "a"), (7, "b"), (2, "a"), (8, "b"), (3, "a")):
         policy.admit(row, group)
     assert order(policy) == [8, 7, 3, 2, 1]
 
 
 def test_what_is_used_is_the_head():
-    policy = LRU()
+    policy = LRU(16)
     for row in (4, 5, 6):
         policy.admit(row, "a")
     policy.touch([1, 2, 3], "a")
@@ -29,7 +29,7 @@ def test_what_is_used_is_the_head():
 
 
 def test_rows_move_to_the_group_that_used_them():
-    policy = LRU()
+    policy = LRU(16)
     for row in (1, 2, 3):
         policy.admit(row, "a")
     policy.touch([1, 2], "b")
@@ -37,7 +37,7 @@ def test_rows_move_to_the_group_that_used_them():
 
 
 def test_nothing_is_left_of_a_group_without_rows():
-    policy = LRU()
+    policy = LRU(16)
     policy.admit(1, "a")
     policy.touch([1], "b")
     policy.touch([], "c")
@@ -45,7 +45,7 @@ def test_nothing_is_left_of_a_group_without_rows():
     policy.remove(6)
     assert order(policy) == []
     assert not policy._groups
-    assert not policy._group_of
+    assert not policy._ends
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=60))

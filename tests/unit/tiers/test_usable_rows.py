@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lmcache.tiers.base import Geometry, Reserved
 from lmcache.tiers.memory import MemoryTier
-from tests.harness.heap_arena import HeapArena
+from lmcache.tiers.private import PrivateArena
 
 OWNER = b"o" * 16
 
 
 class TestUsableRows:
     def tier(self, num_rows: int = 8) -> MemoryTier:
-        tier = MemoryTier(HeapArena(Geometry(4096, 1), num_rows))
+        tier = MemoryTier(PrivateArena(Geometry(4096, 1), num_rows))
         list(tier.adopt())
         return tier
 

@@ -1,0 +1,70 @@
+"""An arena in this process's own memory. It has no clients, and ends with the process."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+
+import numpy as np
+
+from lmcache.tiers.allocator import SLOTS_PER_FRAME
+from lmcache.tiers.base import Geometry
+from lmcache.tiers.mapping import populate
+from lmcache.tiers.slots import SlotTable
+
+_STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
+
+
+class PrivateArena:
+    """``num_slots`` rows of anonymous memory, usable at once: the kernel takes pages when they are touched.
+
+    ``buffer`` is all of it as one writable buffer (for ``torch.frombuffer``): the slots of column 0, then
+    those of the next. Page faults cost more than a copy: ``start`` takes all pages in the background. Raises
+    ArenaError when there is no such NUMA node, MemoryError when there is not that much address space.
+    """
+
+    first_generation = 1
+
+    def __init__(
+        self, geometry: Geometry, num_slots: int, *, huge_pages: bool = True, numa_node: int | None = None
+    ) -> None:
+        self.geometry = geometry
+        self.num_rows = self.ready_rows = num_slots
+        # Rows of several slots are numbered by whole frames.
+        self.table = SlotTable.blank(geometry.num_columns, -(-num_slots // SLOTS_PER_FRAME) * SLOTS_PER_FRAME)
+        self._map = mmap.mmap(-1, geometry.num_columns * num_slots * geometry.slot_bytes)
+        self._data = np.frombuffer(self._map, np.uint8)
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def buffer(self) -> memoryview:
+        """All slots, writable."""
+        return self._data.data
+
+    def view(self, row: int, column: int, length: int | None = None) -> memoryview:
+        """The first ``length`` writable bytes from a slot on, all of the slot if not given."""
+        slot_bytes = self.geometry.slot_bytes
+        start = (column * self.num_rows + row) * slot_bytes
+        return self._data[start : start + (slot_bytes if length is None else length)].data
+
+    def start(self) -> None:
+        """Take all pages in a background thread, so that nobody waits for them later."""
+        self._thread = threading.Thread(target=self._populate, name="arena", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give the memory back as soon as the last view of it goes."""
+        self._is_closing = True
+        if self._thread is not None:
+            self._thread.join()
+        del self._data
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def _populate(self) -> None:
+        for start in range(0, self._data.nbytes, _STEP_BYTES):
+            if self._is_closing:
+                return
+            populate(self._data[start : start + _STEP_BYTES])

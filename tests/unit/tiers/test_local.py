@@ -1,0 +1,259 @@
+"""Payloads of any length, shared by threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lmcache.tiers.base import ArenaError, Geometry, Removal
+from lmcache.tiers.local import LocalStore
+from lmcache.tiers.policy import NoEviction
+from lmcache.tiers.private import PrivateArena
+
+SLOT = 4096
+FULL = 16 * SLOT
+
+
+def key(number: int) -> bytes:
+    return bytes(32) + number.to_bytes(32, "big")
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+class Payloads:
+    """A store of so many full chunks whose payloads are made of their number."""
+
+    def __init__(self, num_bytes: int = 4 * FULL, policy=None) -> None:
+        self.arena = PrivateArena(Geometry(SLOT, 1), num_bytes // SLOT)
+        self.store = LocalStore(self.arena, policy)
+
+    def put(self, number: int, length: int = FULL, *, request=None, byte: int | None = None) -> bool:
+        value = number % 251 if byte is None else byte
+
+        def fill(row: int) -> None:
+            self.arena.view(row, 0, length)[:] = bytes([value]) * length
+
+        return self.store.put(key(number), length, fill, request=request)
+
+    def read(self, row: int, length: int) -> bytes:
+        return bytes(self.arena.view(row, 0, length))
+
+    def get(self, number: int) -> bytes | None:
+        return self.store.get(key(number), self.read)
+
+    def present(self, *numbers: int) -> list[int]:
+        return [number for number in numbers if self.store.contains(key(number))]
+
+
+@pytest.fixture
+def payloads():
+    return Payloads()
+
+
+@pytest.mark.parametrize("length", [0, 1, SLOT, SLOT + 1, 5 * SLOT, FULL])
+def test_what_is_put_is_got(payloads, length):
+    assert payloads.get(7) is None
+    assert payloads.put(7, length)
+    assert payloads.get(7) == bytes([7]) * length
+    assert payloads.store.num_bytes == max(1, -(-length // SLOT)) * SLOT
+    assert (payloads.store.stats.hits, payloads.store.stats.misses) == (1, 1)
+
+
+def test_longer_than_a_frame_is_refused_and_changes_nothing(payloads):
+    payloads.put(1, 10)
+    assert not payloads.put(1, FULL + 1)
+    assert not payloads.put(2, FULL + 1)
+    assert payloads.get(1) == bytes([1]) * 10
+    assert payloads.store.num_bytes == SLOT
+
+
+def test_a_fill_that_raises_leaves_what_was_there(payloads):
+    payloads.put(1)
+
+    def fail(row: int) -> None:
+        raise ValueError("no bytes")
+
+    for number in (1, 2):
+        with pytest.raises(ValueError, match="no bytes"):
+            payloads.store.put(key(number), FULL, fail)
+    assert payloads.get(1) == bytes([1]) * FULL
+    assert payloads.present(2) == []
+    assert payloads.store.num_bytes == FULL
+
+
+def test_defect_13_overwriting_and_removing_keep_the_account_exact(payloads):
+    for length in (FULL, FULL, SLOT, 3 * SLOT):
+        assert payloads.put(1, length)
+        assert payloads.store.num_bytes == length
+    assert payloads.put(2)
+    assert payloads.store.remove(key(1))
+    assert not payloads.store.remove(key(1))
+    assert payloads.store.num_bytes == FULL
+    assert payloads.store.remove(key(2))
+    assert payloads.store.num_bytes == 0
+    for number in range(20):
+        assert payloads.put(number)
+    assert payloads.store.num_bytes == payloads.store.capacity_bytes == 4 * FULL
+
+
+def test_defect_14_tails_go_before_heads(payloads):
+    for number in range(3):
+        payloads.put(number, request="prompt")
+    payloads.put(10)
+    payloads.put(11)
+    assert payloads.present(0, 1, 2) == [0, 1]
+    with payloads.store.pin_prefix(keys(0, 1, 2)) as rows:
+        assert len(rows) == 2
+    payloads.put(12)
+    payloads.put(13)
+    payloads.put(14)
+    assert payloads.store.prefix(keys(0, 1, 2)) == 1
+
+
+def test_defect_14_a_prompt_longer_than_the_cache_keeps_its_head():
+    payloads = Payloads(2 * FULL)
+    for number in range(3):
+        payloads.put(number, request="prompt")
+    assert payloads.store.prefix(keys(0, 1, 2)) == 1
+
+
+def test_defect_15_a_partial_chunk_takes_what_it_needs():
+    payloads = Payloads(2 * FULL)
+    for number in range(32):
+        assert payloads.put(number, SLOT - 5)
+    assert payloads.present(*range(32)) == list(range(32))
+    assert payloads.store.num_bytes == 2 * FULL
+
+
+@pytest.mark.parametrize("num_slots", [1, 15, 16, 17, 40])
+def test_defect_15_exactly_as_many_bytes_as_were_given(num_slots):
+    payloads = Payloads(num_slots * SLOT)
+    for number in range(3 * num_slots):
+        assert payloads.put(number, SLOT)
+    assert len(payloads.store.keys()) == num_slots
+    assert payloads.store.num_bytes == payloads.store.capacity_bytes == num_slots * SLOT
+    assert payloads.put(1000, FULL) == (num_slots >= 16)
+
+
+def test_defect_15_pinned_chunks_survive_between_prefix_and_read(payloads):
+    for number in range(4):
+        payloads.put(number)
+    with payloads.store.pin_prefix(keys(0, 1, 2, 3, 4)) as rows:
+        assert not payloads.put(9)
+        assert [payloads.read(*row) for row in rows] == [bytes([number]) * FULL for number in range(4)]
+    assert payloads.put(9)
+
+
+def test_a_payload_that_is_read_outlives_its_removal_and_replacement(payloads):
+    for is_removed in (True, False):
+        payloads.put(1, byte=5)
+        with payloads.store.pin_prefix(keys(1)) as rows:
+            if is_removed:
+                payloads.store.remove(key(1))
+            else:
+                payloads.put(1, SLOT, byte=6)
+            for number in range(50, 60):
+                payloads.put(number)
+            assert payloads.read(*rows[0]) == bytes([5]) * FULL
+        for number in range(50, 54):
+            assert payloads.put(number)
+        assert payloads.store.num_bytes == 4 * FULL
+
+
+def test_readers_of_one_payload_may_be_many(payloads):
+    payloads.put(1)
+    with payloads.store.pin_prefix(keys(1)) as first:
+        with payloads.store.pin_prefix(keys(1)) as second:
+            assert first == second
+        for number in range(50, 60):
+            payloads.put(number)
+        assert payloads.read(*first[0]) == bytes([1]) * FULL
+
+
+def test_room_for_a_full_chunk_is_made_of_a_frames_short_ones():
+    payloads = Payloads(2 * FULL)
+    for number in range(32):
+        payloads.put(number, SLOT)
+    assert payloads.put(100)
+    assert payloads.get(100) == bytes([100]) * FULL
+    assert len(payloads.present(*range(32))) == 16
+
+
+def test_a_frame_with_a_pinned_chunk_stays():
+    payloads = Payloads(2 * FULL)
+    for number in range(32):
+        payloads.put(number, SLOT)
+    with payloads.store.pin_prefix(keys(3)), payloads.store.pin_prefix(keys(20)):
+        assert not payloads.put(100)
+        assert payloads.present(*range(32)) == list(range(32))
+    assert payloads.put(100)
+
+
+def test_many_pinned_chunks_hide_no_victim():
+    payloads = Payloads(16 * FULL)
+    for number in range(256):
+        payloads.put(number, SLOT)
+    with payloads.store.pin_prefix(keys(*range(255))) as rows:
+        assert len(rows) == 255
+        assert payloads.put(1000, SLOT)
+        assert payloads.present(255) == []
+
+
+def test_keys_come_in_the_order_in_which_they_go(payloads):
+    payloads.put(1)
+    for number in (2, 3, 4):
+        payloads.put(number, request="prompt")
+    payloads.get(2)
+    assert payloads.store.keys() == keys(1, 4, 3, 2)
+    with payloads.store.pin_prefix(keys(1)):
+        assert payloads.store.keys() == keys(4, 3, 2, 1)
+    for number, left in enumerate(([1, 2, 3], [1, 2], [1], [])):
+        payloads.put(100 + number)
+        assert payloads.present(1, 2, 3) == left
+
+
+def test_without_eviction_what_is_full_refuses():
+    payloads = Payloads(2 * FULL, NoEviction())
+    assert [payloads.put(number) for number in range(3)] == [True, True, False]
+    assert payloads.put(1, SLOT) is False
+    assert payloads.store.keys() == keys(0, 1)
+    assert payloads.store.stats.refused == 2
+
+
+def test_what_is_evicted_is_counted(payloads):
+    for number in range(6):
+        payloads.put(number)
+    assert payloads.store.stats.removed == {Removal.EVICTED: 2}
+
+
+def test_a_reader_or_writer_that_takes_its_time_stops_nobody(payloads):
+    payloads.put(1)
+    inside, leave = threading.Event(), threading.Event()
+
+    def dawdle(row: int, length: int = 0) -> None:
+        inside.set()
+        assert leave.wait(20)
+
+    for slow in (
+        lambda: payloads.store.get(key(1), dawdle),
+        lambda: payloads.store.put(key(2), SLOT, dawdle),
+    ):
+        thread = threading.Thread(target=slow)
+        thread.start()
+        assert inside.wait(20)
+        assert payloads.put(3, SLOT)
+        assert payloads.get(3) == bytes([3]) * SLOT
+        assert payloads.present(2) == []
+        leave.set()
+        thread.join()
+        inside.clear()
+        leave.clear()
+    assert payloads.present(2) == [2]
+
+
+def test_an_arena_of_several_columns_is_refused():
+    with pytest.raises(ArenaError, match="one column"):
+        LocalStore(PrivateArena(Geometry(SLOT, 2), 16))
