@@ -57,11 +57,12 @@ def run() -> Report:
             ttft(warm, prompt(REPEATS))
         for repeat in range(REPEATS):
             tokens = prompt(repeat)
-            written = sidecar.stats()["writes"]["written"]
+            written = sidecar.stats()["remote"]["writes"]["written"]
             seconds["bare"].append(ttft(bare, tokens))
             seconds["own hit"].append(ttft(bare, tokens, is_hit=True))
             seconds["cold"].append(ttft(engine, tokens))
-            sidecar.wait_until(lambda stats, want=written + ROWS: stats["writes"]["written"] >= want)
+            want = written + ROWS
+            sidecar.wait_until(lambda stats, want=want: stats["remote"]["writes"]["written"] >= want)
             seconds["memory hit"].append(ttft(engine, tokens, is_hit=True))
             forget_memory(sidecar)
             seconds["remote hit"].append(ttft(engine, tokens, is_hit=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -32,17 +33,28 @@ class MemoryStats:
             self._counted.popitem(last=False)
 
 
+class Unwritten(enum.Enum):
+    """Why a row is not (yet) in a lower tier; a label of the write counters."""
+
+    REFUSED = "refused"  # by the tier: it is full, say
+    DROPPED = "dropped"  # the queue was full
+    EVICTED = "evicted"  # left the memory tier before its turn
+    FAILED = "failed"  # an error that the log tells of
+    # Answers to blocking writes only, since they are not the end of it:
+    AWAY = "away"  # the tier is not well; the row is written when it is
+    INCOMPLETE = "incomplete"  # another rank is to commit its column yet
+    PRIVATE = "private"  # rows of this namespace never leave memory
+
+
 @dataclass
 class TieredStats:
-    """Of rows."""
+    """What went between memory and one lower tier, in rows."""
 
-    written: int = 0  # through to the remote tier, or found there
-    write_refused: int = 0  # by the remote tier
-    write_dropped: int = 0  # the queue was full
-    write_evicted: int = 0  # left the memory tier before their turn
+    written: int = 0  # through to the tier, or found there
+    unwritten: Counter[Unwritten] = field(default_factory=Counter)
     promoted: int = 0
     promotions_failed: int = 0  # gone, invalid, no room, or the tier became unavailable
-    verified: int = 0  # rows from before a restart, found intact
+    hit_not_worth: int = 0  # it had them, but computing them anew was estimated to be faster
 
 
 @dataclass
@@ -56,3 +68,17 @@ class RemoteStats:
     refused: Counter[str] = field(default_factory=Counter)  # stores, by the server's error code
     invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit
     failures: int = 0  # operations that found the server sick
+
+
+@dataclass
+class DiskStats:
+    """Of objects (one column of one row)."""
+
+    hits: int = 0  # loaded and valid
+    misses: int = 0  # no such object
+    stored: int = 0  # written by us
+    touched: int = 0  # was there already; its age was refreshed
+    evicted: int = 0  # to make room
+    refused: Counter[str] = field(default_factory=Counter)  # stores: "capacity", or the error's name
+    invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit; their files are gone
+    failures: int = 0  # operations that found the volume sick

@@ -15,7 +15,8 @@ from lmcache_sidecar import logs
 from lmcache_sidecar.config import ConfigError
 
 _SERVE = """\
-Keep the KV cache of the engines in this pod: in host memory, and in a Redis tier that all pods share.
+Keep the KV cache of the engines in this pod: in host memory, on disk, and in a Redis tier that all pods
+share.
 
 An option is taken from its flag, else from the environment variable in [brackets], else from the file given
 by --config (keys as the flags, with _ for -), else it has its default.

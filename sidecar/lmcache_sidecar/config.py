@@ -38,13 +38,13 @@ def parse_size(text: str) -> int:
     return num_bytes
 
 
-def _number(kind: Callable[[str], float], limit: int, what: str) -> Callable[[str], float]:
+def _number(kind: Callable[[str], float], limit: int, what: str, least: float = 0) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             number = kind(text) if re.fullmatch(r"[0-9.]+", text) else -1
         except ValueError:
             number = -1
-        if not 0 <= number <= limit:
+        if not least <= number <= limit:
             raise ValueError(f"{text!r} is not {what}")
         return number
 
@@ -71,6 +71,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 _SOCKET = _checked(check_socket_path)
 _URL = _checked(lambda url: url and Address.parse(url))
 _PORT = _number(int, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
+_DEADLINE = _number(float, 60, "a number of seconds from 0.01 to 60", least=0.01)
 _SECONDS = _number(float, 3600, "a number of seconds from 0 to 3600")
 
 
@@ -93,14 +94,18 @@ class Config:
         "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)")
     memory_size: int = _option("SIZE", "1Gi", parse_size,
         "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti")
+    admit: str = _option("POLICY", "All", _one_of("All", "OnReuse"),
+        "which chunks go to disk and remote tier: All, or OnReuse, those that were hit once in memory")
     remote_url: str = _option("URL", "", _URL,
         "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; empty: no remote tier")
+    remote_timeout_seconds: float = _option("SECONDS", "1", _DEADLINE,
+        "deadline of a connection to the remote tier, and of each part (4 MiB) read or written")
     remote_username_file: str = _option("FILE", "", str,
         "file with the user name for the remote tier; empty: the default user")
     remote_password_file: str = _option("FILE", "", str,
         "file with the password for the remote tier; empty: no password")
     drain_grace_seconds: float = _option("SECONDS", "20", _SECONDS,
-        "how long a stopping sidecar goes on writing what is queued for the remote tier")
+        "how long a stopping sidecar goes on writing what is queued for disk and remote tier")
     http_host: str = _option("ADDRESS", "0.0.0.0", str, "address of the read-only HTTP server")
     http_port: int = _option("PORT", "9464", _PORT,
         "port of /metrics, /stats, /healthz and /readyz; 0: any free one, see the log")

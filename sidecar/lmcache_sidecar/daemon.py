@@ -18,13 +18,14 @@ from lmcache.rpc import service
 from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError
 from lmcache.tiers.remote import RemoteTier
-from lmcache.tiers.tiered import TieredStore
+from lmcache.tiers.tiered import Admit, TieredStore
 from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.pages import Page
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
+from lmcache_sidecar.tiers import open_tiers
 
 if TYPE_CHECKING:
     from lmcache_sidecar.http import HttpServer
@@ -56,10 +57,9 @@ class Sidecar:
         claim_socket(config.socket)
         locks = _make_locks_directory(config.socket)
         self._arena = _open_arena(config)
-        self._remote = RemoteTier(config.full_remote_url) if config.remote_url else None
-        self._sessions = Sessions(
-            self._arena, config.arena_path, locks, lambda: TieredStore(self._arena, self._remote)
-        )
+        self._configured = open_tiers(config)
+        self._tiers = {name: lower.tier for name, lower in self._configured.items() if lower.tier}
+        self._sessions = Sessions(self._arena, config.arena_path, locks, self._make_store)
         self._started = time.monotonic()
         self._calls = CallCounts()
         self._server = Server(self._sessions, config.socket, self._calls)
@@ -86,8 +86,8 @@ class Sidecar:
 
         self._arena.start(on_growth)
         self._deaths = asyncio.create_task(self._sessions.deaths.run())
-        if self._remote is not None:  # a wrong URL shows in the log before the first engine comes
-            loop.run_in_executor(None, self._remote.check)
+        if isinstance(remote := self._tiers.get("remote"), RemoteTier):
+            loop.run_in_executor(None, remote.check)  # a wrong URL shows in the log before an engine comes
         try:
             http = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.http")
             self._http = http.HttpServer(self._pages)
@@ -111,14 +111,19 @@ class Sidecar:
                 logger.warning(
                     "%d rows were not written through within the grace period", store.num_unsettled
                 )
-            await store.close()  # and the remote tier
+            await store.close()
+        for tier in self._tiers.values():
+            await asyncio.to_thread(tier.close)
         if self._http is not None:
             await self._http.stop()
         self._arena.close()
         logger.info("Stopped")
 
+    def _make_store(self) -> TieredStore:
+        return TieredStore(self._arena, self._tiers, admit=Admit(self._config.admit))
+
     def _stats(self) -> dict[str, object]:
-        return stats.collect(self._sessions, self._remote, time.monotonic() - self._started)
+        return stats.collect(self._sessions, self._configured, time.monotonic() - self._started)
 
     async def _metrics_page(self) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")

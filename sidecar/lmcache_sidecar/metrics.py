@@ -6,7 +6,7 @@ Imported at the first scrape: the library is a fifth of the sidecar's start.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -22,27 +22,42 @@ class Family(NamedTuple):
     """A metric that is read from the stats."""
 
     name: str  # a counter if it ends in _total
-    path: str  # of a number, or, if there is a label, of numbers by the label's value
-    label: str
+    path: str  # of a number; "*" stands for every key, "a|b" for those, and makes it a label's value
+    labels: tuple[str, ...]
     about: str
 
     def metric(self, stats: Mapping[str, Any]) -> Metric:
-        """Its samples; a part of the stats that is not there (yet) reads as 0."""
+        """Its samples; a part of the stats that is not there (yet) reads as 0, or, below a label, as none."""
         kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
-        metric = kind(self.name, self.about, labels=[self.label] if self.label else [])
-        value: Any = stats
-        for key in self.path.split("."):
-            value = (value or {}).get(key)
-        for name, number in (value or {}).items() if self.label else [("", value or 0)]:
-            metric.add_metric([name] if self.label else [], number)
+        metric = kind(self.name, self.about, labels=self.labels)
+        for values, number in _numbers(stats, self.path.split("."), ()):
+            metric.add_metric(values, number)
         return metric
 
 
+def _numbers(
+    stats: Any, path: Sequence[str], labels: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    if not path:
+        yield labels, stats or 0
+        return
+    key, *rest = path
+    present = stats or {}
+    if key == "*" or "|" in key:
+        for value in present if key == "*" else key.split("|"):
+            if present.get(value) is not None:
+                yield from _numbers(present[value], rest, (*labels, value))
+    else:
+        yield from _numbers(present.get(key), rest, labels)
+
+
+_TIERS = "disk|remote"
+
 FAMILIES = tuple(
-    Family(f"lmcache_{name}", path, label, about)
-    for name, path, label, about in (
+    Family(f"lmcache_{name}", path, tuple(labels.split()), about)
+    for name, path, labels, about in (
         ("uptime_seconds", "uptime_seconds", "", "Seconds since the start"),
-        ("clients", "num_clients", "state", "Clients; quarantined: stream lost, death not proven"),
+        ("clients", "num_clients.*", "state", "Clients; quarantined: stream lost, death not proven"),
         ("memory_tier_capacity_bytes", "memory.capacity_bytes", "", "Bytes when all is populated"),
         ("memory_tier_ready_bytes", "memory.ready_bytes", "", "Populated bytes"),
         ("memory_tier_bytes", "memory.used_bytes", "", "Bytes of rows in use, counted as whole rows"),
@@ -52,12 +67,15 @@ FAMILIES = tuple(
         ("memory_tier_hits_total", "memory.hits", "", "Rows that lookups found in memory"),
         ("memory_tier_misses_total", "memory.misses", "", "Rows that lookups did not find there"),
         ("memory_tier_refused_total", "memory.refused", "", "Reservations without a row to free"),
-        ("memory_tier_removals_total", "memory.removed", "reason", "Rows that left, by reason"),
-        ("remote_tier_up", "remote.is_reachable", "", "1 if the remote tier answers, as far as known"),
-        ("remote_tier_operations_total", "remote.operations", "result", "Columns read or written"),
+        ("memory_tier_removals_total", "memory.removed.*", "reason", "Rows that left, by reason"),
+        ("memory_tier_verified_total", "memory.verified", "", "Rows from before a restart, found intact"),
+        ("tier_up", f"{_TIERS}.is_reachable", "tier", "1 if the tier answers, as far as known"),
+        ("tier_operations_total", f"{_TIERS}.operations.*", "tier result", "Columns read or written"),
+        ("tier_writes_total", f"{_TIERS}.writes.*", "tier result", "Rows written through, or why not"),
+        ("tier_promotions_total", f"{_TIERS}.promotions.*", "tier result", "Rows brought up, or why not"),
+        ("tier_queued_writes", f"{_TIERS}.num_queued_writes", "tier", "Rows that wait for their write"),
+        ("tier_load_bytes_per_second", f"{_TIERS}.load_bytes_per_second", "tier", "As measured of late"),
         ("unsettled_rows", "num_unsettled_rows", "", "Rows still to be checksummed or written through"),
-        ("writes_total", "writes", "result", "Rows written through, or why not"),
-        ("promotions_total", "promotions", "result", "Rows brought up from the remote tier, or verified"),
     )
 )
 

@@ -41,6 +41,13 @@ class Client:
     epoch: int
     is_attached: bool = True
     mapped_rows: int = 0  # it can use rows below this
+    prefill_tokens_per_second: float = 0.0  # as it said last; 0: not known yet
+
+    @property
+    def chunk_seconds(self) -> float:
+        """What computing one chunk takes its engine; 0.0: not known yet."""
+        rate = self.prefill_tokens_per_second
+        return self.peer.hello.geometry.chunk_tokens / rate if rate else 0.0
 
     @property
     def copier_reason(self) -> str:
@@ -164,10 +171,12 @@ class Sessions:
         """Lease what is in memory."""
         client = self._caller(request)
         keys = wire.parse_lookup(request, client.peer)
+        client.prefill_tokens_per_second = request.prefill_tokens_per_second
         reply = pb.LookupReply(epoch=client.epoch)
         if client.peer.engine not in self._active:  # it could not load what it would be given
             return reply
-        found = self._present_store.lookup((client.peer.engine, request.request_id), keys)
+        lease_id = client.peer.engine, request.request_id
+        found = self._present_store.lookup(lease_id, keys, chunk_seconds=client.chunk_seconds)
         reply.num_resident, reply.num_pending = found.num_resident, found.num_pending
         reply.probing = found.probing
         for group, slots in zip(request.groups, found.slots, strict=False):

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.lower import Lower
 from lmcache_sidecar.sessions import Client, Sessions
+from lmcache_sidecar.tiers import Configured
 
 
-def collect(sessions: Sessions, remote: RemoteTier | None, uptime_seconds: float) -> dict[str, Any]:
+def collect(
+    sessions: Sessions, configured: Mapping[str, Configured], uptime_seconds: float
+) -> dict[str, Any]:
     """Everything, in plain numbers and text; null where a part is not there (yet). Costs O(clients)."""
     arena, store = sessions.arena, sessions.store
+    lower = {
+        name: tier_stats(tier, store.lower.get(name) if store else None) for name, tier in configured.items()
+    }
     clients = [_client(client) for client in sessions.clients.values()]
     num_attached = sum(client["is_attached"] for client in clients)
     return {
@@ -26,21 +33,9 @@ def collect(sessions: Sessions, remote: RemoteTier | None, uptime_seconds: float
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
         "memory": _memory(sessions),
-        "remote": remote and remote_stats(remote),
+        "disk": lower.get("disk"),
+        "remote": lower.get("remote"),
         "num_unsettled_rows": store.num_unsettled if store else 0,
-        "writes": store
-        and {
-            "written": store.stats.written,
-            "refused": store.stats.write_refused,
-            "dropped": store.stats.write_dropped,
-            "evicted": store.stats.write_evicted,
-        },
-        "promotions": store
-        and {
-            "promoted": store.stats.promoted,
-            "failed": store.stats.promotions_failed,
-            "verified": store.stats.verified,
-        },
         "num_clients": {"attached": num_attached, "quarantined": len(clients) - num_attached},
         "num_clients_from_before": len(sessions.from_before),
         "clients": clients,
@@ -71,22 +66,45 @@ def _memory(sessions: Sessions) -> dict[str, Any]:
         "misses": counts.misses,
         "hit_ratio": _ratio(counts.hits, counts.misses),
         "refused": counts.refused,
+        "verified": store.num_verified,
         "removed": {reason.value: number for reason, number in counts.removed.items()},
     }
 
 
-def remote_stats(remote: RemoteTier) -> dict[str, Any]:
-    """What the remote tier did, and whether it answers."""
-    counts = vars(remote.stats)  # refused and invalid are counts by reason
-    return {
-        "address": str(remote.address),
-        "is_reachable": not remote.breaker.is_open,
+def tier_stats(configured: Configured, lower: Lower | None) -> dict[str, Any]:
+    """What a lower tier did, and whether it answers; ``lower``: not there before the arena is formatted."""
+    tier = configured.tier
+    if tier is None:
+        return {"address": configured.address, "is_reachable": False, "off_reason": configured.off_reason}
+    counts = vars(tier.stats)  # refused and invalid are counts by reason
+    numbers = {
+        "address": configured.address,
+        "is_reachable": not tier.breaker.is_open,
+        "off_reason": "",
         "hit_ratio": _ratio(counts["hits"], counts["misses"]),
         "operations": {
             name: sum(count.values()) if isinstance(count, dict) else count for name, count in counts.items()
         },
         "refused": counts["refused"],
         "invalid": counts["invalid"],
+    }
+    return numbers | _traffic(lower) if lower else numbers
+
+
+def _traffic(lower: Lower) -> dict[str, Any]:
+    """What went between memory and a lower tier, in rows."""
+    counts = lower.stats
+    return {
+        "is_reachable": lower.is_well,
+        "load_bytes_per_second": round(lower.bytes_per_second),
+        "num_queued_writes": lower.num_queued,
+        "writes": {"written": counts.written}
+        | {reason.value: number for reason, number in counts.unwritten.items()},
+        "promotions": {
+            "promoted": counts.promoted,
+            "failed": counts.promotions_failed,
+            "hit_not_worth": counts.hit_not_worth,
+        },
     }
 
 
@@ -104,6 +122,7 @@ def _client(client: Client) -> dict[str, Any]:
         "epoch": client.epoch,
         "is_attached": client.is_attached,
         "mapped_rows": client.mapped_rows,
+        "prefill_tokens_per_second": client.prefill_tokens_per_second,
     } | {name: getattr(hello, name) for name in names}
 
 

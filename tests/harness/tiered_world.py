@@ -1,4 +1,4 @@
-"""A tiered store on a running loop, over a remote tier that is held, failed and healed at will."""
+"""A tiered store on a running loop, over lower tiers that are held, failed and healed at will."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import threading
 from collections import Counter
 
-from lmcache.tiers.base import Geometry, Reserved, TierUnavailable
+from lmcache.tiers.base import Geometry, LowerTier, Reserved, Slot, TierUnavailable
+from lmcache.tiers.private import PrivateArena
 from lmcache.tiers.resilience import CircuitBreaker
-from lmcache.tiers.tiered import Lookup, TieredStore
-from tests.harness.heap_arena import HeapArena
+from lmcache.tiers.stats import Unwritten
+from lmcache.tiers.tiered import Admit, Lookup, TieredStore
 
 NUM_COLUMNS = 2
 SIZE = 4096
@@ -26,13 +27,14 @@ def content(key: bytes, column: int) -> bytes:
     return (key + bytes([column]) * 64) * (SIZE // 128)
 
 
-class FakeRemote:
-    """What ``TieredStore`` needs of ``RemoteTier``; operations in ``held`` wait at the gate."""
+class FakeTier:
+    """A ``LowerTier`` in a dict; operations in ``held`` wait at the gate."""
 
     def __init__(self) -> None:
         self.breaker = CircuitBreaker(0.001, 0.01)
         self.objects: dict[tuple[bytes, int], bytes] = {}
         self.calls: Counter[str] = Counter()
+        self.touched: Counter[bytes] = Counter()
         self.labels: set[bytes] = set()
         self.held = {"probe", "load", "store"}
         self.open = threading.Event()
@@ -65,6 +67,10 @@ class FakeRemote:
         into[: len(payload)] = payload
         return len(payload)
 
+    def touch(self, keys, num_columns):
+        self._enter("touch")
+        self.touched.update(keys)
+
     def store(self, key, column, payload, label):
         self._enter("store")
         if not self.is_full:
@@ -88,13 +94,22 @@ class FakeRemote:
 
 
 class World:
-    """A store on a running loop, with what tests do to it again and again."""
+    """A store on a running loop, with what tests do to it again and again. ``disk``: in front of the remote
+    tier, if any."""
 
-    def __init__(self, num_rows: int = 16, arena: HeapArena | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int = 16,
+        arena: PrivateArena | None = None,
+        disk: LowerTier | None = None,
+        admit: Admit = Admit.ALL,
+    ) -> None:
         self.now = 0.0
-        self.remote = FakeRemote()
-        self.arena = arena or HeapArena(Geometry(SIZE, NUM_COLUMNS), num_rows)
-        self.store = TieredStore(self.arena, self.remote, clock=lambda: self.now)
+        self.remote = FakeTier()
+        self.arena = arena or PrivateArena(Geometry(SIZE, NUM_COLUMNS), num_rows)
+        tiers = {"remote": self.remote} if disk is None else {"disk": disk, "remote": self.remote}
+        self.store = TieredStore(self.arena, tiers, admit=admit, clock=lambda: self.now)
+        self.lower = self.store.lower["remote"]
         self.store.register(NAMESPACE, label=b"model")
 
     async def __aenter__(self) -> World:
@@ -105,16 +120,25 @@ class World:
         self.remote.open.set()
         await self.store.close()
 
+    def fill(self, keys: list[bytes], column: int, request: str = "") -> list[Slot]:
+        """Reserve slots and copy into them."""
+        answers = self.store.reserve(keys, column, OWNER, length=SIZE, request=request)
+        assert all(answer.result is Reserved.SLOT for answer in answers)
+        for key, answer in zip(keys, answers, strict=True):
+            self.arena.view(answer.slot.row, column)[:] = content(key, column)
+        return [answer.slot for answer in answers]
+
     def put(self, keys: list[bytes], request: str = "") -> None:
         for column in range(NUM_COLUMNS):
-            answers = self.store.reserve(keys, column, OWNER, length=SIZE, request=request)
-            assert all(answer.result is Reserved.SLOT for answer in answers)
-            for key, answer in zip(keys, answers, strict=True):
-                self.arena.view(answer.slot.row, column)[:] = content(key, column)
-            self.store.commit([answer.slot for answer in answers], column, OWNER)
+            self.store.commit(self.fill(keys, column, request), column, OWNER)
 
-    def lookup(self, keys: list[bytes], request: str = "request") -> Lookup:
-        return self.store.lookup((LEASE[0], request), [keys])
+    async def put_through(self, keys: list[bytes]) -> set[Unwritten]:
+        """A blocking write; empty: acknowledged."""
+        self.store.commit(self.fill(keys, 0), 0, OWNER)
+        return await self.store.commit_through(self.fill(keys, 1), 1, OWNER)
+
+    def lookup(self, keys: list[bytes], request: str = "request", chunk_seconds: float = 0.0) -> Lookup:
+        return self.store.lookup((LEASE[0], request), [keys], chunk_seconds=chunk_seconds)
 
     async def until_resident(self, keys: list[bytes]) -> Lookup:
         found = self.lookup(keys)

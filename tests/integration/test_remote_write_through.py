@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmcache.tiers.base import Geometry
+from lmcache.tiers.private import PrivateArena
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from lmcache.tiers.tiered import TieredStore
-from tests.harness.heap_arena import HeapArena
 from tests.harness.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
@@ -25,20 +25,22 @@ PAYLOAD_BYTES = PART_BYTES + 4096
 
 
 @contextlib.asynccontextmanager
-async def store_of(server: RedisServer) -> AsyncIterator[tuple[TieredStore, HeapArena]]:
-    arena = HeapArena(Geometry(2 * PART_BYTES, 2), 16)
-    store = TieredStore(arena, RemoteTier(server.url, timeout_seconds=DEADLINE))
+async def store_of(server: RedisServer) -> AsyncIterator[tuple[TieredStore, PrivateArena]]:
+    arena = PrivateArena(Geometry(2 * PART_BYTES, 2), 16)
+    remote = RemoteTier(server.url, timeout_seconds=DEADLINE)
+    store = TieredStore(arena, {"remote": remote})
     await store.adopt()
     store.register(NAMESPACE, label=b"model")
     yield store, arena
     await store.close()
+    remote.close()
 
 
 def payload_of(key: bytes, column: int) -> bytes:
     return (key + bytes([column]) * 64) * (PAYLOAD_BYTES // 128)
 
 
-def put(store: TieredStore, arena: HeapArena) -> None:
+def put(store: TieredStore, arena: PrivateArena) -> None:
     for column in range(2):
         slots = [answer.slot for answer in store.reserve(CHAIN, column, b"o" * 16, length=PAYLOAD_BYTES)]
         for key, slot in zip(CHAIN, slots, strict=True):
@@ -46,7 +48,7 @@ def put(store: TieredStore, arena: HeapArena) -> None:
         store.commit(slots, column, b"o" * 16)
 
 
-async def brought(store: TieredStore, arena: HeapArena) -> None:
+async def brought(store: TieredStore, arena: PrivateArena) -> None:
     async with asyncio.timeout(20):
         # Engines ask like this: what is waited for has no event of its own.
         while (found := store.lookup(LEASE, [CHAIN])).num_resident < len(CHAIN):  # noqa: ASYNC110
@@ -67,7 +69,7 @@ class TestTieredStore:
                     assert await store.drain(20)
                 async with store_of(server) as (store, arena):
                     await brought(store, arena)
-                    assert store.stats.promoted == len(CHAIN)
+                    assert store.lower["remote"].stats.promoted == len(CHAIN)
 
         asyncio.run(main())
 
@@ -79,7 +81,7 @@ class TestTieredStore:
                     put(store, arena)
                     assert store.lookup(LEASE, [CHAIN]).num_resident == len(CHAIN)
                     assert not await store.drain(2 * DEADLINE)
-                    assert not store.is_remote_well
+                    assert not store.lower["remote"].is_well
                     missing = [NAMESPACE + bytes([99]) * 32]
                     assert not store.lookup((b"e" * 16, "other"), [missing]).probing
                     server.thaw()
@@ -102,6 +104,6 @@ class TestTieredStore:
                     start = time.monotonic()
                     assert await store.drain(20)
                     assert time.monotonic() - start < 2
-                    assert store.stats.written == len(CHAIN)
+                    assert store.lower["remote"].stats.written == len(CHAIN)
 
         asyncio.run(main())

@@ -41,7 +41,7 @@ def test_a_killed_sidecar_comes_back_with_its_rows(sidecar, connect):
     wait_until(lambda: len(load(again_scheduler, again, "after", 1, 2, 3, 4)) == 3)
     copies = load(again_scheduler, again, "after", 1, 2, 3, 4)
     assert_stored(copies, 1, 2, 3)
-    assert sidecar.stats()["promotions"]["verified"] == 3
+    assert sidecar.stats()["memory"]["verified"] == 3
     sidecar.wait_until(lambda stats: stats["num_clients_from_before"] == 0)
     store(again, 4)
     assert_stored(load(again_scheduler, again, "last", 4), 4)

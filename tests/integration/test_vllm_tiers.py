@@ -51,10 +51,10 @@ def wait_attached(sidecar):
 
 def compute(engine, sidecar, prompt):
     """Run a prompt that nobody has seen; returns when its chunks are in Redis."""
-    before = sidecar.stats()["writes"]["written"]
+    before = sidecar.stats()["remote"]["writes"]["written"]
     (computed,) = engine.generate(prompt)
     assert computed.num_cached_tokens == 0
-    sidecar.wait_until(lambda stats: stats["writes"]["written"] >= before + NUM_CHUNKS)
+    sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] >= before + NUM_CHUNKS)
     return computed
 
 
@@ -68,9 +68,9 @@ def forget_memory(sidecar):
 def assert_comes_back(engine, sidecar, prompt, computed):
     """Only Redis has the rows. A request waits for them no longer than computing them takes, so the first one
     may not get all; what it began is finished."""
-    before = sidecar.stats()["promotions"]["promoted"]
+    before = sidecar.stats()["remote"]["promotions"]["promoted"]
     assert engine.generate(prompt)[0].tokens == computed.tokens
-    sidecar.wait_until(lambda stats: stats["promotions"]["promoted"] == before + NUM_CHUNKS)
+    sidecar.wait_until(lambda stats: stats["remote"]["promotions"]["promoted"] == before + NUM_CHUNKS)
     assert_hit(engine, prompt, computed)
 
 
@@ -92,8 +92,8 @@ def test_a_killed_sidecar_finds_its_rows_again(engine, sidecar, redis):
     sidecar.restart()
     wait_attached(sidecar)
     assert_hit(engine, prompt, computed)
-    promotions = sidecar.stats()["promotions"]
-    assert (promotions["verified"], promotions["promoted"]) == (NUM_CHUNKS, 0)
+    stats = sidecar.stats()
+    assert (stats["memory"]["verified"], stats["remote"]["promotions"]["promoted"]) == (NUM_CHUNKS, 0)
 
 
 def test_an_empty_arena_is_filled_from_redis(engine, sidecar):

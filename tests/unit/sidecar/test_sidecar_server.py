@@ -12,6 +12,7 @@ from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.metrics import FAMILIES, render
 from lmcache_sidecar.server import Server
+from lmcache_sidecar.tiers import Configured
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc import kvcache_pb2 as pb
@@ -59,8 +60,8 @@ STATS = {
     "uptime_seconds": 1.5,
     "num_clients": {"attached": 2, "quarantined": 1},
     "memory": {"used_bytes": 4096, "removed": {"evicted": 3}},
-    "remote": None,
-    "writes": {"written": 7},
+    "disk": None,
+    "remote": {"is_reachable": False, "writes": {"written": 7}},
 }
 
 
@@ -69,8 +70,9 @@ def test_metrics_are_read_from_the_stats():
     assert 'lmcache_clients{state="quarantined"} 1.0' in text
     assert "lmcache_memory_tier_bytes 4096.0" in text
     assert 'lmcache_memory_tier_removals_total{reason="evicted"} 3.0' in text
-    assert 'lmcache_writes_total{result="written"} 7.0' in text
-    assert "lmcache_remote_tier_up 0.0" in text
+    assert 'lmcache_tier_writes_total{result="written",tier="remote"} 7.0' in text
+    assert 'lmcache_tier_up{tier="remote"} 0.0' in text
+    assert not [line for line in text if 'tier="disk"' in line]
     for family in FAMILIES:
         assert f"# TYPE {family.name} {'counter' if family.name.endswith('_total') else 'gauge'}" in text
         assert f"# HELP {family.name} {family.about}" in text
@@ -81,14 +83,14 @@ def test_the_text_reads_as_prometheus_reads_it():
     for seconds in (0.0, 5e-5, 6e-5, 0.3, 7.0):
         calls.took("Lookup", seconds)
     calls.count("Lookup", grpc.StatusCode.OK)
-    stats = STATS | {"writes": {'a "quoted" \\ label\n': 1}}
+    stats = STATS | {"remote": {"writes": {'a "quoted" \\ label\n': 1}}}
     text = asyncio.run(render(calls, stats)).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for family in families.values():
         assert family.documentation
         assert family.type in ("counter", "gauge", "histogram")
-    (written,) = families["lmcache_writes"].samples
-    assert written.labels == {"result": 'a "quoted" \\ label\n'}
+    (written,) = families["lmcache_tier_writes"].samples
+    assert written.labels == {"tier": "remote", "result": 'a "quoted" \\ label\n'}
     seconds = families["lmcache_request_seconds"].samples
     buckets = {sample.labels["le"]: sample.value for sample in seconds if sample.name.endswith("_bucket")}
     assert (buckets["5e-05"], buckets["0.0001"], buckets["1.0"], buckets["+Inf"]) == (2, 3, 4, 5)
@@ -117,10 +119,10 @@ def test_other_tasks_run_while_the_text_is_made():
     assert turns >= len(FAMILIES)
 
 
-def test_the_remote_tier_s_counts_by_reason_are_json():
+def test_a_tier_s_counts_by_reason_are_json():
     remote = RemoteTier("unix:///nowhere")
     remote.stats.invalid["checksum"] += 2
     remote.stats.refused["OOM"] += 1
-    found = json.loads(json.dumps(stats.remote_stats(remote)))
+    found = json.loads(json.dumps(stats.tier_stats(Configured("nowhere", remote), None)))
     assert (found["invalid"], found["refused"]) == ({"checksum": 2}, {"OOM": 1})
     assert (found["operations"]["invalid"], found["operations"]["refused"]) == (2, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache.tiers.base import StaleSlot
+from lmcache.tiers.stats import Unwritten
 from tests.harness.tiered_world import LEASE, OWNER, SIZE, chain, content, run, until
 
 
@@ -14,7 +15,7 @@ async def test_what_is_committed_is_written_through(world):
     assert await world.store.drain(20)
     assert world.remote.objects == {(k, c): content(k, c) for k in chain(4) for c in range(2)}
     assert world.remote.labels == {b"model"}
-    assert world.store.stats.written == 4
+    assert world.lower.stats.written == 4
 
 
 @run
@@ -23,9 +24,9 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
     world.put(chain(2))  # two writers take these
     await until(lambda: world.remote.num_waiting == 2)
     world.put(chain(10, start=2))
-    await until(lambda: len(world.store._queue) + world.store.stats.write_dropped == 10)
-    assert len(world.store._queue) == 4
-    assert world.store.stats.write_dropped == 6
+    await until(lambda: world.lower.num_queued + world.lower.stats.unwritten[Unwritten.DROPPED] == 10)
+    assert world.lower.num_queued == 4
+    assert world.lower.stats.unwritten[Unwritten.DROPPED] == 6
     world.remote.open.set()
     assert await world.store.drain(20)
     assert {key for key, _ in world.remote.objects} == set(chain(6))
@@ -35,14 +36,14 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
 async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
     world.remote.open.clear()
     world.put(chain(6))
-    await until(lambda: world.remote.num_waiting == 2 and len(world.store._queue) == 4)
+    await until(lambda: world.remote.num_waiting == 2 and world.lower.num_queued == 4)
     world.put(chain(14, start=100))
     world.remote.open.set()
     assert await world.store.drain(20)
     assert all(payload == content(*name) for name, payload in world.remote.objects.items())
-    stats = world.store.stats
-    assert stats.written + stats.write_dropped + stats.write_evicted == 20
-    assert stats.write_evicted > 0
+    stats = world.lower.stats
+    assert stats.written + stats.unwritten.total() == 20
+    assert stats.unwritten[Unwritten.EVICTED] > 0
 
 
 @run
@@ -50,8 +51,8 @@ async def test_a_full_remote_refuses_and_is_not_sick(world):
     world.remote.is_full = True
     world.put(chain(2))
     assert await world.store.drain(20)
-    assert world.store.stats.write_refused == 2
-    assert world.store.is_remote_well
+    assert world.lower.stats.unwritten[Unwritten.REFUSED] == 2
+    assert world.lower.is_well
 
 
 @run
@@ -74,7 +75,7 @@ async def test_what_was_brought_for_a_request_goes_before_its_head(world):
     assert world.lookup(chain(8)).probing
     world.store.memory.release(LEASE)  # it did not wait for what comes now
     world.remote.open.set()
-    await until(lambda: world.store.stats.promoted == 4)
+    await until(lambda: world.lower.stats.promoted == 4)
     world.put(chain(8, start=50), request="fills")
     world.put(chain(4, start=100), request="evicts")
     assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(4)

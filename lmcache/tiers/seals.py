@@ -1,0 +1,59 @@
+"""Checksums of rows in memory: noted when a row becomes visible, compared when it outlived a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from lmcache.tiers.base import Arena, Slot
+from lmcache.tiers.header import checksum
+from lmcache.tiers.memory import MemoryTier
+
+
+def payloads(arena: Arena, slot: Slot) -> list[memoryview]:
+    """Return the payloads of a row's columns, as long as the slot table says."""
+    return [
+        arena.view(slot.row, column)[: arena.table.length(slot.row, column)]
+        for column in range(arena.table.num_columns)
+    ]
+
+
+class Seals:
+    """Computes them in a thread of its own, with the row pinned."""
+
+    def __init__(self, memory: MemoryTier) -> None:
+        self.num_verified = 0  # rows from before a restart that were found intact
+        self._memory = memory
+        self._pool = ThreadPoolExecutor(1, "checksum")
+
+    async def seal(self, slot: Slot) -> None:
+        """Note the checksums of a row that was pinned for this, so that it outlives a restart; unpin it."""
+        table = self._memory.arena.table
+        try:
+            for column, value in enumerate(await self._checksums(slot)):
+                table.seal(slot.row, column, value)
+        finally:
+            self._memory.unpin(slot)
+
+    async def verify(self, slot: Slot) -> bool:
+        """Compare an adopted row with what was noted. False: it is not intact, or gone."""
+        if self._memory.pin(slot) is None:
+            return False
+        table = self._memory.arena.table
+        try:
+            found = await self._checksums(slot)
+            is_intact = found == [table.checksum(slot.row, column) for column in range(len(found))]
+            self._memory.verified(slot, is_intact=is_intact)
+        finally:
+            self._memory.unpin(slot)
+        self.num_verified += is_intact
+        return is_intact
+
+    async def close(self) -> None:
+        """Wait for the thread."""
+        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+
+    async def _checksums(self, slot: Slot) -> list[bytes]:
+        views = payloads(self._memory.arena, slot)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, lambda: [checksum(view) for view in views])
