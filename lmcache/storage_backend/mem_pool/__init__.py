@@ -1,5 +1,20 @@
 """Pools: memory for chunks on the host or on the GPU, as tensors."""
 
 from lmcache.storage_backend.mem_pool.base_pool import BasePool, KVObj
+from lmcache.storage_backend.mem_pool.local_pool import (
+    LocalCPUBufferPool,
+    LocalCPUPool,
+    LocalGPUPool,
+    LocalPool,
+)
+from lmcache.storage_backend.mem_pool.torch_arena import TorchArena
 
-__all__ = ["BasePool", "KVObj"]
+__all__ = [
+    "BasePool",
+    "KVObj",
+    "LocalCPUBufferPool",
+    "LocalCPUPool",
+    "LocalGPUPool",
+    "LocalPool",
+    "TorchArena",
+]

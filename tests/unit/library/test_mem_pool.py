@@ -1,0 +1,199 @@
+"""Pools and the arena under them."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache.config import LMCacheMemPoolMetadata
+from lmcache.storage_backend.mem_pool import (
+    KVObj,
+    LocalCPUBufferPool,
+    LocalCPUPool,
+    LocalGPUPool,
+    LocalPool,
+    TorchArena,
+)
+from lmcache.tiers.base import Geometry
+from lmcache.tiers.local import LocalStore
+
+SHAPE = (2, 2, 64, 8, 16)  # a full chunk: 64 KiB of fp16, 16 slots of 4 KiB
+CHUNK_BYTES = 2 * 2 * 64 * 8 * 16 * 2
+
+
+def metadata(num_chunks=4, shape=SHAPE, dtype=torch.float16):
+    return LMCacheMemPoolMetadata(shape, dtype, num_chunks * CHUNK_BYTES / 1024**3)
+
+
+def chunk(num_tokens, layout="vllm", dtype=torch.float16):
+    if layout == "vllm":
+        return torch.randn(2, 2, num_tokens, 8, 16).to(dtype)
+    return torch.randn(2, 2, 8, num_tokens, 16).to(dtype)
+
+
+@pytest.fixture(params=[LocalPool, LocalCPUPool, LocalCPUBufferPool])
+def pool(request):
+    return request.param(metadata())
+
+
+@pytest.mark.parametrize("layout", ["vllm", "huggingface"])
+@pytest.mark.parametrize("num_tokens", [1, 17, 64])
+def test_defect_21_memory_has_the_chunks_shape_in_both_layouts(pool, layout, num_tokens):
+    source = chunk(num_tokens, layout)
+    kv_obj = pool.allocate(source)
+    assert (kv_obj.data.shape, kv_obj.data.dtype) == (source.shape, source.dtype)
+    assert kv_obj.data.is_contiguous()
+    kv_obj.data.copy_(source)
+    assert torch.equal(kv_obj.data, source)
+
+
+def test_full_chunks_are_as_many_as_fit(pool):
+    assert (pool.size_per_chunk, pool.max_chunk_num) == (CHUNK_BYTES, 4)
+    objects = [pool.allocate(chunk(64)) for _ in range(4)]
+    assert all(kv_obj.size == CHUNK_BYTES for kv_obj in objects)
+    assert len({kv_obj.chunk_idx for kv_obj in objects}) == 4
+
+
+def test_chunks_do_not_overlap_and_memory_comes_back(pool):
+    objects = [pool.allocate(chunk(64)) for _ in range(4)]
+    for number, kv_obj in enumerate(objects):
+        kv_obj.data.fill_(number)
+    assert [kv_obj.data.unique().tolist() for kv_obj in objects] == [[0.0], [1.0], [2.0], [3.0]]
+    pool.free(objects[2])
+    assert pool.allocate(chunk(64)).data.data_ptr() == objects[2].data.data_ptr()
+
+
+def test_defect_15_a_partial_chunk_takes_what_it_needs(pool):
+    objects = [pool.allocate(chunk(4)) for _ in range(4 * 16)]
+    assert all(kv_obj.size == CHUNK_BYTES // 16 for kv_obj in objects)
+
+
+def test_an_exhausted_pool_says_so():
+    pool, buffers = LocalCPUPool(metadata(1)), LocalCPUBufferPool(metadata(1))
+    pool.allocate(chunk(64)), buffers.allocate(chunk(64))
+    with pytest.raises(Exception, match="Mempool allocation failed"):
+        pool.allocate(chunk(1))
+    assert buffers.allocate(chunk(1)) is None
+
+
+def test_the_smallest_pool_holds_one_chunk():
+    assert LocalCPUPool(metadata(0)).max_chunk_num == 1
+
+
+def test_a_chunk_longer_than_a_full_one_is_refused(pool):
+    with pytest.raises(AssertionError, match="more than a full chunk"):
+        pool.allocate(chunk(65))
+
+
+def test_defect_05_no_dtype_is_rounded_silently(pool):
+    with pytest.raises(TypeError, match=r"holds torch.float16, not torch.float32"):
+        pool.allocate(chunk(64, dtype=torch.float32))
+
+
+def test_what_is_free_can_not_be_freed(pool):
+    kv_obj = pool.allocate(chunk(64))
+    pool.free(kv_obj)
+    with pytest.raises(ValueError, match="not taken"):
+        pool.free(kv_obj)
+    with pytest.raises(ValueError, match="not taken"):
+        pool.free(KVObj(99, 1, torch.empty(1)))
+
+
+@given(st.lists(st.integers(1, 64), max_size=12), st.randoms())
+@settings(deadline=None, max_examples=25)
+def test_any_mix_of_chunks_keeps_its_bytes(lengths, random):
+    pool, held = LocalCPUBufferPool(metadata(3)), []
+    for number, num_tokens in enumerate(lengths):
+        kv_obj = pool.allocate(chunk(num_tokens))
+        if kv_obj is not None:
+            kv_obj.data.fill_(number)
+            held.append((number, kv_obj))
+        if held and random.random() < 0.4:
+            number, kv_obj = held.pop(random.randrange(len(held)))
+            assert (kv_obj.data == number).all()
+            pool.free(kv_obj)
+    assert all((kv_obj.data == number).all() for number, kv_obj in held)
+    for _, kv_obj in held:
+        pool.free(kv_obj)
+    assert all(pool.allocate(chunk(64)) for _ in range(pool.max_chunk_num))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_gpu_pool_without_a_gpu_is_torchs_error():
+    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
+        LocalGPUPool(metadata())
+
+
+def test_a_store_over_tensors_returns_the_bytes_that_were_put():
+    arena = TorchArena.for_chunks(CHUNK_BYTES, 4 * CHUNK_BYTES)
+    store, source = LocalStore(arena), chunk(64)
+    key = hashlib.sha256(b"a").digest() * 2
+    assert store.put(
+        key, CHUNK_BYTES, lambda row: arena.tensor(row, source.shape, source.dtype).copy_(source)
+    )
+    result = store.get(key, lambda row, length: arena.tensor(row, source.shape, source.dtype).clone())
+    assert torch.equal(result, source)
+    assert bytes(arena.view(0, 0, 4)) == source.view(torch.uint8).flatten()[:4].numpy().tobytes()
+
+
+def test_tiny_chunks_share_frames():
+    arena = TorchArena.for_chunks(1000, 64 * 4096)
+    assert (arena.geometry, arena.num_rows) == (Geometry(4096, 1), 64)
+
+
+class FakeCudart:
+    """Notes what is registered; fails after ``limit`` pieces."""
+
+    def __init__(self, limit=99):
+        self.ranges, self.limit = {}, limit
+
+    def cudaHostRegister(self, address, size, flags):
+        if len(self.ranges) >= self.limit:
+            return 2
+        self.ranges[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.ranges[address]
+        return 0
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    cudart = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr("lmcache.storage_backend.mem_pool.torch_arena._PIN_BYTES", 1)
+    return cudart
+
+
+def test_host_memory_is_pinned_as_it_is_used_and_in_whole_frames(fake_cuda):
+    arena = TorchArena.for_chunks(CHUNK_BYTES, 3 * CHUNK_BYTES)
+    assert fake_cuda.ranges == {}
+    second = arena.tensor(16, (8,), torch.uint8)
+    assert fake_cuda.ranges == {second.data_ptr(): CHUNK_BYTES}
+    arena.tensor(31, (8,), torch.uint8)
+    assert len(fake_cuda.ranges) == 1
+    arena.tensor(0, (8,), torch.uint8)
+    assert len(fake_cuda.ranges) == 2
+    del second
+    arena.close()
+    assert fake_cuda.ranges == {}
+
+
+def test_memory_that_can_not_be_pinned_is_used_all_the_same(fake_cuda, monkeypatch):
+    said = []
+    log = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("lmcache.storage_backend.mem_pool.torch_arena._log", log)
+    fake_cuda.limit = 0
+    arena = TorchArena.for_chunks(CHUNK_BYTES, CHUNK_BYTES)
+    arena.tensor(0, (8,), torch.uint8).fill_(7)
+    arena.tensor(0, (8,), torch.uint8)
+    assert arena.tensor(0, (8,), torch.uint8).tolist() == [7] * 8
+    assert len(said) == 1
+    arena.close()
