@@ -17,6 +17,7 @@ NAMES = {
     "transfer": "256 MiB of KV between paged blocks and the arena, against memcpy of the same pieces",
     "rpc": "lookup of 128 keys, client to sidecar and back, against a bare gRPC echo of the same bytes",
     "gil": "longest stall of another thread while bytes are checksummed, stored, loaded and populated",
+    "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
     "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
 }
 

@@ -1,0 +1,90 @@
+"""How close a sampled miss-ratio curve comes to exact stack distances, and what it costs."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.report import Figure, Report, at_most
+from lmcache.curves import MissRatioCurve, Sample, Sampler
+from lmcache.simulate import read_trace, stack_distances, tail_first
+
+TRACES = Path(__file__).parent / "traces"
+BLOCK_BYTES = 64 << 20
+MAX_KEYS = 16_000
+SAMPLES = 8  # independent ones: other hashes for the same blocks
+
+
+def run() -> Report:
+    figures = []
+    for name in ("conversation", "synthetic"):
+        accesses = list(tail_first(read_trace(TRACES / f"mooncake_{name}_trace.jsonl.gz")))
+        figures += _figures(name, accesses)
+    figures.append(_sampling())
+    return Report(
+        "curves", f"at most {MAX_KEYS} tracked keys, {SAMPLES} independent samples, at 100 sizes", figures
+    )
+
+
+def _figures(name: str, accesses: list[tuple[float, int]]) -> list[Figure]:
+    exact = _exact(accesses)
+    errors, worst, seconds = [], [], []
+    for turn in range(SAMPLES):
+        samples = [Sample(now, _hash(turn, block), BLOCK_BYTES) for now, block in accesses]
+        curve = MissRatioCurve(MAX_KEYS)
+        curve.feed(samples)
+        curve.count_accesses(len(samples))
+        differences = [100 * abs(curve.hit_ratio(size).hit_ratio - ratio) for size, ratio in exact.items()]
+        errors.append(statistics.mean(differences))
+        worst.append(max(differences))
+        limit = curve.rate * 2**64
+        kept = [sample for sample in samples if sample.key_hash < limit]
+        seconds.append(_cpu_seconds(lambda kept=kept: MissRatioCurve(MAX_KEYS).feed(kept)) / len(kept))
+    tracemalloc.start()
+    curve = MissRatioCurve(MAX_KEYS)
+    curve.feed(samples)
+    mebibytes = tracemalloc.get_traced_memory()[0] / 2**20
+    tracemalloc.stop()
+    return [
+        at_most(f"{name}: mean error, mean of the samples", statistics.mean(errors), "hit points", 0.5),
+        Figure(f"{name}: mean error, worst sample", max(errors), "hit points"),
+        Figure(f"{name}: largest error at any size", max(worst), "hit points"),
+        at_most(f"{name}: feeding, per kept sample", statistics.median(seconds) * 1e6, "us", 2.0),
+        at_most(f"{name}: memory", mebibytes, "MiB", 4.0),
+    ]
+
+
+def _exact(accesses: list[tuple[float, int]]) -> dict[int, float]:
+    distances = stack_distances([block for _, block in accesses])
+    num_blocks = len({block for _, block in accesses})
+    ratios = {}
+    for percent in range(1, 101):
+        rows = num_blocks * percent // 100
+        ratios[rows * BLOCK_BYTES] = sum(0 < distance <= rows for distance in distances) / len(distances)
+    return ratios
+
+
+def _sampling() -> Figure:
+    requests = [[hashlib.sha256(b"%d/%d" % (r, i)).digest() for i in range(30)] for r in range(2000)]
+    sampler = Sampler(rate=0.05)
+
+    def work() -> None:
+        for keys in requests:
+            sampler.record(0.0, keys, BLOCK_BYTES)
+
+    seconds = min(_cpu_seconds(work) for _ in range(5))
+    return at_most("sampling, per access", seconds / 60_000 * 1e6, "us", 0.2)
+
+
+def _hash(turn: int, block: int) -> int:
+    return int.from_bytes(hashlib.sha256(b"%d/%d" % (turn, block)).digest()[:8], "big")
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start

@@ -1,0 +1,93 @@
+"""The trace simulator, and the promise of its estimate on both traces."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from lmcache.simulate import (
+    BadTrace,
+    Request,
+    estimate,
+    main,
+    read_trace,
+    simulate,
+    stack_distances,
+    tail_first,
+)
+from lmcache.tiers.policy import LRU, NoEviction
+
+TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
+BLOCK = 64 << 20
+
+
+def test_stack_distances_count_distinct_blocks():
+    assert stack_distances([1, 2, 2, 3, 1, 1]) == [0, 0, 1, 0, 3, 1]
+
+
+def test_a_prefix_hits_up_to_its_first_missing_block():
+    requests = [Request(0, (1, 2, 3)), Request(1, (1, 2, 4)), Request(2, (9, 2, 3))]
+    assert simulate(requests, 10, LRU(10)) == 2 / 9
+
+
+def test_a_tail_goes_before_its_head():
+    requests = [Request(0, (1, 2, 3)), Request(1, (1, 2, 3))]
+    assert simulate(requests, 2, LRU(2)) == 1 / 6
+
+
+def test_without_eviction_what_came_first_stays():
+    requests = [Request(0, (1, 2)), Request(1, (3, 4)), Request(2, (1, 2, 3))]
+    assert simulate(requests, 2, NoEviction()) == 2 / 7
+
+
+@pytest.mark.parametrize("name", ["conversation", "synthetic"])
+def test_the_estimate_is_within_half_a_point_on_average(name):
+    requests = list(read_trace(TRACES / f"mooncake_{name}_trace.jsonl.gz"))
+    distances = sorted(stack_distances([block for _, block in tail_first(requests)]))
+    curve = estimate(requests, BLOCK)
+    assert curve.num_keys <= 16_000 + 64
+    num_blocks = len({block for request in requests for block in request.blocks})
+    errors = []
+    for percent in range(1, 101):
+        num_rows = num_blocks * percent // 100
+        exact = sum(0 < distance <= num_rows for distance in distances) / len(distances)
+        errors.append(abs(curve.hit_ratio(num_rows * BLOCK).hit_ratio - exact))
+    assert statistics.mean(errors) <= 0.005
+
+
+def test_the_tier_s_policy_is_as_good_as_lru():
+    requests = list(read_trace(TRACES / "mooncake_synthetic_trace.jsonl.gz"))
+    distances = stack_distances([block for _, block in tail_first(requests)])
+    exact = sum(0 < distance <= 8000 for distance in distances) / len(distances)
+    assert simulate(requests, 8000, LRU(8000)) == pytest.approx(exact, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", '{"timestamp": 0}', '{"timestamp": 0, "hash_ids": ["x"]}', "null"]
+)
+def test_a_bad_line_is_named(tmp_path, line, capsys):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1]}\n' + line + "\n")
+    with pytest.raises(BadTrace, match="line 2"):
+        list(read_trace(trace))
+    assert main([str(trace)]) == 1
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_the_command_prints_a_line_per_size_and_draws(tmp_path, capsys):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n' * 4)
+    assert (
+        main([str(trace), "--sizes", "64Mi,1Gi", "--policy", "lru", "--plot", str(tmp_path / "c.png")]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["size", "64Mi", "1Gi"]
+    assert lines[2].split()[1] == "75.00"
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_is_not_there_is_an_error_and_not_a_traceback(tmp_path, capsys):
+    assert main([str(tmp_path / "none.jsonl")]) == 1
+    assert "none.jsonl" in capsys.readouterr().err
