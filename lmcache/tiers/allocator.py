@@ -14,13 +14,22 @@ that nobody touches is never taken. With one slot per frame, row and slot are th
 
 from __future__ import annotations
 
+import mmap
+import struct
 from array import array
+from functools import lru_cache
+from typing import Literal
 
 SLOTS_PER_FRAME = 16
 """Slots of a full chunk in an arena whose rows take several."""
 
 _LEAF_BITS = 1024
 _PAIRS = ((1, 0x5555), (2, 0x1111), (4, 0x0101), (8, 0x0001))  # per order: size, where pairs may begin
+
+
+def zeros(count: int, code: Literal["B", "I"]) -> memoryview[int]:
+    """Return ``count`` numbers of a ``struct`` code, all 0; only what is touched takes memory."""
+    return memoryview(mmap.mmap(-1, max(1, count) * struct.calcsize(code))).cast(code)
 
 
 class FrameSet:
@@ -163,6 +172,7 @@ def _lowest_bit(bits: int) -> int:
     return (bits & -bits).bit_length() - 1
 
 
+@lru_cache(4096)
 def _largest_order(free: int) -> int:
     """Order of the largest free block; -1: nothing is free."""
     order = -1
@@ -174,6 +184,7 @@ def _largest_order(free: int) -> int:
     return order + bool(free)
 
 
+@lru_cache(4096)
 def _smallest_block(free: int, order: int) -> int:
     """Where the smallest free block of at least this order begins, so that larger ones stay whole."""
     for size, begins in _PAIRS[:order]:

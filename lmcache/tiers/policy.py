@@ -11,10 +11,11 @@ row of the group that was used least recently.
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
+
+from lmcache.tiers.allocator import zeros
 
 _MAX_GROUPS = 2048  # that are remembered by name: requests that are under way at the same time
 
@@ -76,8 +77,8 @@ class LRU:
 
     def __init__(self, num_rows: int) -> None:
         # Rows are shifted by one: 0 is the end of the list, and zeros are what untouched memory holds.
-        self._older = memoryview(mmap.mmap(-1, (num_rows + 1) * 4)).cast("I")
-        self._younger = memoryview(mmap.mmap(-1, (num_rows + 1) * 4)).cast("I")
+        self._older = zeros(num_rows + 1, "I")
+        self._younger = zeros(num_rows + 1, "I")
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
         self._ends: dict[int, _Group] = {}  # by their oldest and youngest rows
 

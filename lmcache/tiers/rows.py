@@ -18,11 +18,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import DTypeLike
-
-from lmcache.tiers.allocator import FrameAllocator
-from lmcache.tiers.base import Arena, Removal, RowKey, Slot
+from lmcache.tiers.allocator import FrameAllocator, zeros
+from lmcache.tiers.base import Arena, ArenaError, Removal, RowKey, Slot
 from lmcache.tiers.policy import LRU, Policy
 from lmcache.tiers.stats import MemoryStats
 
@@ -65,6 +62,9 @@ class Rows:
         self.allocator = FrameAllocator(arena.num_rows, slots_per_frame)
         self.policy = policy or LRU(self.allocator.num_numbers)
         self.table = arena.table
+        if arena.geometry is None:
+            raise ArenaError("the arena is not formatted yet")
+        self._bytes_per_slot = arena.geometry.slot_bytes * arena.geometry.num_columns
         self.index: dict[RowKey, int] = {}  # visible rows, and those that are being written under a key
         self.open: dict[int, OpenRow] = {}
         self.pins: dict[
@@ -75,8 +75,9 @@ class Rows:
         self.next_generation = self.first_generation = arena.first_generation
         self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
         self._clock = clock
-        self._depths = _numbers(self.allocator.num_numbers, np.uint32)
-        self._unverified = _numbers(self.allocator.num_numbers, np.uint8)
+        self._depths = zeros(self.allocator.num_numbers, "I")
+        self._tenants = zeros(self.allocator.num_numbers, "I")
+        self._unverified = zeros(self.allocator.num_numbers, "B")
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
         self._dropped: list[int] = []  # adopted rows of no use, not free while adopted rows are held
         self.usable_slots = arena.ready_rows
@@ -142,8 +143,8 @@ class Rows:
             return None
         row = self.open[number] = OpenRow(key, Slot(number, self.next_generation), request)
         self.next_generation += 1
-        if depth or self._depths[number]:
-            self._depths[number] = depth
+        self._depths[number] = depth
+        self._tenants[number] = self.stats.tenants.enter(tenant, num_slots * self._bytes_per_slot)
         return row
 
     def publish(self, row: OpenRow) -> None:
@@ -198,6 +199,7 @@ class Rows:
         """Take a row that an earlier process left. If it is whole, and the first of its key, it is in the
         index from now on, to be verified before use; else it is for the caller to open as spoilt."""
         self.allocator.take_at(number)
+        self._tenants[number] = self.stats.tenants.enter(b"", self._bytes_per_slot)
         if not is_whole or self.index.setdefault(key, number) != number:
             return False
         self._unverified[number] = 1
@@ -313,6 +315,7 @@ class Rows:
         if self._unverified[number]:
             self._unverified[number] = 0
         self.table.free(number)
+        self.stats.tenants.leave(self._tenants[number], self.allocator.size(number) * self._bytes_per_slot)
         self.allocator.give(number)
 
 
@@ -324,8 +327,3 @@ def _count_down(counts: dict[int, int], number: int) -> int:
     else:
         del counts[number]
     return left
-
-
-def _numbers(count: int, dtype: DTypeLike) -> memoryview:
-    """Zeros, of which only what is touched takes memory."""
-    return np.zeros(count, dtype).data

@@ -55,7 +55,8 @@ class SlotTable:
     """Entries of all rows, [num_columns, num_rows], contiguous."""
 
     def __init__(self, entries: NDArray[np.void]) -> None:
-        self.num_columns, self.num_rows = entries.shape
+        self.num_columns: int = entries.shape[0]
+        self.num_rows: int = entries.shape[1]
         self._entries = entries
         self._checksums = entries["checksum"]
         # Single fields are written by plain stores: ten times as fast as by numpy.

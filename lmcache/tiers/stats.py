@@ -5,11 +5,58 @@ from __future__ import annotations
 import enum
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lmcache.tiers.base import Removal, RowKey
 
 _MAX_COUNTED = 4096  # chains that are remembered
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant has in memory."""
+
+    name: bytes
+    num_rows: int = 0
+    num_bytes: int = 0  # of slots
+
+
+class Tenants:
+    """Rows and bytes in use by tenant. Rows remember a tenant by its number; 0 is who has no name."""
+
+    def __init__(self) -> None:
+        self._numbers = {b"": 0}
+        self._uses = {0: TenantUse(b"")}
+        self._next_number = 1
+
+    def enter(self, name: bytes, num_bytes: int) -> int:
+        """Count a row; return the tenant's number, which stands for it while it has rows."""
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = self._next_number
+            self._next_number += 1
+            self._uses[number] = TenantUse(name)
+        use = self._uses[number]
+        use.num_rows += 1
+        use.num_bytes += num_bytes
+        return number
+
+    def leave(self, number: int, num_bytes: int) -> None:
+        """A row is gone."""
+        use = self._uses[number]
+        use.num_rows -= 1
+        use.num_bytes -= num_bytes
+        if number and not use.num_rows:
+            del self._uses[number], self._numbers[use.name]
+
+    def largest(self, limit: int = 32) -> tuple[list[TenantUse], TenantUse]:
+        """Return what the largest tenants use, the largest first, and what all others use together."""
+        uses = sorted(self._uses.values(), key=lambda use: use.num_bytes, reverse=True)
+        others = TenantUse(b"other")
+        for use in uses[limit:]:
+            others.num_rows += use.num_rows
+            others.num_bytes += use.num_bytes
+        return [replace(use) for use in uses[:limit] if use.num_rows], others
 
 
 @dataclass
@@ -20,6 +67,7 @@ class MemoryStats:
     misses: int = 0  # were not, whatever was brought afterwards
     refused: int = 0  # reservations refused because no row could be freed
     removed: Counter[Removal] = field(default_factory=Counter)
+    tenants: Tenants = field(default_factory=Tenants)  # that have rows now
     _counted: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)  # keys, of chains asked for
 
     def count_lookup(self, request: Hashable, keys: Sequence[RowKey], num_resident: int) -> None:
@@ -65,7 +113,7 @@ class RemoteStats:
     misses: int = 0  # no such object
     stored: int = 0  # written by us
     touched: int = 0  # was there already; its age was refreshed
-    refused: Counter[str] = field(default_factory=Counter)  # stores, by the server's error code
+    refused: Counter[str] = field(default_factory=Counter)  # stores, by the error code; "away": the shard
     invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit
     failures: int = 0  # operations that found the server sick
 
