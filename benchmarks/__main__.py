@@ -16,8 +16,10 @@ from benchmarks.report import Report, table
 NAMES = {
     "transfer": "256 MiB of KV between paged blocks and the arena, against memcpy of the same pieces",
     "rpc": "lookup of 128 keys, client to sidecar and back, against a bare gRPC echo of the same bytes",
+    "disk": "store and load of objects on disk, against a bare loop; the index at a start",
     "gil": "longest stall of another thread while bytes are checksummed, stored, loaded and populated",
     "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
+    "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
     "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
 }
 

@@ -21,7 +21,7 @@ import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.logging import init_logger
-from lmcache.storage_backend import CreateStorageBackend
+from lmcache.storage_backend import CreateStorageBackend, copies
 from lmcache.storage_backend.chunk_source import ChunkSource
 from lmcache.storage_backend.output_pool import OutputPool
 from lmcache.utils import CacheEngineKey, KVCache, _lmcache_nvtx_annotate
@@ -187,7 +187,9 @@ class LMCacheEngine:
             raise ValueError("all layers' K and V must have the same shape and dtype")
         dim = _token_dim(self.metadata.fmt)
         num_left = parts[0].shape[dim] - first_token
-        pieces = [part.narrow(dim, first_token, num_left).split(self.chunk_size, dim) for part in parts]
+        pieces = [
+            torch.split(part.narrow(dim, first_token, num_left), self.chunk_size, dim) for part in parts
+        ]
         return map(ChunkSource.of_layers, zip(*pieces, strict=True))
 
     def _usable(self, chunks: Sequence[torch.Tensor], num_tokens: int, dim: int) -> list[torch.Tensor]:
@@ -222,7 +224,7 @@ class LMCacheEngine:
         start = 0
         for index, chunk in enumerate(chunks):
             part = chunk if index else chunk.narrow(dim, num_dropped, chunk.shape[dim] - num_dropped)
-            blob.narrow(dim, start, part.shape[dim]).copy_(part)
+            copies.copy(blob.narrow(dim, start, part.shape[dim]), part)
             start += part.shape[dim]
         return blob
 
@@ -247,7 +249,7 @@ class LMCacheEngine:
         """Cut [num_layers, 2, …] into chunks from token ``start_idx`` on, each contiguous."""
         dim = 2 + _token_dim(fmt)
         rest = kv_tensors.narrow(dim, start_idx, kv_tensors.shape[dim] - start_idx)
-        return [chunk.contiguous() for chunk in rest.split(self.chunk_size, dim)]
+        return [chunk.contiguous() for chunk in torch.split(rest, self.chunk_size, dim)]
 
     def _chunk_kv(self, kv_tensors: torch.Tensor, fmt: str) -> Iterable[torch.Tensor]:
         """Cut all of [num_layers, 2, …] into chunks."""

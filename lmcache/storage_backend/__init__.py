@@ -28,7 +28,7 @@ def CreateStorageBackend(
         case LMCacheEngineConfig(remote_url=None):
             from lmcache.storage_backend.local_backend import create_local_backend
 
-            return create_local_backend(config, pool, dst_device)
+            return create_local_backend(config, metadata, pool, dst_device)
         case _:
             from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 

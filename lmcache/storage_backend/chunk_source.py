@@ -9,6 +9,8 @@ from functools import partial
 
 import torch
 
+from lmcache.storage_backend import copies
+
 
 @dataclass(frozen=True)
 class ChunkSource:
@@ -23,7 +25,7 @@ class ChunkSource:
     @classmethod
     def of(cls, chunk: torch.Tensor) -> ChunkSource:
         """Take a chunk that is one tensor, of any layout."""
-        return cls(chunk.shape, chunk.dtype, chunk.device, lambda room: room.copy_(chunk))
+        return cls(chunk.shape, chunk.dtype, chunk.device, lambda room: copies.copy(room, chunk))
 
     @classmethod
     def of_layers(cls, parts: Sequence[torch.Tensor]) -> ChunkSource:
@@ -45,4 +47,4 @@ class ChunkSource:
 
 def _copy_layers(parts: Sequence[torch.Tensor], room: torch.Tensor) -> None:
     for target, part in zip(room.flatten(0, 1).unbind(), parts, strict=True):
-        target.copy_(part)
+        copies.copy(target, part)

@@ -1,4 +1,4 @@
-"""A connector whose faults are values."""
+"""What stands before a medium that may be away, so that its faults are values."""
 
 from __future__ import annotations
 
@@ -6,79 +6,72 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from lmcache.logging import init_logger
-from lmcache.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.storage_backend.faults import FaultLog
+from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.resilience import CircuitBreaker
-
-_log = init_logger(__name__)
 
 T = TypeVar("T")
 
 
 class Guard:
-    """Stands before a connector: a fault of the server is a value, and a server that is away costs one
-    time-out.
+    """A medium that is away costs one time-out: from then on nothing is asked of it.
 
-    After a fault nothing is asked of the server, and a thread of the guard's own tries, ever more seldom, up
-    to every two seconds, whether it is back.
+    A thread that lives only as long as the circuit is open calls ``try_again``, which asks the medium once
+    and closes the circuit if it is back.
     """
 
-    def __init__(self, connector: RemoteConnector, faults: FaultLog) -> None:
-        self._connector = connector
+    def __init__(self, breaker: CircuitBreaker, try_again: Callable[[], object], faults: FaultLog) -> None:
+        self._breaker = breaker
+        self._try_again = try_again
         self._faults = faults
-        self._lock = threading.Lock()  # protects _trials, and the breaker as far as that depends on it
-        self._trials: threading.Thread | None = None
-        self._breaker = CircuitBreaker(base=0.1, cap=2.0)
         self._closed = threading.Event()
+        self._lock = threading.Lock()  # protects _trials: there is a thread whenever the circuit is open
+        self._trials: threading.Thread | None = None
 
     @property
     def is_open(self) -> bool:
-        """Is the server to be left alone?"""
+        """Is the medium left alone?"""
         return self._breaker.is_open or self._closed.is_set()
 
     def call(self, what: str, operation: Callable[[], T], otherwise: T) -> T:
-        """Return what ``operation`` returns, or ``otherwise`` after a fault and while the server is left
-        alone."""
+        """Return what ``operation`` returns, or ``otherwise`` after a fault and while the circuit is open.
+
+        Faults of the medium are ConnectionError and TierUnavailable; ValueError is one of this key or value.
+        """
         if self.is_open:
             return otherwise
         try:
             result = operation()
-        except (ValueError, TypeError) as error:  # of this key or value: the server has nothing to do with it
+        except ValueError as error:
             self._faults.note(f"{what} failed", error)
             return otherwise
-        except Exception as error:
-            self._faults.note(f"{what} failed, the server is left alone until it answers again", error)
+        except (ConnectionError, TierUnavailable) as error:
+            self._faults.note(f"{what} failed, nothing more is asked until there are answers again", error)
             self._leave_alone()
             return otherwise
         self._breaker.success()
         return result
 
     def close(self) -> None:
-        """End the trials, and close the connector."""
+        """End the trials; nothing is asked any more."""
         with self._lock:
             self._closed.set()
             trials = self._trials
         if trials is not None:
             trials.join()
-        self._connector.close()
 
     def _leave_alone(self) -> None:
         with self._lock:
-            self._breaker.failure()
+            if not self._breaker.is_open:  # a tier opens its circuit itself
+                self._breaker.failure()
             if self._trials is None and not self._closed.is_set():
-                self._trials = threading.Thread(target=self._try_again, name="remote trials", daemon=True)
+                self._trials = threading.Thread(target=self._keep_trying, name="trials", daemon=True)
                 self._trials.start()
 
-    def _try_again(self) -> None:
+    def _keep_trying(self) -> None:
         while not self._closed.wait(self._breaker.seconds_to_trial):
-            try:
-                self._connector.exists("lmcache trial")
-            except Exception:
-                self._breaker.failure()
-                continue
+            self._try_again()
             with self._lock:
-                self._trials = None
-                self._breaker.trial_succeeded()
-            _log.info("The remote server answers again")
-            return
+                if not self._breaker.is_open:
+                    self._trials = None
+                    return

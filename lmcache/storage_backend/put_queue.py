@@ -7,15 +7,23 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from lmcache.storage_backend.faults import FaultLog
-from lmcache.utils import CacheEngineKey
 
 MAX_QUEUED_BYTES = 1 << 30
 
-Put = Callable[[CacheEngineKey, torch.Tensor], None]
+
+class _Job(NamedTuple):
+    num_bytes: int
+    wait: Callable[[], object]  # until the chunk's bytes are there
+    put: Callable[[], object]
+
+
+class LocalBackendEndSignal:
+    """Ends a put worker of a local backend when it comes out of the queue."""
 
 
 class PutQueue:
@@ -36,45 +44,47 @@ class PutQueue:
         self._waits = waits
         self._changed = threading.Condition()
         # protected by _changed
-        self._items: deque[tuple[CacheEngineKey, torch.Tensor] | object] = deque()
+        self._jobs: deque[_Job | object] = deque()
         self._num_bytes = 0  # queued, or being put
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def push(self, key: CacheEngineKey, chunk: torch.Tensor) -> None:
-        """Queue one put; the tensor must not be changed any more."""
+    def push(self, chunk: torch.Tensor, put: Callable[[], object]) -> None:
+        """Have ``put`` called, which puts ``chunk``; the tensor must not be changed any more."""
+        job = _Job(chunk.nbytes, _when_written(chunk), put)
         with self._changed:
-            while self._is_full(chunk.nbytes) and self._waits:
+            while self._waits and self._is_full(job):
                 self._changed.wait()
-            if self._is_full(chunk.nbytes) or self._closed:
+            if self._closed or self._is_full(job):
                 self.faults.note("A chunk was dropped", "closed" if self._closed else "the put queue is full")
                 return
             if self._thread is None:
                 self._thread = threading.Thread(target=self._worker, name="put worker", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)
-            self._items.append((key, chunk))
-            self._num_bytes += chunk.nbytes
+            self._jobs.append(job)
+            self._num_bytes += job.num_bytes
             self._changed.notify_all()
 
-    def work(self, put: Put) -> None:
+    def work(self) -> None:
         """Put what comes, until the end signal."""
-        while (item := self._next()) is not self._end_signal:
-            key, chunk = item  # type: ignore[misc]
+        while isinstance(job := self._next(), _Job):
+            num_bytes = job.num_bytes
             try:
-                put(key, chunk)
+                job.wait()
+                job.put()
             except Exception as error:
                 self.faults.note("A chunk was dropped", error)
+            del job  # the chunk is not kept while waiting for the next
             with self._changed:
-                self._num_bytes -= chunk.nbytes
+                self._num_bytes -= num_bytes
                 self._changed.notify_all()
-            del item, chunk  # not kept while waiting for the next
 
     def close(self) -> None:
         """Put what is queued, and end the worker; later puts are dropped."""
         with self._changed:
             if not self._closed:
-                self._items.append(self._end_signal)
+                self._jobs.append(self._end_signal)
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
@@ -82,11 +92,22 @@ class PutQueue:
             thread.join()
             atexit.unregister(self.close)
 
-    def _is_full(self, num_bytes: int) -> bool:
-        return not self._closed and self._num_bytes > 0 and self._num_bytes + num_bytes > MAX_QUEUED_BYTES
+    def _is_full(self, job: _Job) -> bool:
+        # A chunk larger than the bound goes through alone.
+        return not self._closed and 0 < self._num_bytes > MAX_QUEUED_BYTES - job.num_bytes
 
     def _next(self) -> object:
         with self._changed:
-            while not self._items:
+            while not self._jobs:
                 self._changed.wait()
-            return self._items.popleft()
+            return self._jobs.popleft()
+
+
+def _when_written(chunk: torch.Tensor) -> Callable[[], object]:
+    """Return what waits for the GPU work that is to write the chunk: the worker has a stream of its own."""
+    if not chunk.is_cuda:
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(chunk.device))
+    wait: Callable[[], object] = event.synchronize
+    return wait

@@ -6,8 +6,9 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -21,11 +22,14 @@ from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.put_queue import PutQueue
 from lmcache.storage_backend.serde import CreateSerde
+from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.utils import CacheEngineKey
 
 _log = init_logger(__name__)
 
 _WINDOW = 4  # chunks fetched ahead of the one that is asked for
+
+_TRIAL_KEY = "lmcache@trial@0@0@"
 
 _Answer: TypeAlias = "Future[torch.Tensor | None]"
 
@@ -57,7 +61,8 @@ class LMCRemoteBackend(LMCBackendInterface):
         self._serializer, self._deserializer = CreateSerde(config.remote_serde, config, metadata)
         self._faults = FaultLog(_log)
         self._connector = CreateConnector(config.remote_url)
-        self._guard = Guard(self._connector, self._faults)
+        self._breaker = CircuitBreaker(base=0.1, cap=2.0)
+        self._guard = Guard(self._breaker, self._try_again, self._faults)
         self._puts = PutQueue(self.put_worker, _END, _log, waits=False)
 
     @property
@@ -82,7 +87,7 @@ class LMCRemoteBackend(LMCBackendInterface):
         if blocking:
             self.put_blocking(key, kv_chunk)
         else:
-            self._puts.push(key, kv_chunk)
+            self._puts.push(kv_chunk, partial(self.put_blocking, key, kv_chunk))
 
     def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
         """Put one chunk; a fault drops it."""
@@ -98,17 +103,27 @@ class LMCRemoteBackend(LMCBackendInterface):
 
     def put_worker(self) -> None:
         """Put what is queued, until the end signal: the body of the worker thread."""
-        self._puts.work(self.put_blocking)
+        self._puts.work()
 
     def list(self) -> list[CacheEngineKey]:
         """Return the keys of the chunks on the server; what else it holds is none of ours."""
-        names = self._guard.call("A listing", self._connector.list, [])
+        names: Sequence[str] = self._guard.call("A listing", self._connector.list, [])
         return [key for name in names if (key := _key_of(name)) is not None]
 
     def close(self) -> None:
         """Put what is queued, end the threads, then close the connection."""
         self._puts.close()
         self._guard.close()
+        self._connector.close()
+
+    def _try_again(self) -> None:
+        try:
+            self._connector.exists(_TRIAL_KEY)
+        except ConnectionError:
+            self._breaker.failure()
+            return
+        self._breaker.trial_succeeded()
+        _log.info("The remote server answers again")
 
     def _fetch(self, key: CacheEngineKey) -> bytes | None:
         return self._guard.call("A get", lambda: self._connector.get(key.to_string()), None)
@@ -117,7 +132,8 @@ class LMCRemoteBackend(LMCBackendInterface):
         if content is None:
             return None
         try:
-            return self._deserializer.from_bytes(content).to(self.dst_device)
+            chunk: torch.Tensor = self._deserializer.from_bytes(content).to(self.dst_device)
+            return chunk
         except Exception as error:  # bytes from the network, whatever they are
             self._faults.note("A chunk from the server can't be read", error)
             return None

@@ -12,6 +12,7 @@ from hypothesis import given
 
 import lmcache.cache_engine
 from lmcache.cache_engine import LMCacheEngine
+from lmcache.storage_backend import copies
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,
@@ -281,13 +282,13 @@ def test_the_documents_helpers_agree_with_the_engine(engine, fmt):
 def test_defect_24_nothing_is_built_when_nothing_is_missing(engine, fmt, monkeypatch):
     tokens, kv = make_tokens(40), make_kv(40, fmt)
     copied: list[int] = []
-    copy_of = torch.Tensor.copy_
+    copy = copies.copy
 
-    def counted(target, source, *arguments):
+    def counted(target, source):
         copied.append(source.nbytes)
-        return copy_of(target, source, *arguments)
+        copy(target, source)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    monkeypatch.setattr(copies, "copy", counted)
     for forbidden in ("stack", "cat"):
         monkeypatch.setattr(torch, forbidden, lambda *_, **__: pytest.fail("a copy of all KV"))
     engine.store(tokens, kv)

@@ -1,0 +1,134 @@
+"""Local and remote storage together: written through, read through."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+import torch
+
+from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
+from lmcache.storage_backend.abstract_backend import LMCBackendInterface
+from lmcache.storage_backend.chunk_source import ChunkSource
+from lmcache.storage_backend.devices import usable_device
+from lmcache.storage_backend.local_backend import create_local_backend
+from lmcache.storage_backend.remote_backend import create_remote_backend
+from lmcache.utils import CacheEngineKey
+
+
+class LMCHybridBackend(LMCBackendInterface):
+    """Puts go to both, always waiting for the local one. What only the remote one has is kept locally when it
+    is read. Nothing is fetched before it is asked for."""
+
+    def __init__(
+        self,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheEngineMetadata,
+        mpool_metadata: LMCacheMemPoolMetadata,
+        dst_device: str = "cuda",
+    ) -> None:
+        """Build both; raises what they raise, with nothing left over."""
+        super().__init__(usable_device(dst_device))
+        self.local_store = create_local_backend(config, metadata, mpool_metadata, dst_device)
+        try:
+            self.remote_store = create_remote_backend(config, metadata, dst_device)
+        except BaseException:
+            self.local_store.close()
+            raise
+
+    def contains(self, key: CacheEngineKey) -> bool:
+        """Does one of them have the chunk?"""
+        return self.local_store.contains(key) or self.remote_store.contains(key)
+
+    def get(self, key: CacheEngineKey) -> torch.Tensor | None:
+        """Return the chunk on ``dst_device``, from wherever it is; None: a miss."""
+        return next(self._read_through([key], None))
+
+    def batched_get(self, keys: Iterable[CacheEngineKey]) -> list[torch.Tensor | None]:
+        """Return one answer per key, in their order; behind the first miss nothing more is fetched, all are
+        misses."""
+        everything = list(keys)
+        chunks: list[torch.Tensor | None] = []
+        with self.prefix(everything) as found:
+            chunks.extend(chunk.to(self.dst_device, copy=True) for chunk in found)
+        return chunks + [None] * (len(everything) - len(chunks))
+
+    def put(self, key: CacheEngineKey, value: torch.Tensor, blocking: bool = True) -> None:
+        """Put the chunk locally now, and remotely now or, when not ``blocking``, soon; the tensor must not be
+        changed until then."""
+        self.local_store.put(key, value, blocking=True)
+        self.remote_store.put(key, value, blocking=blocking)
+
+    def close(self) -> None:
+        """Finish what is queued, and close both."""
+        try:
+            self.remote_store.close()
+        finally:
+            self.local_store.close()
+
+    # ---- what the engine calls ----
+
+    def prefix_length(self, keys: Sequence[CacheEngineKey], request: Hashable = None) -> int:
+        """See LMCBackendInterface. A chunk that both lack ends the prefix, whichever has those behind it."""
+        length = 0
+        while length < len(keys):
+            num_local = self.local_store.prefix_length(keys[length:], request)
+            num_remote = self.remote_store.prefix_length(keys[length + num_local :])
+            if not num_local + num_remote:
+                break
+            length += num_local + num_remote
+        return length
+
+    @contextlib.contextmanager
+    def prefix(
+        self, keys: Sequence[CacheEngineKey], request: Hashable = None
+    ) -> Iterator[list[torch.Tensor]]:
+        """See LMCBackendInterface. The leading chunks that are local are not copied; the others are kept
+        locally as they come."""
+        with self.local_store.prefix(keys, request) as chunks:
+            for chunk in self._read_through(keys[len(chunks) :], request):
+                if chunk is None:
+                    break
+                chunks.append(chunk)
+            yield chunks
+
+    def put_chunks(
+        self,
+        chunks: Iterable[tuple[CacheEngineKey, ChunkSource]],
+        blocking: bool = True,
+        request: Hashable = None,
+    ) -> int:
+        """See LMCBackendInterface."""
+        everything = list(chunks)
+        self.local_store.put_chunks(everything, True, request)
+        return self.remote_store.put_chunks(everything, blocking, request)
+
+    def _read_through(
+        self, keys: Sequence[CacheEngineKey], request: Hashable
+    ) -> Iterator[torch.Tensor | None]:
+        """Yield one answer per key, in their order."""
+        is_local = [self.local_store.contains(key) for key in keys]
+        remote = iter(self.remote_store.batched_get(itertools.compress(keys, map(operator.not_, is_local))))
+        for key, look_locally in zip(keys, is_local, strict=True):
+            chunk = self.local_store.get(key) if look_locally else next(remote)
+            if chunk is not None and not look_locally:
+                self.local_store.put_chunks([(key, ChunkSource.of(chunk))], request=request)
+            yield chunk
+
+    def _prefetch(self, metadata: LMCacheEngineMetadata) -> None:
+        """Keep locally what the remote one has of this worker, as much as there is room for.
+
+        For a caller that wants to pay for it at the start; nothing here calls it.
+        """
+        ours = (metadata.fmt, metadata.model_name, metadata.world_size, metadata.worker_id)
+        for key in self.remote_store.list():
+            if (key.fmt, key.model_name, key.world_size, key.worker_id) != ours:
+                continue
+            chunk = self.remote_store.get(key)
+            evictor = self.local_store.evictor
+            if chunk is not None and evictor.current_cache_size + chunk.nbytes > evictor.MAX_CACHE_SIZE:
+                return
+            if chunk is not None:
+                self.local_store.put(key, chunk)

@@ -1,0 +1,198 @@
+"""Chunks in the memory of this process, on the host or on the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
+from lmcache.logging import init_logger
+from lmcache.storage_backend import copies
+from lmcache.storage_backend.abstract_backend import LMCBackendInterface
+from lmcache.storage_backend.chunk_source import ChunkSource
+from lmcache.storage_backend.chunks_view import ChunksView
+from lmcache.storage_backend.devices import usable_device
+from lmcache.storage_backend.evictor import LRUEvictor
+from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
+from lmcache.storage_backend.mem_pool import TorchArena
+from lmcache.storage_backend.output_pool import OutputPool
+from lmcache.storage_backend.put_queue import LocalBackendEndSignal, PutQueue
+from lmcache.storage_backend.row_names import RowNames
+from lmcache.tiers.local import LocalStore
+from lmcache.utils import CacheEngineKey
+
+__all__ = ["LMCLocalBackend", "LMCLocalDiskBackend", "LocalBackendEndSignal", "save_disk"]
+
+_log = init_logger(__name__)
+
+
+class _Contents(NamedTuple):
+    """What the bytes of a row are: written while the row is being filled, read while it is pinned."""
+
+    key: CacheEngineKey
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+
+class LMCLocalBackend(LMCBackendInterface):
+    """Any thread may use it. Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
+
+    ``metadata`` says what a full chunk is; a shorter one takes less. ``evictor.MAX_CACHE_SIZE`` (bytes) may
+    be lowered, not raised above the memory that was taken at the start: ``mpool``.
+    """
+
+    def __init__(
+        self, config: LMCacheEngineConfig, metadata: LMCacheMemPoolMetadata, dst_device: str = "cuda"
+    ) -> None:
+        """Take ``metadata.max_local_cache_size`` GiB on ``config.local_device``.
+
+        Raises RuntimeError when ``dst_device`` is none, and MemoryError.
+        """
+        super().__init__(usable_device(dst_device))
+        self._evictor = LRUEvictor(metadata.max_local_cache_size)
+        chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
+        device = usable_device(config.local_device or "cpu")
+        self.mpool = TorchArena.for_chunks(chunk_bytes, self._evictor.MAX_CACHE_SIZE, device)
+        self._store = LocalStore(self.mpool)
+        self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
+        self._contents: dict[int, _Contents] = {}  # of rows by their first slot; those of free rows are stale
+        self._outputs = OutputPool()
+        self._puts = PutQueue(self.put_worker, LocalBackendEndSignal(), _log, waits=True)
+        self.dict = ChunksView(self, self._keys)
+
+    @property
+    def evictor(self) -> LRUEvictor:
+        """The limit, and the bytes that are taken at the moment of asking."""
+        self._evictor.current_cache_size = self._store.num_bytes
+        return self._evictor
+
+    def contains(self, key: CacheEngineKey) -> bool:
+        """Is the chunk here? Does not count as using it."""
+        return self._store.contains(self._names(key))
+
+    def get(self, key: CacheEngineKey) -> torch.Tensor | None:
+        """Return a copy on ``dst_device``; None: a miss."""
+        return self._store.get(self._names(key), lambda row, _: self._copy_of(self._tensor(row)))
+
+    def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
+        """Put one chunk; one that does not fit is dropped and counted."""
+        if blocking:
+            self.put_blocking(key, kv_chunk)
+        else:
+            self.put_nonblocking(key, kv_chunk)
+
+    def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
+        """Copy the chunk in now."""
+        self._put(key, ChunkSource.of(kv_chunk), None)
+
+    def put_nonblocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
+        """Leave the copying to the worker; the tensor must not be changed any more."""
+        self._put_later(key, kv_chunk, None)
+
+    def put_worker(self) -> None:
+        """Put what is queued, until the end signal: the body of the worker thread."""
+        self._puts.work()
+
+    def remove(self, key: CacheEngineKey) -> None:
+        """Take the chunk out; no-op when it is not here."""
+        self._store.remove(self._names(key))
+
+    def close(self) -> None:
+        """Put what is queued, end the worker and give the memory back: nothing may be called after that."""
+        self._puts.close()
+        self.mpool.close()
+
+    # ---- what the engine calls ----
+
+    def prefix_length(self, keys: Sequence[CacheEngineKey], request: Hashable = None) -> int:
+        """See LMCBackendInterface."""
+        names = list(map(self._names, keys))
+        if request is None:
+            return self._store.prefix(names)
+        with self._store.pin_prefix(names, request) as rows:
+            return len(rows)
+
+    @contextlib.contextmanager
+    def prefix(
+        self, keys: Sequence[CacheEngineKey], request: Hashable = None
+    ) -> Iterator[list[torch.Tensor]]:
+        """Give the leading chunks where they lie: nothing is copied, and nothing evicts them meanwhile."""
+        with self._store.pin_prefix(list(map(self._names, keys)), request) as rows:
+            yield [self._tensor(row) for row, _ in rows]
+
+    def put_chunks(
+        self,
+        chunks: Iterable[tuple[CacheEngineKey, ChunkSource]],
+        blocking: bool = True,
+        request: Hashable = None,
+    ) -> int:
+        """See LMCBackendInterface. What is in host memory is copied in now in any case: the private copy that
+        not waiting would need costs the caller just as much."""
+        num_chunks = 0
+        for key, source in chunks:
+            if blocking or source.device.type == "cpu":
+                self._put(key, source, request)
+            else:
+                self._put_later(key, source.to_tensor(), request)
+            num_chunks += 1
+        return num_chunks
+
+    def _put(self, key: CacheEngineKey, source: ChunkSource, request: Hashable) -> None:
+        def fill(row: int) -> None:
+            self._contents[row] = _Contents(key, source.shape, source.dtype)
+            source.copy_into(self._tensor(row))
+
+        self._keep_below_limit(source.num_bytes)
+        if not self._store.put(self._names(key), source.num_bytes, fill, request=request):
+            self._puts.faults.note("A chunk was dropped", f"no room for its {source.num_bytes} bytes")
+
+    def _put_later(self, key: CacheEngineKey, chunk: torch.Tensor, request: Hashable) -> None:
+        self._puts.push(chunk, partial(self._put, key, ChunkSource.of(chunk), request))
+
+    def _keep_below_limit(self, num_bytes: int) -> None:
+        """Evict what a limit that was lowered has no room for; the store itself sees to the one it has."""
+        limit = min(self._evictor.MAX_CACHE_SIZE, self._store.capacity_bytes)
+        while limit < self._store.capacity_bytes and self._store.num_bytes + num_bytes > limit:
+            victims = self._store.keys()
+            if not victims or not self._store.remove(victims[0]):
+                return
+
+    def _tensor(self, row: int) -> torch.Tensor:
+        """Return a pinned row's bytes as what they are."""
+        _, shape, dtype = self._contents[row]
+        return self.mpool.tensor(row, shape, dtype)
+
+    def _copy_of(self, chunk: torch.Tensor) -> torch.Tensor:
+        own = self._outputs.empty(chunk.shape, chunk.dtype, self.dst_device)
+        copies.copy(own, chunk)
+        return own
+
+    def _keys(self) -> list[CacheEngineKey]:
+        names = self._store.keys()
+        keys = {self._names(contents.key): contents.key for contents in list(self._contents.values())}
+        return [keys[name] for name in names]
+
+
+def create_local_backend(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheEngineMetadata,
+    pool: LMCacheMemPoolMetadata,
+    dst_device: str,
+) -> LMCLocalBackend | LMCLocalDiskBackend:
+    """Return the backend of ``config.local_device``: memory, or a directory.
+
+    A directory belongs to one process: of several workers each has one inside it.
+    """
+    if config.local_device in ("cpu", "cuda"):
+        return LMCLocalBackend(config, pool, dst_device)
+    if metadata.world_size > 1:
+        directory = os.path.join(str(config.local_device), f"worker-{metadata.worker_id}")
+        config = dataclasses.replace(config, local_device=directory)
+    return LMCLocalDiskBackend(config, pool, dst_device)

@@ -1,0 +1,216 @@
+"""Chunks in a directory, found again after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
+
+import torch
+from safetensors.torch import save_file
+
+from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata
+from lmcache.logging import init_logger
+from lmcache.storage_backend.abstract_backend import LMCBackendInterface
+from lmcache.storage_backend.chunk_source import ChunkSource
+from lmcache.storage_backend.chunks_view import ChunksView
+from lmcache.storage_backend.devices import usable_device
+from lmcache.storage_backend.evictor import LRUEvictor
+from lmcache.storage_backend.faults import FaultLog
+from lmcache.storage_backend.guard import Guard
+from lmcache.storage_backend.output_pool import OutputPool
+from lmcache.storage_backend.put_queue import LocalBackendEndSignal, PutQueue
+from lmcache.storage_backend.row_names import RowNames
+from lmcache.tiers.base import RowKey
+from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.header import MAX_LABEL_BYTES
+from lmcache.utils import CacheEngineKey
+
+_log = init_logger(__name__)
+
+_MIN_KNOWN = 1024
+_TRAILER_BYTES = 128  # behind the chunk's bytes: their dtype and shape as text
+
+
+class LMCLocalDiskBackend(LMCBackendInterface):
+    """Any thread may use it. Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
+
+    One file per chunk, checksummed; files of other makers are left alone. What a blocking put has written
+    survives the process being killed. A fault of the disk is a miss, or a chunk that is dropped and counted.
+    """
+
+    def __init__(
+        self, config: LMCacheEngineConfig, metadata: LMCacheMemPoolMetadata, dst_device: str = "cuda"
+    ) -> None:
+        """Use the directory ``config.local_device``, made when it isn't there, for at most
+        ``metadata.max_local_cache_size`` GiB.
+
+        Raises ValueError when there is no directory, RuntimeError when ``dst_device`` is none, and DiskError
+        when the directory can't be used, or is used already.
+        """
+        super().__init__(usable_device(dst_device))
+        if not config.local_device:
+            raise ValueError("a disk backend needs a directory as local_device")
+        self._evictor = LRUEvictor(metadata.max_local_cache_size)
+        self._chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
+        self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
+        # A directory only tells names: these are the keys of those that this process wrote or read.
+        self._known: dict[RowKey, CacheEngineKey] = {}
+        self._max_known = _MIN_KNOWN
+        self._outputs = OutputPool()
+        self._faults = FaultLog(_log)
+        self._tier = DiskTier(config.local_device, self._evictor.MAX_CACHE_SIZE)
+        self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
+        self._puts = PutQueue(self.put_worker, LocalBackendEndSignal(), _log, waits=True)
+        self.dict = ChunksView(self, self._keys)
+
+    @property
+    def evictor(self) -> LRUEvictor:
+        """The limit, and the bytes of the volume that are taken at the moment of asking."""
+        self._evictor.current_cache_size = self._tier.num_bytes
+        return self._evictor
+
+    @property
+    def num_faults(self) -> int:
+        """Operations that failed and puts that were dropped."""
+        return self._faults.num_faults + self._puts.faults.num_faults
+
+    def contains(self, key: CacheEngineKey) -> bool:
+        """Is the chunk here, its file written?"""
+        return self.prefix_length([key]) == 1
+
+    def get(self, key: CacheEngineKey) -> torch.Tensor | None:
+        """Return the chunk on ``dst_device``; None: a miss, or a put that is not finished."""
+        name = self._names(key)
+        room = self._outputs.empty([self._chunk_bytes + _TRAILER_BYTES], torch.uint8)
+        into = room.numpy().data
+        length = self._guard.call("A read", lambda: self._tier.load(name, 0, into), None)
+        chunk = None if length is None else _chunk_in(room[:length])
+        if chunk is None:
+            return None
+        self._remember(name, key)
+        return chunk.to(self.dst_device)
+
+    def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterable[torch.Tensor | None]:
+        """Yield one answer per key, in their order, each read only when it is asked for."""
+        return map(self.get, keys)
+
+    def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
+        """Put one chunk; one that does not fit is dropped and counted."""
+        if blocking:
+            self.put_blocking(key, kv_chunk)
+        else:
+            self.put_nonblocking(key, kv_chunk)
+
+    def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
+        """Write the chunk's file now, in place of the one that is there."""
+        self._write(key, ChunkSource.of(kv_chunk))
+
+    def put_nonblocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
+        """Leave the writing to the worker; the tensor must not be changed any more."""
+        self._puts.push(kv_chunk, partial(self.put_blocking, key, kv_chunk))
+
+    def put_worker(self) -> None:
+        """Put what is queued, until the end signal: the body of the worker thread."""
+        self._puts.work()
+
+    def buffer_sweeper(self) -> None:
+        """Give memory that is kept for the next results back to the system. (No put holds memory beyond its
+        end, so that is all there is to sweep.)"""
+        self._outputs.clear()
+
+    def remove(self, key: CacheEngineKey) -> None:
+        """Delete the chunk's file; no-op when it is not here."""
+        self._guard.call("A removal", lambda: self._tier.remove(self._names(key), 0), False)
+
+    def close(self) -> None:
+        """Write what is queued, end the threads, and let another process have the directory."""
+        self._puts.close()
+        self._guard.close()
+        self._tier.close()
+
+    # ---- what the engine calls ----
+
+    def prefix_length(self, keys: Sequence[CacheEngineKey], request: Hashable = None) -> int:
+        """See LMCBackendInterface."""
+        names = list(map(self._names, keys))
+        length = self._guard.call("A look", lambda: self._tier.probe(names, 1), 0)
+        if request is not None:
+            self._guard.call("A touch", lambda: self._tier.touch(names[:length], 1), None)
+        return length
+
+    def put_chunks(
+        self,
+        chunks: Iterable[tuple[CacheEngineKey, ChunkSource]],
+        blocking: bool = True,
+        request: Hashable = None,
+    ) -> int:
+        """See LMCBackendInterface. A blocking put copies straight into what is written."""
+        if not blocking:
+            return super().put_chunks(chunks, blocking, request)
+        num_chunks = 0
+        for key, source in chunks:
+            self._write(key, source)
+            num_chunks += 1
+        return num_chunks
+
+    def _write(self, key: CacheEngineKey, source: ChunkSource) -> None:
+        if source.num_bytes > self._chunk_bytes:
+            self._faults.note("A chunk was dropped", f"its {source.num_bytes} bytes are more than a full one")
+            return
+        content = self._outputs.empty([source.num_bytes + _TRAILER_BYTES], torch.uint8)
+        source.copy_into(content[:-_TRAILER_BYTES].view(source.dtype).view(tuple(source.shape)))
+        payload = content.numpy().data
+        payload[-_TRAILER_BYTES:] = _trailer(source)
+        name = self._names(key)
+
+        def replace() -> bool:
+            self._tier.remove(name, 0)  # a store leaves what is there
+            return self._tier.store(name, 0, payload, key.to_string().encode()[:MAX_LABEL_BYTES])
+
+        if self._guard.call("A write", replace, False):
+            self._remember(name, key)
+        else:
+            self._faults.note("A chunk was dropped", "the disk did not take it")
+
+    def _remember(self, name: RowKey, key: CacheEngineKey) -> None:
+        self._known[name] = key
+        if len(self._known) > self._max_known:
+            here = set(self._tier.keys())
+            self._known = {name: key for name, key in list(self._known.items()) if name in here}
+            self._max_known = 2 * len(self._known) + _MIN_KNOWN
+
+    def _keys(self) -> list[CacheEngineKey]:
+        names = self._tier.keys()
+        return [self._known[name] for name in names if name in self._known]
+
+
+def save_disk(path: str, kv_chunk: torch.Tensor) -> None:
+    """Write a chunk as a safetensors file whose one tensor is "kv_chunk"; ``path`` is replaced at once."""
+    directory, name = os.path.split(path)
+    with tempfile.NamedTemporaryFile(dir=directory or ".", prefix=f".{name}.", delete=False) as file:
+        temporary = file.name
+    try:
+        save_file({"kv_chunk": kv_chunk.contiguous()}, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _trailer(source: ChunkSource) -> bytes:
+    dtype = str(source.dtype).removeprefix("torch.")
+    return " ".join([dtype, *map(str, source.shape)]).encode().ljust(_TRAILER_BYTES)
+
+
+def _chunk_in(content: torch.Tensor) -> torch.Tensor | None:
+    """Return the chunk in a file's bytes, a view; None when they are none."""
+    try:
+        name, *shape = bytes(content[-_TRAILER_BYTES:].numpy()).decode("ascii").split()
+        return content[:-_TRAILER_BYTES].view(getattr(torch, name)).view(tuple(map(int, shape)))
+    except (ValueError, RuntimeError, TypeError, AttributeError):
+        return None
