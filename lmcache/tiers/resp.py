@@ -1,31 +1,33 @@
 """A connection that speaks as much of the Redis protocol (RESP2) as the remote tier needs.
 
-Values go straight between the socket and the caller's memory, by calls that release the GIL. Every wait has a
-deadline, kept by the kernel (``SO_RCVTIMEO``, ``SO_SNDTIMEO``): Python's own socket time-outs would make each
-read return after one packet.
+Values go straight between the stream and the caller's memory. Every wait has a deadline: the stream bounds
+one call, and the connection bounds them all, since a server may trickle.
 
-Connecting is ours as well, though redis-py could do it on the same socket: its time-outs bound each read and
-not the handshake, so that a server that trickles holds it for ever; it connects more slowly, and imports a
-third of a second of modules.
+Connecting is ours as well, though redis-py could do it on the same socket: docs/adr/0005.
 """
 
 from __future__ import annotations
 
-import socket
-import struct
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
+from lmcache.tiers.address import Address, Endpoint
 from lmcache.tiers.base import TierError
 from lmcache.tiers.header import Buffer
+from lmcache.tiers.stream import open_stream
 
 T = TypeVar("T")
+R = TypeVar("R")
+S = TypeVar("S", int, bytes)
+
+Reply: TypeAlias = "int | bytes | list[Reply] | None"
+"""A number, a string of either kind, nil or an array."""
 
 _MAX_LINE_BYTES = 4096
-_DEFAULT_PORT = 6379
+_MAX_LENGTH = 1 << 16  # of strings and arrays that are kept here; parts are read into their place
+_MAX_DEPTH = 4
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class ServerError(TierError):
@@ -36,177 +38,190 @@ class ServerError(TierError):
         self.code = message.split(" ", 1)[0]
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a server is, and who we are there."""
-
-    host: str
-    port: int
-    path: str  # of a UNIX socket; then host and port mean nothing
-    database: int
-    username: str = field(repr=False)
-    password: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
-
-    @classmethod
-    def parse(cls, url: str) -> Address:
-        """Read ``redis://[[user]:password@]host[:port][/db]`` or ``unix://[[user]:password@]/path[?db=0]``.
-
-        Raises ValueError, saying what is wrong; the message never holds the password.
-        """
-        try:
-            parts = urlsplit(url)
-            port = parts.port or _DEFAULT_PORT
-        except ValueError:
-            raise ValueError("remote URL: the host or port can't be read") from None
-        username, password = unquote(parts.username or ""), unquote(parts.password or "")
-        if parts.scheme == "unix":
-            if not parts.path.strip("/") or parts.hostname:
-                raise ValueError("remote URL: unix:// needs an absolute path, as in unix:///run/redis.sock")
-            database = parse_qs(parts.query).get("db", ["0"])[0]
-            return cls("", 0, unquote(parts.path), _database(database), username, password)
-        if parts.scheme == "rediss":
-            raise ValueError("remote URL: TLS (rediss://) is not supported yet, use redis:// or unix://")
-        if parts.scheme != "redis":
-            raise ValueError(f"remote URL: scheme {parts.scheme!r} is not one of redis, unix")
-        if not parts.hostname:
-            raise ValueError("remote URL: redis:// needs a host, as in redis://cache.example:6379/0")
-        return cls(parts.hostname, port, "", _database(parts.path.strip("/") or "0"), username, password)
-
-
 class Connection:
-    """One connection, used by one thread at a time. After any exception it may hold answers to what was asked
-    before: close it, unless ServerError was the only answer due.
+    """One connection to one server, used by one thread at a time.
 
-    Raises TimeoutError and ConnectionError (both OSError), and ServerError for error replies.
+    Raises TimeoutError and ConnectionError (both OSError), and ServerError for error replies. Afterwards it
+    may be used again if it ``is_settled``.
     """
 
-    def __init__(self, address: Address, timeout_seconds: float) -> None:
+    asking = False
+    """Say ASKING before each command: a cluster's server is to take it though the slot is not its own yet."""
+
+    def __init__(self, endpoint: Endpoint, address: Address, timeout_seconds: float) -> None:
+        self.endpoint = endpoint
         self._timeout = timeout_seconds
         self._deadline = 0.0
+        self._num_due = 0  # replies
         self._line = bytearray()  # received, not consumed yet
-        self._socket = _connect(address, timeout_seconds)
+        self._stream = open_stream(endpoint, timeout_seconds, address.tls)
         try:
             if address.password:
-                account = (address.username, address.password) if address.username else (address.password,)
-                self.call("AUTH", *account)
+                self.authenticate(address.username, address.password)
             if address.database:
                 self.call("SELECT", str(address.database))
         except BaseException:
             self.close()
             raise
 
+    @property
+    def is_settled(self) -> bool:
+        """Has all been read that was asked for? If not, it would be taken for the next answer."""
+        return self._num_due == 0 and not self._line
+
     def close(self) -> None:
         """Close the socket."""
-        self._socket.close()
+        self._stream.close()
 
-    def call(self, *words: str) -> int | bytes:
+    def authenticate(self, username: str, password: str) -> None:
+        """Say who we are; without a user name: the default user."""
+        self.call("AUTH", *((username, password) if username else (password,)))
+
+    def call(self, *words: str) -> Reply:
         """Send one command of small words and read its reply."""
-        self.send(command(*words))
+        self.ask([words])
         return self.read_reply()
 
-    def send(self, *buffers: Buffer) -> None:
-        """Send commands; the deadline of all that follows until the next ``send`` starts here."""
-        self._deadline = time.monotonic() + self._timeout
-        views = [memoryview(buffer) for buffer in buffers]
-        while views:
-            sent = self._wait_for(self._socket.sendmsg, views)
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if views:
-                views[0] = views[0][sent:]
+    def call_all(self, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
+        """Send commands in one go and read all their replies; error replies are values here."""
+        self.ask(commands)
+        replies: list[Reply | ServerError] = []
+        for _ in commands:
+            try:
+                replies.append(self.read_reply())
+            except ServerError as error:
+                replies.append(error)
+        return replies
 
-    def read_reply(self) -> int | bytes:
-        """Read a simple string or an integer."""
-        line = self._read_line(b"+", b":")
-        return _number(line) if line[:1] == b":" else line[1:]
+    def ask(self, commands: Sequence[Sequence[str]]) -> None:
+        """Send commands of small words; a reply to each must be read."""
+        self._send([b"".join(self._start() + _encode(words) for words in commands)])
+
+    def set(self, name: str, value: Sequence[Buffer]) -> None:
+        """Send a SET of a value in several pieces; a reply must be read."""
+        num_bytes = sum(len(piece) for piece in value)
+        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name.encode(), num_bytes)
+        self._send([self._start() + head + bytes(value[0]), *value[1:], b"\r\n"])
+
+    def read_reply(self) -> Reply:
+        """Read one reply of any kind; one that is too large, or too deep, is not believed."""
+        self._skip_asking()
+        reply = self._read_any(_MAX_DEPTH)
+        self._num_due -= 1
+        return reply
 
     def read_bulk_length(self) -> int | None:
-        """Read the head of a bulk string: ``read_bulk`` must follow. None: there is no such value."""
-        length = _number(self._read_line(b"$"))
-        return length if length >= 0 else None
+        """Read the head of a bulk string: ``read_bulk`` and ``end_bulk`` must follow. None: there is no such
+        value."""
+        self._skip_asking()
+        length = _length(self._read_line(b"$"))
+        self._num_due -= length is None
+        return length
 
-    def read_bulk(self, *targets: memoryview) -> None:
-        """Read the bytes of a bulk string into these targets, which must be as long as it is."""
-        end = memoryview(bytearray(2))
-        for target in (*targets, end):
-            self._read_into(target)
-        if bytes(end) != b"\r\n":
-            raise ConnectionError("a bulk string does not end where it said")
+    def read_bulk(self, target: memoryview) -> None:
+        """Read the next bytes of a bulk string, as many as the target has."""
+        ahead = min(len(self._line), len(target))
+        target[:ahead] = self._line[:ahead]
+        del self._line[:ahead]
+        while ahead < len(target):
+            ahead += _received(self._in_time(self._stream.receive_into, target[ahead:]))
+
+    def end_bulk(self) -> None:
+        """Read the end of a bulk string, of which all bytes have been read."""
+        self._read_end()
+        self._num_due -= 1
+
+    def _start(self) -> bytes:
+        """What goes before a command, which will be answered."""
+        self._num_due += 2 if self.asking else 1
+        return _ASKING if self.asking else b""
+
+    def _skip_asking(self) -> None:
+        if self.asking:
+            self._read_line(b"+")
+            self._num_due -= 1
+
+    def _read_any(self, depth: int) -> Reply:
+        line = self._read_line(b"+", b":", b"$", b"*")
+        kind = line[:1]
+        if kind == b"+":
+            return line[1:]
+        if kind == b":":
+            return _number(line[1:])
+        length = _length(line)
+        if length is None:
+            return None
+        if length > _MAX_LENGTH or not depth:
+            raise ConnectionError(f"unexpected reply {line[:32]!r}")
+        if kind == b"*":
+            return [self._read_any(depth - 1) for _ in range(length)]
+        content = bytearray(length)
+        self.read_bulk(memoryview(content))
+        self._read_end()
+        return bytes(content)
 
     def _read_line(self, *kinds: bytes) -> bytes:
         """Return a line that starts like one of these. Reads little ahead: payloads are not copied."""
         while (end := self._line.find(b"\r\n")) < 0:
             if len(self._line) > _MAX_LINE_BYTES:
                 raise ConnectionError("the server does not speak RESP")
-            self._line += self._received(self._wait_for(self._socket.recv, 64))
+            self._line += _received(self._in_time(self._stream.receive, 64))
         line = bytes(self._line[:end])
         del self._line[: end + 2]
         if line[:1] == b"-":
+            self._num_due -= 1
             raise ServerError(line[1:].decode(errors="replace"))
         if line[:1] not in kinds:
             raise ConnectionError(f"unexpected reply {line[:32]!r}")
         return line
 
-    def _read_into(self, target: memoryview) -> None:
-        ahead = min(len(self._line), len(target))
-        target[:ahead] = self._line[:ahead]
-        del self._line[:ahead]
-        while ahead < len(target):
-            call = self._socket.recv_into
-            ahead += self._received(self._wait_for(call, target[ahead:], 0, socket.MSG_WAITALL))
+    def _read_end(self) -> None:
+        end = bytearray(2)
+        self.read_bulk(memoryview(end))
+        if end != b"\r\n":
+            raise ConnectionError("a bulk string does not end where it said")
 
-    def _received(self, what: T) -> T:
-        if not what:
-            raise ConnectionResetError("the server closed the connection")
-        return what
+    def _send(self, buffers: Sequence[Buffer]) -> None:
+        """The deadline of all that follows until the next ``_send`` starts here."""
+        self._deadline = time.monotonic() + self._timeout
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        while views:
+            sent = self._in_time(self._stream.send, views)
+            while views and sent >= len(views[0]):
+                sent -= len(views.pop(0))
+            if views:
+                views[0] = views[0][sent:]
 
-    def _wait_for(self, call: Callable[..., T], *arguments: object) -> T:
-        # The kernel bounds one call, this bounds them all: a server may trickle.
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"no complete answer within {self._timeout} s")
+    def _in_time(self, call: Callable[[T], R], argument: T) -> R:
         try:
-            return call(*arguments)
-        except BlockingIOError:
-            raise TimeoutError(f"no answer within {self._timeout} s") from None
+            if time.monotonic() > self._deadline:
+                raise TimeoutError
+            return call(argument)
+        except TimeoutError:
+            raise TimeoutError(f"no complete answer within {self._timeout} s") from None
 
 
-def command(*words: str) -> bytes:
-    """Encode a command of small words."""
+def _encode(words: Sequence[str]) -> bytes:
     encoded = [word.encode() for word in words]
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
 
 
-def set_head(name: str, num_bytes: int) -> bytes:
-    """Encode the start of ``SET name <num_bytes>``; the value and CR LF follow."""
-    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name.encode(), num_bytes)
+def _received(what: S) -> S:
+    if not what:
+        raise ConnectionResetError("the server closed the connection")
+    return what
 
 
-def _connect(address: Address, timeout_seconds: float) -> socket.socket:
-    if address.path:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(timeout_seconds)
-        connection.connect(address.path)
-    else:
-        connection = socket.create_connection((address.host, address.port), timeout_seconds)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.settimeout(None)
-    limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    return connection
+def _length(line: bytes) -> int | None:
+    """Of a string or an array; None: nil."""
+    length = _number(line[1:])
+    if length < -1:
+        raise ConnectionError(f"unexpected reply {line[:32]!r}")
+    return None if length < 0 else length
 
 
-def _number(line: bytes) -> int:
+def _number(digits: bytes) -> int:
     try:
-        return int(line[1:])
+        return int(digits)
     except ValueError:
-        raise ConnectionError(f"unexpected reply {line[:32]!r}") from None
-
-
-def _database(text: str) -> int:
-    if not text.isdigit():
-        raise ValueError(f"remote URL: database {text!r} is not a number")
-    return int(text)
+        raise ConnectionError(f"unexpected reply {digits[:32]!r}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from lmcache.tiers.parts import ObjectName
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 
 KEY = b"n" * 32 + b"k" * 32
@@ -12,6 +13,10 @@ KEY = b"n" * 32 + b"k" * 32
 
 def pattern(size: int) -> bytes:
     return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+def part_name(key: bytes, column: int, part: int) -> str:
+    return ObjectName(key, column).part(part)
 
 
 def load(remote: RemoteTier, column: int = 0, room: int = 3 * PART_BYTES, key: bytes = KEY) -> bytes | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lmcache.tiers.header import HEADER_BYTES, Header, checksum
-from lmcache.tiers.remote import PART_BYTES, RemoteTier, part_name
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from tests.harness.redis_server import RedisServer
-from tests.harness.remote_objects import KEY, load, pattern, until
+from tests.harness.remote_objects import KEY, load, part_name, pattern, until
 
 pytestmark = pytest.mark.redis
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from lmcache.tiers.resilience import CircuitBreaker
-from lmcache.tiers.resp import Address
+from lmcache.tiers.resilience import Backoff, CircuitBreaker, JointBreaker, RetryStale
 
 
 class TestCircuitBreaker:
@@ -45,43 +46,34 @@ class TestCircuitBreaker:
         self.breaker.failure()
         assert self.breaker.seconds_to_trial == pytest.approx(0.2)
 
+    def test_a_joint_circuit_is_open_when_all_are(self):
+        parts = [CircuitBreaker(0.1, 0.5, clock=lambda: self.now) for _ in range(2)]
+        joint = JointBreaker(lambda: parts)
+        parts[0].failure()
+        assert not joint.is_open
+        assert joint.seconds_to_trial == 0
+        parts[1].failure()
+        parts[1].failure()
+        assert joint.is_open
+        assert joint.seconds_to_trial == pytest.approx(0.1)
+
+
+@given(st.integers(1, 10**9), st.floats(1e-3, 10), st.floats(1e-3, 1e3))
+def test_backoff_doubles_up_to_its_cap(failures, base, cap):
+    backoff = Backoff(base, cap)
+    assert backoff.compute(1) == min(base, cap)
+    assert backoff.compute(failures) <= backoff.compute(failures + 1) <= cap
+    assert backoff.compute(failures + 1) == min(cap, 2 * backoff.compute(failures)) or failures > 30
+
 
 @pytest.mark.parametrize(
-    ("url", "address"),
+    ("error", "was_idle", "again"),
     [
-        ("redis://cache", Address("cache", 6379, "", 0, "", "")),
-        ("redis://cache:7000/3", Address("cache", 7000, "", 3, "", "")),
-        ("redis://:s%40c@cache/1", Address("cache", 6379, "", 1, "", "s@c")),
-        ("redis://me:pw@[::1]:7000", Address("::1", 7000, "", 0, "me", "pw")),
-        ("unix:///run/redis.sock", Address("", 0, "/run/redis.sock", 0, "", "")),
-        ("unix://me:pw@/run/redis.sock?db=2", Address("", 0, "/run/redis.sock", 2, "me", "pw")),
+        (ConnectionResetError(), True, True),
+        (BrokenPipeError(), True, True),
+        (ConnectionResetError(), False, False),
+        (TimeoutError(), True, False),
     ],
 )
-def test_urls(url, address):
-    assert Address.parse(url) == address
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("rediss://:secret@cache", "TLS .* is not supported yet"),
-        ("http://:secret@cache", "scheme 'http' is not one of"),
-        ("cache:6379", "scheme 'cache' is not one of"),
-        ("redis://:secret@", "needs a host"),
-        ("redis://:secret@cache:port", "host or port"),
-        ("redis://:secret@cache:99999", "host or port"),
-        ("redis://:secret@cache/zero", "database 'zero' is not a number"),
-        ("unix://run/redis.sock", "absolute path"),
-        ("unix://", "absolute path"),
-    ],
-)
-def test_bad_urls_say_what_is_wrong_and_keep_the_password(url, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        Address.parse(url)
-    assert "secret" not in str(caught.value)
-
-
-def test_an_address_shows_no_password():
-    address = Address.parse("redis://me:secret@cache:7000")
-    assert str(address) == "cache:7000"
-    assert "secret" not in repr(address)
+def test_only_a_connection_that_went_stale_is_tried_again(error, was_idle, again):
+    assert RetryStale().allows(error, was_idle=was_idle) is again

@@ -1,0 +1,157 @@
+"""Objects in Redis: their names, and how one is read and written over a connection.
+
+One column of a row is stored in parts of at most 4 MiB, ``<prefix>:<namespace>:{<key>:<column>}:<part>``,
+each with its own header. All writers of one name write the same bytes, so any valid set of parts makes the
+object, whoever wrote them. Part 0 is written last: it is the presence marker, and says how many parts there
+are.
+
+What is read is compared with what was asked for: version, name, column, part, lengths, checksum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lmcache.tiers.address import DEFAULT_PREFIX
+from lmcache.tiers.base import RowKey, split_row_key
+from lmcache.tiers.header import HEADER_BYTES, BadHeader, Header, checksum, parse
+from lmcache.tiers.resp import Connection, ServerError
+
+PART_BYTES = 4 << 20
+"""Redis handles one value at a time: larger ones would make all its other clients wait."""
+
+
+class InvalidObject(Exception):
+    """What stands under this name is not ours; the message is the reason, as it is counted."""
+
+
+class ObjectName(NamedTuple):
+    """One column of a row, as the servers know it."""
+
+    key: RowKey
+    column: int
+    prefix: str = DEFAULT_PREFIX
+
+    def part(self, part: int) -> str:
+        """Name one part; all parts of an object share a hash tag."""
+        namespace = split_row_key(self.key)[0]
+        return f"{self.prefix}:{namespace.hex()}:{{{hash_tag(self.key, self.column)}}}:{part}"
+
+
+def hash_tag(key: RowKey, column: int) -> str:
+    """What of a name decides in which slot of a cluster it is."""
+    return f"{split_row_key(key)[1].hex()}:{column}"
+
+
+def num_parts(total_bytes: int) -> int:
+    """Parts of a payload; an empty one has one, too."""
+    return max(1, -(-total_bytes // PART_BYTES))
+
+
+def load(connection: Connection, name: ObjectName, into: memoryview) -> int | None:
+    """Return the payload's length; None when there is no such object. Raises InvalidObject.
+
+    Each part is asked for as soon as the header of the one before it is here: the server works on it while we
+    receive and compare.
+    """
+    connection.ask([("GET", name.part(0))])
+    first = _read_header(connection, name, 0)
+    if first is None:
+        return None
+    if first.total_bytes > len(into):
+        raise InvalidObject("length")
+    header = first
+    for part in range(1, first.num_parts):
+        connection.ask([("GET", name.part(part))])
+        _read_payload(connection, header, into)
+        following = _read_header(connection, name, part)
+        if following is None:
+            raise InvalidObject("part")
+        if following.total_bytes != first.total_bytes:
+            raise InvalidObject("length")
+        header = following
+    _read_payload(connection, header, into)
+    return first.total_bytes
+
+
+def _read_payload(connection: Connection, header: Header, into: memoryview) -> None:
+    start = header.part * PART_BYTES
+    place = into[start : start + header.payload_bytes]
+    connection.read_bulk(place)
+    connection.end_bulk()
+    if checksum(place) != header.checksum:
+        raise InvalidObject("checksum")
+
+
+def _read_header(connection: Connection, name: ObjectName, part: int) -> Header | None:
+    """Read what stands in front of a part: is it what was asked for? None: there is no such part."""
+    try:
+        num_bytes = connection.read_bulk_length()
+    except ServerError as error:
+        if error.code != "WRONGTYPE":
+            raise
+        raise InvalidObject("type") from None
+    if num_bytes is None:
+        return None
+    if not HEADER_BYTES <= num_bytes <= HEADER_BYTES + PART_BYTES:
+        raise InvalidObject("length")
+    head = memoryview(bytearray(HEADER_BYTES))
+    connection.read_bulk(head)
+    try:
+        header = parse(head)
+    except BadHeader:
+        raise InvalidObject("header") from None
+    if (header.key, header.column, header.part) != (name.key, name.column, part):
+        raise InvalidObject("name")
+    total = header.total_bytes
+    expected = min(PART_BYTES, total - part * PART_BYTES)
+    if (
+        header.num_parts != num_parts(total)
+        or not header.payload_bytes == expected == num_bytes - HEADER_BYTES
+    ):
+        raise InvalidObject("length")
+    return header
+
+
+def store(
+    connection: Connection, name: ObjectName, payload: memoryview, label: bytes, *, is_rewrite: bool
+) -> bool:
+    """Return False when all of it was there already, and was touched. Raises ServerError when it is refused.
+
+    The next part is made and sent while the server still takes in the one before it; the marker waits for
+    all.
+    """
+    total = num_parts(len(payload))
+    if not is_rewrite:
+        touched = connection.call_all([("TOUCH", name.part(part)) for part in range(total)])
+        for reply in touched:
+            if isinstance(reply, ServerError):
+                raise reply
+        if touched == [1] * total:
+            return False
+    for part in range(1, total):
+        _send_part(connection, name, part, payload, label)
+        if part > 1:
+            connection.read_reply()
+    if total > 1:
+        connection.read_reply()
+    _send_part(connection, name, 0, payload, label)
+    connection.read_reply()
+    return True
+
+
+def _send_part(
+    connection: Connection, name: ObjectName, part: int, payload: memoryview, label: bytes
+) -> None:
+    content = payload[part * PART_BYTES : (part + 1) * PART_BYTES]
+    header = Header(
+        name.key,
+        name.column,
+        part,
+        num_parts(len(payload)),
+        len(content),
+        len(payload),
+        checksum(content),
+        label,
+    )
+    connection.set(name.part(part), [header.pack(), content])

@@ -1,0 +1,134 @@
+"""What the URL of the remote tier may say."""
+
+from __future__ import annotations
+
+import contextlib
+from urllib.parse import quote
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+
+from lmcache.tiers.address import Address, Endpoint, Kind, Tls
+from lmcache.tiers.remote import RemoteTier
+
+CACHE = (Endpoint("cache", 6379),)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("redis://cache", Address(Kind.SHARDS, CACHE)),
+        ("redis://cache:7000/3", Address(Kind.SHARDS, (Endpoint("cache", 7000),), database=3)),
+        ("redis://:s%40c@cache/1", Address(Kind.SHARDS, CACHE, database=1, password="s@c")),
+        ("redis://me:p:w@cache", Address(Kind.SHARDS, CACHE, username="me", password="p:w")),
+        ("redis://[::1]:7000", Address(Kind.SHARDS, (Endpoint("::1", 7000),))),
+        (
+            "redis://a,b:7,[::1],[::2]:8/2?prefix=x.y",
+            Address(
+                Kind.SHARDS,
+                (Endpoint("a", 6379), Endpoint("b", 7), Endpoint("::1", 6379), Endpoint("::2", 8)),
+                database=2,
+                prefix="x.y",
+            ),
+        ),
+        ("unix:///run/redis.sock", Address(Kind.UNIX, (Endpoint("/run/redis.sock"),))),
+        (
+            "unix://me:pw@/run/a%40b.sock?db=2",
+            Address(Kind.UNIX, (Endpoint("/run/a@b.sock"),), "", 2, "me", "pw"),
+        ),
+        ("rediss://cache", Address(Kind.SHARDS, CACHE, tls=Tls())),
+        (
+            "rediss://cache?ca=/etc/ca.pem&cert=/c&key=/k&verify=ca",
+            Address(Kind.SHARDS, CACHE, tls=Tls("/etc/ca.pem", "/c", "/k", "ca")),
+        ),
+        (
+            "redis-sentinel://:pw@a,b:7/my%20master/4",
+            Address(Kind.SENTINEL, (Endpoint("a", 26379), Endpoint("b", 7)), "my master", 4, "", "pw"),
+        ),
+        ("rediss-sentinel://a/m", Address(Kind.SENTINEL, (Endpoint("a", 26379),), "m", tls=Tls())),
+        ("redis-cluster://cache/0", Address(Kind.CLUSTER, CACHE)),
+        ("rediss-cluster://cache", Address(Kind.CLUSTER, CACHE, tls=Tls())),
+    ],
+)
+def test_urls(url, address):
+    assert Address.parse(url) == address
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://:secret@cache", "scheme 'http' is not one of"),
+        ("cache:6379", "scheme 'cache' is not one of"),
+        (":secret@cache:6379", "scheme '' is not one of"),
+        ("unixs:///run/redis.sock", "scheme 'unixs' is not one of"),
+        ("unix-cluster:///run/redis.sock", "scheme 'unix-cluster' is not one of"),
+        ("redis://:secret@", "needs a host"),
+        ("redis://:secret@cache:port", "host or port"),
+        ("redis://:secret@cache:99999", "host or port"),
+        ("redis://:secret@cache:0", "host or port"),
+        ("redis://:secret@a,,b", "host or port"),
+        ("redis://:secret@a,b,a:6379", "named twice"),
+        ("redis://:secret@cache/zero", "database is not a number"),
+        ("redis://me:1/secret@cache", "as %XX"),
+        ("redis://me:1?secret@cache", "as %XX"),
+        ("redis://:secret@cache?ca=/x", "'ca' is not one of prefix, it needs rediss://"),
+        ("redis://:secret@cache?prefx=x", "'prefx' is not one of prefix"),
+        ("redis://:secret@cache?prefix={x}", "prefix '{x}' may hold"),
+        ("redis://:secret@cache?prefix=", "prefix '' may hold"),
+        ("rediss://:secret@cache?verify=no", "'no' is not one of full, ca, none"),
+        ("rediss://:secret@cache?key=/k", "needs cert="),
+        ("redis-sentinel://:secret@cache", "needs a service"),
+        ("redis-sentinel://:secret@cache/service/one", "database is not a number"),
+        ("redis-cluster://:secret@cache/1", "database 0 only"),
+        ("unix://run/redis.sock", "absolute path"),
+        ("unix://", "absolute path"),
+        ("unix:///run/redis.sock?db=x", "database is not a number"),
+    ],
+)
+def test_bad_urls_say_what_is_wrong_and_keep_the_password(url, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Address.parse(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_address_shows_no_password():
+    address = Address.parse("redis-sentinel://me:secret@cache:7000/master")
+    assert str(address) == "master of cache:7000"
+    assert "secret" not in repr(address)
+
+
+SIGNS = list("/@:,[]?&=%#\0\né٣²")
+WORDS = ["redis", "rediss", "unix", "-sentinel", "-cluster", "://", "prefix", "db", "verify", "host", "6379"]
+
+
+@given(st.text(max_size=60) | st.lists(st.sampled_from(SIGNS + WORDS), max_size=14).map("".join))
+@example("redis://[::1%25eth0]")
+@example("redis://cache/²")
+def test_any_text_is_an_address_or_a_value_error(text):
+    with contextlib.suppress(ValueError):
+        address = Address.parse(text)
+        assert address.endpoints
+        assert str(address)
+
+
+@given(st.text(min_size=4, max_size=20), st.sampled_from(["", "cache:x", "cache/x", "cache?x=1"]))
+def test_a_quoted_password_is_read_back_and_never_shown(password, wrong):
+    password += "~secret~"
+    url = f"redis://me:{quote(password, safe='')}@"
+    address = Address.parse(f"{url}cache")
+    assert address.password == password
+    assert "~secret~" not in repr(address)
+    with pytest.raises(ValueError, match="remote URL") as caught:
+        Address.parse(url + wrong)
+    assert "~secret~" not in str(caught.value)
+
+
+def test_only_a_list_of_shards_can_be_changed():
+    remote = RemoteTier("redis-sentinel://cache/master")
+    with pytest.raises(ValueError, match="has no list of shards"):
+        remote.set_shards(["a:1"])
+    remote = RemoteTier("redis://a:1")
+    for wrong in ([], ["a:b"], ["a:1", "a:1"]):
+        with pytest.raises(ValueError, match=r"shard|host|twice"):
+            remote.set_shards(wrong)

@@ -1,0 +1,158 @@
+"""A connection whose peer says anything: never another exception, a hang, or memory for a mere claim."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import tracemalloc
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given, settings
+
+from lmcache.tiers import parts
+from lmcache.tiers.address import Address, Endpoint
+from lmcache.tiers.base import TierError
+from lmcache.tiers.header import Header, checksum
+from lmcache.tiers.parts import InvalidObject, ObjectName
+from lmcache.tiers.resp import Connection
+
+NAME = ObjectName(bytes(64), 0)
+PAYLOAD = b"payload!" * 100
+VALUE = Header(NAME.key, 0, 0, 1, len(PAYLOAD), len(PAYLOAD), checksum(PAYLOAD)).pack() + PAYLOAD
+
+PIECES = st.one_of(
+    st.binary(max_size=40),
+    st.sampled_from([b"+OK\r\n", b":1\r\n", b"$-1\r\n", b"*-1\r\n", b"-ERR no\r\n", b"\r\n", b"*0\r\n"]),
+    st.integers(-(2**70), 2**70).map(lambda n: b"$%d\r\n" % n),
+    st.integers(-(2**70), 2**70).map(lambda n: b"*%d\r\n" % n),
+    st.integers(0, 9).map(lambda n: b"*%d\r\n" % n),
+    st.just(b"$%d\r\n%s\r\n" % (len(VALUE), VALUE)),
+)
+
+
+class Peer:
+    """Accepts one connection after another; each finds the same bytes, then the end of the stream."""
+
+    def __init__(self, folder) -> None:
+        self.path = str(folder / "s")
+        self.said = b""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def connect(self) -> Connection:
+        endpoint = Endpoint(self.path)
+        return Connection(endpoint, Address.parse(f"unix://{self.path}"), 5.0)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(self.said)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1 << 16):  # else what is unread would be thrown away
+                        pass
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory):
+    peer = Peer(tmp_path_factory.mktemp("peer"))
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def connection(peer, request):
+    peer.said = request.param
+    with contextlib.closing(peer.connect()) as connection:
+        yield connection
+
+
+OPERATIONS = [
+    lambda connection: connection.call("PING"),
+    lambda connection: connection.call_all([("EXISTS", "a"), ("EXISTS", "b")]),
+    lambda connection: parts.load(connection, NAME, memoryview(bytearray(len(PAYLOAD)))),
+    lambda connection: parts.store(connection, NAME, memoryview(PAYLOAD), b"", is_rewrite=False),
+]
+
+
+@given(st.lists(PIECES, max_size=6).map(b"".join), st.sampled_from(OPERATIONS), st.booleans())
+@example(b"$4611686018427387904\r\n", OPERATIONS[0], False)
+@example(b"*4611686018427387904\r\n", OPERATIONS[0], False)
+@example(b"$4611686018427387904\r\n", OPERATIONS[2], False)
+@example(b"*1\r\n" * 1000, OPERATIONS[0], False)
+@example(b":" + b"1" * 5000, OPERATIONS[0], False)
+@example(b"+OK\r\n$%d\r\n%s\r\n" % (len(VALUE), VALUE), OPERATIONS[2], True)
+@settings(deadline=None, max_examples=500)
+def test_whatever_a_server_says_ends_in_a_value_or_a_known_error(peer, said, operation, asking):
+    peer.said = said
+    with contextlib.closing(peer.connect()) as connection:
+        connection.asking = asking
+        with contextlib.suppress(OSError, TierError, InvalidObject):
+            operation(connection)
+
+
+@pytest.mark.parametrize(
+    "said", [b"$%d\r\n", b"*%d\r\n", b"*1\r\n$%d\r\n", b"*2\r\n*60000\r\n$%d\r\n"], ids=repr
+)
+@pytest.mark.parametrize("length", [2**62, 2**31, 10**9, 1 << 20])
+def test_a_length_alone_takes_no_memory(peer, said, length):
+    peer.said = said % length
+    with contextlib.closing(peer.connect()) as connection:
+        tracemalloc.start()
+        with pytest.raises(ConnectionError):
+            connection.call("PING")
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 1 << 18
+
+
+@pytest.mark.parametrize(
+    ("connection", "reply"),
+    [
+        (b"+OK\r\n", b"OK"),
+        (b":-12\r\n", -12),
+        (b"$5\r\nhe\r\no\r\n", b"he\r\no"),
+        (b"$0\r\n\r\n", b""),
+        (b"$-1\r\n", None),
+        (b"*-1\r\n", None),
+        (b"*3\r\n:1\r\n*1\r\n$-1\r\n$1\r\nx\r\n", [1, [None], b"x"]),
+    ],
+    indirect=["connection"],
+)
+def test_replies_of_every_kind(connection, reply):
+    assert connection.call("PING") == reply
+    assert connection.is_settled
+
+
+@pytest.mark.parametrize("connection", [b"-ERR no\r\n:1\r\n", b":1\r\n:2\r\n"], indirect=True)
+def test_errors_are_values_in_a_pipeline(connection):
+    first, second = connection.call_all([("EXISTS", "a"), ("EXISTS", "b")])
+    assert second in (1, 2)
+    assert first == 1 or first.code == "ERR"
+    assert connection.is_settled
+
+
+@pytest.mark.parametrize("connection", [b"+OK\r\n+more"], indirect=True)
+def test_more_than_was_asked_for_is_never_taken_for_an_answer(connection):
+    connection.call("PING")
+    assert not connection.is_settled
+
+
+@pytest.mark.parametrize("connection", [b"+OK\r\n:1\r\n+OK\r\n-ASK no\r\n"], indirect=True)
+def test_asking_takes_a_reply_of_its_own(connection):
+    connection.asking = True
+    replies = connection.call_all([("EXISTS", "a"), ("EXISTS", "b")])
+    assert replies[0] == 1
+    assert replies[1].code == "ASK"
+    assert connection.is_settled

@@ -1,0 +1,146 @@
+"""Which server owns an object: rendezvous hashing with a previous list, and a cluster's hash slots."""
+
+from __future__ import annotations
+
+import binascii
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from lmcache.tiers.address import Endpoint
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.cluster import Cluster
+from lmcache.tiers.parts import ObjectName, hash_tag
+from lmcache.tiers.resp import ServerError
+from lmcache.tiers.server import Server
+from lmcache.tiers.topology import ShardList, Shards, endpoint_of
+
+ENDPOINTS = [Endpoint(f"shard-{number}.cache", 6379) for number in range(6)]
+KEYS = [number.to_bytes(64, "big") for number in range(600)]
+
+
+def nobody() -> None:
+    raise ConnectionRefusedError("nobody there")
+
+
+def shards_of(shards: ShardList, now: float = 0.0) -> Shards:
+    return Shards(shards, lambda endpoint: Server(str(endpoint), nobody, lambda: None), lambda: now)
+
+
+def owners(shards: Shards) -> list[str]:
+    return [shards.owners(key, 0)[0].name for key in KEYS]
+
+
+class TestShards:
+    @given(st.lists(st.sampled_from(ENDPOINTS), min_size=2, unique=True), st.data())
+    def test_who_leaves_takes_only_its_own_rows_away(self, endpoints, data):
+        gone = data.draw(st.sampled_from(endpoints))
+        before = owners(shards_of(ShardList(tuple(endpoints))))
+        left = tuple(endpoint for endpoint in endpoints if endpoint != gone)
+        after = owners(shards_of(ShardList(left)))
+        for old, new in zip(before, after, strict=True):
+            assert new == old or old == str(gone)
+
+    @given(st.permutations(ENDPOINTS))
+    def test_the_order_of_the_list_is_of_no_account(self, endpoints):
+        assert owners(shards_of(ShardList(tuple(endpoints)))) == owners(
+            shards_of(ShardList(tuple(ENDPOINTS)))
+        )
+
+    def test_every_shard_has_its_part(self):
+        counts = Counter(owners(shards_of(ShardList(tuple(ENDPOINTS)))))
+        assert len(counts) == len(ENDPOINTS)
+        assert min(counts.values()) > len(KEYS) / len(ENDPOINTS) * 0.7
+
+    def test_owners_are_the_same_in_every_process_and_version(self):
+        """Golden: another hash would lose everything that is stored."""
+        names = owners(shards_of(ShardList(tuple(ENDPOINTS))))
+        assert "".join(name[6] for name in names[:24]) == "144535112045051112105102"
+
+    def test_all_columns_of_a_row_have_one_owner(self):
+        shards = shards_of(ShardList(tuple(ENDPOINTS)))
+        for key in KEYS:
+            assert len({shards.owners(key, column) for column in range(8)}) == 1
+
+    def test_the_previous_owner_is_asked_next_until_the_time_is_up(self):
+        change = ShardList(tuple(ENDPOINTS[:4]), tuple(ENDPOINTS[1:6]), until=100.0)
+        during, after = shards_of(change, now=99.9), shards_of(change, now=100.0)
+        before = owners(shards_of(ShardList(change.previous)))
+        for key, previous in zip(KEYS, before, strict=True):
+            present = after.owners(key, 0)
+            assert len(present) == 1
+            names = [server.name for server in during.owners(key, 0)]
+            assert names == list(dict.fromkeys([present[0].name, previous]))
+
+    def test_a_change_keeps_the_servers_that_stay(self):
+        shards = shards_of(ShardList(tuple(ENDPOINTS[:2])))
+        stays, goes = sorted(shards.servers(), key=lambda server: server.name)[::-1]
+        stays.breaker.failure()
+        shards.change(ShardList((Endpoint("shard-1.cache", 6379), Endpoint("new", 1))))
+        assert stays in shards.servers()
+        assert goes not in shards.servers()
+        with pytest.raises(ValueError, match="needs a shard"):
+            shards.change(ShardList(()))
+        assert stays in shards.servers()
+
+
+class TestCluster:
+    def cluster(self) -> Cluster:
+        self.now = 0.0
+
+        def connect(endpoint):
+            self.num_connects += 1
+            raise ConnectionRefusedError("nobody there")
+
+        self.num_connects = 0
+        return Cluster(ENDPOINTS[:2], connect, lambda: None, lambda: self.now)
+
+    def test_the_hash_slot_is_that_of_the_specification(self):
+        """The check value of CRC16, https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/."""
+        assert binascii.crc_hqx(b"123456789", 0) == 0x31C3
+
+    def test_the_tag_is_what_stands_in_the_first_braces(self):
+        name = ObjectName(KEYS[1], 7, "a.b").part(3)
+        assert name.partition("{")[2].partition("}")[0] == hash_tag(KEYS[1], 7)
+
+    def test_without_a_map_nobody_owns_anything_and_the_seeds_stand_for_all(self):
+        cluster = self.cluster()
+        assert not cluster.owners(KEYS[0], 0)
+        assert [server.name for server in cluster.servers()] == ["shard-0.cache:6379", "shard-1.cache:6379"]
+        assert all(server.breaker.is_open for server in cluster.servers())
+        assert self.num_connects == 2
+        cluster.owners(KEYS[0], 0)
+        assert self.num_connects == 2  # once a second
+
+    def test_a_slot_that_moved_is_learned_from_the_answer(self):
+        cluster = self.cluster()
+        slot = binascii.crc_hqx(hash_tag(KEYS[0], 3).encode(), 0) % 16384
+        assert cluster.learn(ServerError(f"MOVED {slot} 10.0.0.7:7001"))
+        assert [server.name for server in cluster.owners(KEYS[0], 3)] == ["10.0.0.7:7001"]
+        assert not cluster.learn(ServerError("OOM command not allowed"))
+
+    @given(st.text(max_size=40))
+    def test_a_moved_that_says_nothing_is_harmless(self, text):
+        cluster = self.cluster()
+        assert cluster.learn(ServerError(f"MOVED {text}"))
+        cluster.learn(ServerError(text))
+
+
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [(b"", b"1"), (b"h", b"0"), (b"h", b"65536"), (b"h", b"x"), (b"\xff", b"1"), (1, 1), (b"h", None)],
+)
+def test_what_is_no_address_is_not_believed(host, port):
+    with pytest.raises(ConnectionError, match="unexpected address"):
+        endpoint_of(host, port)
+
+
+def test_a_server_that_nobody_reaches_is_away_and_tried_in_the_background():
+    server = Server("s", nobody, lambda: None)
+    with pytest.raises(TierUnavailable, match="nobody there"):
+        server.run(lambda connection: None)
+    with pytest.raises(TierUnavailable, match="is away"):
+        server.run(lambda connection: None)
+    server.close()
