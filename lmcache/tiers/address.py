@@ -60,19 +60,23 @@ class Endpoint(NamedTuple):
             return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-
-def parse_endpoints(texts: Sequence[str], default_port: int = _PORT) -> tuple[Endpoint, ...]:
-    """Read ``host[:port]`` or ``[IPv6][:port]``, each. Raises ValueError, also when one is named twice."""
-    endpoints = []
-    for text in texts:
+    @classmethod
+    def parse(cls, text: str, default_port: int = _PORT) -> Endpoint:
+        """Read ``host[:port]`` or ``[IPv6][:port]``. Raises ValueError, also without a port if the default is
+        0."""
         match = _ENDPOINT.fullmatch(text)
         port = int(match[3] or default_port) if match else 0
         if match is None or not 0 < port < 65536:
             raise ValueError("remote URL: the host or port can't be read")
-        endpoints.append(Endpoint(match[1] or match[2], port))
+        return cls(match[1] or match[2], port)
+
+
+def parse_endpoints(texts: Sequence[str], default_port: int = _PORT) -> tuple[Endpoint, ...]:
+    """Read several. Raises ValueError, also when one is named twice."""
+    endpoints = tuple(Endpoint.parse(text, default_port) for text in texts)
     if len(set(endpoints)) < len(endpoints):
         raise ValueError("remote URL: a host is named twice")
-    return tuple(endpoints)
+    return endpoints
 
 
 @dataclass(frozen=True)
