@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.report import Figure, Report, at_most
 from lmcache.tiers.header import checksum
-from lmcache.tiers.mapping import populate
+from lmcache.tiers.pages import populate
 from lmcache.tiers.remote import RemoteTier
 from tests.harness.redis_server import RedisServer
 

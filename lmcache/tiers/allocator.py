@@ -29,7 +29,8 @@ _PAIRS = ((1, 0x5555), (2, 0x1111), (4, 0x0101), (8, 0x0001))  # per order: size
 
 def zeros(count: int, code: Literal["B", "I"]) -> memoryview[int]:
     """Return ``count`` numbers of a ``struct`` code, all 0; only what is touched takes memory."""
-    return memoryview(mmap.mmap(-1, max(1, count) * struct.calcsize(code))).cast(code)
+    memory = mmap.mmap(-1, max(1, count) * struct.calcsize(code), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memoryview(memory).cast(code)
 
 
 class FrameSet:

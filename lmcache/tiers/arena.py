@@ -5,6 +5,10 @@ touches them, so that a lack of memory is an error and not a SIGBUS: extent by e
 then ``MADV_POPULATE_WRITE``, in a background thread. Before the first format the file is filled from its
 start, as one column of pages; after it by ranges of rows over all columns, since a row is usable only when
 all its columns are (what is filled already costs next to nothing then).
+
+**Size.** The file's size is its capacity and never changes. What it takes of memory is up to ``resize``: it
+grows by extents that are populated, and shrinks by extents in which holes are punched, so that clients that
+have them mapped read zeros and are never hit by a SIGBUS.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ import numpy as np
 
 from lmcache.tiers.base import ArenaError, Geometry
 from lmcache.tiers.layout import HEAD_BYTES, PAGE_BYTES, Head, Layout
-from lmcache.tiers.mapping import MappedColumn, map_column, populate
+from lmcache.tiers.mapping import MappedColumn, map_column
+from lmcache.tiers.pages import collapse, place, populate, prefer_huge_pages, punch_hole
 from lmcache.tiers.room import check_room
-from lmcache.tiers.slots import ENTRY, SlotTable
+from lmcache.tiers.slots import ENTRY, SlotTable, State
 
 __all__ = ["ArenaFile", "MappedColumn", "map_column"]
 
@@ -39,6 +44,7 @@ _STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
 class ArenaFile:
     """The file at ``path``: created, or adopted when its capacity and version fit.
 
+    ``huge_pages``: fewer TLB misses, for a slower start; ``numa_node``: where its memory is taken first.
     A file of another capacity is unlinked, never truncated: clients may still have it mapped.
     Raises ArenaError when there is no room (saying how much is needed and where), when another process uses
     the file as its arena, or when it is something else; the file is left as it was then.
@@ -56,15 +62,25 @@ class ArenaFile:
     epoch: int
     """Changes at every open and every ``format``; never comes back."""
 
-    def __init__(self, path: str | Path, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        capacity_bytes: int,
+        *,
+        huge_pages: bool = False,
+        numa_node: int | None = None,
+    ) -> None:
         self.path = Path(path)
         self.num_rows = 0  # when all extents are ready; 0 until formatted
         self.growth_error: str | None = None  # why growing stopped below capacity; None while all is well
         self._capacity = capacity_bytes - capacity_bytes % PAGE_BYTES
+        self._huge_pages = huge_pages
         self._changed = threading.Condition()
         # protected by _changed
         self._layout = Layout.unformatted(self._capacity)
+        self._target_bytes = self._capacity
         self._grown = 0  # rows of the layout that are populated
+        self._filled = 0  # rows that may take memory
         self._closing = False
         self._thread: threading.Thread | None = None
         try:
@@ -73,6 +89,10 @@ class ArenaFile:
         except OSError as error:
             raise ArenaError(f"can't open the arena {self.path}: {error.strerror}") from error
         self._data = np.frombuffer(self._map, np.uint8)
+        if numa_node is not None:
+            place(self._data, numa_node)
+        if huge_pages:
+            prefer_huge_pages(self._data)
         self.epoch = head.epoch
         if head.geometry is not None:
             self._set_layout(Layout.plan(self._capacity, head.geometry))
@@ -80,12 +100,12 @@ class ArenaFile:
 
     @property
     def ready_rows(self) -> int:
-        """Rows below this number are populated; only grows between two formats."""
+        """Rows below this number are populated."""
         return self._grown if self.num_rows else 0
 
     def start(self, on_growth: Callable[[], None]) -> None:
-        """Populate in a background thread; ``on_growth`` is called from it after each extent, and on an
-        error."""
+        """Populate in a background thread; ``on_growth`` is called from it after each extent, grown or given
+        back, and on an error."""
         self._thread = threading.Thread(target=self._grow, args=(on_growth,), name="arena", daemon=True)
         self._thread.start()
 
@@ -106,6 +126,30 @@ class ArenaFile:
         self._data[HEAD_BYTES : layout.data_offset] = 0
         self._set_layout(layout)
         self._write_head(geometry, first_generation)
+
+    def rows_within(self, target_bytes: int) -> int:
+        """Rows of the whole extents that fit into so many bytes beside head and slot table; at least one
+        extent."""
+        return self._rows_within(self._formatted(), target_bytes)
+
+    def resize(self, target_bytes: int) -> None:
+        """Take or give back memory, extent by extent and in the background, until the ``rows_within`` so many
+        bytes are populated, and no others.
+
+        Raises ArenaError, changing nothing, when a row beyond is in use: the memory tier has to ``vacate``
+        them first.
+        """
+        layout = self._formatted()
+        num_rows = self.rows_within(target_bytes)
+        entries = self.table.snapshot(num_rows, layout.num_rows)
+        num_used = int((entries["state"] != State.FREE).any(axis=0).sum())
+        if num_used:
+            raise ArenaError(f"{num_used} rows beyond {target_bytes} bytes of the arena are in use")
+        with self._changed:
+            self._target_bytes = target_bytes
+            self._grown = min(self._grown, num_rows)
+            self.growth_error = None
+            self._changed.notify_all()
 
     def table_offset(self, column: int) -> int:
         """Byte offset of the slot table of one column: ``num_rows`` entries of 128 bytes."""
@@ -150,6 +194,7 @@ class ArenaFile:
         with self._changed:
             self._layout = layout
             self._grown = 0
+            self._filled = layout.num_rows  # by an earlier format or process, for all that is known
             self.num_rows = layout.num_rows  # last: until then ready_rows is that of the old layout
             self.growth_error = None
             self._changed.notify_all()
@@ -163,33 +208,54 @@ class ArenaFile:
 
     def _grow(self, on_growth: Callable[[], None]) -> None:
         while (extent := self._next_extent()) is not None:
-            layout, rows = extent
+            layout, rows, is_wanted = extent
             error = None
             try:
                 for column in range(layout.geometry.num_columns):
-                    self._take(layout.slot_offset(rows.start, column), layout.slot_offset(rows.stop, column))
+                    ends = layout.slot_offset(rows.start, column), layout.slot_offset(rows.stop, column)
+                    self._take(*ends) if is_wanted else self._give_back(*ends)
             except ArenaError as caught:
-                error = f"{caught}; the arena {self.path} stays smaller than its {self._capacity} bytes"
+                error = f"{caught}; the arena {self.path} stays at {rows.start * layout.row_bytes} bytes"
                 _log.error("%s", error)
             with self._changed:
                 if self._closing:
                     return
                 if self._layout is layout:
-                    self.growth_error = error
-                    self._grown = rows.start if error else rows.stop
+                    self._note_extent(rows, error, is_wanted=is_wanted)
             on_growth()
 
-    def _next_extent(self) -> tuple[Layout, range] | None:
-        """Wait for rows to populate; None when the arena is being closed."""
+    def _note_extent(self, rows: range, error: str | None, *, is_wanted: bool) -> None:
+        self.growth_error = error
+        if not is_wanted:
+            self._filled = rows.start
+            return
+        self._filled = max(self._filled, rows.stop)
+        # Else the arena was made smaller meanwhile, and these rows are to be given back.
+        if rows.start == self._grown and rows.stop <= self._rows_within(self._layout, self._target_bytes):
+            self._grown = rows.start if error else rows.stop
+
+    def _next_extent(self) -> tuple[Layout, range, bool] | None:
+        """Wait for rows to populate (True) or to give back; None when the arena is being closed."""
         with self._changed:
             while not self._closing:
-                layout, first = self._layout, self._grown
-                if first < layout.num_rows and self.growth_error is None:
-                    extent_bytes = min(_MAX_EXTENT_BYTES, self._capacity // _EXTENTS_PER_ARENA)
-                    num_rows = max(1, extent_bytes // layout.row_bytes)
-                    return layout, range(first, min(layout.num_rows, first + num_rows))
+                layout = self._layout
+                target, extent = self._rows_within(layout, self._target_bytes), self._extent_rows(layout)
+                if self._filled > target:
+                    return layout, range(max(target, self._filled - extent), self._filled), False
+                if self._grown < target and self.growth_error is None:
+                    return layout, range(self._grown, min(target, self._grown + extent)), True
                 self._changed.wait()
         return None
+
+    def _extent_rows(self, layout: Layout) -> int:
+        return max(1, min(_MAX_EXTENT_BYTES, self._capacity // _EXTENTS_PER_ARENA) // layout.row_bytes)
+
+    def _rows_within(self, layout: Layout, target_bytes: int) -> int:
+        if target_bytes >= self._capacity:
+            return layout.num_rows
+        extent = self._extent_rows(layout)
+        num_extents = (target_bytes - layout.data_offset) // layout.row_bytes // extent
+        return min(layout.num_rows, max(1, num_extents) * extent)
 
     def _take(self, start: int, end: int) -> None:
         for offset in range(start, end, _STEP_BYTES):
@@ -198,6 +264,11 @@ class ArenaFile:
             step = min(_STEP_BYTES, end - offset)
             _allocate(self._fd, offset, step)
             populate(self._data[offset : offset + step])
+            if self._huge_pages:
+                collapse(self._data[offset : offset + step])
+
+    def _give_back(self, start: int, end: int) -> None:
+        punch_hole(self._fd, start, end - start)
 
 
 def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from lmcache.tiers.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.base import Arena, ArenaError, RowKey
 from lmcache.tiers.policy import Policy
-from lmcache.tiers.rows import Rows
+from lmcache.tiers.rows import Rows, Vacated
 from lmcache.tiers.stats import MemoryStats
 
 _HERE = bytes(16)  # owner of all rows: this process
@@ -34,9 +34,14 @@ class LocalStore:
         if arena.geometry is None or arena.geometry.num_columns != 1:
             raise ArenaError("a local store needs an arena of one column")
         self._slot_bytes = arena.geometry.slot_bytes
-        self.capacity_bytes = arena.num_rows * self._slot_bytes
+        self._num_slots = arena.num_rows
         self._lock = threading.Lock()
         self._rows = Rows(arena, policy, slots_per_frame=SLOTS_PER_FRAME)  # protected by _lock
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all slots that may be taken."""
+        return self._rows.usable_slots * self._slot_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -115,6 +120,20 @@ class LocalStore:
             if is_there:
                 self._rows.remove(key)
             return is_there
+
+    def resize(self, num_bytes: int) -> Vacated:
+        """Grow or shrink to the whole frames within so many bytes, at most to the arena's size. Nothing is
+        put beyond them any more, and what is there is evicted, as far as nobody uses it: say it again for the
+        rest.
+
+        Then the arena may ``discard`` the slots from ``capacity_bytes`` on.
+        """
+        num_slots = num_bytes // self._slot_bytes
+        if num_slots < self._num_slots:
+            num_slots -= num_slots % SLOTS_PER_FRAME
+        with self._lock:
+            self._rows.usable_slots = min(num_slots, self._num_slots)
+            return self._rows.vacate(self._rows.usable_slots)
 
     def keys(self) -> list[RowKey]:
         """All keys, the next victim first; those that are being read, or that nothing evicts, come last."""

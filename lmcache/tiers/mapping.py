@@ -1,9 +1,8 @@
-"""Memory that two processes share: faulting it in, and a client's view of its column. Without torch."""
+"""A client's view of its column of the arena file. Without torch."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 from pathlib import Path
@@ -12,24 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache.tiers.base import ArenaError, Slot
+from lmcache.tiers.pages import populate
 from lmcache.tiers.slots import ENTRY, State
-
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not know it
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def populate(memory: NDArray[np.uint8]) -> None:
-    """Fault all pages of a mapped range in, writable, without holding the GIL (mmap.madvise would hold it).
-
-    Raises ArenaError when the kernel can't: out of memory, or older than 5.14.
-    """
-    start = memory.ctypes.data
-    first = start - start % mmap.PAGESIZE
-    if _libc.madvise(first, start + memory.nbytes - first, _MADV_POPULATE_WRITE):
-        reason = os.strerror(ctypes.get_errno())
-        raise ArenaError(f"can't populate {memory.nbytes} bytes of the arena (needs Linux 5.14): {reason}")
 
 
 class MappedColumn:

@@ -262,7 +262,9 @@ class MemoryTier:
         self._rows.usable_slots = number
 
     def vacate(self, first_row: int) -> Vacated:
-        """Evict the rows from this one on, as far as nobody uses them; lower ``usable_rows`` first."""
+        """Use the rows from this one on no more, and evict what is there, as far as nobody uses it: ask again
+        for the rest. Costs O(rows) from there on: go extent by extent."""
+        self.usable_rows = min(self.usable_rows, first_row)
         return self._rows.vacate(first_row)
 
     @property

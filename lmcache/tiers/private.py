@@ -9,8 +9,8 @@ import threading
 import numpy as np
 
 from lmcache.tiers.allocator import SLOTS_PER_FRAME
-from lmcache.tiers.base import Geometry
-from lmcache.tiers.mapping import populate
+from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.pages import discard, place, populate, prefer_huge_pages
 from lmcache.tiers.slots import SlotTable
 
 _STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
@@ -21,7 +21,7 @@ class PrivateArena:
 
     ``buffer`` is all of it as one writable buffer (for ``torch.frombuffer``): the slots of column 0, then
     those of the next. Page faults cost more than a copy: ``start`` takes all pages in the background. Raises
-    ArenaError when there is no such NUMA node, MemoryError when there is not that much address space.
+    ArenaError when there is no such NUMA node, or not that much memory.
     """
 
     first_generation = 1
@@ -33,8 +33,16 @@ class PrivateArena:
         self.num_rows = self.ready_rows = num_slots
         # Rows of several slots are numbered by whole frames.
         self.table = SlotTable.blank(geometry.num_columns, -(-num_slots // SLOTS_PER_FRAME) * SLOTS_PER_FRAME)
-        self._map = mmap.mmap(-1, geometry.num_columns * num_slots * geometry.slot_bytes)
+        num_bytes = geometry.num_columns * num_slots * geometry.slot_bytes
+        try:
+            self._map = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ArenaError(f"can't have {num_bytes} bytes of memory: {error.strerror}") from error
         self._data = np.frombuffer(self._map, np.uint8)
+        if numa_node is not None:
+            place(self._data, numa_node)
+        if huge_pages:
+            prefer_huge_pages(self._data)
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -48,6 +56,13 @@ class PrivateArena:
         slot_bytes = self.geometry.slot_bytes
         start = (column * self.num_rows + row) * slot_bytes
         return self._data[start : start + (slot_bytes if length is None else length)].data
+
+    def discard(self, first_row: int) -> None:
+        """Give the memory from this slot on back until it is touched again: nobody may use it now."""
+        for column in range(self.geometry.num_columns):
+            start = column * self.num_rows
+            rows = slice((start + first_row) * self.geometry.slot_bytes, None)
+            discard(self._data[rows][: (self.num_rows - first_row) * self.geometry.slot_bytes])
 
     def start(self) -> None:
         """Take all pages in a background thread, so that nobody waits for them later."""

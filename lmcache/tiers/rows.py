@@ -79,7 +79,8 @@ class Rows:
         self._tenants = zeros(self.allocator.num_numbers, "I")
         self._unverified = zeros(self.allocator.num_numbers, "B")
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
-        self._dropped: list[int] = []  # adopted rows of no use, not free while adopted rows are held
+        # Adopted rows of no use: not free while adopted rows are held.
+        self._dropped: dict[int, None] = {}
         self.usable_slots = arena.ready_rows
 
     @property
@@ -182,7 +183,7 @@ class Rows:
             self._incomplete[number] = self._clock()
         elif number not in self.pins and number not in self.leases:
             if self.is_holding_adopted and row.slot.generation < self.first_generation:
-                self._dropped.append(number)
+                self._dropped[number] = None
             else:
                 self._free(number)
 
@@ -283,7 +284,7 @@ class Rows:
         """Free the slots of one row, whichever can be spared most easily (they may lie beyond what is usable:
         of no use there)."""
         if self._dropped:
-            self._free(self._dropped.pop())
+            self._free(next(iter(self._dropped)))
             return True
         number, since = next(iter(self._incomplete.items()), (-1, 0.0))
         if number >= 0 and self._clock() - since > INCOMPLETE_SECONDS:
@@ -312,6 +313,7 @@ class Rows:
     def _free(self, number: int) -> None:
         self.open.pop(number, None)
         self._incomplete.pop(number, None)
+        self._dropped.pop(number, None)
         if self._unverified[number]:
             self._unverified[number] = 0
         self.table.free(number)

@@ -254,6 +254,26 @@ def test_a_reader_or_writer_that_takes_its_time_stops_nobody(payloads):
     assert payloads.present(2) == [2]
 
 
+def test_it_shrinks_to_what_it_may_use_and_grows_again(payloads):
+    for number in range(4):
+        payloads.put(number)
+    with payloads.store.pin_prefix(keys(3)) as rows:
+        assert payloads.store.resize(2 * FULL + SLOT).blocked == {"leased": 1}
+        assert payloads.store.capacity_bytes == 2 * FULL
+        assert payloads.present(3) == []
+        assert payloads.read(*rows[0]) == bytes([3]) * FULL
+    assert payloads.store.resize(2 * FULL) == (1, {})
+    payloads.arena.discard(payloads.store.capacity_bytes // SLOT)
+    for number in range(10, 20):
+        assert payloads.put(number)
+    assert payloads.store.num_bytes == 2 * FULL
+    payloads.store.resize(100 * FULL)
+    for number in range(10, 20):
+        assert payloads.put(number)
+        assert payloads.get(number) == bytes([number]) * FULL
+    assert payloads.store.num_bytes == payloads.store.capacity_bytes == 4 * FULL
+
+
 def test_an_arena_of_several_columns_is_refused():
     with pytest.raises(ArenaError, match="one column"):
         LocalStore(PrivateArena(Geometry(SLOT, 2), 16))

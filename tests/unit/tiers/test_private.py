@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from lmcache.tiers.base import Geometry
+from lmcache.tiers import pages
+from lmcache.tiers.base import ArenaError, Geometry
 from lmcache.tiers.private import PrivateArena
 
 MIB = 1 << 20
@@ -56,3 +58,42 @@ def test_closing_waits_for_no_view():
     arena.close()
     view[:4] = b"mine"
     assert bytes(view[:4]) == b"mine"
+
+
+def test_memory_that_is_given_back_is_there_again_when_it_is_touched():
+    arena = PrivateArena(Geometry(MIB, 2), 32)
+    for column in range(2):
+        for row in range(32):
+            arena.view(row, column)[:] = bytes([row + 1]) * MIB
+    before = resident_bytes()
+    arena.discard(8)
+    assert before - resident_bytes() > 40 * MIB
+    for column in range(2):
+        assert bytes(arena.view(7, column)) == bytes([8]) * MIB
+        assert bytes(arena.view(8, column)) == bytes(MIB)
+        arena.view(31, column)[:] = b"z" * MIB
+        assert bytes(arena.view(31, column)) == b"z" * MIB
+
+
+def test_more_memory_than_there_is_says_so():
+    with pytest.raises(ArenaError, match=r"can't have \d+ bytes"):
+        PrivateArena(Geometry(1 << 40, 1), 1 << 10)
+
+
+def test_a_numa_node_that_does_not_exist_is_named_with_those_that_do(monkeypatch, tmp_path):
+    (tmp_path / "has_memory").write_text("0-1,3\n")
+    monkeypatch.setattr(pages, "_NODES", tmp_path)
+    with pytest.raises(ArenaError, match=r"no NUMA node 2; there are 0, 1, 3"):
+        PrivateArena(Geometry(4096, 1), 16, numa_node=2)
+
+
+def test_memory_comes_from_the_node_that_was_chosen():
+    node = pages.numa_nodes()[-1]
+    arena = PrivateArena(Geometry(4096, 1), 16, numa_node=node)
+    address = np.frombuffer(arena.buffer, np.uint8).ctypes.data
+    arena.view(0, 0)[:] = b"x" * 4096
+    maps = Path("/proc/self/numa_maps").read_text().splitlines()
+    mine = next(
+        line for line in maps if int(line.split()[0], 16) <= address < int(line.split()[0], 16) + 65536
+    )
+    assert f"prefer:{node}" in mine or f"prefer=static:{node}" in mine
