@@ -1,0 +1,184 @@
+"""The lm:// protocol: messages, and the stream they go over.
+
+A request is a ``ClientMetaMessage``, and for PUT the payload after it. A reply is a ``ServerMetaMessage`` and
+``length`` bytes after it; PUT has none. One request after the other, in native byte order, as legacy peers
+speak it. There is neither a version nor a checksum: values bring their own (serde containers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lmcache.tiers.header import Buffer
+
+T = TypeVar("T")
+
+MAX_KEY_LENGTH = 150  # bytes of UTF-8
+MAX_LENGTH = (1 << 31) - 1  # of a payload, in bytes
+
+_CLIENT = struct.Struct(f"ii{MAX_KEY_LENGTH}s")
+_SERVER = struct.Struct("ii")
+_MIN_BYTES_PER_SECOND = 1 << 20  # a peer that is slower than this over a whole payload counts as gone
+
+
+class Constants:
+    """Numbers of the protocol."""
+
+    CLIENT_PUT = 1
+    CLIENT_GET = 2
+    CLIENT_EXIST = 3
+    CLIENT_LIST = 4
+
+    SERVER_SUCCESS = 200
+    SERVER_FAIL = 400
+
+
+@dataclass
+class ClientMetaMessage:
+    """Head of a request; ``length`` is that of PUT's payload, else 0."""
+
+    command: int
+    key: str
+    length: int
+
+    def serialize(self) -> bytes:
+        """Return ``packlength()`` bytes, the key padded with spaces.
+
+        Raises ValueError for a key that is too long, or would not come back (a space at its end, not UTF-8),
+        and for a length that is none.
+        """
+        key = self.key.encode()
+        if len(key) > MAX_KEY_LENGTH or key.endswith(b" "):
+            raise ValueError(f"a key has at most {MAX_KEY_LENGTH} bytes, the last one no space: {self.key!r}")
+        if not 0 <= self.length <= MAX_LENGTH:
+            raise ValueError(f"a payload of {self.length} bytes can't be sent")
+        return _CLIENT.pack(self.command, self.length, key.ljust(MAX_KEY_LENGTH))
+
+    @staticmethod
+    def deserialize(raw: bytes) -> ClientMetaMessage:
+        """Read what ``serialize`` wrote; raises ValueError for anything else but an unknown command."""
+        command, length, key = _unpack(_CLIENT, raw)
+        return ClientMetaMessage(command, key.rstrip(b" ").decode(), length)
+
+    @staticmethod
+    def packlength() -> int:
+        """Bytes of a serialised message."""
+        return _CLIENT.size
+
+
+@dataclass
+class ServerMetaMessage:
+    """Head of a reply; ``length`` bytes follow."""
+
+    code: int
+    length: int
+
+    def serialize(self) -> bytes:
+        """Return ``packlength()`` bytes."""
+        return _SERVER.pack(self.code, self.length)
+
+    @staticmethod
+    def deserialize(raw: bytes) -> ServerMetaMessage:
+        """Read what ``serialize`` wrote; raises ValueError for a negative length or another size."""
+        return ServerMetaMessage(*_unpack(_SERVER, raw))
+
+    @staticmethod
+    def packlength() -> int:
+        """Bytes of a serialised message."""
+        return _SERVER.size
+
+
+def _unpack(layout: struct.Struct, raw: bytes) -> tuple[Any, ...]:
+    if len(raw) != layout.size:
+        raise ValueError(f"a message has {layout.size} bytes, not {len(raw)}")
+    fields = layout.unpack(raw)
+    if fields[1] < 0:
+        raise ValueError(f"a length of {fields[1]} bytes")
+    return fields
+
+
+class Stream:
+    """One end of a connection, used by one thread at a time.
+
+    Each ``send`` and ``receive`` has ``timeout_seconds``, and a second more for each MiB as long as the peer
+    does something. The kernel keeps the time-out of one call (``SO_RCVTIMEO``): with Python's own each call
+    would return after one packet. Both raise OSError (TimeoutError, ConnectionError), and the stream is of no
+    use then.
+    """
+
+    def __init__(self, connection: socket.socket, timeout_seconds: float) -> None:
+        self._socket = connection
+        self._timeout = timeout_seconds
+        limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, *buffers: Buffer) -> None:
+        """Send all of the buffers, without joining them."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        deadline = self._deadline(sum(map(len, views)))
+        while views:
+            sent = self._within(deadline, self._socket.sendmsg, views)
+            while views and sent >= len(views[0]):
+                sent -= len(views.pop(0))
+            if views:
+                views[0] = views[0][sent:]
+
+    def receive(self, num_bytes: int) -> bytes:
+        """Return exactly so many bytes; memory beyond what came is only reserved, not taken."""
+        deadline = self._deadline(num_bytes)
+        parts: list[bytes] = []
+        while num_bytes:
+            part = self._within(deadline, self._socket.recv, num_bytes, socket.MSG_WAITALL)
+            if not part:
+                raise ConnectionResetError("the peer closed the connection")
+            parts.append(part)
+            num_bytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def wait(self) -> bool:
+        """Wait, however long, until something can be received. False: the peer closed the connection."""
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return bool(self._socket.recv(1, socket.MSG_PEEK))
+
+    def is_quiet(self) -> bool:
+        """Is the stream open, with nothing to be received? Between requests, anything else is the end."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def end_reading(self) -> None:
+        """Let this end's ``wait`` and ``receive`` take what has come, and then see the end. Any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _deadline(self, num_bytes: int) -> float:
+        return time.monotonic() + self._timeout + num_bytes / _MIN_BYTES_PER_SECOND
+
+    def _within(self, deadline: float, call: Callable[..., T], *arguments: object) -> T:
+        # The kernel bounds one wait, this bounds them all: a peer may trickle.
+        if time.monotonic() > deadline:
+            raise TimeoutError("the peer is too slow")
+        try:
+            return call(*arguments)
+        except BlockingIOError:
+            raise TimeoutError(f"the peer did nothing for {self._timeout} s") from None

@@ -1,0 +1,49 @@
+"""``python -m lmcache.server``, also installed as ``lmcache_server``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+
+from lmcache.protocol import MAX_LENGTH
+from lmcache.server.server import LMCacheServer
+from lmcache.tiers.base import TierError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; exits with a sentence when it can't start."""
+    options = _parse(arguments)
+    try:
+        server = LMCacheServer(
+            options.host,
+            options.port,
+            options.storage,
+            max_size_gb=options.max_size_gb,
+            max_object_bytes=min(options.max_object_mb << 20, MAX_LENGTH),
+            max_clients=options.max_clients,
+            timeout_seconds=options.timeout_seconds,
+        )
+    except (OSError, OverflowError, ValueError, TierError) as error:
+        raise SystemExit(f"lmcache_server: {error}") from error
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    print(f"lmcache_server: listening on {options.host}:{server.port}", flush=True)
+    server.run()
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("lmcache_server", description="Keep KV chunks for engines (lm://).")
+    add = parser.add_argument
+    add("host", help="address to listen on; there is no authentication: keep it private")
+    add("port", type=int, help="0: one that is free")
+    add("storage", nargs="?", default="cpu", help='"cpu" (memory, the default) or a directory')
+    add("--max-size-gb", type=float, help="GiB kept (default: 5 of memory, half of a directory's volume)")
+    add("--max-object-mb", type=int, default=1024, help="MiB of the largest object taken (default: 1024)")
+    add("--max-clients", type=int, default=256, help="connections at a time (default: 256)")
+    add("--timeout-seconds", type=float, default=30, help="of one message; 1 s more per MiB (default: 30)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Where the server keeps its objects."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from lmcache.server.server_storage_backend.abstract_backend import LMSBackendInterface
+from lmcache.server.server_storage_backend.local_backend import LMSLocalBackend, LMSLocalDiskBackend
+
+__all__ = ["CreateStorageBackend", "LMSBackendInterface", "LMSLocalBackend", "LMSLocalDiskBackend"]
+
+_MEMORY_GB = 5.0
+
+
+def CreateStorageBackend(
+    device: str, max_size_gb: float | None = None, max_object_bytes: int = 1 << 30
+) -> LMSBackendInterface:
+    """Make the storage that ``device`` names: "cpu" for memory, else a directory.
+
+    ``max_size_gb`` (GiB) is 5 in memory and half of the directory's volume if not given. Raises ValueError
+    for "cuda" and for a size that is none, OSError and ``lmcache.tiers.disk_files.DiskError`` for a directory
+    that can't be used.
+    """
+    if max_size_gb is not None and not 0 < max_size_gb < 1 << 30:
+        raise ValueError(f"{max_size_gb} GiB is not a size")
+    if device.startswith("cuda"):
+        raise ValueError('storage "cuda" is not supported: write cpu, or a directory')
+    if device == "cpu":
+        return LMSLocalBackend(int((max_size_gb or _MEMORY_GB) * 1024**3))
+    os.makedirs(device, exist_ok=True)
+    half = shutil.disk_usage(device).total // 2
+    return LMSLocalDiskBackend(device, int(max_size_gb * 1024**3) if max_size_gb else half, max_object_bytes)

@@ -1,0 +1,95 @@
+"""lm://: the library's own server (``lmcache.server``)."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from lmcache.protocol import ClientMetaMessage, Constants, ServerMetaMessage, Stream
+from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector, chunk_keys
+from lmcache.tiers.resilience import CircuitBreaker
+
+_CONNECT_SECONDS = 2.0
+_TIMEOUT_SECONDS = 5.0  # of one message; longer payloads have longer (protocol.Stream)
+
+
+class LMCServerConnector(RemoteBytesConnector):
+    """One connection, made when it is first needed and again when it broke.
+
+    A lock is held from a request's first byte to its reply's last, so that threads never read each other's
+    replies. After a failure calls fail at once until the circuit breaker's next trial is due (at most 0.5 s).
+    """
+
+    def __init__(self, host: str, port: int, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+        self._address = (host, port)
+        self._timeout = timeout_seconds
+        self._lock = threading.Lock()  # protects what follows
+        self._stream: Stream | None = None
+        self._breaker = CircuitBreaker()
+
+    def exists(self, key: str) -> bool:
+        """See RemoteConnector."""
+        return self._call(_head(Constants.CLIENT_EXIST, key)) is not None
+
+    def get(self, key: str) -> bytes | None:
+        """See RemoteConnector."""
+        return self._call(_head(Constants.CLIENT_GET, key))
+
+    def set(self, key: str, obj: bytes) -> None:
+        """See RemoteConnector. PUT has no reply: an EXIST right behind it says whether it was stored."""
+        put = _head(Constants.CLIENT_PUT, key, memoryview(obj).nbytes)
+        if self._call(put, obj, _head(Constants.CLIENT_EXIST, key)) is None:
+            raise ConnectionError(f"the server did not take {key!r}")
+
+    def list(self) -> list[str]:
+        """See RemoteConnector."""
+        return chunk_keys((self._call(_head(Constants.CLIENT_LIST, "")) or b"").split(b"\n"))
+
+    def close(self) -> None:
+        """See RemoteConnector."""
+        with self._lock:
+            self._hang_up()
+
+    def _call(self, *request: bytes) -> bytes | None:
+        """Send a request and return what its reply carries; None: the reply says no."""
+        with self._lock:
+            if self._breaker.seconds_to_trial > 0:
+                raise ConnectionError("the server is left alone for a moment after a failure")
+            try:
+                stream = self._connected()
+                stream.send(*request)
+                answer = _receive_reply(stream)
+            except (OSError, ValueError) as error:
+                self._hang_up()
+                self._breaker.failure()
+                raise ConnectionError(f"lm server {self._address[0]}:{self._address[1]}: {error}") from error
+            self._breaker.trial_succeeded()
+            self._breaker.success()
+            return answer
+
+    def _connected(self) -> Stream:
+        # A server that restarted, or answers what nobody asked, is noticed before a request is lost on it.
+        if self._stream is not None and not self._stream.is_quiet():
+            self._hang_up()
+        if self._stream is None:
+            connection = socket.create_connection(self._address, _CONNECT_SECONDS)
+            self._stream = Stream(connection, self._timeout)
+        return self._stream
+
+    def _hang_up(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+def _head(command: int, key: str, length: int = 0) -> bytes:
+    return ClientMetaMessage(command, key, length).serialize()
+
+
+def _receive_reply(stream: Stream) -> bytes | None:
+    """Raises ValueError for what is no reply."""
+    reply = ServerMetaMessage.deserialize(stream.receive(ServerMetaMessage.packlength()))
+    if reply.code not in (Constants.SERVER_SUCCESS, Constants.SERVER_FAIL):
+        raise ValueError(f"unexpected reply {reply.code}")
+    payload = stream.receive(reply.length)
+    return payload if reply.code == Constants.SERVER_SUCCESS else None

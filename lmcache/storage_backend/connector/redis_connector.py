@@ -1,0 +1,116 @@
+"""Redis and Valkey: alone, behind Sentinel, as a Cluster. One value per chunk.
+
+Of redis-py's client only get, set, exists, scan and close are used, so that any object that offers these will
+do. Its classes are looked up in the module when a connector is made, and get a time-out where they take one.
+``rediss://`` trusts the system's authorities, and those in the file that SSL_CERT_FILE names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import redis
+import redis.cluster
+
+from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector, chunk_keys
+
+T = TypeVar("T")
+
+_redis: Any = redis  # many of its signatures are untyped
+
+_TIMEOUTS = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0}  # seconds, of one read or write
+_SCAN = {"match": "*@*@*@*@*", "count": 1000}
+
+
+class _ClientConnector(RemoteBytesConnector):
+    """Everything over a client of redis-py, which ``connect`` makes when it is first needed."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+
+    @cached_property
+    def connection(self) -> Any:
+        """The client."""
+        return self._connect()
+
+    def exists(self, key: str) -> bool:
+        """See RemoteConnector."""
+        return bool(_guarded(lambda: self.connection.exists(key)))
+
+    def get(self, key: str) -> bytes | None:
+        """See RemoteConnector."""
+        value: bytes | None = _guarded(lambda: self.connection.get(key))
+        return value
+
+    def set(self, key: str, obj: bytes) -> None:
+        """See RemoteConnector."""
+        _guarded(lambda: self.connection.set(key, obj))
+
+    def list(self) -> list[str]:
+        """See RemoteConnector."""
+        return _guarded(lambda: chunk_keys(self._scan()))
+
+    def close(self) -> None:
+        """See RemoteConnector."""
+        if "connection" in self.__dict__:
+            self.connection.close()
+
+    def _scan(self) -> Iterable[bytes | str]:
+        scan = self.connection.scan
+        options = _taken_by(scan, _SCAN)
+        cursor, names = scan(cursor=0, **options)
+        yield from names
+        while cursor != 0:
+            cursor, names = scan(cursor=cursor, **options)
+            yield from names
+
+
+class RedisConnector(_ClientConnector):
+    """One server; ``options`` are further arguments of ``redis.Redis`` (db, username, password, ssl)."""
+
+    def __init__(self, host: str, port: int, **options: Any) -> None:
+        client = _redis.Redis(host=host, port=port, **_taken_by(_redis.Redis, _TIMEOUTS), **options)
+        super().__init__(lambda: client)
+
+
+class RedisSentinelConnector(_ClientConnector):
+    """The master that Sentinel names, for reads too: a replica may not have yet what was just written.
+
+    The service is REDIS_SERVICE_NAME (mymaster), the time-out REDIS_TIMEOUT seconds (1). ``options`` are
+    arguments of the master's client. Raises ValueError for a REDIS_TIMEOUT that is not a number.
+    """
+
+    def __init__(self, hosts_and_ports: Sequence[tuple[str, int]], **options: Any) -> None:
+        timeout = float(os.environ.get("REDIS_TIMEOUT") or 1)
+        sentinel = _redis.Sentinel(list(hosts_and_ports), socket_timeout=timeout)
+        service = os.environ.get("REDIS_SERVICE_NAME") or "mymaster"
+        client = sentinel.master_for(service, socket_timeout=timeout, **options)
+        super().__init__(lambda: client)
+
+
+class RedisClusterConnector(_ClientConnector):
+    """A Cluster, found from any of the given nodes at the first call: redis-py connects at once."""
+
+    def __init__(self, hosts_and_ports: Sequence[tuple[str, int]], **options: Any) -> None:
+        nodes = [_redis.cluster.ClusterNode(host, port) for host, port in hosts_and_ports]
+        super().__init__(lambda: _redis.RedisCluster(startup_nodes=nodes, **_TIMEOUTS, **options))
+
+    def _scan(self) -> Iterable[bytes | str]:
+        yield from self.connection.scan_iter(**_SCAN)  # a cursor per node
+
+
+def _guarded(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (redis.RedisError, OSError) as error:
+        raise ConnectionError(f"Redis: {error}") from error
+
+
+def _taken_by(call: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options that ``call`` names among its parameters."""
+    parameters = inspect.signature(call).parameters
+    return {name: value for name, value in options.items() if name in parameters}
