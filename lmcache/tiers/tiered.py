@@ -130,14 +130,16 @@ class TieredStore:
         length: int,
         first_chunk: int = 0,
         request: str = "",
+        tenant: bytes = b"",
     ) -> list[Reservation]:
         """One answer per key, the head of the chain first; ``length``: payload bytes of one column.
 
-        What is stored for one ``request``, in however many calls, is evicted tail first.
+        What is stored for one ``request``, in however many calls, is evicted tail first. New rows are counted
+        for ``tenant``.
         """
         group = request or object()
         return [
-            self.memory.reserve(key, column, owner, length=length, depth=depth, request=group)
+            self.memory.reserve(key, column, owner, length=length, depth=depth, request=group, tenant=tenant)
             for depth, key in enumerate(keys, first_chunk)
         ]
 

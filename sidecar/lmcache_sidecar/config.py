@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
-from lmcache.tiers.resp import Address
+from lmcache.tiers.address import Address
 
 ENV_PREFIX = "LMCACHE_"
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -94,6 +94,10 @@ class Config:
         "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)")
     memory_size: int = _option("SIZE", "1Gi", parse_size,
         "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti")
+    disk_path: str = _option("PATH", "", str,
+        "directory of the disk tier, used by this sidecar alone; empty: no disk tier")
+    disk_size: int = _option("SIZE", "10Gi", parse_size,
+        "size of the disk tier, at most nine tenths of its volume")
     admit: str = _option("POLICY", "All", _one_of("All", "OnReuse"),
         "which chunks go to disk and remote tier: All, or OnReuse, those that were hit once in memory")
     remote_url: str = _option("URL", "", _URL,

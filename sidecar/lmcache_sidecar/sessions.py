@@ -198,6 +198,7 @@ class Sessions:
                 length=peer.chunk_bytes[request.group],
                 first_chunk=request.first_chunk,
                 request=request.request_id,
+                tenant=request.tenant,
             )
             results = [reservation.result for reservation in reserved]
             slots = [reservation.slot or _NO_SLOT for reservation in reserved]

@@ -10,7 +10,9 @@ from typing import Any
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.lower import Lower
+from lmcache.tiers.stats import Tenants
 from lmcache_sidecar.sessions import Client, Sessions
 from lmcache_sidecar.tiers import Configured
 
@@ -67,8 +69,16 @@ def _memory(sessions: Sessions) -> dict[str, Any]:
         "hit_ratio": _ratio(counts.hits, counts.misses),
         "refused": counts.refused,
         "verified": store.num_verified,
+        "tenants": _tenants(counts.tenants),
         "removed": {reason.value: number for reason, number in counts.removed.items()},
     }
+
+
+def _tenants(tenants: Tenants) -> dict[str, Any]:
+    """The largest tenants by the head of their names, which are hashes, and all others together."""
+    largest, others = tenants.largest()
+    uses = {use.name.hex()[:16] or "none": use for use in largest} | {"other": others}
+    return {name: {"rows": use.num_rows, "bytes": use.num_bytes} for name, use in uses.items()}
 
 
 def tier_stats(configured: Configured, lower: Lower | None) -> dict[str, Any]:
@@ -88,6 +98,8 @@ def tier_stats(configured: Configured, lower: Lower | None) -> dict[str, Any]:
         "refused": counts["refused"],
         "invalid": counts["invalid"],
     }
+    if isinstance(tier, DiskTier):
+        numbers["used_bytes"] = tier.num_bytes
     return numbers | _traffic(lower) if lower else numbers
 
 

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 
 from lmcache.tiers.base import Geometry, LowerTier, Reserved, Slot, TierUnavailable
+from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.private import PrivateArena
 from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.tiers.stats import Unwritten
@@ -27,20 +28,16 @@ def content(key: bytes, column: int) -> bytes:
     return (key + bytes([column]) * 64) * (SIZE // 128)
 
 
-class FakeTier:
-    """A ``LowerTier`` in a dict; operations in ``held`` wait at the gate."""
+class FaultyTier:
+    """A ``LowerTier`` that is held, sick or well as tests say; operations in ``held`` wait at the gate."""
 
     def __init__(self) -> None:
         self.breaker = CircuitBreaker(0.001, 0.01)
-        self.objects: dict[tuple[bytes, int], bytes] = {}
         self.calls: Counter[str] = Counter()
-        self.touched: Counter[bytes] = Counter()
-        self.labels: set[bytes] = set()
         self.held = {"probe", "load", "store"}
         self.open = threading.Event()
         self.open.set()
         self.is_sick = False
-        self.is_full = False
         self.num_waiting = 0
 
     def _enter(self, name: str) -> None:
@@ -53,6 +50,51 @@ class FakeTier:
             self.breaker.failure()
             raise TierUnavailable("sick")
 
+    def try_again(self):
+        self.calls["trial"] += 1
+        if self.is_sick:
+            self.breaker.failure()
+            return False
+        self.breaker.trial_succeeded()
+        return True
+
+
+class FaultyDisk(FaultyTier):
+    """A real disk tier behind the faults."""
+
+    def __init__(self, disk: DiskTier) -> None:
+        super().__init__()
+        self.disk = disk
+
+    def probe(self, keys, num_columns):
+        self._enter("probe")
+        return self.disk.probe(keys, num_columns)
+
+    def load(self, key, column, into):
+        self._enter("load")
+        return self.disk.load(key, column, into)
+
+    def store(self, key, column, payload, label):
+        self._enter("store")
+        return self.disk.store(key, column, payload, label)
+
+    def touch(self, keys, num_columns):
+        self._enter("touch")
+        self.disk.touch(keys, num_columns)
+
+
+class FakeTier(FaultyTier):
+    """Objects in a dict; one that is ``INVALID`` does not fit its checksum."""
+
+    INVALID = b"invalid"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[tuple[bytes, int], bytes] = {}
+        self.touched: Counter[bytes] = Counter()
+        self.labels: set[bytes] = set()
+        self.is_full = False
+
     def probe(self, keys, num_columns):
         self._enter("probe")
         present = [all((key, column) in self.objects for column in range(num_columns)) for key in keys]
@@ -61,7 +103,7 @@ class FakeTier:
     def load(self, key, column, into):
         self._enter("load")
         payload = self.objects.get((key, column))
-        if payload is None or payload == b"invalid":
+        if payload is None or payload == self.INVALID:
             into[:3] = b"???"
             return None
         into[: len(payload)] = payload
@@ -78,17 +120,6 @@ class FakeTier:
             self.labels.add(label)
         return not self.is_full
 
-    def try_again(self):
-        self.calls["trial"] += 1
-        if self.is_sick:
-            self.breaker.failure()
-            return False
-        self.breaker.trial_succeeded()
-        return True
-
-    def close(self):
-        self.calls["close"] += 1
-
     def fill(self, keys: list[bytes]) -> None:
         self.objects.update({(key, column): content(key, column) for key in keys for column in range(2)})
 
@@ -103,9 +134,10 @@ class World:
         arena: PrivateArena | None = None,
         disk: LowerTier | None = None,
         admit: Admit = Admit.ALL,
+        remote: FakeTier | None = None,
     ) -> None:
         self.now = 0.0
-        self.remote = FakeTier()
+        self.remote = remote or FakeTier()
         self.arena = arena or PrivateArena(Geometry(SIZE, NUM_COLUMNS), num_rows)
         tiers = {"remote": self.remote} if disk is None else {"disk": disk, "remote": self.remote}
         self.store = TieredStore(self.arena, tiers, admit=admit, clock=lambda: self.now)

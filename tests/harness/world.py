@@ -62,9 +62,11 @@ class FakeStore:
         num_resident, slots = self.memory.lookup(lease_id, groups[0])
         return Lookup(num_resident=num_resident, slots=[slots])
 
-    def reserve(self, keys, column, owner, *, length, first_chunk, request):
+    def reserve(self, keys, column, owner, *, length, first_chunk, request, tenant):
         return [
-            self.memory.reserve(key, column, owner, length=length, depth=first_chunk, request=request)
+            self.memory.reserve(
+                key, column, owner, length=length, depth=first_chunk, request=request, tenant=tenant
+            )
             for key in keys
         ]
 

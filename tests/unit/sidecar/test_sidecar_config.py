@@ -8,7 +8,7 @@ import pytest
 from lmcache_sidecar.__main__ import main
 from lmcache_sidecar.config import Config, ConfigError, load, options, parse_size, suspect_variables
 
-from lmcache.tiers.resp import Address
+from lmcache.tiers.address import Address
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_mistakes_name_their_source(arguments, environ, sentence):
 
 def test_a_password_in_a_url_is_not_repeated():
     with pytest.raises(ConfigError) as caught:
-        load({"remote_url": "rediss://:hunter2@host"}, {})
+        load({"remote_url": "http://:hunter2@host"}, {})
     assert "hunter2" not in str(caught.value)
 
 

@@ -120,7 +120,7 @@ async def test_sickness_in_the_middle_of_a_promotion_leaves_nothing(world):
 @run
 async def test_an_invalid_object_is_a_miss(world):
     world.remote.fill(chain(3))
-    world.remote.objects[chain(3)[1], 1] = b"invalid"
+    world.remote.objects[chain(3)[1], 1] = world.remote.INVALID
     assert world.lookup(chain(3)).probing
     await until(lambda: world.lower.stats.promoted + world.lower.stats.promotions_failed == 3)
     assert world.lookup(chain(3)).num_resident == 1

@@ -1,0 +1,66 @@
+"""A real process over a real disk is killed while it writes: what it acknowledged is there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmcache.tiers.base import Geometry
+from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.private import PrivateArena
+from lmcache.tiers.tiered import TieredStore
+from tests.harness.sidecar import REPOSITORY
+from tests.harness.tiered_world import NAMESPACE, NUM_COLUMNS, OWNER, chain, content
+
+SLOT_BYTES = 1 << 20
+REPEATS = SLOT_BYTES // 4096
+CAPACITY_BYTES = 1 << 30
+
+
+async def write_for_ever(folder: str) -> None:
+    """One blocking write after the other; a line for each that was acknowledged."""
+    arena = PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), 16)
+    store = TieredStore(arena, {"disk": DiskTier(folder, CAPACITY_BYTES)})
+    await store.adopt()
+    store.register(NAMESPACE)
+    for number in itertools.count():
+        (key,) = chain(1, start=number)
+        for column in range(NUM_COLUMNS):
+            (answer,) = store.reserve([key], column, OWNER, length=SLOT_BYTES)
+            assert answer.slot
+            arena.view(answer.slot.row, column)[:] = content(key, column) * REPEATS
+            unwritten = await store.commit_through([answer.slot], column, OWNER)
+        assert not unwritten
+        print(number, flush=True)
+
+
+@pytest.mark.parametrize("num_acknowledged", [1, 20])
+def test_what_a_blocking_write_acknowledged_outlives_the_process(tmp_path, num_acknowledged):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.tiers.test_tiered_crash", str(tmp_path)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    for _ in range(num_acknowledged):
+        assert process.stdout.readline()
+    process.kill()
+    acknowledged = num_acknowledged + len(process.stdout.read().splitlines())
+    process.wait()
+    disk = DiskTier(Path(tmp_path), CAPACITY_BYTES)
+    into = memoryview(bytearray(SLOT_BYTES))
+    assert disk.probe(chain(acknowledged + 1), NUM_COLUMNS) >= acknowledged
+    for key in chain(acknowledged):
+        for column in range(NUM_COLUMNS):
+            assert disk.load(key, column, into) == SLOT_BYTES
+            assert into == content(key, column) * REPEATS
+    disk.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(write_for_ever(sys.argv[1]))

@@ -1,0 +1,85 @@
+"""What a hit in memory means below: younger copies, and the first write under ``OnReuse``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lmcache.tiers.ages import REFRESH_SECONDS, Ages
+from lmcache.tiers.base import Slot
+from lmcache.tiers.tiered import Admit
+from tests.harness.tiered_world import LEASE, World, chain, run, until
+
+
+def test_rows_are_due_when_their_copies_are_old():
+    now = [1000.0]
+    ages = Ages(3, lambda: now[0])
+    hits = [(key, Slot(row, 1)) for row, key in enumerate(chain(3))]
+    ages.note(hits[1][1])
+    assert ages.due(hits) == [chain(3)[0], chain(3)[2]]  # nothing is known of these
+    assert ages.due(hits) == []
+    now[0] += REFRESH_SECONDS
+    assert ages.due(hits[:2]) == chain(2)
+    assert ages.due(hits) == chain(3)[2:]
+
+
+@run
+async def test_hits_make_the_copies_below_younger_now_and_then(world):
+    world.put(chain(3))
+    assert await world.store.drain(20)
+    for _ in range(2):
+        assert world.lookup(chain(4)).num_resident == 3
+        await until(lambda: not world.store._hits._latest)
+    assert not world.remote.touched
+    world.now += REFRESH_SECONDS
+    for request in range(5):
+        assert world.lookup(chain(2), str(request)).num_resident == 2
+    await until(lambda: world.remote.calls["touch"])
+    assert world.remote.touched == dict.fromkeys(chain(2), 1)
+
+
+@run
+async def test_a_sick_tier_is_not_touched_and_hits_go_on(world):
+    world.put(chain(2))
+    assert await world.store.drain(20)
+    world.now += REFRESH_SECONDS
+    world.remote.is_sick = True
+    world.lookup(chain(2))
+    await until(lambda: not world.lower.is_well)
+    assert world.lookup(chain(2)).num_resident == 2
+    world.remote.is_sick = False
+    await until(lambda: world.lower.is_well)
+    world.now += REFRESH_SECONDS
+    world.lookup(chain(2))
+    await until(lambda: len(world.remote.touched) == 2)
+
+
+def test_rows_are_written_when_they_are_hit_for_the_first_time():
+    async def main() -> None:
+        async with World(admit=Admit.ON_REUSE) as world:
+            world.put(chain(4))
+            assert await world.store.drain(20)
+            assert not world.remote.objects
+            for _ in range(2):
+                assert world.lookup(chain(2)).num_resident == 2
+                await until(lambda: world.lower.stats.written == 2)
+            assert {key for key, _ in world.remote.objects} == set(chain(2))
+            assert await world.put_through(chain(1, start=9)) == set()  # a blocking write is asked for
+            assert world.lower.stats.written == 3
+
+    asyncio.run(main())
+
+
+def test_a_row_that_took_an_unused_one_s_place_is_not_taken_for_it():
+    async def main() -> None:
+        async with World(num_rows=8, admit=Admit.ON_REUSE) as world:
+            world.put(chain(8))
+            world.lookup(chain(1))
+            assert await world.store.drain(20)
+            world.store.memory.release(LEASE)
+            world.put(chain(8, start=10))
+            await until(lambda: not world.store._hits._latest)
+            assert world.lookup(chain(2, start=10)).num_resident == 2
+            await until(lambda: world.lower.stats.written == 2)
+            assert {key for key, _ in world.remote.objects} == set(chain(2, start=10))
+
+    asyncio.run(main())

@@ -1,0 +1,272 @@
+"""The tiered store over a real disk and a remote tier, with faults between any two steps, against an oracle.
+
+Every key has one content, so whatever is served is right or wrong. The oracle knows what was acknowledged,
+and who holds what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lmcache.tiers.base import Reserved, Slot
+from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.stats import Unwritten
+from lmcache.tiers.tiered import Admit
+from tests.harness.tiered_world import (
+    NUM_COLUMNS,
+    OWNER,
+    SIZE,
+    FakeTier,
+    FaultyDisk,
+    World,
+    chain,
+    content,
+    until,
+)
+
+T = TypeVar("T")
+
+NUM_ROWS = 12
+KEYS = chain(20)
+COLUMNS = range(NUM_COLUMNS)
+
+parts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 6)).map(lambda p: KEYS[p[0] : p[0] + p[1]])
+tiers = st.sampled_from(["disk", "remote"])
+
+
+class Errors(logging.Handler):
+    """What background work could not tell anybody."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(self.format(record))
+
+
+class Tiered(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors = Errors()
+        logging.getLogger("lmcache.tiers").addHandler(self.errors)
+        self.loop = asyncio.new_event_loop()
+        self.folder = Path(tempfile.mkdtemp(prefix="lmc-tiered-"))
+        self.disk = DiskTier(self.folder, 64 << 20)
+        self.tiers: dict[str, FaultyDisk | FakeTier] = {"disk": FaultyDisk(self.disk), "remote": FakeTier()}
+        self.leases: dict[str, dict[bytes, Slot]] = {}
+        self.writes: list[tuple[list[bytes], asyncio.Task[set[Unwritten]]]] = []
+        self.acknowledged: set[tuple[bytes, str]] = set()
+        self.admit = Admit.ALL
+        self.open_world(None)
+
+    def run(self, work) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 20))
+
+    def open_world(self, arena) -> None:
+        async def make() -> World:
+            world = World(NUM_ROWS, arena, self.tiers["disk"], self.admit, remote=self.tiers["remote"])
+            await world.store.adopt()
+            return world
+
+        self.world = self.run(make())
+        for owner in self.world.store.memory.quarantined_owners:
+            self.world.store.memory.end_quarantine(owner)
+        self.world.store.memory.release_adopted()
+
+    def teardown(self) -> None:
+        try:
+            self.settle()
+            self.everything_came_back()
+        finally:
+            self.heal_all()
+            self.run(self.world.store.close())
+            self.loop.close()
+            self.disk.close()
+            shutil.rmtree(self.folder)
+            logging.getLogger("lmcache.tiers").removeHandler(self.errors)
+
+    # ---- an engine's doings ----
+
+    def fill(self, keys: list[bytes], column: int) -> list[Slot]:
+        slots = []
+        for answer, key in zip(self.reserve(keys, column), keys, strict=True):
+            if answer.result is Reserved.SLOT:
+                self.world.arena.view(answer.slot.row, column)[:] = content(key, column)
+                slots.append(answer.slot)
+        return slots
+
+    def reserve(self, keys, column):
+        async def reserve():
+            return self.world.store.reserve(keys, column, OWNER, length=SIZE)
+
+        return self.run(reserve())
+
+    @rule(keys=parts, columns=st.sampled_from([(0, 1), (1, 0), (0,), (1,)]))
+    def put(self, keys, columns):
+        for column in columns:
+            slots = self.fill(keys, column)
+
+            async def commit(slots=slots, column=column):
+                self.world.store.commit(slots, column, OWNER)
+
+            self.run(commit())
+
+    @rule(keys=parts)
+    def put_through(self, keys):
+        """Only rows that this call completes are its business."""
+        self.put(keys, (0,))
+        reserved = self.reserve(keys, 1)
+        mine = [(key, answer.slot) for key, answer in zip(keys, reserved, strict=True) if answer.slot]
+        for key, slot in mine:
+            self.world.arena.view(slot.row, 1)[:] = content(key, 1)
+        work = self.world.store.commit_through([slot for _, slot in mine], 1, OWNER)
+        self.writes.append(([key for key, _ in mine], self.loop.create_task(work)))
+        self.run(asyncio.sleep(0))
+
+    @rule(keys=parts, column=st.integers(0, 1))
+    def abort(self, keys, column):
+        slots = [answer.slot for answer in self.reserve(keys, column) if answer.slot]
+        self.world.store.abort(slots, column, OWNER)
+
+    @rule(keys=parts, request=st.sampled_from("abc"), chunk_seconds=st.sampled_from([0.0, 1e-9, 1.0]))
+    def lookup(self, keys, request, chunk_seconds):
+        async def lookup():
+            return self.world.lookup(keys, request, chunk_seconds)
+
+        found = self.run(lookup())
+        (slots,) = found.slots
+        assert len(slots) <= found.num_resident <= found.num_resident + found.num_pending <= len(keys)
+        self.leases.setdefault(request, {}).update(zip(keys, slots, strict=False))
+
+    @rule(request=st.sampled_from("abc"))
+    def release(self, request):
+        self.leases.pop(request, None)
+        self.world.store.memory.release((b"e" * 16, request))
+
+    # ---- faults ----
+
+    @rule(name=tiers, kind=st.sampled_from(["sick", "held"]))
+    def hurt(self, name, kind):
+        if kind == "sick":
+            self.tiers[name].is_sick = True
+        else:
+            self.tiers[name].open.clear()
+
+    @rule(name=tiers)
+    def heal(self, name):
+        self.tiers[name].is_sick = False
+        self.tiers[name].open.set()
+
+    @rule(key=st.sampled_from(KEYS), column=st.integers(0, 1), is_lost=st.booleans())
+    def damage_remote(self, key, column, is_lost):
+        objects = self.tiers["remote"].objects
+        self.acknowledged.discard((key, "remote"))
+        if is_lost:
+            objects.pop((key, column), None)
+        elif (key, column) in objects:
+            objects[key, column] = FakeTier.INVALID
+
+    @rule(key=st.sampled_from(KEYS), column=st.integers(0, 1), cut=st.booleans())
+    def damage_disk(self, key, column, cut):
+        self.acknowledged.discard((key, "disk"))
+        for path in self.folder.rglob(f"{key[32:].hex()}.{column}"):
+            whole = bytearray(path.read_bytes())
+            whole[4096 + 77] ^= 1
+            path.write_bytes(whole[:5000] if cut else whole)
+
+    @rule(is_full=st.booleans())
+    def fill_remote(self, is_full):
+        self.tiers["remote"].is_full = is_full
+
+    @rule(seconds=st.sampled_from([0.5, 1.5, 11.0, 700.0]))
+    def pass_time(self, seconds):
+        self.world.now += seconds
+
+    @rule(milliseconds=st.sampled_from([1, 3, 8]))
+    def let_it_work(self, milliseconds):
+        self.run(asyncio.sleep(milliseconds / 1000))
+
+    @rule(row=st.integers(0, NUM_ROWS - 1), is_torn=st.booleans(), admit=st.sampled_from(Admit))
+    def restart(self, row, is_torn, admit):
+        """The engine goes, too: else its leases would be in quarantine."""
+        self.heal_all()
+        self.run(self.world.store.close())
+        self.note_acknowledged()
+        if is_torn:
+            self.world.arena.view(row, 0)[100] ^= 1
+        self.leases.clear()
+        self.admit = admit
+        self.open_world(self.world.arena)
+
+    def heal_all(self) -> None:
+        for name in self.tiers:
+            self.heal(name)
+
+    # ---- what holds ----
+
+    def note_acknowledged(self) -> None:
+        for keys, writing in [write for write in self.writes if write[1].done()]:
+            self.writes.remove((keys, writing))
+            if not writing.cancelled() and not writing.result():
+                self.acknowledged.update((key, name) for key in keys for name in self.tiers)
+
+    @invariant()
+    def what_is_leased_is_right(self):
+        for slots in self.leases.values():
+            for key, slot in slots.items():
+                for column in COLUMNS:
+                    assert self.world.arena.view(slot.row, column) == content(key, column)
+
+    @invariant()
+    def background_work_has_no_errors(self):
+        assert self.errors.records == []
+
+    @invariant()
+    def what_is_acknowledged_is_below(self):
+        self.note_acknowledged()
+        into = memoryview(bytearray(SIZE))
+        for key, name in self.acknowledged:
+            for column in COLUMNS:
+                if name == "disk":
+                    assert self.disk.load(key, column, into) == SIZE
+                    assert into == content(key, column)
+                else:
+                    assert self.tiers[name].objects[key, column] == content(key, column)
+
+    def settle(self) -> None:
+        """When faults end, all that was begun ends."""
+        self.heal_all()
+        promotions = self.world.store._promotions
+
+        async def end() -> None:
+            await asyncio.gather(*(writing for _, writing in self.writes), return_exceptions=True)
+            assert await self.world.store.drain(10)
+            await until(lambda: not (promotions._pending or promotions._probing))
+
+        self.run(end())
+        self.what_is_leased_is_right()
+        self.what_is_acknowledged_is_below()
+        for request in "abc":
+            self.release(request)
+
+    def everything_came_back(self) -> None:
+        """No row is leaked: a new chain may take all of them."""
+        memory = self.world.store.memory
+        assert (memory.num_leased, memory.num_quarantined) == (0, 0)
+        self.world.now += 1000  # rows that were never completed are free now
+        for column in COLUMNS:
+            assert len(self.fill(chain(NUM_ROWS, start=500), column)) == NUM_ROWS
+
+
+Tiered.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestTiered = Tiered.TestCase
