@@ -106,7 +106,7 @@ class RedisClusterConnector(_ClientConnector):
 def _guarded(call: Callable[[], T]) -> T:
     try:
         return call()
-    except (redis.RedisError, OSError) as error:
+    except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
         raise ConnectionError(f"Redis: {error}") from error
 
 

@@ -1,0 +1,286 @@
+"""Connectors: URLs, what they make, and clients that are only as much of redis-py as is promised."""
+
+from __future__ import annotations
+
+import fnmatch
+import socket
+
+import pytest
+import redis
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache.config import GlobalConfig
+from lmcache.storage_backend.connector import (
+    ConnectorType,
+    CreateConnector,
+    ParsedRemoteURL,
+    RemoteBytesConnector,
+    RemoteConnector,
+    RemoteConnectorDebugWrapper,
+    RemoteTensorConnector,
+    check_connector_type,
+    parse_remote_url,
+)
+from lmcache.storage_backend.connector.lm_connector import LMCServerConnector
+from lmcache.storage_backend.connector.redis_connector import (
+    RedisClusterConnector,
+    RedisConnector,
+    RedisSentinelConnector,
+)
+
+KEY = "vllm@org/model@1@0@ab12"
+
+
+class SmallClient:
+    """No more than what is promised to be enough."""
+
+    made = None
+
+    def __init__(self, host, port):
+        type(self).made = {"host": host, "port": port}
+        self.values, self.closed = {}, False
+
+    def get(self, key):
+        return self.values.get(key)
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def exists(self, key):
+        return int(key in self.values)
+
+    def scan(self, cursor=0, match=None):
+        names = [name for name in self.values if match is None or fnmatch.fnmatchcase(str(name), match)]
+        rest = names[cursor : cursor + 2]
+        return (cursor + 2 if cursor + 2 < len(names) else 0), rest
+
+    def close(self):
+        self.closed = True
+
+
+class OptionClient(SmallClient):
+    """Notes all its arguments."""
+
+    def __init__(self, socket_timeout=None, **options):
+        type(self).made = {"socket_timeout": socket_timeout, **options}
+        self.values, self.closed = {}, False
+
+
+@pytest.fixture(autouse=True)
+def _no_wrapper():
+    GlobalConfig.set_debug(False)
+    yield
+    GlobalConfig.set_debug(True)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(redis, "Redis", SmallClient)
+    return CreateConnector("redis://cache:6380")
+
+
+# ---- URLs ----
+
+
+@pytest.mark.parametrize(
+    ("url", "parsed"),
+    [
+        ("redis://localhost:6379", ParsedRemoteURL("redis", ["localhost"], [6379])),
+        ("lm://10.0.0.1:65432", ParsedRemoteURL("lm", ["10.0.0.1"], [65432])),
+        ("redis-sentinel://a:1,b:2,c:3", ParsedRemoteURL("redis-sentinel", ["a", "b", "c"], [1, 2, 3])),
+        ("redis://[::1]:6379/3", ParsedRemoteURL("redis", ["::1"], [6379], database=3)),
+        ("redis://:p%40ss@h:1/0", ParsedRemoteURL("redis", ["h"], [1], password="p@ss")),
+        ("rediss://user:a@b@h:1", ParsedRemoteURL("rediss", ["h"], [1], username="user", password="a@b")),
+    ],
+)
+def test_defect_19_a_url_is_read_in_all_its_parts(url, parsed):
+    assert parse_remote_url(url) == parsed
+
+
+BAD_URLS = """
+redis redis:// redis://h redis://:6379 redis://h:x redis://h:0 redis://h:65536 ://h:1 redis://h:1/x
+redis://h:1/² redis://h:1, redis://::1:6379 redis://h:1?a=b
+"""
+
+
+@pytest.mark.parametrize("url", ["", *BAD_URLS.split()])
+def test_a_url_that_can_not_be_read_is_refused(url):
+    with pytest.raises(ValueError, match=r"url|URL"):
+        parse_remote_url(url)
+
+
+@given(st.text() | st.builds("{}://{}:{}@{}:{}/{}".format, *[st.text(max_size=5)] * 6))
+def test_any_url_is_read_or_a_value_error(url):
+    try:
+        parsed = parse_remote_url(url)
+    except ValueError:
+        return
+    assert len(parsed.hosts) == len(parsed.ports) > 0
+    assert all(0 < port < 65536 for port in parsed.ports)
+
+
+@pytest.mark.parametrize("url", ["redis://u:secret@h", "lm://u:secret@h:1", "redis-cluster://u:secret@h:1/2"])
+def test_a_password_is_never_shown(url):
+    with pytest.raises(ValueError, match=r"url|URL") as caught:
+        CreateConnector(url)
+    assert "secret" not in str(caught.value)
+    assert "secret" not in repr(parse_remote_url("redis://u:secret@h:1"))
+
+
+# ---- what is made ----
+
+
+def test_defect_19_database_user_and_password_reach_the_client(monkeypatch):
+    monkeypatch.setattr(redis, "Redis", OptionClient)
+    CreateConnector("rediss://user:pw@cache:6380/3")
+    seconds = OptionClient.made.pop("socket_timeout")
+    assert 0 < seconds < 30
+    assert OptionClient.made == {
+        "host": "cache",
+        "port": 6380,
+        "db": 3,
+        "username": "user",
+        "password": "pw",
+        "ssl": True,
+    }
+
+
+def test_the_real_client_gets_its_deadlines():
+    connector = CreateConnector("redis://cache:6380")
+    assert isinstance(connector, RedisConnector)
+    options = connector.connection.connection_pool.connection_kwargs
+    assert (options["host"], options["port"], options["socket_connect_timeout"]) == ("cache", 6380, 2.0)
+
+
+def test_defect_28_sentinel_reads_and_writes_at_the_master(monkeypatch):
+    asked = []
+
+    class Sentinel:
+        def __init__(self, sentinels, socket_timeout=None):
+            asked.append((sentinels, socket_timeout))
+
+        def master_for(self, service, **options):
+            asked.append((service, options))
+            return SmallClient("master", 1)
+
+        def slave_for(self, *_, **__):
+            raise AssertionError("a replica may be stale")
+
+    monkeypatch.setattr(redis, "Sentinel", Sentinel)
+    monkeypatch.setenv("REDIS_SERVICE_NAME", "kv")
+    monkeypatch.setenv("REDIS_TIMEOUT", "0.5")
+    connector = CreateConnector("redis-sentinel://:pw@a:1,b:2/3")
+    assert isinstance(connector, RedisSentinelConnector)
+    assert asked == [
+        ([("a", 1), ("b", 2)], 0.5),
+        ("kv", {"socket_timeout": 0.5, "db": 3, "password": "pw"}),
+    ]
+    connector.set(KEY, b"x")
+    assert connector.get(KEY) == b"x"
+
+
+def test_sentinel_has_the_documents_defaults(monkeypatch):
+    monkeypatch.delenv("REDIS_SERVICE_NAME", raising=False)
+    monkeypatch.delenv("REDIS_TIMEOUT", raising=False)
+    connector = CreateConnector("redis-sentinel://a:26379")
+    pool = connector.connection.connection_pool
+    assert (pool.service_name, pool.is_master) == ("mymaster", True)
+    assert pool.connection_kwargs["socket_timeout"] == 1
+    monkeypatch.setenv("REDIS_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="soon"):
+        CreateConnector("redis-sentinel://a:26379")
+
+
+def test_a_cluster_that_is_not_there_is_found_out_at_the_first_call():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    connector = CreateConnector(f"redis-cluster://127.0.0.1:{port}")
+    assert isinstance(connector, RedisClusterConnector)
+    with pytest.raises(ConnectionError, match="Redis"):
+        connector.exists(KEY)
+    connector.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://h:1", "Unknown connector type 'http'"),
+        ("infinistore://h:1", "Unknown connector type"),
+        ("redis://a:1,b:2", "takes one host"),
+        ("lm://a:1,b:2", "takes one host"),
+        ("lm://h:1/2", "neither user"),
+        ("redis-cluster://h:1/2", "only database 0"),
+    ],
+)
+def test_what_no_connector_can_do_is_refused(url, message):
+    with pytest.raises(ValueError, match=message):
+        CreateConnector(url)
+
+
+def test_a_connector_is_timed_while_debugging():
+    GlobalConfig.set_debug(True)
+    connector = CreateConnector("lm://h:1", device="cpu")
+    assert isinstance(connector, RemoteConnectorDebugWrapper)
+    assert isinstance(connector.connector, LMCServerConnector)
+    assert check_connector_type(connector) is ConnectorType.BYTES
+
+
+def test_the_wrapper_passes_everything_on(small):
+    wrapper = RemoteConnectorDebugWrapper(small)
+    wrapper.set(KEY, b"x")
+    assert (wrapper.exists(KEY), wrapper.get(KEY), wrapper.list()) == (True, b"x", [KEY])
+    wrapper.close()
+    assert small.connection.closed
+
+
+def test_kinds_of_connectors():
+    def stub(base):
+        names = ("exists", "get", "set", "list", "close")
+        return type("Stub", (base,), {name: lambda *_: None for name in names})()
+
+    assert check_connector_type(stub(RemoteBytesConnector)) is ConnectorType.BYTES
+    assert check_connector_type(stub(RemoteTensorConnector)) is ConnectorType.TENSOR
+    with pytest.raises(ValueError, match="Unknown connector type: Stub"):
+        check_connector_type(stub(RemoteConnector))
+    assert issubclass(RemoteTensorConnector, RemoteConnector)
+    assert torch.Tensor in RemoteTensorConnector.__orig_bases__[0].__args__
+
+
+# ---- Redis ----
+
+
+def test_a_client_of_five_methods_is_enough(small):
+    assert SmallClient.made == {"host": "cache", "port": 6380}
+    assert not small.exists(KEY)
+    assert small.get(KEY) is None
+    small.set(KEY, b"value")
+    assert small.exists(KEY)
+    assert small.get(KEY) == b"value"
+    assert small.list() == [KEY]
+    small.close()
+    assert small.connection.closed
+
+
+def test_defect_19_foreign_keys_are_skipped(small):
+    ours = [f"vllm@model@1@0@{number}" for number in range(5)]
+    foreign = ["session:1", b"\xff\xfe@a@1@0@b", "a@b@c@d@e", "@@@@", b"lmc1:ab:{cd:0}:0"]
+    for name in [*ours[:2], *foreign, *(name.encode() for name in ours[1:])]:
+        small.connection.values[name] = b"x"
+    assert small.list() == ours
+
+
+@pytest.mark.parametrize(
+    "error",
+    [redis.ConnectionError("gone"), redis.TimeoutError("slow"), redis.ResponseError("OOM"), OSError("net")],
+)
+@pytest.mark.parametrize("name", ["exists", "get", "set", "list"])
+def test_defect_12_every_fault_is_pythons_connection_error(small, monkeypatch, name, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(small.connection, "scan" if name == "list" else name, fail)
+    arguments = {"exists": (KEY,), "get": (KEY,), "set": (KEY, b"x"), "list": ()}[name]
+    with pytest.raises(ConnectionError, match=str(error)):
+        getattr(small, name)(*arguments)
