@@ -1,0 +1,151 @@
+"""The container around every payload that the library writes to a remote store.
+
+What stands in front of a payload says all that its reader needs, and is checked before anything is allocated:
+
+======  =====  ==================================================================
+offset  bytes  field (little-endian)
+======  =====  ==================================================================
+0       8      magic "LMCserde"
+8       2      version, 1
+10      1      kind of the payload: 1 raw, 2 safetensors, 3 cachegen
+11      1      dtype, index into DTYPES
+12      1      number of dimensions, at most 8
+13      3      zero
+16      8      length of the payload
+24      32     8 dimensions; zero beyond the number of dimensions
+56      16     xxh3-128 of (bytes 0 to 55, xxh3-128 of the payload)
+72      8      the magic again
+80             the payload
+======  =====  ==================================================================
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from lmcache.tiers.header import Buffer, checksum
+
+MAGIC = b"LMCserde"
+VERSION = 1
+MAX_DIMENSIONS = 8
+
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
+"""Dtypes of tensors that can be stored; the order is part of the format."""
+
+_FIELDS = struct.Struct("<8sHBBB3xQ8I")
+_CHECK_BYTES = 16
+_END_MARK = _FIELDS.size + _CHECK_BYTES
+HEADER_BYTES = _END_MARK + len(MAGIC)
+"""Length of a header: 80."""
+
+# torch itself can't describe a tensor whose dimensions multiply to more than 2**63, not even an empty one.
+_MAX_EXTENT = 1 << 62
+
+
+class BadContainer(ValueError):
+    """The bytes are not a container, or not an undamaged one; the message says what is wrong."""
+
+
+class Kind(enum.IntEnum):
+    """What a payload is."""
+
+    RAW = 1  # the elements, contiguous, in the order of the dimensions
+    SAFETENSORS = 2  # a safetensors file with one tensor, "tensor_bytes"
+    CACHEGEN = 3  # quantised and entropy-coded, see cachegen_basics
+
+
+class Container(NamedTuple):
+    """A container that was checked; ``payload`` is a view of the bytes that were parsed."""
+
+    kind: Kind
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    payload: memoryview
+
+
+def pack(kind: Kind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[Buffer]) -> bytes:
+    """Return a container whose payload is ``parts`` one after another.
+
+    Raises ValueError for dtypes and shapes that the format does not hold.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype} can't be stored")
+    if len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 1 << 32:
+        raise ValueError(f"shape {tuple(shape)} can't be stored")
+    # A payload of many parts is small (cachegen) and worth a copy; one of one part is not.
+    payload = parts[0] if len(parts) == 1 else b"".join(parts)
+    dims = (*shape, *[0] * (MAX_DIMENSIONS - len(shape)))
+    fields = _FIELDS.pack(MAGIC, VERSION, kind, DTYPES.index(dtype), len(shape), len(payload), *dims)
+    return b"".join((fields, _check(fields, payload), MAGIC, payload))
+
+
+def is_container(blob: Buffer) -> bool:
+    """Was this meant to be a container? Legacy bytes were not.
+
+    The magic stands at both ends of the header, so that damage to one of them, or a cut, does not turn a
+    container into legacy bytes.
+    """
+    view = memoryview(blob)
+    return MAGIC.startswith(bytes(view[: len(MAGIC)])) or bytes(view[_END_MARK:HEADER_BYTES]) == MAGIC
+
+
+def parse(blob: Buffer) -> Container:
+    """Check a container and take it apart, without a copy. Raises BadContainer."""
+    view = memoryview(blob)
+    if len(view) < HEADER_BYTES:
+        raise BadContainer(f"{len(view)} bytes are no container: its header has {HEADER_BYTES}")
+    fields, payload = view[: _FIELDS.size], view[HEADER_BYTES:]
+    magic, version, kind, dtype, num_dims, payload_bytes, *dims = _FIELDS.unpack(fields)
+    if magic != MAGIC or view[_END_MARK:HEADER_BYTES] != MAGIC:
+        raise BadContainer("wrong magic: not a container, or a damaged one")
+    if version != VERSION:
+        raise BadContainer(f"container of version {version}, not {VERSION}")
+    if payload_bytes != len(payload):
+        raise BadContainer(f"payload has {len(payload)} bytes, not {payload_bytes}")
+    if view[_FIELDS.size : _END_MARK] != _check(fields, payload):
+        raise BadContainer("checksum does not fit")
+    if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS or any(dims[num_dims:]):
+        raise BadContainer(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
+    shape = tuple(dims[:num_dims])
+    if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _MAX_EXTENT:
+        raise BadContainer(f"shape {shape} is too large")
+    return Container(Kind(kind), DTYPES[dtype], shape, payload)
+
+
+def _check(fields: Buffer, payload: Buffer) -> bytes:
+    return xxhash.xxh3_128(bytes(fields) + checksum(payload)).digest()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor on any device as contiguous bytes; a view where that is possible."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def tensor_from_bytes(payload: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Copy bytes into a new tensor on the CPU. Raises BadContainer when their number does not fit."""
+    if math.prod(shape) * dtype.itemsize != len(payload):
+        raise BadContainer(f"{len(payload)} bytes are no {dtype} tensor of shape {tuple(shape)}")
+    tensor = torch.empty(shape, dtype=dtype)
+    np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(payload, np.uint8))
+    return tensor

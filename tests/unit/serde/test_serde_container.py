@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import contextlib
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+
+from lmcache.storage_backend.serde.container import (
+    DTYPES,
+    HEADER_BYTES,
+    BadContainer,
+    Kind,
+    is_container,
+    pack,
+    parse,
+    tensor_bytes,
+    tensor_from_bytes,
+)
+
+FIELDS_BYTES = 56
+
+kinds = st.sampled_from(list(Kind))
+dtypes = st.sampled_from(DTYPES)
+shapes = st.lists(st.integers(0, 100), max_size=8)
+
+
+def seal(fields, payload=b""):
+    """A container with any fields and a checksum that fits."""
+    check = xxhash.xxh3_128(fields + xxhash.xxh3_128(payload).digest()).digest()
+    return fields + check + b"LMCserde" + payload
+
+
+def test_golden_bytes():
+    tensor = torch.arange(6, dtype=torch.int8).reshape(2, 3)
+    blob = pack(Kind.RAW, tensor.dtype, tensor.shape, [tensor_bytes(tensor)])
+    assert blob.hex() == (
+        "4c4d437365726465"  # LMCserde
+        "0100" "01" "06" "02" "000000"  # version 1, raw, int8, 2 dimensions
+        "0600000000000000"  # payload bytes
+        "0200000003000000" "000000000000000000000000000000000000000000000000"  # 2 x 3
+        "5885d5ace03be97d130b487dc21794c1"  # checksum
+        "4c4d437365726465"
+        "000102030405"
+    )  # fmt: skip
+
+
+def test_codes_of_dtypes_are_part_of_the_format():
+    assert [str(dtype).removeprefix("torch.") for dtype in DTYPES] == [
+        "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+        "int8", "uint8", "int16", "int32", "int64",
+    ]  # fmt: skip
+    assert [(kind.name, kind.value) for kind in Kind] == [("RAW", 1), ("SAFETENSORS", 2), ("CACHEGEN", 3)]
+
+
+@given(kinds, dtypes, shapes, st.lists(st.binary(max_size=50), max_size=3))
+def test_round_trip(kind, dtype, shape, parts):
+    blob = pack(kind, dtype, shape, parts)
+    assert is_container(blob)
+    assert parse(blob) == (kind, dtype, tuple(shape), b"".join(parts))
+
+
+@given(st.binary(max_size=3 * HEADER_BYTES))
+def test_any_other_bytes_are_a_bad_container(blob):
+    with pytest.raises(BadContainer):
+        parse(blob)
+
+
+@given(kinds, dtypes, shapes, st.binary(max_size=20), st.data())
+def test_defect_04_no_bit_may_flip_and_no_damage_makes_legacy_bytes_of_a_container(
+    kind, dtype, shape, payload, data
+):
+    blob = bytearray(pack(kind, dtype, shape, [payload]))
+    bit = data.draw(st.integers(0, len(blob) * 8 - 1))
+    blob[bit // 8] ^= 1 << bit % 8
+    assert is_container(blob)
+    with pytest.raises(BadContainer):
+        parse(blob)
+
+
+@given(st.binary(max_size=20), st.data())
+def test_no_container_may_be_cut_or_longer(payload, data):
+    blob = pack(Kind.RAW, torch.uint8, [len(payload)], [payload])
+    cut = blob[: data.draw(st.integers(0, len(blob) - 1))]
+    for damaged in (cut, blob + b"\0"):
+        assert is_container(damaged)
+        with pytest.raises(BadContainer):
+            parse(damaged)
+
+
+@given(st.data())
+def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(data):
+    fields = bytearray(pack(Kind.RAW, torch.float16, [2, 3], [bytes(12)])[:FIELDS_BYTES])
+    for _ in range(data.draw(st.integers(1, 3))):
+        fields[data.draw(st.integers(8, FIELDS_BYTES - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(BadContainer):
+        container = parse(seal(bytes(fields), bytes(12)))
+        tensor = tensor_from_bytes(container.payload, container.dtype, container.shape)
+        assert tensor.dtype == container.dtype
+        assert tensor.shape == container.shape
+        assert tensor.nbytes == 12
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2**32 - 1,) * 8, (0, 2**32 - 1, 2**32 - 1), (2**32 - 1, 0, 2**31)],
+    ids=["huge", "empty but huge", "empty in the middle"],
+)
+def test_declared_sizes_are_not_believed(shape):
+    fields = bytearray(pack(Kind.RAW, torch.int64, [0] * len(shape), [b""])[:FIELDS_BYTES])
+    for axis, size in enumerate(shape):
+        fields[24 + 4 * axis : 28 + 4 * axis] = size.to_bytes(4, "little")
+    with pytest.raises(BadContainer, match=r"shape|bytes are no"):
+        tensor_from_bytes(b"", *parse(seal(bytes(fields)))[1:3])
+
+
+def test_another_version_says_so():
+    fields = bytearray(pack(Kind.RAW, torch.int8, [0], [b""])[:FIELDS_BYTES])
+    fields[8] = 2
+    with pytest.raises(BadContainer, match="version 2"):
+        parse(seal(bytes(fields)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.bool, [1]), (torch.complex64, [1]), (torch.int8, [1] * 9), (torch.int8, [1 << 32])],
+)
+def test_what_could_not_be_read_is_not_written(dtype, shape):
+    with pytest.raises(ValueError, match="can't be stored"):
+        pack(Kind.RAW, dtype, shape, [b""])
