@@ -41,7 +41,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _FOLDER = re.compile(r"[0-9a-f]{64}|[0-9a-f]{2}")
 _FILE = re.compile(r"\./([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})(\.[0-9]+\.tmp)?")
-_CHECK_NAME = bytes(68)
+_CHECK_NAME = b"\xff" * 68  # of a column that no object has
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EINVAL})
 

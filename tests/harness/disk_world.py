@@ -1,0 +1,77 @@
+"""A directory for disk tiers: tiers that are ready, objects to keep, and faults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from lmcache.tiers import disk_files
+from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.disk_files import path_of
+from lmcache.tiers.disk_index import name_of
+
+PAGE = 4096
+MIB = 1 << 20
+
+
+def key_of(number: int) -> bytes:
+    return bytes(32) + number.to_bytes(1, "big") * 32
+
+
+def content(number: int, size: int) -> bytes:
+    """Bytes that no other object has, and that differ from page to page."""
+    return (bytes([number]) + bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+def open_tier(path: Path, capacity: int = MIB, **options: str) -> DiskTier:
+    """Open a tier and wait for its index."""
+    tier = DiskTier(path, capacity, **options)
+    assert tier.indexed.wait(20)
+    return tier
+
+
+def store(tier: DiskTier, number: int, size: int = PAGE, column: int = 0) -> bool:
+    return tier.store(key_of(number), column, memoryview(content(number, size)), b"label")
+
+
+def load(tier: DiskTier, number: int, room: int = 16 * PAGE, column: int = 0) -> bytes | None:
+    into = memoryview(bytearray(room))
+    length = tier.load(key_of(number), column, into)
+    return None if length is None else bytes(into[:length])
+
+
+def file_of(path: Path, number: int, column: int = 0) -> Path:
+    return path / path_of(name_of(key_of(number), column))
+
+
+def taken_bytes(path: Path) -> int:
+    """Bytes of the volume that files take, as the file system says."""
+    return sum(file.lstat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+
+
+def temporaries(path: Path) -> list[Path]:
+    return list(path.rglob("*.tmp"))
+
+
+class _Os:
+    """The module ``os``, of which one function fails."""
+
+    def __init__(self, function: str, error: int) -> None:
+        self._function = function
+        self._error = error
+
+    def __getattr__(self, name: str) -> object:
+        return self._fail if name == self._function else getattr(os, name)
+
+    def _fail(self, *_: object, **__: object) -> None:
+        raise OSError(self._error, os.strerror(self._error))
+
+
+@contextmanager
+def failing(function: str, error: int) -> Iterator[None]:
+    """Let a call to the operating system fail, for the disk tier only."""
+    with mock.patch.object(disk_files, "os", _Os(function, error)):
+        yield
