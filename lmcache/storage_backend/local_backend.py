@@ -73,6 +73,11 @@ class LMCLocalBackend(LMCBackendInterface):
         self._evictor.current_cache_size = self._store.num_bytes
         return self._evictor
 
+    @property
+    def num_faults(self) -> int:
+        """Puts that were dropped."""
+        return self._puts.faults.num_faults
+
     def contains(self, key: CacheEngineKey) -> bool:
         """Is the chunk here? Does not count as using it."""
         return self._store.contains(self._names(key))

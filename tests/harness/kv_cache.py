@@ -8,7 +8,7 @@ from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.utils import CacheEngineKey, KVCache
 
-LAYERS, HEADS, HEAD_SIZE, CHUNK = 3, 2, 32, 16
+LAYERS, HEADS, HEAD_SIZE, CHUNK = 4, 2, 32, 16  # a full chunk: four pages
 FORMATS = ("vllm", "huggingface")
 
 

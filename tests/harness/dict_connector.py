@@ -1,0 +1,49 @@
+"""A remote store of one process's own, that can go away, stall and count."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector
+
+
+class DictConnector(RemoteBytesConnector):
+    """``calls`` counts by method and, for get and set, also says ``(method, key)``."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.calls: Counter[object] = Counter()
+        self.is_down = False
+        self.is_closed = False
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def exists(self, key: str) -> bool:
+        self._called("exists", key)
+        return key in self.values
+
+    def get(self, key: str) -> bytes | None:
+        self._called("get", key)
+        return self.values.get(key)
+
+    def set(self, key: str, obj: bytes) -> None:
+        self._called("set", key)
+        if len(key) > 150:
+            raise ValueError("the key is too long")
+        self.values[key] = bytes(obj)
+
+    def list(self) -> list[str]:
+        self._called("list", "")
+        return list(self.values)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _called(self, method: str, key: str) -> None:
+        assert not self.is_closed, "used after it was closed"
+        self.calls[method] += 1
+        self.calls[method, key] += 1
+        assert self.may_answer.wait(30)
+        if self.is_down:
+            raise ConnectionError("nobody is there")

@@ -1,0 +1,140 @@
+"""Which backend a configuration makes, and the engines of a process by name."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import lmcache.cache_engine
+from lmcache.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache.storage_backend import CreateStorageBackend, devices, remote_backend
+from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
+from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
+from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
+from tests.harness.dict_connector import DictConnector
+from tests.harness.kv_cache import DictBackend, make_config, make_metadata
+
+REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "torch"}
+
+
+@pytest.fixture(autouse=True)
+def connector(monkeypatch):
+    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: DictConnector())
+
+
+@pytest.fixture
+def builder(monkeypatch):
+    monkeypatch.setattr(lmcache.cache_engine, "CreateStorageBackend", lambda *_: DictBackend())
+    yield LMCacheEngineBuilder
+    LMCacheEngineBuilder.destroy("name")
+
+
+# ---- backends ----
+
+
+@pytest.mark.parametrize(
+    ("local_device", "options", "kind"),
+    [
+        ("cpu", {}, LMCLocalBackend),
+        ("cuda", {}, LMCLocalBackend),
+        ("directory", {}, LMCLocalDiskBackend),
+        (None, REMOTE, LMCRemoteBackend),
+        (None, {**REMOTE, "pipelined_backend": True}, LMCPipelinedRemoteBackend),
+        ("cpu", REMOTE, LMCHybridBackend),
+        ("directory", REMOTE, LMCHybridBackend),
+    ],
+)
+def test_a_configuration_makes_its_backend(local_device, options, kind, tmp_path):
+    if local_device == "directory":
+        local_device = str(tmp_path)
+    backend = CreateStorageBackend(make_config(local_device, **options), make_metadata(), "cpu")
+    assert type(backend) is kind
+    assert backend.dst_device == "cpu"
+    backend.close()
+
+
+def test_neither_local_nor_remote_is_refused():
+    with pytest.raises(ValueError, match="Invalid configuration"):
+        CreateStorageBackend(make_config(None), make_metadata())
+
+
+def test_workers_have_directories_of_their_own(tmp_path):
+    metadata = [make_metadata(), make_metadata()]
+    for worker, each in enumerate(metadata):
+        each.world_size, each.worker_id = 2, worker
+    backends = [CreateStorageBackend(make_config(str(tmp_path)), each, "cpu") for each in metadata]
+    for backend in backends:
+        backend.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_without_cuda_chunks_come_back_on_the_cpu_with_one_warning(monkeypatch):
+    lines = []
+    monkeypatch.setattr(devices._log, "warning", lambda *line: lines.append(line))
+    devices._warn_once.cache_clear()
+    for dst_device in ("cuda", "cuda:1"):
+        backend = CreateStorageBackend(make_config("cuda"), make_metadata(), dst_device)
+        assert backend.dst_device == "cpu"
+        backend.close()
+    assert len(lines) == 1
+    with pytest.raises(RuntimeError):
+        CreateStorageBackend(make_config("cpu"), make_metadata(), "abacus")
+
+
+# ---- engines by name ----
+
+
+def test_the_same_name_is_the_same_engine(builder):
+    engine = builder.get_or_create("name", make_config(), make_metadata())
+    assert isinstance(engine, LMCacheEngine)
+    assert builder.get_or_create("name", make_config(), make_metadata()) is engine
+    assert builder.get("name") is engine
+    assert builder.get("other") is None
+    builder.destroy("name")
+    assert engine.engine_.is_closed
+    assert builder.get("name") is None
+    builder.destroy("name")
+
+
+def test_another_configuration_is_refused(builder):
+    builder.get_or_create("name", make_config(), make_metadata())
+    for config, metadata in (
+        (make_config(chunk_size=8), make_metadata()),
+        (make_config(), make_metadata("x")),
+    ):
+        with pytest.raises(ValueError, match="name already exists"):
+            builder.get_or_create("name", config, metadata)
+
+
+def test_defect_27_a_configuration_that_the_caller_changes_is_another(builder):
+    config = make_config()
+    builder.get_or_create("name", config, make_metadata())
+    config.chunk_size = 8
+    with pytest.raises(ValueError, match="already exists"):
+        builder.get_or_create("name", config, make_metadata())
+
+
+def test_defect_27_an_engine_is_forgotten_even_if_closing_it_raises(builder, monkeypatch):
+    engine = builder.get_or_create("name", make_config(), make_metadata())
+    monkeypatch.setattr(engine.engine_, "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        builder.destroy("name")
+    assert builder.get("name") is None
+    assert builder.get_or_create("name", make_config(), make_metadata()) is not engine
+
+
+def test_defect_27_many_threads_make_one_engine(builder):
+    engines, barrier = [], threading.Barrier(8)
+
+    def get():
+        barrier.wait()
+        engines.append(builder.get_or_create("name", make_config(), make_metadata()))
+
+    threads = [threading.Thread(target=get) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(engines)) == 1

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lmcache.config import LMCacheMemPoolMetadata
+from lmcache.storage_backend.local_backend import LMCLocalDiskBackend, save_disk
+from lmcache.tiers.base import TierUnavailable
+from tests.harness.kv_cache import (
+    CHUNK,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    make_chunk,
+    make_config,
+    make_key,
+    make_metadata,
+)
+from tests.harness.sidecar import wait_until
+
+
+def open_backend(directory, dtype: torch.dtype = torch.float16) -> LMCLocalDiskBackend:
+    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, dtype, 1 / 16)
+    return LMCLocalDiskBackend(make_config(str(directory)), pool, "cpu")
+
+
+@pytest.fixture
+def backend(tmp_path):
+    backend = open_backend(tmp_path / "cache")
+    yield backend
+    backend.close()
+
+
+def files(directory) -> list:
+    """The files of chunks: the larger ones."""
+    return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+
+
+def test_what_was_put_comes_back(backend):
+    for index, dtype in enumerate((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int16)):
+        chunk = make_chunk(7, seed=index).to(dtype)
+        backend.put(make_key("a"), chunk)
+        again = backend.get(make_key("a"))
+        assert again.dtype == dtype
+        assert torch.equal(again.view(torch.uint8), chunk.view(torch.uint8))
+    assert backend.get(make_key("b")) is None
+    assert not backend.contains(make_key("b"))
+
+
+def test_defect_21_the_huggingface_layout_works(backend):
+    chunk = torch.randn(LAYERS, 2, HEADS, CHUNK - 5, HEAD_SIZE).half()
+    backend.put(make_key("a", "huggingface"), chunk)
+    assert torch.equal(backend.get(make_key("a", "huggingface")), chunk)
+
+
+def test_defect_16_chunks_are_found_after_a_restart(tmp_path):
+    backend = open_backend(tmp_path)
+    backend.put(make_key("a"), make_chunk(seed=1))
+    backend.put(make_key("b"), make_chunk(5, seed=2), blocking=False)
+    backend.close()
+    backend = open_backend(tmp_path)
+    assert backend.contains(make_key("a"))
+    assert torch.equal(backend.get(make_key("a")), make_chunk(seed=1))
+    assert torch.equal(backend.get(make_key("b")), make_chunk(5, seed=2))
+    wait_until(lambda: backend.evictor.current_cache_size > 0)
+    backend.close()
+
+
+def test_chunks_of_another_dtype_or_shape_are_none_of_this_cache(tmp_path):
+    backend = open_backend(tmp_path)
+    backend.put(make_key("a"), make_chunk())
+    backend.close()
+    backend = open_backend(tmp_path, torch.bfloat16)
+    assert backend.get(make_key("a")) is None
+    backend.close()
+
+
+def test_a_flipped_byte_is_a_miss(tmp_path):
+    backend = open_backend(tmp_path)
+    backend.put(make_key("a"), make_chunk())
+    (file,) = files(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert backend.get(make_key("a")) is None
+    backend.put(make_key("a"), make_chunk(seed=1))
+    assert torch.equal(backend.get(make_key("a")), make_chunk(seed=1))
+    backend.close()
+
+
+def test_foreign_files_are_left_alone(tmp_path):
+    legacy = tmp_path / "vllm@org-model@1@0@a.pt"
+    save_disk(str(legacy), make_chunk())
+    (tmp_path / "notes.txt").write_text("mine")
+    backend = open_backend(tmp_path)
+    assert not backend.contains(make_key("a"))
+    backend.put(make_key("a"), make_chunk(seed=1))
+    assert torch.equal(backend.get(make_key("a")), make_chunk(seed=1))
+    backend.close()
+    assert torch.equal(load_file(legacy)["kv_chunk"], make_chunk())
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_save_disk_replaces_at_once_or_not_at_all(tmp_path):
+    path = tmp_path / "chunk.pt"
+    save_disk(str(path), make_chunk(seed=1).transpose(0, 3))
+    with pytest.raises(NotImplementedError):
+        save_disk(str(path), make_chunk().to("meta"))
+    assert torch.equal(load_file(path)["kv_chunk"], make_chunk(seed=1).transpose(0, 3))
+    assert [file.name for file in tmp_path.iterdir()] == ["chunk.pt"]
+
+
+def test_remove(backend):
+    backend.put(make_key("a"), make_chunk())
+    backend.remove(make_key("a"))
+    backend.remove(make_key("never"))
+    assert not backend.contains(make_key("a"))
+
+
+def test_the_directory_stays_within_its_bounds(tmp_path):
+    backend = open_backend(tmp_path)
+    limit = backend.evictor.MAX_CACHE_SIZE
+    assert limit == 1 << 26
+    backend._tier.indexed.wait(10)
+    size = LMCacheMemPoolMetadata((1, 2, 1024, 32, 64), torch.float16, 1 / 16)
+    backend.close()
+    backend = LMCLocalDiskBackend(make_config(str(tmp_path)), size, "cpu")
+    for index in range(12):  # of 8 MiB each
+        backend.put(make_key(str(index)), torch.zeros(size.kv_shape, dtype=torch.float16))
+        assert backend.evictor.current_cache_size <= limit
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= limit
+    assert [key.chunk_hash for key in backend.dict][-1] == "11"
+    assert backend.contains(make_key("11"))
+    assert not backend.contains(make_key("0"))
+    backend.close()
+
+
+def test_what_is_larger_than_a_full_chunk_is_dropped_and_counted(backend):
+    backend.put(make_key("a"), make_chunk(dtype=torch.float32))
+    assert not backend.contains(make_key("a"))
+    assert backend.num_faults == 1
+
+
+def test_keys_that_are_gone_are_not_remembered_for_ever(backend, monkeypatch):
+    monkeypatch.setattr("lmcache.storage_backend.local_disk_backend._MIN_KNOWN", 10)
+    backend._max_known = 10
+    for index in range(50):
+        backend.put(make_key(str(index)), make_chunk(1))
+        backend.remove(make_key(str(index - 3)))
+    assert len(backend.dict) == 3
+    assert len(backend._known) <= 16
+
+
+# ---- puts that nobody waits for ----
+
+
+def test_defect_10_more_puts_than_any_pool_holds_arrive(backend):
+    for index in range(200):
+        backend.put(make_key(str(index)), make_chunk(3, seed=index), blocking=False)
+    early = backend.get(make_key("199"))
+    assert early is None or torch.equal(early, make_chunk(3, seed=199))
+    backend.buffer_sweeper()  # returns: there is nothing it could wait for
+    wait_until(lambda: backend.contains(make_key("199")))
+    for index in range(200):
+        assert torch.equal(backend.get(make_key(str(index))), make_chunk(3, seed=index))
+
+
+def test_defect_10_a_key_can_be_removed_before_its_file_is_written(backend):
+    for index in range(20):
+        backend.put(make_key(str(index)), make_chunk(), blocking=False)
+        backend.remove(make_key(str(index)))
+    backend.put(make_key("last"), make_chunk(), blocking=False)
+    wait_until(lambda: backend.contains(make_key("last")))
+
+
+def test_defect_08_a_bad_put_ends_neither_the_worker_nor_the_backend(backend):
+    backend.put_nonblocking(make_key("bad"), make_chunk().to("meta"))
+    backend.put_nonblocking(make_key("good"), make_chunk())
+    wait_until(lambda: backend.contains(make_key("good")))
+    assert backend.get(make_key("bad")) is None
+    assert backend.num_faults == 1
+
+
+def test_defect_08_a_file_that_somebody_deleted_is_a_miss(tmp_path):
+    backend = open_backend(tmp_path)
+    for name in "ab":
+        backend.put(make_key(name), make_chunk())
+    for file in files(tmp_path):
+        file.unlink()
+    assert backend.get(make_key("a")) is None
+    backend.put(make_key("a"), make_chunk(seed=1))
+    assert torch.equal(backend.get(make_key("a")), make_chunk(seed=1))
+    backend.close()
+
+
+def test_defect_12_a_sick_disk_is_misses_and_comes_back(backend, monkeypatch):
+    backend.put(make_key("a"), make_chunk())
+    is_sick, load = threading.Event(), backend._tier.load
+    is_sick.set()
+
+    def sick_load(*arguments):
+        if is_sick.is_set():
+            backend._tier.breaker.failure()
+            raise TierUnavailable("EIO")
+        return load(*arguments)
+
+    monkeypatch.setattr(backend._tier, "load", sick_load)
+    monkeypatch.setattr(
+        backend._tier, "try_again", lambda: is_sick.is_set() or backend._tier.breaker.success()
+    )
+    assert backend.get(make_key("a")) is None
+    assert not backend.contains(make_key("a"))
+    backend.put(make_key("b"), make_chunk())
+    assert backend.num_faults >= 2
+    is_sick.clear()
+    wait_until(lambda: backend.contains(make_key("a")))
+    assert torch.equal(backend.get(make_key("a")), make_chunk())
+
+
+def test_refusals():
+    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 1)
+    with pytest.raises(ValueError, match="directory"):
+        LMCLocalDiskBackend(make_config(None), pool, "cpu")
+    before = threading.active_count()
+    with pytest.raises(RuntimeError):
+        LMCLocalDiskBackend(make_config("/nowhere"), pool, "no such device")
+    with pytest.raises(Exception, match="/proc/nowhere"):
+        LMCLocalDiskBackend(make_config("/proc/nowhere"), pool, "cpu")
+    assert threading.active_count() == before

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lmcache.config import LMCacheMemPoolMetadata
+from lmcache.storage_backend import remote_backend
+from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
+from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
+from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
+from tests.harness.dict_connector import DictConnector
+from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
+from tests.harness.sidecar import wait_until
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    connector = DictConnector()
+    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
+    return connector
+
+
+def open_backend(local_device: str = "cpu", **changes) -> LMCHybridBackend:
+    options = {"remote_url": "lm://localhost:1", "remote_serde": "torch", **changes}
+    metadata = make_metadata()
+    pool = LMCacheMemPoolMetadata(metadata.kv_shape, metadata.kv_dtype, 1 / 16)
+    return LMCHybridBackend(make_config(local_device, **options), metadata, pool, "cpu")
+
+
+@pytest.fixture(params=["cpu", "disk", "pipelined"])
+def backend(request, connector, tmp_path):
+    device = str(tmp_path / "cache") if request.param == "disk" else "cpu"
+    backend = open_backend(device, pipelined_backend=request.param == "pipelined")
+    yield backend
+    backend.close()
+    assert connector.is_closed
+
+
+def key(name: str):
+    return make_key(name)
+
+
+def put_only(store, names: str) -> None:
+    for name in names:
+        store.put(key(name), make_chunk(seed=ord(name)))
+
+
+def check(chunks, names: list[str | None]) -> None:
+    chunks = list(chunks)
+    assert len(chunks) == len(names)
+    for chunk, name in zip(chunks, names, strict=True):
+        assert (chunk is None) == (name is None)
+        assert name is None or torch.equal(chunk, make_chunk(seed=ord(name)))
+
+
+def test_puts_go_to_both(backend):
+    put_only(backend, "a")
+    backend.put(key("b"), make_chunk(seed=ord("b")), blocking=False)
+    assert backend.local_store.contains(key("b")), "the local put is always waited for"
+    wait_until(lambda: backend.remote_store.contains(key("b")))
+    for store in (backend, backend.local_store, backend.remote_store):
+        check([store.get(key("a")), store.get(key("b"))], ["a", "b"])
+
+
+def test_what_only_the_remote_has_is_kept_locally(backend, connector):
+    put_only(backend.remote_store, "ab")
+    assert backend.contains(key("a"))
+    check([backend.get(key("a"))], ["a"])
+    check(backend.batched_get([key("a"), key("b")]), ["a", "b"])
+    connector.is_down = True
+    check(backend.batched_get([key("a"), key("b")]), ["a", "b"])
+    assert backend.get(key("c")) is None
+
+
+def test_defect_02_no_chunk_is_kept_under_another_key(backend):
+    put_only(backend.remote_store, "ac")
+    check(backend.batched_get([key("a"), key("b"), key("c")]), ["a", None, None])
+    assert not backend.local_store.contains(key("b"))
+    assert not backend.local_store.contains(key("c"))
+    check([backend.local_store.get(key("a"))], ["a"])
+
+
+def test_local_and_remote_chunks_take_turns(backend):
+    put_only(backend.local_store, "ace")
+    put_only(backend.remote_store, "bdf")
+    keys = [key(name) for name in "abcdefg"]
+    assert backend.prefix_length(keys) == 6
+    check(backend.batched_get(keys), ["a", "b", "c", "d", "e", "f", None])
+
+
+def test_defect_26_nothing_is_fetched_behind_a_miss_nor_at_the_start(backend, connector):
+    assert not connector.calls
+    put_only(backend.remote_store, "a")
+    put_only(backend.remote_store, "cdefghijklmnopqrstuvwxyz")
+    check(backend.batched_get([key(name) for name in "abcdefghijkl"]), ["a", *[None] * 11])
+    wait_until(
+        lambda: not getattr(backend.remote_store, "_to_fetch", None) or backend.remote_store._to_fetch.empty()
+    )
+    assert connector.calls["get"] <= 2 + remote_backend._WINDOW
+    assert connector.calls["exists"] == 0
+
+
+def test_a_prefetch_brings_what_is_this_workers_and_fits(backend, connector):
+    put_only(backend.remote_store, "ab")
+    other = make_key("c", fmt="huggingface")
+    backend.remote_store.put(other, make_chunk())
+    backend._prefetch(make_metadata())
+    assert {key.chunk_hash for key in backend.local_store.dict} == {"a", "b"}
+    backend.local_store.evictor.MAX_CACHE_SIZE = 1
+    put_only(backend.remote_store, "d")
+    backend._prefetch(make_metadata())
+    assert not backend.local_store.contains(key("d"))
+
+
+def test_defect_19_a_directory_works_as_the_local_one(connector, tmp_path):
+    backend = open_backend(str(tmp_path / "cache"))
+    assert isinstance(backend.local_store, LMCLocalDiskBackend)
+    put_only(backend, "a")
+    check([backend.local_store.get(key("a"))], ["a"])
+    backend.close()
+
+
+def test_defect_19_foreign_keys_on_the_server_do_no_harm(connector):
+    connector.values["session:42"] = b"{}"
+    backend = open_backend()
+    backend._prefetch(make_metadata())
+    assert len(backend.local_store.dict) == 0
+    backend.close()
+
+
+def test_pipelined_when_asked(connector):
+    for pipelined in (False, True):
+        backend = open_backend(pipelined_backend=pipelined)
+        assert isinstance(backend.local_store, LMCLocalBackend)
+        assert isinstance(backend.remote_store, LMCPipelinedRemoteBackend) == pipelined
+        backend.close()
+
+
+def test_defect_11_a_remote_that_can_not_be_made_leaves_nothing(connector, tmp_path):
+    before = threading.active_count()
+    for device in ("cpu", str(tmp_path)):
+        with pytest.raises(ValueError, match="serde"):
+            open_backend(device, remote_serde="unknown", pipelined_backend=True)
+    wait_until(lambda: threading.active_count() == before)
+    open_backend(str(tmp_path)).close()  # the directory is free
+
+
+def test_results_are_the_callers_own(backend):
+    put_only(backend, "a")
+    (mine,) = backend.batched_get([key("a")])
+    mine.zero_()
+    check([backend.get(key("a"))], ["a"])

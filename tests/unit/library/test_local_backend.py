@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lmcache.config import LMCacheMemPoolMetadata
+from lmcache.storage_backend import put_queue
+from lmcache.storage_backend.local_backend import LMCLocalBackend
+from tests.harness.kv_cache import (
+    CHUNK,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    make_chunk,
+    make_config,
+    make_key,
+    make_metadata,
+)
+from tests.harness.sidecar import wait_until
+
+CHUNK_BYTES = make_chunk().nbytes
+
+
+def make_backend(num_chunks: float = 64) -> LMCLocalBackend:
+    size = num_chunks * CHUNK_BYTES / 1024**3
+    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, size)
+    return LMCLocalBackend(make_config(max_local_cache_size=size), pool, "cpu")
+
+
+@pytest.fixture
+def backend():
+    backend = make_backend()
+    yield backend
+    backend.close()
+
+
+def test_what_was_put_comes_back(backend):
+    for index, dtype in enumerate((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int32)):
+        chunk = make_chunk(7, seed=index).to(dtype)
+        backend.put(make_key("a"), chunk)
+        again = backend.get(make_key("a"))
+        assert again.dtype == dtype
+        assert torch.equal(again.view(torch.uint8), chunk.view(torch.uint8))
+    assert backend.get(make_key("b")) is None
+    assert backend.contains(make_key("a"))
+    assert not backend.contains(make_key("b"))
+
+
+def test_keys_differ_in_every_field(backend):
+    backend.put(make_key("a"), make_chunk())
+    for change in (
+        {"fmt": "x"},
+        {"model_name": "x"},
+        {"world_size": 2},
+        {"worker_id": 1},
+        {"chunk_hash": "x"},
+    ):
+        other = type(make_key("a"))(**{**vars(make_key("a")), **change})
+        assert not backend.contains(other)
+
+
+def test_a_put_replaces_what_was_there(backend):
+    backend.put(make_key("a"), make_chunk(seed=1))
+    backend.put(make_key("a"), make_chunk(3, seed=2))
+    assert torch.equal(backend.get(make_key("a")), make_chunk(3, seed=2))
+    assert len(backend.dict) == 1
+    assert backend.evictor.current_cache_size == 4096
+
+
+def test_remove(backend):
+    backend.put(make_key("a"), make_chunk())
+    backend.remove(make_key("a"))
+    backend.remove(make_key("never"))
+    assert not backend.contains(make_key("a"))
+    assert backend.evictor.current_cache_size == 0
+
+
+def test_defect_03_a_retrieved_tensor_is_the_callers_own():
+    backend = make_backend(num_chunks=4)
+    backend.put(make_key("first"), make_chunk(seed=1))
+    mine = backend.get(make_key("first"))
+    for index in range(8):
+        backend.put(make_key(str(index)), make_chunk(seed=2))
+    assert not backend.contains(make_key("first"))
+    assert torch.equal(mine, make_chunk(seed=1))
+    mine.zero_()
+    assert torch.equal(backend.get(make_key("7")), make_chunk(seed=2))
+    backend.close()
+
+
+def test_defect_03_large_results_share_no_memory_while_they_are_used(backend):
+    size = LMCacheMemPoolMetadata((1, 2, 4096, 4, 64), torch.float16, 1 / 16)
+    backend = LMCLocalBackend(make_config(), size, "cpu")
+    for seed in (1, 2):
+        backend.put(make_key(str(seed)), torch.full((1, 2, 4096, 4, 64), seed, dtype=torch.float16))
+    part = backend.get(make_key("1"))[0, 1, 5]  # keeps the memory under it
+    others = [backend.get(make_key("2")) for _ in range(6)]
+    assert (part == 1).all()
+    addresses = {other.data_ptr() for other in others}
+    assert len(addresses) == 6
+    del others
+    assert backend.get(make_key("2")).data_ptr() in addresses, "memory is used again once nobody does"
+    backend.close()
+
+
+def test_defect_05_another_dtype_is_kept_as_it_is(backend):
+    large = make_chunk(4, dtype=torch.float32) * 1e30
+    backend.put(make_key("a"), large)
+    again = backend.get(make_key("a"))
+    assert torch.equal(again, large)
+    assert again.isfinite().all()
+
+
+def test_what_is_larger_than_a_full_chunk_is_dropped_and_counted():
+    # A full chunk of 64 KiB takes a whole frame: there is nothing larger.
+    shape = (1, 2, 128, 2, 64)
+    backend = LMCLocalBackend(make_config(), LMCacheMemPoolMetadata(shape, torch.float16, 1 / 16), "cpu")
+    backend.put(make_key("a"), torch.ones(shape, dtype=torch.float32))
+    assert not backend.contains(make_key("a"))
+    assert backend.num_faults == 1
+    backend.put(make_key("a"), torch.ones(shape, dtype=torch.float16))
+    assert backend.contains(make_key("a"))
+    backend.close()
+
+
+def test_defect_21_the_huggingface_layout_works(backend):
+    chunk = torch.randn(LAYERS, 2, HEADS, CHUNK - 5, HEAD_SIZE).half()
+    backend.put(make_key("a", "huggingface"), chunk)
+    assert torch.equal(backend.get(make_key("a", "huggingface")), chunk)
+
+
+# ---- eviction ----
+
+
+def test_the_least_recently_used_goes_first():
+    backend = make_backend(num_chunks=4)
+    for name in "abcd":
+        backend.put(make_key(name), make_chunk())
+    backend.get(make_key("a"))
+    backend.contains(make_key("b"))  # a look is no use
+    assert [key.chunk_hash for key in backend.dict] == ["b", "c", "d", "a"]
+    backend.put(make_key("e"), make_chunk())
+    assert [key.chunk_hash for key in backend.dict] == ["c", "d", "a", "e"]
+    backend.close()
+
+
+def test_the_limit_can_be_lowered(backend):
+    for index in range(8):
+        backend.put(make_key(str(index)), make_chunk())
+    backend.evictor.MAX_CACHE_SIZE = 3 * CHUNK_BYTES
+    backend.put(make_key("new"), make_chunk())
+    assert [key.chunk_hash for key in backend.dict] == ["6", "7", "new"]
+    assert backend.evictor.current_cache_size == 3 * CHUNK_BYTES
+
+
+def test_the_dictionary_is_live(backend):
+    view = backend.dict
+    assert len(view) == 0
+    backend.put(make_key("a"), make_chunk())
+    assert list(view) == [make_key("a")]
+    assert make_key("a") in view
+    assert "a" not in view
+    assert torch.equal(view[make_key("a")], make_chunk())
+    with pytest.raises(KeyError):
+        view[make_key("b")]
+
+
+# ---- puts that nobody waits for ----
+
+
+def test_nonblocking_puts_arrive(backend):
+    for index in range(20):
+        backend.put(make_key(str(index)), make_chunk(seed=index), blocking=False)
+    wait_until(lambda: backend.contains(make_key("19")))
+    for index in range(20):
+        assert torch.equal(backend.get(make_key(str(index))), make_chunk(seed=index))
+
+
+def test_defect_08_a_bad_put_ends_neither_the_worker_nor_the_backend(backend):
+    backend.put_nonblocking(make_key("bad"), make_chunk().to("meta"))  # has no bytes to copy
+    backend.put_nonblocking(make_key("good"), make_chunk())
+    wait_until(lambda: backend.contains(make_key("good")))
+    assert backend.get(make_key("bad")) is None
+    assert backend.num_faults == 1
+    assert backend.evictor.current_cache_size == CHUNK_BYTES, "what the bad put took is free again"
+
+
+def test_close_puts_what_is_queued(monkeypatch):
+    backend = make_backend()
+    gate = threading.Event()
+    put = backend._put
+    monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(10) and put(*arguments))
+    monkeypatch.setattr(backend.mpool, "close", lambda: None)  # to look at what is there afterwards
+    for index in range(5):
+        backend.put_nonblocking(make_key(str(index)), make_chunk())
+    gate.set()
+    backend.close()
+    assert len(backend.dict) == 5
+    backend.put_nonblocking(make_key("late"), make_chunk())
+    assert backend.num_faults == 1
+
+
+def test_a_full_queue_makes_puts_wait(monkeypatch, backend):
+    monkeypatch.setattr(put_queue, "MAX_QUEUED_BYTES", 2 * CHUNK_BYTES)
+    gate, put = threading.Event(), backend._put
+    monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(10) and put(*arguments))
+    done = []
+
+    def put_all():
+        for index in range(6):
+            backend.put_nonblocking(make_key(str(index)), make_chunk())
+            done.append(index)
+
+    thread = threading.Thread(target=put_all)
+    thread.start()
+    wait_until(lambda: len(done) == 2)
+    assert backend._puts._num_bytes == 2 * CHUNK_BYTES
+    gate.set()
+    thread.join()
+    wait_until(lambda: len(backend.dict) == 6)
+    assert backend.num_faults == 0
+
+
+def test_defect_11_half_built_and_unused_backends_leave_no_threads():
+    before = threading.active_count()
+    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 1 / 16)
+    with pytest.raises(RuntimeError):
+        LMCLocalBackend(make_config(), pool, "no such device")
+    backend = make_backend()
+    backend.put(make_key("a"), make_chunk())
+    assert threading.active_count() == before
+    backend.close()
+    backend.put_worker()  # ends at once: the end signal is there
+
+
+def test_threads_see_whole_chunks_only():
+    backend = make_backend(num_chunks=16)
+    stop, wrong = threading.Event(), []
+
+    def use(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        while not stop.is_set():
+            number = int(torch.randint(0, 24, (), generator=generator))
+            if number % 3:
+                chunk = backend.get(make_key(str(number)))
+                if chunk is not None and not (chunk == chunk.flatten()[0]).all():
+                    wrong.append(number)
+            else:
+                value = float(torch.randint(0, 1000, (), generator=generator))
+                backend.put(
+                    make_key(str(number)), torch.full_like(make_chunk(), value), blocking=bool(number % 2)
+                )
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    stop.wait(1)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    backend.close()
+    assert not wrong
+    assert backend.num_faults == 0

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lmcache.storage_backend import put_queue, remote_backend
+from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
+from tests.harness.dict_connector import DictConnector
+from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
+from tests.harness.sidecar import wait_until
+
+URL = "lm://localhost:1"
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    connector = DictConnector()
+    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
+    return connector
+
+
+@pytest.fixture(params=[LMCRemoteBackend, LMCPipelinedRemoteBackend])
+def backend(request, connector):
+    backend = request.param(make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu")
+    yield backend
+    connector.may_answer.set()
+    backend.close()
+    assert connector.is_closed
+
+
+def put_chunks(backend, names: str) -> None:
+    for name in names:
+        backend.put(make_key(name), make_chunk(seed=ord(name)))
+
+
+def names_of(chunks) -> list[str | None]:
+    """Which chunk each one is."""
+    known = {bytes(make_chunk(seed=ord(name)).view(torch.uint8).numpy()): name for name in "abcdefgh"}
+    return [None if c is None else known[bytes(c.contiguous().view(torch.uint8).numpy())] for c in chunks]
+
+
+def keys_of(names: str) -> list:
+    return [make_key(name) for name in names]
+
+
+def test_what_was_put_comes_back(backend):
+    put_chunks(backend, "ab")
+    assert names_of(backend.batched_get(iter(keys_of("ab")))) == ["a", "b"]
+    assert names_of([backend.get(make_key("a")), backend.get(make_key("c"))]) == ["a", None]
+    assert backend.contains(make_key("a"))
+    assert not backend.contains(make_key("c"))
+
+
+def test_needs_a_url_and_a_serde():
+    for config in (make_config(None, remote_url=URL), make_config(None, remote_serde="torch")):
+        with pytest.raises(AssertionError, match="remote_url and remote_serde"):
+            LMCRemoteBackend(config, make_metadata(), "cpu")
+
+
+def test_list_skips_what_is_no_chunk(backend, connector):
+    put_chunks(backend, "ab")
+    connector.values["somebody else's"] = b""
+    assert sorted(backend.list()) == keys_of("ab")
+
+
+def test_bytes_that_are_no_chunk_are_misses(backend, connector):
+    put_chunks(backend, "abc")
+    connector.values[make_key("b").to_string()] = b"garbage"
+    assert names_of(backend.batched_get(keys_of("abc"))) == ["a", None, "c"]
+    assert backend.num_faults == 1
+
+
+@pytest.mark.parametrize("pattern", ["aXc", "XXc", "aXXXefXh", "XXXX", "abcdefgh", ""])
+def test_defect_02_misses_keep_their_place(backend, pattern):
+    put_chunks(backend, pattern.replace("X", ""))
+    keys = [make_key(name if name != "X" else f"missing {index}") for index, name in enumerate(pattern)]
+    assert names_of(backend.batched_get(keys)) == [None if name == "X" else name for name in pattern]
+
+
+def test_defect_09_nonblocking_puts_go_on_after_a_failure(backend, connector):
+    backend.put(make_key("x" * 200), make_chunk(), blocking=False)  # the store can't hold such a key
+    put_chunks(backend, "a")
+    backend.put(make_key("b"), make_chunk(seed=ord("b")), blocking=False)
+    wait_until(lambda: backend.contains(make_key("b")))
+    assert names_of(backend.batched_get(keys_of("ab"))) == ["a", "b"]
+    assert backend.num_faults == 1
+
+
+def test_defect_09_a_server_that_dies_ends_in_misses(backend, connector):
+    put_chunks(backend, "abcdefgh")
+    answers = iter(backend.batched_get(keys_of("abcdefgh")))
+    first = [next(answers)]
+    connector.is_down = True
+    rest = names_of(first + list(answers))
+    assert len(rest) == 8
+    assert rest == [*"abcdefgh"[: rest.index(None)], *[None] * (8 - rest.index(None))]
+
+
+def test_defect_09_close_ends_the_workers_before_the_connection(backend, connector):
+    connector.may_answer.clear()
+    for name in "abcd":
+        backend.put(make_key(name), make_chunk(seed=ord(name)), blocking=False)
+    reader = threading.Thread(target=lambda: list(backend.batched_get(keys_of("ab"))))
+    reader.start()
+    closer = threading.Thread(target=backend.close)
+    closer.start()
+    connector.may_answer.set()
+    closer.join(10)
+    reader.join(10)
+    assert not closer.is_alive()
+    assert not reader.is_alive()
+    assert len(connector.values) == 4, "what was queued is put first"
+    # The connector asserts that nobody uses it once it is closed: the misses below ask nobody.
+    assert list(backend.batched_get(keys_of("ab"))) == [None, None]
+    assert backend.get(make_key("a")) is None
+
+
+def test_defect_12_a_dead_server_costs_one_failure_and_comes_back(backend, connector):
+    put_chunks(backend, "ab")
+    connector.is_down = True
+    assert backend.get(make_key("a")) is None
+    asked = connector.calls["get"]
+    assert not backend.contains(make_key("a"))
+    assert list(backend.batched_get(keys_of("ab" * 20))) == [None] * 40
+    backend.put(make_key("c"), make_chunk())
+    assert connector.calls["get"] == asked
+    assert not connector.calls["set", make_key("c").to_string()]
+    connector.is_down = False
+    wait_until(lambda: backend.contains(make_key("a")))
+    assert names_of(backend.batched_get(keys_of("ab"))) == ["a", "b"]
+
+
+def test_defect_12_faults_are_said_once(backend, connector, monkeypatch):
+    lines = []
+    monkeypatch.setattr(remote_backend._log, "warning", lambda *arguments: lines.append(arguments))
+    connector.is_down = True
+    for name in "abc":
+        backend.put(make_key(name), make_chunk())
+    assert len(lines) == 1
+    assert backend.num_faults == 3
+
+
+def test_defect_26_no_question_is_asked_before_a_get(backend, connector):
+    put_chunks(backend, "ab")
+    list(backend.batched_get(keys_of("ab")))
+    backend.get(make_key("a"))
+    assert connector.calls["exists"] == 0
+    assert connector.calls["get"] == 3
+
+
+def test_who_stops_asking_stops_the_fetching(backend, connector):
+    put_chunks(backend, "a")
+    keys = [*keys_of("a"), *(make_key(str(index)) for index in range(100))]
+    for chunk in backend.batched_get(keys):
+        if chunk is None:
+            break
+    wait_until(lambda: not getattr(backend, "_to_fetch", None) or backend._to_fetch.empty())
+    assert connector.calls["get"] <= 2 + remote_backend._WINDOW
+
+
+def test_a_full_queue_drops_and_counts(backend, connector, monkeypatch):
+    monkeypatch.setattr(put_queue, "MAX_QUEUED_BYTES", 2 * make_chunk().nbytes)
+    connector.may_answer.clear()
+    for name in "abcde":
+        backend.put(make_key(name), make_chunk(), blocking=False)  # waits for nobody
+    assert backend.num_faults == 3
+    connector.may_answer.set()
+    wait_until(lambda: len(connector.values) == 2)
+
+
+def test_a_serde_that_refuses_drops_the_chunk(backend, monkeypatch):
+    def refuse(chunk):
+        raise RuntimeError("not this one")
+
+    monkeypatch.setattr(backend._serializer, "to_bytes", refuse)
+    backend.put(make_key("a"), make_chunk())
+    assert backend.num_faults == 1
+
+
+def test_defect_11_half_built_backends_leave_no_threads(connector):
+    before = threading.active_count()
+    for changes in ({"remote_serde": "unknown"}, {"remote_serde": None}):
+        with pytest.raises((ValueError, AssertionError)):
+            LMCPipelinedRemoteBackend(
+                make_config(None, **{"remote_url": URL, **changes}), make_metadata(), "cpu"
+            )
+    assert threading.active_count() == before
