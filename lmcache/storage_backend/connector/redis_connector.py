@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import redis
 import redis.cluster
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector, chunk_keys
 
@@ -22,7 +24,11 @@ T = TypeVar("T")
 
 _redis: Any = redis  # many of its signatures are untyped
 
-_TIMEOUTS = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0}  # seconds, of one read or write
+_PATIENCE = {
+    "socket_connect_timeout": 2.0,
+    "socket_timeout": 5.0,  # seconds, of one read or write
+    "retry": Retry(NoBackoff(), 1),  # a connection that broke while idle; redis-py's own waits for seconds
+}
 _SCAN = {"match": "*@*@*@*@*", "count": 1000}
 
 
@@ -73,7 +79,7 @@ class RedisConnector(_ClientConnector):
     """One server; ``options`` are further arguments of ``redis.Redis`` (db, username, password, ssl)."""
 
     def __init__(self, host: str, port: int, **options: Any) -> None:
-        client = _redis.Redis(host=host, port=port, **_taken_by(_redis.Redis, _TIMEOUTS), **options)
+        client = _redis.Redis(host=host, port=port, **_taken_by(_redis.Redis, _PATIENCE), **options)
         super().__init__(lambda: client)
 
 
@@ -88,7 +94,8 @@ class RedisSentinelConnector(_ClientConnector):
         timeout = float(os.environ.get("REDIS_TIMEOUT") or 1)
         sentinel = _redis.Sentinel(list(hosts_and_ports), socket_timeout=timeout)
         service = os.environ.get("REDIS_SERVICE_NAME") or "mymaster"
-        client = sentinel.master_for(service, socket_timeout=timeout, **options)
+        patience = _taken_by(sentinel.master_for, _PATIENCE) | {"socket_timeout": timeout}
+        client = sentinel.master_for(service, **patience, **options)
         super().__init__(lambda: client)
 
 
@@ -97,7 +104,7 @@ class RedisClusterConnector(_ClientConnector):
 
     def __init__(self, hosts_and_ports: Sequence[tuple[str, int]], **options: Any) -> None:
         nodes = [_redis.cluster.ClusterNode(host, port) for host, port in hosts_and_ports]
-        super().__init__(lambda: _redis.RedisCluster(startup_nodes=nodes, **_TIMEOUTS, **options))
+        super().__init__(lambda: _redis.RedisCluster(startup_nodes=nodes, **_PATIENCE, **options))
 
     def _scan(self) -> Iterable[bytes | str]:
         yield from self.connection.scan_iter(**_SCAN)  # a cursor per node
@@ -111,6 +118,7 @@ def _guarded(call: Callable[[], T]) -> T:
 
 
 def _taken_by(call: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return those options that ``call`` names among its parameters."""
+    """Return those options that ``call`` has parameters for."""
     parameters = inspect.signature(call).parameters
-    return {name: value for name, value in options.items() if name in parameters}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in options.items() if takes_any or name in parameters}

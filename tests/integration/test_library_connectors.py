@@ -1,0 +1,136 @@
+"""The library's connectors on real servers: alone, behind Sentinel, as a Cluster, by TLS, and sick."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from lmcache.storage_backend.connector import CreateConnector, redis_connector
+from tests.harness.certificates import make_certificates
+from tests.harness.redis_server import RedisServer
+from tests.harness.redis_topologies import SERVICE, cluster, sentinel_set
+
+pytestmark = pytest.mark.redis
+
+KEYS = [f"vllm@org/model@v1@1@0@{number:064x}" for number in range(40)]
+
+
+def until_it_answers(connector, seconds):
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return connector.exists(KEYS[0])
+        except ConnectionError:
+            assert time.monotonic() < deadline, "not back in time"
+
+
+def check_everything(connector):
+    """Set, get, exists and list, with values of chunk size."""
+    payload = random.Random(1).randbytes(5 << 20)
+    assert connector.get(KEYS[0]) is None
+    for key in KEYS:
+        connector.set(key, key.encode())
+    connector.set(KEYS[3], payload)
+    assert connector.exists(KEYS[3])
+    assert not connector.exists("absent")
+    assert connector.get(KEYS[3]) == payload
+    assert connector.get(KEYS[4]) == KEYS[4].encode()
+    assert sorted(connector.list()) == KEYS
+
+
+def test_defect_19_one_server_with_password_and_database():
+    with RedisServer(password="p@ss/word:1") as server:
+        connector = CreateConnector(f"redis://:p%40ss%2Fword%3A1@127.0.0.1:{server.port}/3")
+        with server.client as client:
+            client.set("foreign", "x")
+            client.select(3)
+            client.set("session@of@some@other@app", "x")
+            client.set(b"\xff@a@b@c@d", "x")
+        check_everything(connector)
+        connector.close()
+
+
+def test_an_acl_user_may_do_what_we_do_and_no_more():
+    rules = ["lmc", "on", ">pw", "~*", "+get", "+set", "+exists", "+scan"]
+    with RedisServer() as server:
+        with server.client as client:
+            client.execute_command("ACL", "SETUSER", *rules)
+        connector = CreateConnector(f"redis://lmc:pw@127.0.0.1:{server.port}")
+        check_everything(connector)
+        connector.close()
+        refused = CreateConnector(f"redis://lmc:wrong@127.0.0.1:{server.port}")
+        with pytest.raises(ConnectionError) as caught:
+            refused.get(KEYS[0])
+        assert "wrong" not in str(caught.value)
+
+
+def test_tls_trusts_the_authority_that_is_named(tmp_path, monkeypatch):
+    certificates = make_certificates(tmp_path)
+    with RedisServer(tls=certificates) as server:
+        stranger = CreateConnector(f"rediss://127.0.0.1:{server.port}")
+        with pytest.raises(ConnectionError, match="certificate"):
+            stranger.get(KEYS[0])
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificates.ca))
+        connector = CreateConnector(f"rediss://127.0.0.1:{server.port}")
+        check_everything(connector)
+        connector.close()
+
+
+def test_a_cluster_lists_the_keys_of_all_its_nodes():
+    with cluster() as servers:
+        connector = CreateConnector(servers.url)
+        check_everything(connector)
+        connector.close()
+
+
+def test_defect_28_what_was_just_set_is_got_behind_sentinel(monkeypatch):
+    monkeypatch.setenv("REDIS_SERVICE_NAME", SERVICE)
+    with sentinel_set() as (sentinel, master, replica):
+        connector = CreateConnector(f"redis-sentinel://127.0.0.1:{sentinel.port}")
+        replica.freeze()  # it learns nothing any more, and answers nothing
+        check_everything(connector)
+        replica.thaw()
+        master.kill()
+        until_it_answers(connector, 20)
+        connector.set(KEYS[0], b"at the new master")
+        with replica.client as client:
+            assert client.get(KEYS[0]) == b"at the new master"
+        connector.close()
+
+
+def test_defect_12_a_server_that_dies_is_an_error_and_comes_back():
+    with RedisServer() as server:
+        connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
+        connector.set(KEYS[0], b"x")
+        server.kill()
+        for call in (connector.exists, connector.get, lambda key: connector.set(key, b"x")):
+            with pytest.raises(ConnectionError):
+                call(KEYS[0])
+        server.restart()
+        assert until_it_answers(connector, 5) is False
+        connector.close()
+
+
+def test_defect_12_a_frozen_server_is_an_error_within_its_deadline(monkeypatch):
+    monkeypatch.setitem(redis_connector._PATIENCE, "socket_timeout", 0.2)
+    with RedisServer() as server:
+        connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
+        connector.set(KEYS[0], b"x")
+        server.freeze()
+        with pytest.raises(ConnectionError):
+            connector.get(KEYS[0])
+        server.thaw()
+        assert until_it_answers(connector, 5) is True
+        connector.close()
+
+
+def test_a_full_server_is_an_error_not_a_loss_in_silence():
+    with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server:
+        connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
+        for key in KEYS[:4]:
+            connector.set(key, bytes(1 << 20))
+        with pytest.raises(ConnectionError, match="maxmemory"):
+            list(map(connector.set, KEYS, [bytes(1 << 20)] * len(KEYS)))
+        connector.close()
