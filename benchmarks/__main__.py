@@ -16,6 +16,8 @@ from benchmarks.report import Report, table
 NAMES = {
     "transfer": "256 MiB of KV between paged blocks and the arena, against memcpy of the same pieces",
     "rpc": "lookup of 128 keys, client to sidecar and back, against a bare gRPC echo of the same bytes",
+    "tiers": "the memory tier without copies: time and memory per chunk, share of the arena that is payload",
+    "stress": "eight threads on one local store for a minute, every byte compared",
     "disk": "store and load of objects on disk, against a bare loop; the index at a start",
     "gil": "longest stall of another thread while bytes are checksummed, stored, loaded and populated",
     "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",

@@ -10,10 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmcache.tiers.allocator import FrameAllocator, FrameSet
 
 
-def power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
 class AllocatorMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(1, 90), slots_per_frame=st.sampled_from([1, 4, 16]))
     def begin(self, num_slots, slots_per_frame):
@@ -22,22 +18,26 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.slots: list[int | None] = [None] * num_slots  # the row that has it
         self.rows: dict[int, int] = {}  # slots
 
-    def free_blocks(self, num_slots: int, num_frames: int) -> list[int]:
-        """Where a row of so many slots could begin."""
-        size = power_of_two(num_slots)
-        starts = range(0, min(num_frames * self.size, len(self.slots)) - size + 1, size)
-        return [start for start in starts if set(self.slots[start : start + size]) == {None}]
+    def runs(self, num_slots: int, num_frames: int) -> list[range]:
+        """Where a row of so many slots could lie if all were free."""
+        firsts = range(min(num_frames * self.size, len(self.slots)) - num_slots + 1)
+        return [
+            range(first, first + num_slots) for first in firsts if first % self.size + num_slots <= self.size
+        ]
+
+    def owners(self, run: range) -> set[int]:
+        return {self.slots[slot] for slot in run} - {None}
 
     @rule(num_slots=st.integers(1, 16), usable=st.integers(0, 90))
     def take(self, num_slots, usable):
         num_slots = min(num_slots, self.size)
-        free = self.free_blocks(num_slots, usable)
+        free = [run for run in self.runs(num_slots, usable) if not self.owners(run)]
         row = self.allocator.take(num_slots, usable)
         if not free:
             assert row is None
             return
         first = self.allocator.first_slot(row)
-        assert first in free
+        assert range(first, first + num_slots) in free
         assert row not in self.rows
         assert row < self.allocator.num_numbers
         assert row % self.allocator.num_frames == first // self.size
@@ -58,15 +58,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(sorted(self.rows)))
         num_slots = min(num_slots, self.size)
         rows = self.allocator.in_the_way(row, num_slots)
-        size = power_of_two(num_slots)
-        start = self.allocator.first_slot(row) // size * size
-        if start + size > len(self.slots) and self.rows[row] < size:
-            assert rows == []
-        else:
-            assert row in rows
-            kept = [other if other not in rows else None for other in self.slots]
-            assert kept[start : start + num_slots] == [None] * num_slots
-            assert set(rows) <= {*self.slots[start : start + size], row}
+        first, size = self.allocator.first_slot(row), self.rows[row]
+        if size >= num_slots:
+            assert rows == [row]
+            return
+        runs = [run for run in self.runs(num_slots, 90) if first in run and first + size - 1 in run]
+        assert set(rows) in [self.owners(run) for run in runs] or rows == runs == []
+        assert len(rows) == min([len(self.owners(run)) for run in runs], default=0)
 
     @invariant()
     def counts_agree(self):
@@ -104,11 +102,20 @@ def test_short_rows_share_frames_and_leave_whole_ones_whole():
     assert [allocator.first_slot(allocator.take(16, 4)) for _ in range(3)] == [16, 32, 48]
 
 
-def test_what_rounding_adds_is_given_back():
+def test_rows_of_a_frame_leave_no_gaps():
     allocator = FrameAllocator(16, 16)
     rows = [allocator.take(count, 1) for count in (9, 1, 2, 4)]
     assert [allocator.first_slot(row) for row in rows] == [0, 9, 10, 12]
     assert allocator.take(1, 1) is None
+
+
+def test_the_tightest_run_is_taken():
+    allocator = FrameAllocator(32, 16)
+    rows = [allocator.take(count, 2) for count in (3, 1, 2, 1, 9, 16)]
+    for row in (rows[0], rows[2]):
+        allocator.give(row)
+    assert allocator.first_slot(allocator.take(2, 2)) == 4
+    assert allocator.first_slot(allocator.take(2, 2)) == 0
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 5000])

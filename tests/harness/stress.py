@@ -1,0 +1,114 @@
+"""Threads that put, read, pin, remove and resize one ``LocalStore``, and compare every byte."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+
+from lmcache.tiers.base import Geometry
+from lmcache.tiers.local import LocalStore
+from lmcache.tiers.private import PrivateArena
+
+SLOT_BYTES = 4096
+NUM_KEYS = 96
+PROMPT = 8  # keys of one prompt
+
+
+class Stress:
+    """A store smaller than what is put into it. A payload is one 64-bit number over and over: its key and its
+    version, so that bytes of another row, or of two writers, show."""
+
+    def __init__(self, num_slots: int = 20 * 16) -> None:
+        self.arena = PrivateArena(Geometry(SLOT_BYTES, 1), num_slots)
+        self.store = LocalStore(self.arena)
+        self.counts: Counter[str] = Counter()
+        self.errors: list[BaseException] = []
+        self._words = np.frombuffer(self.arena.buffer, np.uint64)
+
+    def run(self, num_threads: int, seconds: float) -> None:
+        """Returns when time is up or something was wrong; the first error is raised."""
+        end = time.monotonic() + seconds
+        threads = [threading.Thread(target=self._work, args=(seed, end)) for seed in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in self.errors:
+            raise error
+        self.check_account()
+
+    def check_account(self) -> None:
+        """At rest: what is taken is what is there."""
+        keys = self.store.keys()
+        lengths = [self.store.get(key, lambda _, length: length) for key in keys]
+        taken = sum(-(-length // SLOT_BYTES) * SLOT_BYTES for length in lengths)
+        assert self.store.num_bytes == taken, (self.store.num_bytes, taken)
+        for number in range(NUM_KEYS):
+            self.store.remove(_key(number))
+        assert self.store.num_bytes == 0
+
+    def _work(self, seed: int, end: float) -> None:
+        draw = random.Random(seed)
+        actions = [self._put] * 6 + [self._get] * 6 + [self._read_prompt] * 3 + [self._remove, self._resize]
+        counts: Counter[str] = Counter()
+        try:
+            while time.monotonic() < end and not self.errors:
+                action = draw.choice(actions)
+                counts[action.__name__[1:]] += bool(action(draw))
+        except BaseException as error:
+            self.errors.append(error)
+        self.counts += counts
+
+    def _put(self, draw: random.Random) -> bool:
+        number, length = draw.randrange(NUM_KEYS), 8 * draw.randint(1, 16 * SLOT_BYTES // 8)
+        value = number << 32 | draw.getrandbits(32)
+
+        def fill(row: int) -> None:
+            words = self._payload(row, length)
+            words[:] = value
+            if draw.random() < 0.05:
+                raise InterruptedError
+            assert (words == value).all(), "two writers"
+
+        try:
+            return self.store.put(_key(number), length, fill, request=number // PROMPT)
+        except InterruptedError:
+            return False
+
+    def _get(self, draw: random.Random) -> bool:
+        number = draw.randrange(NUM_KEYS)
+        return self.store.get(_key(number), lambda row, length: self._check(number, row, length)) is not None
+
+    def _read_prompt(self, draw: random.Random) -> bool:
+        first = draw.randrange(0, NUM_KEYS, PROMPT)
+        keys = [_key(number) for number in range(first, first + PROMPT)]
+        with self.store.pin_prefix(keys, first // PROMPT) as rows:
+            for _ in range(2):
+                for number, (row, length) in enumerate(rows, first):
+                    self._check(number, row, length)
+        return bool(rows)
+
+    def _remove(self, draw: random.Random) -> bool:
+        return self.store.remove(_key(draw.randrange(NUM_KEYS)))
+
+    def _resize(self, draw: random.Random) -> bool:
+        size = draw.randint(self.arena.num_rows // 2, self.arena.num_rows)
+        return bool(self.store.resize(size * SLOT_BYTES).num_evicted)
+
+    def _check(self, number: int, row: int, length: int) -> bool:
+        words = self._payload(row, length)
+        value = int(words[0])
+        assert value >> 32 == number, f"bytes of key {value >> 32} under key {number}"
+        assert (words == value).all(), f"key {number} has bytes of two writers"
+        return True
+
+    def _payload(self, row: int, length: int) -> np.ndarray:
+        return self._words[row * SLOT_BYTES // 8 :][: length // 8]
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(64, "big")

@@ -1,0 +1,30 @@
+"""Eight threads on one store, and every byte compared; ``python -m benchmarks stress`` goes on a minute."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.harness.stress import Stress
+
+
+def test_eight_threads_never_see_bytes_that_are_not_theirs():
+    stress = Stress()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # as many switches within a call as can be
+    try:
+        stress.run(num_threads=8, seconds=2)
+    finally:
+        sys.setswitchinterval(interval)
+    assert min(stress.counts[action] for action in ("put", "get", "read_prompt", "remove", "resize")) > 0
+
+
+def test_the_stress_finds_what_it_looks_for(monkeypatch):
+    stress = Stress()
+    rows = stress.store._rows
+    monkeypatch.setattr(rows, "lease", lambda number: rows.leases.setdefault(number, 1))
+    monkeypatch.setattr(rows, "end_lease", lambda numbers, request: None)
+    monkeypatch.setattr(rows, "_is_held", lambda number: False)
+    with pytest.raises(AssertionError):
+        stress.run(num_threads=8, seconds=20)
