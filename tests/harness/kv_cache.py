@@ -83,5 +83,8 @@ class DictBackend(LMCBackendInterface):
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         return self.chunks.get(key)
 
+    def remove(self, key: CacheEngineKey) -> None:
+        del self.chunks[key]
+
     def close(self) -> None:
         self.is_closed = True

@@ -1,0 +1,181 @@
+"""The same promises, whatever the engine keeps its chunks in."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lmcache.cache_engine import LMCacheEngine
+from lmcache.storage_backend import remote_backend
+from tests.harness.dict_connector import DictConnector
+from tests.harness.kv_cache import (
+    CHUNK,
+    FORMATS,
+    cut,
+    is_same,
+    make_chunk,
+    make_config,
+    make_kv,
+    make_metadata,
+    make_tokens,
+)
+from tests.harness.sidecar import wait_until
+
+REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
+KINDS = {
+    "memory": ("cpu", {}),
+    "disk": ("disk", {}),
+    "remote": (None, REMOTE),
+    "pipelined": (None, {**REMOTE, "pipelined_backend": True}),
+    "hybrid": ("cpu", REMOTE),
+    "pipelined hybrid": ("cpu", {**REMOTE, "pipelined_backend": True}),
+    "hybrid with a disk": ("disk", REMOTE),
+}
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    connector = DictConnector()
+    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
+    return connector
+
+
+@pytest.fixture(params=KINDS)
+def config(request, tmp_path, connector):
+    device, options = KINDS[request.param]
+    return make_config(str(tmp_path / "cache") if device == "disk" else device, **options)
+
+
+@pytest.fixture(params=FORMATS)
+def fmt(request):
+    return request.param
+
+
+@pytest.fixture
+def engine(config, fmt):
+    engine = LMCacheEngine(config, make_metadata(fmt))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_defect_21_what_was_stored_comes_back_in_both_layouts(engine, fmt, blocking):
+    tokens, kv = make_tokens(5 * CHUNK + 3), make_kv(5 * CHUNK + 3, fmt)
+    engine.store(tokens, kv, blocking=blocking)
+    wait_until(lambda: engine.lookup(tokens) == len(tokens))
+    for as_tuple in (True, False):
+        retrieved, mask = engine.retrieve(tokens, None, as_tuple)
+        assert mask.all()
+        assert is_same(tuple((layer[0], layer[1]) for layer in retrieved), kv)
+
+
+def test_prefixes_masks_and_misses(engine, fmt):
+    tokens, kv = make_tokens(4 * CHUNK), make_kv(4 * CHUNK, fmt)
+    engine.store(tokens, kv)
+    other = torch.cat((tokens[: 3 * CHUNK - 1], make_tokens(40, seed=1)))
+    mask = torch.arange(len(other)) >= 5
+    retrieved, found = engine.retrieve(other, mask)
+    assert is_same(retrieved, cut(kv, fmt, 5, 2 * CHUNK))
+    assert found.tolist() == [5 <= index < 2 * CHUNK for index in range(len(other))]
+    assert engine.retrieve(make_tokens(40, seed=2))[0] == ()
+
+
+def test_defect_24_what_exists_is_not_written_again(engine, fmt):
+    tokens, old, new = make_tokens(40), make_kv(40, fmt), make_kv(40, fmt, seed=1)
+    engine.store(tokens, old)
+    engine.store(tokens, new)
+    assert is_same(engine.retrieve(tokens)[0], old)
+    engine.store(tokens, new, skip_existing=False)
+    assert is_same(engine.retrieve(tokens)[0], new)
+
+
+def test_defect_03_what_was_retrieved_is_the_callers_own(engine, fmt):
+    tokens, kv = make_tokens(CHUNK), make_kv(CHUNK, fmt)
+    engine.store(tokens, kv)
+    with torch.inference_mode():
+        retrieved, _ = engine.retrieve(tokens)
+    retrieved[0][0].zero_()
+    assert is_same(engine.retrieve(tokens)[0], kv)
+
+
+def test_defect_05_large_values_stay_what_they_are(engine, fmt):
+    """A cache of halves is given floats too large for halves: they come back as they were, or not at all."""
+    tokens = make_tokens(CHUNK // 2)
+    kv = tuple((k * 1e30, v * 1e30) for k, v in make_kv(CHUNK // 2, fmt, dtype=torch.float32))
+    engine.store(tokens, kv)
+    retrieved, _ = engine.retrieve(tokens)
+    assert retrieved == () or is_same(retrieved, kv)
+
+
+def test_a_chunk_from_before_is_skipped_even_if_the_server_is_away(connector):
+    connector.is_down = True
+    engine = LMCacheEngine(make_config("cpu", **REMOTE), make_metadata())
+    tokens, kv = make_tokens(40), make_kv(40)
+    engine.store(tokens, kv)
+    assert is_same(engine.retrieve(tokens)[0], kv)
+    engine.close()
+
+
+def test_a_prompt_too_long_for_the_cache_keeps_its_head():
+    size = 3 * make_chunk().nbytes / 1024**3
+    engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
+    tokens, kv = make_tokens(2 * CHUNK), make_kv(2 * CHUNK)
+    engine.store(tokens, kv)
+    other, other_kv = make_tokens(2 * CHUNK, seed=1), make_kv(2 * CHUNK, seed=1)
+    engine.store(other, other_kv)
+    assert engine.lookup(tokens) == CHUNK, "the older prompt lost its tail, not its head"
+    assert is_same(engine.retrieve(other)[0], other_kv)
+    engine.close()
+
+
+def test_what_a_prompt_shares_goes_after_what_is_its_own():
+    size = 4 * make_chunk().nbytes / 1024**3
+    engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
+    shared, kv = make_tokens(CHUNK), make_kv(3 * CHUNK)
+    first, second = (torch.cat((shared, make_tokens(CHUNK, seed))) for seed in (1, 2))
+    engine.store(first, cut(kv, "vllm", 0, 2 * CHUNK))
+    engine.store(second, cut(kv, "vllm", 0, 2 * CHUNK))
+    engine.store(make_tokens(2 * CHUNK, seed=3), cut(kv, "vllm", 0, 2 * CHUNK))
+    assert engine.lookup(first) == CHUNK
+    assert engine.lookup(second) == 2 * CHUNK
+    engine.close()
+
+
+def test_eight_threads_on_one_engine_see_only_right_bytes():
+    """Prompts share heads and evict each other; what is retrieved is a prefix of what was stored."""
+    size = 24 * make_chunk().nbytes / 1024**3
+    engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
+    prompts = []
+    for seed in range(12):
+        tokens = torch.cat((make_tokens(CHUNK, seed % 3), make_tokens(3 * CHUNK + seed, 100 + seed)))
+        head, tail = make_kv(CHUNK, seed=seed % 3), make_kv(3 * CHUNK + seed, seed=100 + seed)
+        kv = tuple(
+            (torch.cat((a[0], b[0])), torch.cat((a[1], b[1]))) for a, b in zip(head, tail, strict=True)
+        )
+        prompts.append((tokens, kv))
+    stop, wrong, num_hits = threading.Event(), [], []
+
+    def use(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        while not stop.is_set():
+            tokens, kv = prompts[int(torch.randint(0, 12, (), generator=generator))]
+            if torch.rand((), generator=generator) < 0.5:
+                engine.store(tokens, kv, blocking=bool(number % 2))
+            else:
+                retrieved, found = engine.retrieve(tokens)
+                num_hits.append(int(found.sum()))
+                if retrieved != () and not is_same(retrieved, cut(kv, "vllm", 0, num_hits[-1])):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    stop.wait(1)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    engine.close()
+    assert not wrong
+    assert any(num_hits)
