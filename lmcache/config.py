@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import yaml
@@ -16,6 +16,9 @@ from lmcache.logging import init_logger
 
 _log = init_logger(__name__)
 
+Reader: TypeAlias = Callable[[object], object]
+
+_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 _REMOTE_URL = re.compile(r".+://.+:\d+")
 
 
@@ -63,27 +66,15 @@ class LMCacheEngineConfig:
         remote_serde: str | None = "torch",
         pipelined_backend: bool = False,
         save_decode_cache: bool = False,
-        enable_blending: bool = False,
-        blend_recompute_ratio: float = 0.15,
-        blend_min_tokens: int = 256,
     ) -> LMCacheEngineConfig:
         """Take one ``backend`` for all: "cpu", "cuda", file://directory or type://host:port.
 
         ``persist_path`` is ignored. Raises ValueError for any other backend.
         """
         is_remote = not backend.startswith("file://") and _REMOTE_URL.match(backend) is not None
-        return LMCacheEngineConfig(
-            chunk_size,
-            None if is_remote else _local_device(backend),
-            max_local_cache_size,
-            backend if is_remote else None,
-            remote_serde,
-            pipelined_backend,
-            save_decode_cache,
-            enable_blending,
-            blend_recompute_ratio,
-            blend_min_tokens,
-        )
+        device, url = (None, backend) if is_remote else (_local_device(backend), None)
+        where = (chunk_size, device, max_local_cache_size, url)
+        return LMCacheEngineConfig.from_defaults(*where, remote_serde, pipelined_backend, save_decode_cache)
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
@@ -188,52 +179,19 @@ def _text(value: object) -> str:
 
 
 def _flag(value: object) -> bool:
-    flags = {"true": True, "1": True, "yes": True, "on": True}
-    flags |= {"false": False, "0": False, "no": False, "off": False}
-    flag = flags.get(str(value).strip().lower())
-    if flag is None:
+    text = str(value).strip().lower()
+    if text not in _TRUE | _FALSE:
         raise ValueError(f"Invalid truth value: {value!r} (write true or false)")
-    return flag
+    return text in _TRUE
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"Invalid number: {value!r}")
-    return float(value)
+def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Reader:
+    def read(value: object) -> int | float:
+        if isinstance(value, (kind, int, str)) and not isinstance(value, bool) and low <= kind(value) <= high:
+            return kind(value)
+        raise ValueError(f"Invalid number: {value!r} ({kind.__name__}, {low} to {high})")
 
-
-def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"Invalid whole number: {value!r}")
-    return int(value)
-
-
-def _positive(value: object) -> int:
-    number = _whole(value)
-    if number <= 0:
-        raise ValueError(f"Invalid number: {value!r} (must be above 0)")
-    return number
-
-
-def _not_negative(value: object) -> int:
-    number = _whole(value)
-    if number < 0:
-        raise ValueError(f"Invalid number: {value!r} (must not be below 0)")
-    return number
-
-
-def _gigabytes(value: object) -> float:
-    number = _number(value)
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"Invalid size: {value!r} GiB")
-    return number
-
-
-def _ratio(value: object) -> float:
-    number = _number(value)
-    if not 0 <= number <= 1:
-        raise ValueError(f"Invalid ratio: {value!r} (must be 0 to 1)")
-    return number
+    return read
 
 
 def _local_device(value: object) -> str:
@@ -251,17 +209,17 @@ def _remote_url(value: object) -> str:
     return url
 
 
-_READERS: dict[str, Callable[[object], object]] = {
-    "chunk_size": _positive,
+_READERS: dict[str, Reader] = {
+    "chunk_size": _number(int, 1),
     "local_device": _local_device,
-    "max_local_cache_size": _gigabytes,
+    "max_local_cache_size": _number(float, 0, 1 << 40),
     "remote_url": _remote_url,
     "remote_serde": _text,
     "pipelined_backend": _flag,
     "save_decode_cache": _flag,
     "enable_blending": _flag,
-    "blend_recompute_ratio": _ratio,
-    "blend_min_tokens": _not_negative,
+    "blend_recompute_ratio": _number(float, 0, 1),
+    "blend_min_tokens": _number(int, 0),
     "blend_separator": _text,
     "blend_add_special_in_precomp": _flag,
 }

@@ -131,6 +131,6 @@ def test_a_full_server_is_an_error_not_a_loss_in_silence():
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         for key in KEYS[:4]:
             connector.set(key, bytes(1 << 20))
-        with pytest.raises(ConnectionError, match="maxmemory"):
+        with pytest.raises(ValueError, match="maxmemory"):
             list(map(connector.set, KEYS, [bytes(1 << 20)] * len(KEYS)))
         connector.close()

@@ -1,8 +1,9 @@
 """What a connector to a remote store is.
 
-**Faults.** Whatever is wrong with the store, or on the way to it, raises ConnectionError (Python's own)
-within the connector's deadlines; nothing else does. A miss is None or False. The remote backend is the layer
-that turns ConnectionError into a miss or a counted drop, so that no fault reaches the engine.
+**Faults.** When the store can't be reached or does not answer, methods raise ConnectionError (Python's own)
+within the connector's deadlines. When it answers that it won't (no room, no right, a key it can't hold), they
+raise ValueError. Nothing else; a miss is None or False. The remote backend is the layer that turns both into
+a miss or a counted drop, so that no fault reaches the engine.
 """
 
 from __future__ import annotations
@@ -33,10 +34,8 @@ class ConnectorType(Enum):
 
 
 class RemoteConnector(abc.ABC, Generic[V]):
-    """A store of values by key text (``CacheEngineKey.to_string()``). Thread-safe; every method may block.
-
-    All methods raise ConnectionError (see the module), and ValueError for a key that the store can't hold.
-    """
+    """A store of values by key text (``CacheEngineKey.to_string()``). Thread-safe; every method may block,
+    and may raise ConnectionError and ValueError (see the module)."""
 
     @abc.abstractmethod
     def exists(self, key: str) -> bool:

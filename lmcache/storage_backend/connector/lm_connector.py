@@ -39,7 +39,7 @@ class LMCServerConnector(RemoteBytesConnector):
         """See RemoteConnector. PUT has no reply: an EXIST right behind it says whether it was stored."""
         put = _head(Constants.CLIENT_PUT, key, memoryview(obj).nbytes)
         if self._call(put, obj, _head(Constants.CLIENT_EXIST, key)) is None:
-            raise ConnectionError(f"the server did not take {key!r}")
+            raise ValueError(f"the server did not take {key!r}: no room")
 
     def list(self) -> list[str]:
         """See RemoteConnector."""

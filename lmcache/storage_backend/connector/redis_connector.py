@@ -113,6 +113,8 @@ class RedisClusterConnector(_ClientConnector):
 def _guarded(call: Callable[[], T]) -> T:
     try:
         return call()
+    except redis.ResponseError as error:
+        raise ValueError(f"Redis refuses: {error}") from error
     except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
         raise ConnectionError(f"Redis: {error}") from error
 

@@ -100,6 +100,7 @@ def test_unknown_keys_are_said(from_text, capsys, monkeypatch):
         ("chunk_size: 0", "chunk_size: "),
         ("chunk_size: many", "chunk_size: "),
         ("chunk_size: true", "chunk_size: "),
+        ("chunk_size: 2.5", "chunk_size: "),
         ("max_local_cache_size: .nan", "max_local_cache_size: "),
         ("max_local_cache_size: .inf", "max_local_cache_size: "),
         ("max_local_cache_size: [1]", "max_local_cache_size: "),

@@ -274,7 +274,7 @@ def test_defect_19_foreign_keys_are_skipped(small):
 
 @pytest.mark.parametrize(
     "error",
-    [redis.ConnectionError("gone"), redis.TimeoutError("slow"), redis.ResponseError("OOM"), OSError("net")],
+    [redis.ConnectionError("gone"), redis.TimeoutError("slow"), redis.RedisError("odd"), OSError("net")],
 )
 @pytest.mark.parametrize("name", ["exists", "get", "set", "list"])
 def test_defect_12_every_fault_is_pythons_connection_error(small, monkeypatch, name, error):
@@ -285,3 +285,12 @@ def test_defect_12_every_fault_is_pythons_connection_error(small, monkeypatch, n
     arguments = {"exists": (KEY,), "get": (KEY,), "set": (KEY, b"x"), "list": ()}[name]
     with pytest.raises(ConnectionError, match=str(error)):
         getattr(small, name)(*arguments)
+
+
+def test_what_the_server_refuses_is_a_value_error(small, monkeypatch):
+    def refuse(*_):
+        raise redis.ResponseError("OOM")
+
+    monkeypatch.setattr(small.connection, "set", refuse)
+    with pytest.raises(ValueError, match="Redis refuses: OOM"):
+        small.set(KEY, b"x")
