@@ -1,0 +1,173 @@
+"""Engines over real servers: shared, killed, frozen and back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+import redis
+import torch
+
+from lmcache.cache_engine import LMCacheEngine
+from lmcache.server import LMCacheServer
+from tests.harness.kv_cache import (
+    CHUNK,
+    FORMATS,
+    cut,
+    is_same,
+    make_config,
+    make_kv,
+    make_metadata,
+    make_tokens,
+)
+from tests.harness.redis_server import RedisServer
+from tests.harness.sidecar import wait_until
+
+pytestmark = pytest.mark.redis
+
+SERDES = ("torch", "safetensor", "fast")
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "lm"])
+def url(request, redis_server):
+    if request.param == "redis":
+        with redis_server.client as client:
+            client.flushall()
+        yield f"redis://127.0.0.1:{redis_server.port}"
+    else:
+        server = LMCacheServer("127.0.0.1", 0, "cpu", max_size_gb=0.1)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        yield f"lm://127.0.0.1:{server.port}"
+        server.stop()
+        thread.join()
+
+
+@contextlib.contextmanager
+def engine_over(
+    url: str, local_device: str | None = None, serde: str = "torch", fmt: str = "vllm", **options
+):
+    config = make_config(local_device, remote_url=url, remote_serde=serde, **options)
+    engine = LMCacheEngine(config, make_metadata(fmt))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("serde", SERDES)
+def test_engines_share_what_is_on_the_server(url, serde, fmt, pipelined):
+    tokens, kv = make_tokens(6 * CHUNK + 5), make_kv(6 * CHUNK + 5, fmt)
+    options = {"serde": serde, "fmt": fmt, "pipelined_backend": pipelined}
+    with engine_over(url, **options) as one, engine_over(url, "cpu", **options) as other:
+        one.store(tokens, kv, blocking=False)
+        wait_until(lambda: other.lookup(tokens) == len(tokens))
+        for _ in range(2):
+            retrieved, found = other.retrieve(tokens)
+            assert found.all()
+            assert is_same(retrieved, kv)
+        assert len(other.engine_.local_store.dict) == 7
+        longer = torch.cat((tokens[: 2 * CHUNK], make_tokens(20, seed=1)))
+        assert is_same(one.retrieve(longer)[0], cut(kv, fmt, 0, 2 * CHUNK))
+
+
+def test_foreign_keys_do_no_harm(redis_server):
+    with redis_server.client as client:
+        client.flushall()
+        client.set("session:42", "{}")
+        client.set("vllm@org/model@1@0@x", b"not a container")
+    url = f"redis://127.0.0.1:{redis_server.port}"
+    with engine_over(url, "cpu", pipelined_backend=True) as engine:
+        assert [key.chunk_hash for key in engine.engine_.remote_store.list()] == ["x"]
+        engine.engine_._prefetch(make_metadata())
+        assert len(engine.engine_.local_store.dict) == 0
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_defect_12_a_killed_server_is_misses_and_is_used_again(pipelined):
+    tokens, kv = make_tokens(6 * CHUNK), make_kv(6 * CHUNK)
+    with (
+        RedisServer() as server,
+        engine_over(f"redis://127.0.0.1:{server.port}", pipelined_backend=pipelined) as engine,
+    ):
+        engine.store(tokens, kv)
+        server.kill()
+        start = time.monotonic()
+        assert engine.retrieve(tokens)[0] == ()
+        assert engine.lookup(tokens) == 0
+        engine.store(tokens, kv)
+        engine.store(tokens, kv, blocking=False)
+        assert time.monotonic() - start < 10, "no hang; the figure is far from any time-out's sum"
+        server.start()
+        wait_until(lambda: engine.store(tokens, kv) or engine.lookup(tokens) == len(tokens))
+        assert is_same(engine.retrieve(tokens)[0], kv)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_defect_09_a_frozen_server_costs_one_deadline(redis_server, pipelined):
+    with redis_server.client as client:
+        client.flushall()
+    tokens, kv = make_tokens(8 * CHUNK), make_kv(8 * CHUNK)
+    url = f"redis://127.0.0.1:{redis_server.port}"
+    with engine_over(url, "cpu", pipelined_backend=pipelined) as engine:
+        engine.store(tokens[: 2 * CHUNK], cut(kv, "vllm", 0, 2 * CHUNK))
+        redis_server.freeze()
+        try:
+            engine.retrieve(tokens)  # waits for one time-out of the connector, not for six
+            asked = engine.engine_.remote_store.num_faults
+            for _ in range(50):
+                assert is_same(engine.retrieve(tokens)[0], cut(kv, "vllm", 0, 2 * CHUNK))
+                assert engine.lookup(tokens) == 2 * CHUNK
+            assert engine.engine_.remote_store.num_faults == asked == 1
+        finally:
+            redis_server.thaw()
+        wait_until(lambda: not engine.engine_.remote_store._guard.is_open)
+
+
+def test_what_is_queued_reaches_the_server_before_an_engine_is_closed(url):
+    tokens, kv = make_tokens(20 * CHUNK), make_kv(20 * CHUNK)
+    with engine_over(url) as engine:
+        engine.store(tokens, kv, blocking=False)
+    with engine_over(url) as engine:
+        assert is_same(engine.retrieve(tokens)[0], kv)
+
+
+def test_a_client_that_offers_five_methods_will_do(monkeypatch):
+    class Client:
+        values: dict[str, bytes] = {}  # noqa: RUF012
+
+        def __init__(self, **_):
+            pass
+
+        def get(self, name):
+            return self.values.get(name)
+
+        def set(self, name, value):
+            self.values[name] = value
+
+        def exists(self, name):
+            return name in self.values
+
+        def scan(self, cursor):
+            return 0, list(self.values)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(redis, "Redis", Client)
+    tokens, kv = make_tokens(40), make_kv(40)
+    with engine_over("redis://anywhere:6379", "cpu") as engine:
+        engine.store(tokens, kv)
+        assert len(engine.engine_.remote_store.list()) == 3
+    with engine_over("redis://anywhere:6379") as engine:
+        assert is_same(engine.retrieve(tokens)[0], kv)
