@@ -66,6 +66,9 @@ class Tiered(RuleBasedStateMachine):
         self.leases: dict[str, dict[bytes, Slot]] = {}
         self.writes: list[tuple[list[bytes], asyncio.Task[set[Unwritten]]]] = []
         self.acknowledged: set[tuple[bytes, str]] = set()
+        self.damaged: set[tuple[bytes, str]] = (
+            set()
+        )  # found out when it is read, not when it is written
         self.admit = Admit.ALL
         self.open_world(None)
 
@@ -170,7 +173,7 @@ class Tiered(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), column=st.integers(0, 1), is_lost=st.booleans())
     def damage_remote(self, key, column, is_lost):
         objects = self.tiers["remote"].objects
-        self.acknowledged.discard((key, "remote"))
+        self.damaged.add((key, "remote"))
         if is_lost:
             objects.pop((key, column), None)
         elif (key, column) in objects:
@@ -178,7 +181,7 @@ class Tiered(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), column=st.integers(0, 1), cut=st.booleans())
     def damage_disk(self, key, column, cut):
-        self.acknowledged.discard((key, "disk"))
+        self.damaged.add((key, "disk"))
         for path in self.folder.rglob(f"{key[32:].hex()}.{column}"):
             whole = bytearray(path.read_bytes())
             whole[4096 + 77] ^= 1
@@ -235,7 +238,7 @@ class Tiered(RuleBasedStateMachine):
     def what_is_acknowledged_is_below(self):
         self.note_acknowledged()
         into = memoryview(bytearray(SIZE))
-        for key, name in self.acknowledged:
+        for key, name in self.acknowledged - self.damaged:
             for column in COLUMNS:
                 if name == "disk":
                     assert self.disk.load(key, column, into) == SIZE

@@ -1,0 +1,127 @@
+"""A real sidecar over a disk: what is found after a SIGTERM or SIGKILL, and what a bad disk costs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache.rpc.client import Session, SidecarClient
+from lmcache.rpc.service import RESERVE
+from tests.harness.engine import assert_stored, load, payload, store
+from tests.harness.redis_server import RedisServer
+from tests.harness.sidecar import SidecarProcess, wait_until
+from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
+
+
+@contextlib.contextmanager
+def session_of(sidecar: SidecarProcess) -> Iterator[Session]:
+    client = SidecarClient(sidecar.socket_path, make_hello())
+    client.start()
+    session = attached(client)
+    usable(sidecar)
+    yield session
+    client.close()
+
+
+def forget_memory(sidecar: SidecarProcess) -> None:
+    sidecar.arena_path.unlink()
+    sidecar.start()
+
+
+def brought(session: Session, *numbers: int) -> None:
+    wait_until(lambda: session.lookup("r", [(0, make_keys(*numbers))]).num_leased == len(numbers))
+    assert_stored(load(session, session, "r", *numbers), *numbers)
+
+
+def test_what_was_committed_before_sigterm_is_on_disk(tmp_path):
+    with SidecarProcess(disk_path=tmp_path, disk_size="64Mi") as sidecar:
+        with session_of(sidecar) as session:
+            store(session, *range(40))
+            assert sidecar.terminate() == 0
+        forget_memory(sidecar)
+        with session_of(sidecar) as session:
+            brought(session, *range(40))
+            disk = sidecar.stats()["disk"]
+            assert (disk["promotions"]["promoted"], disk["operations"]["hits"]) == (40, 40)
+            assert disk["used_bytes"] > 40 * 100_000
+            assert disk["load_bytes_per_second"] > 0
+
+
+@pytest.mark.redis
+def test_what_was_committed_before_sigterm_is_in_both_tiers(tmp_path):
+    with (
+        RedisServer() as redis,
+        SidecarProcess(remote_url=redis.unix_url, disk_path=tmp_path / "1") as sidecar,
+    ):
+        with session_of(sidecar) as session:
+            store(session, *range(20))
+            assert sidecar.terminate() == 0
+        assert redis.client.dbsize() == 20
+        assert len(list(tmp_path.rglob("*.0"))) == 20
+        sidecar.options["disk_path"] = tmp_path / "2"
+        forget_memory(sidecar)
+        with session_of(sidecar) as session:
+            brought(session, *range(20))
+            assert sidecar.terminate() == 0  # what came from Redis is on the new disk
+        assert len(list((tmp_path / "2").rglob("*.0"))) == 20
+
+
+def test_what_is_found_after_sigkill_is_right(tmp_path):
+    with SidecarProcess(disk_path=tmp_path, disk_size="64Mi") as sidecar:
+        with session_of(sidecar) as session:
+            store(session, *range(10))
+            sidecar.wait_until(lambda stats: stats["disk"]["writes"]["written"] == 10)
+            store(session, *range(10, 60))
+            sidecar.kill()
+        forget_memory(sidecar)
+        with session_of(sidecar) as session:
+            brought(session, *range(10))
+            found = session.lookup("more", [(0, make_keys(*range(10, 60)))])
+            sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)
+            wait_until(lambda: not session.lookup("more", [(0, make_keys(*range(10, 60)))]).probing)
+            found = session.lookup("more", [(0, make_keys(*range(10, 60)))])
+            for slot, number in zip(found.slots.get(0, []), range(10, 60), strict=False):
+                assert (session.slots[slot.row, :100_000] == payload(number)).all()
+
+
+@pytest.mark.parametrize("reason", ["can't hold a disk tier", "are more than 90% of the volume"])
+def test_a_disk_that_can_not_be_used_is_off_and_the_sidecar_is_not(tmp_path, reason):
+    (tmp_path / "file").touch()
+    options = (
+        {"disk_path": tmp_path / "file"}
+        if "hold" in reason
+        else {"disk_path": tmp_path, "disk_size": "900Ti"}
+    )
+    with SidecarProcess(**options) as sidecar:
+        assert sidecar.get("/readyz") == "ready\n"
+        assert reason in sidecar.stats()["disk"]["off_reason"]
+        assert "The disk tier is off: --disk-path: " in sidecar.log
+        assert 'lmcache_tier_up{tier="disk"} 0.0' in sidecar.get("/metrics")
+        with session_of(sidecar) as session:
+            store(session, 1)
+            assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
+
+
+def test_on_reuse_only_what_was_hit_is_written(tmp_path):
+    with SidecarProcess(disk_path=tmp_path, admit="OnReuse") as sidecar, session_of(sidecar) as session:
+        store(session, 1, 2, 3)
+        load(session, session, "r", 1, 2)
+        sidecar.wait_until(lambda stats: stats["disk"]["writes"]["written"] == 2)
+        assert sidecar.terminate() == 0
+    assert len(list(tmp_path.rglob("*.0"))) == 2
+
+
+def test_tenants_and_both_rates_are_shown(tmp_path):
+    with SidecarProcess(disk_path=tmp_path) as sidecar, RawClient(sidecar) as client:
+        client.attach()
+        client.call(RESERVE, group=0, keys=make_keys(1, 2), tenant=b"\xab" * 32)
+        client.call(RESERVE, group=0, keys=make_keys(3))
+        tenants = sidecar.stats()["memory"]["tenants"]
+        assert {name: use["rows"] for name, use in tenants.items()} == {"ab" * 8: 2, "none": 1, "other": 0}
+        assert f'lmcache_memory_tier_tenant_rows{{tenant="{"ab" * 8}"}} 2.0' in sidecar.get("/metrics")
+        with session_of(sidecar) as session:
+            session.lookup("r", [(0, make_keys(9))], prefill_tokens_per_second=1234.5)
+            rates = [client["prefill_tokens_per_second"] for client in sidecar.stats()["clients"]]
+            assert sorted(rates) == [0.0, 1234.5]
