@@ -234,4 +234,4 @@ def run() -> Report:
         f"LocalStore without copies, prompts of {PROMPT_CHUNKS} chunks, medians of {ROUNDS} rounds over all"
         f" sizes in turn; mixes: {MIX_CHUNKS} full chunks' room, mean over the second half of the puts"
     )
-    return Report("tiers", conditions, [*shares(), *costs()])
+    return Report("tiers", conditions, [*costs(), *shares()])

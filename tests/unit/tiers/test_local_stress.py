@@ -21,10 +21,10 @@ def test_eight_threads_never_see_bytes_that_are_not_theirs():
 
 
 def test_the_stress_finds_what_it_looks_for(monkeypatch):
+    """Two rows that share a slot."""
     stress = Stress()
-    rows = stress.store._rows
-    monkeypatch.setattr(rows, "lease", lambda number: rows.leases.setdefault(number, 1))
-    monkeypatch.setattr(rows, "end_lease", lambda numbers, request: None)
-    monkeypatch.setattr(rows, "_is_held", lambda number: False)
-    with pytest.raises(AssertionError):
+    allocator = stress.store._rows.allocator
+    real = allocator.first_slot
+    monkeypatch.setattr(allocator, "first_slot", lambda row: real(row) & ~1)
+    with pytest.raises(AssertionError, match="bytes of|two writers"):
         stress.run(num_threads=8, seconds=20)
