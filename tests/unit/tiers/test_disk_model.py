@@ -1,0 +1,177 @@
+"""The disk tier against an oracle: what is kept, how much it takes, what goes next; with restarts and faults
+between any two steps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.header import HEADER_BYTES
+from tests.harness.disk_oracle import DiskOracle, file_bytes
+from tests.harness.disk_world import (
+    PAGE,
+    content,
+    failing,
+    file_of,
+    key_of,
+    load,
+    open_tier,
+    store,
+    taken_bytes,
+    temporaries,
+)
+
+CAPACITY = 24 * PAGE
+# The default is for everybody's work; what is merged sees more.
+NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "60"))
+
+numbers = st.integers(0, 15)  # row, column
+sizes = st.sampled_from([0, 1, PAGE, PAGE + 1, 4 * PAGE])
+damages = st.sampled_from(["flip", "truncate", "lengthen", "swap", "link", "delete"])
+errors = st.sampled_from([errno.EIO, errno.EROFS, errno.EACCES, errno.ENOENT])
+functions = st.sampled_from(["open", "pwritev", "utime", "rename"])
+
+
+class DiskMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        # In memory where there is such a volume: thousands of files are made.
+        parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.path = Path(tempfile.mkdtemp(prefix="disk-model-", dir=parent))
+        self.tier = open_tier(self.path, CAPACITY)
+        self.oracle = DiskOracle(CAPACITY)
+
+    def teardown(self) -> None:
+        self.tier.close()
+        shutil.rmtree(self.path)
+
+    def file(self, number: int) -> Path:
+        return file_of(self.path, *divmod(number, 2))
+
+    def store_object(self, number: int, size: int) -> bool:
+        return store(self.tier, number // 2, size, number % 2)
+
+    @rule(number=numbers, size=sizes)
+    def store(self, number, size):
+        assert self.store_object(number, size)
+        if number in self.oracle.objects:
+            self.oracle.use(number)
+        else:
+            self.oracle.store(number, content(number // 2, size))
+
+    @rule(number=numbers)
+    def load(self, number):
+        loaded = load(self.tier, number // 2, column=number % 2)
+        known = self.oracle.objects.get(number)
+        assert loaded == (known.content if known else None)
+        if loaded is not None:
+            self.oracle.use(number)
+        else:
+            self.oracle.discard(number)
+            assert not os.path.lexists(self.file(number))
+
+    @rule(number=numbers)
+    def remove(self, number):
+        was_here = os.path.lexists(self.file(number))
+        assert self.tier.remove(key_of(number // 2), number % 2) == was_here
+        self.oracle.discard(number)
+
+    @rule(rows=st.lists(st.integers(0, 7), unique=True))
+    def touch(self, rows):
+        self.tier.touch([key_of(row) for row in rows], 2)
+        self.oracle.touch([number for row in rows for number in (2 * row, 2 * row + 1)])
+
+    @rule(rows=st.lists(st.integers(0, 7), max_size=4))
+    def probe(self, rows):
+        full = [{2 * row, 2 * row + 1} <= self.oracle.objects.keys() for row in rows]
+        expected = [*full, False].index(False)
+        assert self.tier.probe([key_of(row) for row in rows], 2) == expected
+
+    @rule()
+    def restart(self):
+        self.tier.close()
+        for number in list(self.oracle.objects):
+            file = self.file(number)
+            if file.is_file() and not file.is_symlink():
+                self.oracle.objects[number].taken = -(-max(1, file.stat().st_size) // PAGE) * PAGE
+            else:
+                self.oracle.discard(number)
+        self.oracle.restart()
+        while self.oracle.taken > CAPACITY:  # a file that was made longer
+            self.oracle.discard(self.oracle.order.victims()[0])
+        self.tier = open_tier(self.path, CAPACITY)
+
+    @rule(number=numbers, how=damages, at=st.integers(0, 10 * PAGE))
+    @precondition(lambda self: self.oracle.objects)
+    def damage(self, number, how, at):
+        known = self.oracle.objects.get(number)
+        if known is None or known.content is None:
+            return
+        file, times = self.file(number), self.file(number).stat()
+        raw = bytearray(file.read_bytes())
+        if how == "flip":
+            position = at % (HEADER_BYTES + len(known.content))
+            raw[position if position < HEADER_BYTES else position - HEADER_BYTES + PAGE] ^= 1 + at % 255
+            file.write_bytes(raw)
+        elif how == "truncate":
+            os.truncate(file, at % len(raw))
+        elif how == "lengthen":
+            file.write_bytes(raw + bytes(PAGE))
+        elif how == "swap":
+            file.write_bytes(raw.replace(key_of(number // 2), key_of(number // 2 + 1), 1))
+        else:
+            file.unlink()
+        if how == "link":
+            file.symlink_to("nowhere")
+        elif how != "delete":
+            os.utime(file, ns=(times.st_mtime_ns, times.st_mtime_ns))
+        known.content = None
+
+    @rule(number=numbers, function=functions, error=errors)
+    def fail_to_store(self, number, function, error):
+        if number in self.oracle.objects:
+            return
+        with failing(function, error):
+            with pytest.raises(TierUnavailable):
+                self.store_object(number, PAGE)
+            with pytest.raises(TierUnavailable):
+                load(self.tier, number // 2)
+            assert not self.tier.try_again()
+        assert self.tier.try_again()
+        self.oracle.make_room(file_bytes(PAGE))
+
+    @rule(number=numbers)
+    def find_the_volume_full(self, number):
+        if number in self.oracle.objects:
+            return
+        with failing("pwritev", errno.ENOSPC):
+            assert not self.store_object(number, PAGE)
+        self.oracle.make_room(file_bytes(PAGE))
+        limit = self.oracle.taken - file_bytes(PAGE)
+        while self.oracle.taken > limit and self.oracle.objects:
+            self.oracle.discard(self.oracle.order.victims()[0])
+
+    @invariant()
+    def holds_what_the_oracle_holds(self):
+        in_order = self.tier.keys()
+        rows = [number // 2 for number in self.oracle.order.victims()]
+        assert in_order == [key_of(row) for row in dict.fromkeys(rows)]
+        assert self.tier.num_bytes == self.oracle.taken <= CAPACITY
+        assert not temporaries(self.path)
+        if all(known.content is not None for known in self.oracle.objects.values()):
+            files = {file for file in self.path.rglob("*.[01]") if os.path.lexists(file)}
+            assert files == {self.file(number) for number in self.oracle.objects}
+            assert self.tier.num_bytes == taken_bytes(self.path)
+
+
+TestDiskModel = DiskMachine.TestCase
+TestDiskModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40, deadline=None)
