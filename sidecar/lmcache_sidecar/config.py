@@ -59,6 +59,12 @@ def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{text!r} is not true or false")
+    return text == "true"
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -72,6 +78,7 @@ _SOCKET = _checked(check_socket_path)
 _URL = _checked(lambda url: url and Address.parse(url))
 _PORT = _number(int, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
 _DEADLINE = _number(float, 60, "a number of seconds from 0.01 to 60", least=0.01)
+_NODE = _number(int, 1023, "a NUMA node: write its number, 0 is the first")
 _SECONDS = _number(float, 3600, "a number of seconds from 0 to 3600")
 
 
@@ -94,6 +101,10 @@ class Config:
         "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)")
     memory_size: int = _option("SIZE", "1Gi", parse_size,
         "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti")
+    huge_pages: bool = _option("BOOL", "false", _switch,
+        "true: take huge pages for the memory tier where the kernel has them: faster copies, a slower start")
+    numa_node: int | None = _option("NODE", "", lambda text: _NODE(text) if text else None,
+        "NUMA node to take the memory tier's pages from, while it has any; empty: as the kernel likes")
     disk_path: str = _option("PATH", "", str,
         "directory of the disk tier, used by this sidecar alone; empty: no disk tier")
     disk_size: int = _option("SIZE", "10Gi", parse_size,
@@ -101,7 +112,8 @@ class Config:
     admit: str = _option("POLICY", "All", _one_of("All", "OnReuse"),
         "which chunks go to disk and remote tier: All, or OnReuse, those that were hit once in memory")
     remote_url: str = _option("URL", "", _URL,
-        "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; empty: no remote tier")
+        "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; several hosts with commas"
+        " are shards; also rediss:// (TLS), redis-sentinel:// and redis-cluster://; empty: no remote tier")
     remote_timeout_seconds: float = _option("SECONDS", "1", _DEADLINE,
         "deadline of a connection to the remote tier, and of each part (4 MiB) read or written")
     remote_username_file: str = _option("FILE", "", str,

@@ -159,6 +159,11 @@ def _open_arena(config: Config) -> ArenaFile:
     if not os.path.isdir(directory):
         raise ConfigError(f"--arena: {directory} is not a directory: make it, or mount a volume there")
     try:
-        return ArenaFile(config.arena_path, config.memory_size)
+        return ArenaFile(
+            config.arena_path,
+            config.memory_size,
+            huge_pages=config.huge_pages,
+            numa_node=config.numa_node,
+        )
     except ArenaError as error:
         raise ConfigError(f"--arena: {error}") from error

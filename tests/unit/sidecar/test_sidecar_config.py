@@ -44,6 +44,12 @@ def test_defaults():
     assert (config.http_port, config.drain_grace_seconds) == (9464, 20.0)
 
 
+def test_what_may_be_left_out():
+    assert load({"numa_node": ""}, {}).numa_node is None
+    config = load({"numa_node": "0", "huge_pages": "true"}, {})
+    assert (config.numa_node, config.huge_pages) == (0, True)
+
+
 def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     path = tmp_path / "sidecar.yaml"
     path.write_text("memory_size: 1Mi\nhttp_port: 1111\nlog_level: debug\n")
@@ -95,6 +101,10 @@ def test_mistakes_in_the_file(tmp_path, content, sentence):
         ({"http_port": "x"}, {}, "--http-port: 'x' is not a port"),
         ({"drain_grace_seconds": "-1"}, {}, "--drain-grace-seconds: '-1' is not a number of seconds"),
         ({"drain_grace_seconds": "nan"}, {}, "is not a number of seconds"),
+        ({"remote_timeout_seconds": "0"}, {}, "'0' is not a number of seconds from 0.01 to 60"),
+        ({"huge_pages": "yes"}, {}, "--huge-pages: 'yes' is not true or false"),
+        ({"numa_node": "-1"}, {}, "--numa-node: '-1' is not a NUMA node"),
+        ({"admit": "Some"}, {}, "--admit: 'Some' is not one of All, OnReuse"),
         ({"log_format": "xml"}, {}, "'xml' is not one of text, json"),
         ({"log_level": "loud"}, {}, "'loud' is not one of debug"),
         ({"socket": "/" + "s" * 107}, {}, "has 108 bytes, the system takes at most 107"),
