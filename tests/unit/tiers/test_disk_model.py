@@ -32,7 +32,7 @@ from tests.harness.disk_world import (
 
 CAPACITY = 24 * PAGE
 # The default is for everybody's work; what is merged sees more.
-NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "60"))
+NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "20"))
 
 numbers = st.integers(0, 15)  # row, column
 sizes = st.sampled_from([0, 1, PAGE, PAGE + 1, 4 * PAGE])
@@ -75,8 +75,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert loaded == (known.content if known else None)
         if loaded is not None:
             self.oracle.use(number)
-        else:
-            self.oracle.discard(number)
+        elif self.oracle.discard(number):
             assert not os.path.lexists(self.file(number))
 
     @rule(number=numbers)
@@ -168,7 +167,8 @@ class DiskMachine(RuleBasedStateMachine):
         assert self.tier.num_bytes == self.oracle.taken <= CAPACITY
         assert not temporaries(self.path)
         if all(known.content is not None for known in self.oracle.objects.values()):
-            files = {file for file in self.path.rglob("*.[01]") if os.path.lexists(file)}
+            # A link that a scan has ignored may stay: it is none of ours.
+            files = {file for file in self.path.rglob("*.[01]") if not file.is_symlink()}
             assert files == {self.file(number) for number in self.oracle.objects}
             assert self.tier.num_bytes == taken_bytes(self.path)
 

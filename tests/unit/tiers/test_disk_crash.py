@@ -1,0 +1,124 @@
+"""What a killed process leaves in its directory, and what many threads do to it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from lmcache.tiers.disk import DiskTier
+from tests.harness.disk_world import (
+    MIB,
+    PAGE,
+    content,
+    key_of,
+    load,
+    open_tier,
+    store,
+    taken_bytes,
+    temporaries,
+)
+
+CAPACITY = 48 * MIB
+NUM_OBJECTS = 160  # of up to 256 KiB
+
+WRITER = """
+import os, random, sys
+from tests.harness.disk_world import key_of, open_tier, store
+
+tier = open_tier(sys.argv[1], int(sys.argv[2]))
+while True:
+    number, size = random.randrange(160), random.randrange(256 << 10)
+    os.write(1, b"? %d %d\\n" % (number, size))
+    tier.remove(key_of(number), 0)
+    assert store(tier, number, size)
+    os.write(1, b"+ %d %d\\n" % (number, size))
+"""
+
+
+def test_killed_in_mid_write_all_that_was_acknowledged_is_right(tmp_path):
+    """A real process writes and deletes until it is killed, whenever that is; the next one takes over."""
+    sizes: dict[int, int] = {}  # acknowledged
+    num_cut = 0
+    for _ in range(4):
+        child = start_writer(tmp_path)
+        # The moment of death is what is varied here; nothing waits for it.
+        threading.Timer(random.uniform(0.01, 0.1), child.kill).start()
+        under_way = (-1, 0)
+        for line in child.stdout:
+            what, number, size = line.split()
+            if what == b"?":
+                under_way = (int(number), int(size))
+            else:
+                sizes[int(number)] = int(size)
+                under_way = (-1, 0)
+        assert child.wait() == -signal.SIGKILL
+        num_cut += under_way[0] >= 0
+        tier = open_tier(tmp_path, CAPACITY)
+        check_consistent(tier, tmp_path)
+        for number in range(NUM_OBJECTS):
+            found = load(tier, number, MIB)
+            old = content(number, sizes[number]) if number in sizes else None
+            assert found == old or (number == under_way[0] and found in (None, content(*under_way)))
+            if found is None:
+                sizes.pop(number, None)
+            else:
+                sizes[number] = len(found)
+        assert tier.stats.invalid == {}
+        tier.close()
+    assert num_cut > 0
+
+
+def start_writer(path: Path) -> subprocess.Popen[bytes]:
+    """Start a process that writes for ever, and wait for its first word."""
+    command = [sys.executable, "-c", WRITER, str(path), str(CAPACITY)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert child.stdout.readline().startswith(b"?")
+    return child
+
+
+def test_threads_that_store_load_and_evict_get_right_bytes(tmp_path):
+    tier = open_tier(tmp_path, 40 * PAGE)
+    faults: list[object] = []
+
+    def work(seed: int) -> None:
+        choice = random.Random(seed)
+        try:
+            for _ in range(150):
+                number = choice.randrange(24)
+                size = number * PAGE // 4
+                what = choice.random()
+                if what < 0.5:
+                    store(tier, number, size)
+                elif what < 0.9:
+                    assert load(tier, number) in (None, content(number, size))
+                else:
+                    tier.remove(key_of(number), 0)
+                assert tier.num_bytes <= 40 * PAGE
+                assert tier.probe([key_of(number)], 1) in (0, 1)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert tier.stats.evicted > 0
+    assert tier.stats.invalid == {}
+    assert tier.stats.failures == 0
+    check_consistent(tier, tmp_path)
+    tier.close()
+
+
+def check_consistent(tier: DiskTier, path: Path) -> None:
+    """Index and directory say the same."""
+    assert not temporaries(path)
+    assert tier.num_bytes == taken_bytes(path)
+    in_order = tier.keys()
+    assert len(in_order) == len([file for file in path.rglob("*.0") if file.is_file()])
+    assert all(tier.contains(key, 0) for key in in_order)
