@@ -252,6 +252,7 @@ def test_any_environment_is_a_config_or_a_value_error(environment):
 
 
 @given(st.text())
+@settings(deadline=None)
 def test_any_legacy_backend_is_a_config_or_a_value_error(backend):
     try:
         config = LMCacheEngineConfig.from_legacy(backend=backend)

@@ -493,6 +493,19 @@ def test_the_program_ends_at_sigterm_and_needs_no_torch(tmp_path):
     assert "libtorch" not in maps
 
 
+def test_memory_is_taken_for_what_comes_not_for_what_is_declared():
+    with process() as (child, port), contextlib.ExitStack() as peers:
+        for _ in range(20):
+            peer = peers.enter_context(dialled(port))
+            peer.sendall(head(PUT, "k", 1 << 30) + bytes(1000))
+        last = peers.enter_context(dialled(port))
+        last.sendall(head(EXIST, "k"))
+        assert received(last, 8) == struct.pack("ii", 400, 0)
+        status = Path(f"/proc/{child.pid}/status").read_text()
+    (resident,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")]
+    assert resident < 500 << 10  # KiB
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
