@@ -40,6 +40,7 @@ from lmcache.storage_backend.serde.container import (
     BadContainer,
     Container,
     Kind,
+    empty_tensor,
     pack,
     parse,
     tensor_bytes,
@@ -106,7 +107,7 @@ class CacheGenEncoderOutput:
     def decode(self) -> torch.Tensor:
         """Return the chunk, on the CPU. Raises BadContainer when a stream is not what ``encode`` makes."""
         channels = (2, self.num_heads, self.head_size)
-        kv = torch.empty(self.shape, dtype=self.dtype)
+        kv = empty_tensor(self.dtype, self.shape)
         for layer, scale, stream in zip(kv, self.scales, self.streams, strict=True):
             raw = _inflate(stream, math.prod(channels) * (1 + scale.shape[1]))
             symbols = tensor_from_bytes(raw, torch.uint8, (*channels, 1 + scale.shape[1]))
