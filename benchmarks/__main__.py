@@ -22,6 +22,9 @@ NAMES = {
     "gil": "longest stall of another thread while bytes are checksummed, stored, loaded and populated",
     "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
     "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
+    "serde": "each serde on one chunk of KV: speed of one core, size, error",
+    "remote": "loads and stores of 4 MiB parts over one connection, against bare loops on the same Redis",
+    "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
     "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
 }
 
@@ -38,7 +41,7 @@ def main() -> int:
         description=f"Benchmarks (default: all):\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", default=list(NAMES))
+    parser.add_argument("names", nargs="*", metavar="NAME", default=[name for name in NAMES if name != "peer"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     args = parser.parse_args()
     if unknown := set(args.names) - set(NAMES):
