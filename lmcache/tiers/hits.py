@@ -1,35 +1,43 @@
 """What a hit in memory means below, found out a moment after the lookup that made it.
 
-The copies below are made younger, and, if rows are admitted to lower tiers on reuse only, a row's first hit
-has it written.
+The copies below are made younger: rows that are hit in memory are not read below, so a tier that forgets what
+is oldest would forget the hottest rows first. And where rows are admitted to lower tiers on reuse only, its
+first hit has a row written.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+import math
+from array import array
+from collections.abc import Callable, Hashable, Sequence
 
-from lmcache.tiers.ages import Ages
 from lmcache.tiers.base import RowKey, Slot
 from lmcache.tiers.lower import Lower
 
+REFRESH_SECONDS = 600.0
 _PAUSE_SECONDS = 0.1  # engines ask for one request again and again: that is one hit
 
 
 class Hits:
-    """Belongs to the event loop; ``run`` is its background work."""
+    """Belongs to the event loop; ``run`` is its background work. Costs 8 bytes per row of the arena."""
 
-    def __init__(self, ages: Ages, lower: Sequence[Lower]) -> None:
-        self._ages = ages
+    def __init__(self, num_rows: int, lower: Sequence[Lower], clock: Callable[[], float]) -> None:
         self._lower = lower
+        self._clock = clock
         self._latest: dict[Hashable, tuple[Sequence[RowKey], Sequence[Slot]]] = {}
         self._has_some = asyncio.Event()
-        self._unused: dict[int, tuple[Slot, int]] = {}  # by row: stored rows not hit yet, and their depths
+        self._young_since = array("d", [-math.inf]) * num_rows  # by row: its copies were written or touched
+        self._unused: dict[int, tuple[Slot, int]] = {}  # by row: stored and not hit yet, with its depth
 
     def note(self, lease_id: Hashable, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
         """A lookup found the leading keys in these slots. O(1): this is the hot path."""
         self._latest[lease_id] = keys, slots
         self._has_some.set()
+
+    def note_young(self, slot: Slot) -> None:
+        """The row was stored, or brought, just now, and so were its copies."""
+        self._young_since[slot.row] = self._clock()
 
     def write_on_reuse(self, slot: Slot, depth: int) -> None:
         """Write the row when it is hit for the first time."""
@@ -40,20 +48,24 @@ class Hits:
         while True:
             await self._has_some.wait()
             await asyncio.sleep(_PAUSE_SECONDS)
-            keys = []
+            due: list[RowKey] = []
             while self._latest:
-                keys += self.follow_up()
+                _, (keys, slots) = self._latest.popitem()
+                due += [key for key, slot in zip(keys, slots, strict=False) if self._follow_up(slot)]
                 await asyncio.sleep(0)
             self._has_some.clear()
-            await asyncio.gather(*(lower.touch(keys) for lower in self._lower))
+            for lower in self._lower:
+                lower.touch(due)
 
-    def follow_up(self) -> list[RowKey]:
-        """Queue what one lookup's hits are the first of. Return what is to be touched."""
-        _, (keys, slots) = self._latest.popitem()
-        for slot in slots if self._unused else ():
-            unused, depth = self._unused.get(slot.row, (None, 0))
-            if unused == slot:
-                del self._unused[slot.row]
-                for lower in self._lower:
-                    lower.write(slot, depth)
-        return self._ages.due(zip(keys, slots))  # noqa: B905 (leading keys)
+    def _follow_up(self, slot: Slot) -> bool:
+        """Return whether the row's copies are to be touched."""
+        unused, depth = self._unused.get(slot.row, (None, 0))
+        if unused == slot:
+            del self._unused[slot.row]
+            for lower in self._lower:
+                lower.write(slot, depth)
+        now = self._clock()
+        is_old = now - self._young_since[slot.row] >= REFRESH_SECONDS
+        if is_old:
+            self._young_since[slot.row] = now
+        return is_old

@@ -148,13 +148,15 @@ class Lower:
             self._answer(slot, Unwritten.AWAY)
         return answer
 
-    async def touch(self, keys: Sequence[RowKey]) -> None:
-        """Make rows that were hit in memory younger."""
+    def touch(self, keys: Sequence[RowKey]) -> None:
+        """Make the copies of rows that were hit in memory younger, some time; while it is not well, never."""
         for first in range(0, len(keys), _MAX_TOUCH):
-            batch = keys[first : first + _MAX_TOUCH]
             if self.is_well:
-                with contextlib.suppress(TierUnavailable):
-                    await self._run(self._writers, lambda: self._tier.touch(batch, self._num_columns))  # noqa: B023
+                self._tasks.spawn(self._touch(keys[first : first + _MAX_TOUCH]))
+
+    async def _touch(self, keys: Sequence[RowKey]) -> None:
+        with contextlib.suppress(TierUnavailable):
+            await self._run(self._writers, lambda: self._tier.touch(keys, self._num_columns))
 
     def _enqueue(self, slot: Slot, depth: int, *, is_first: bool = False) -> None:
         dropped = self._queue.push(slot, depth, is_first=is_first)

@@ -13,8 +13,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from lmcache.tiers.ages import Ages
 from lmcache.tiers.base import RowKey, Slot
+from lmcache.tiers.hits import Hits
 from lmcache.tiers.lower import Lower
 from lmcache.tiers.memory import MemoryTier
 from lmcache.tiers.seals import Seals
@@ -34,14 +34,14 @@ class Promotions:
         self,
         memory: MemoryTier,
         seals: Seals,
-        ages: Ages,
+        hits: Hits,
         lower: Sequence[Lower],
         tasks: Tasks,
         clock: Callable[[], float],
     ) -> None:
         self._memory = memory
         self._seals = seals
-        self._ages = ages
+        self._hits = hits
         self._lower = lower
         self._tasks = tasks
         self._clock = clock
@@ -93,10 +93,15 @@ class Promotions:
         """Ask one tier after the other for what those before it do not have."""
         num_found = 0
         scope = ""  # of what is found absent
+        asked = set()
         try:
             for position, lower in enumerate(self._lower):
                 left = keys[num_found:]
-                num_present = await lower.probe(left) if left else 0
+                if not left:
+                    break
+                asked.add(left[0])
+                self._probing.add(left[0])
+                num_present = await lower.probe(left)
                 if num_present and not lower.is_worth(num_present, row_seconds):
                     lower.stats.hit_not_worth += num_present
                     scope = request  # another request's engine may be slower
@@ -105,7 +110,7 @@ class Promotions:
                     self._start(key, request, position)
                 num_found += num_present
         finally:
-            self._probing.discard(keys[0])
+            self._probing -= asked
         for key in keys[num_found : num_found + 1]:
             self._note_absent(key, scope)
 
@@ -128,7 +133,7 @@ class Promotions:
 
     def _note_promoted(self, slot: Slot, source: Lower) -> None:
         """What came from a far tier is kept in the nearer ones, too."""
-        self._ages.note(slot)
+        self._hits.note_young(slot)
         for lower in self._lower[: self._lower.index(source)]:
             lower.write(slot, _DROPPED_FIRST)
 

@@ -21,7 +21,6 @@ import enum
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from lmcache.tiers.ages import Ages
 from lmcache.tiers.base import Arena, Lookup, LowerTier, Reservation, RowKey, Slot, split_row_key
 from lmcache.tiers.hits import Hits
 from lmcache.tiers.lower import Lower
@@ -65,14 +64,13 @@ class TieredStore:
         self._outstanding = Outstanding()  # rows to be checksummed, and rows to be written, tier by tier
         self._tasks = Tasks()
         self._seals = Seals(self.memory)
-        self._ages = Ages(arena.num_rows, clock)
         self.lower = {
             name: Lower(name, tier, self.memory, self._labels, self._outstanding, clock)
             for name, tier in (lower or {}).items()
         }
         tiers = tuple(self.lower.values())
-        self._promotions = Promotions(self.memory, self._seals, self._ages, tiers, self._tasks, clock)
-        self._hits = Hits(self._ages, tiers)
+        self._hits = Hits(arena.num_rows, tiers, clock)
+        self._promotions = Promotions(self.memory, self._seals, self._hits, tiers, self._tasks, clock)
         self._tasks.spawn(self._hits.run())
 
     async def adopt(self) -> None:
@@ -160,9 +158,11 @@ class TieredStore:
         unwritten = {Unwritten.INCOMPLETE} if len(visible) < len(slots) else set()
         if not all(self._is_shared(self.memory.describe(slot)[0]) for slot in visible):
             unwritten.add(Unwritten.PRIVATE)
-        # Whoever stops waiting does not stop the writing.
-        writes = await asyncio.shield(self._tasks.spawn(self._seal(visible, Admit.ALL)))
-        if writes:
+        sealing = self._tasks.spawn(self._seal(visible, Admit.ALL))
+        await asyncio.wait([sealing])  # whoever stops waiting does not stop the writing
+        if sealing.cancelled():  # the store is being closed
+            return unwritten | {Unwritten.AWAY}
+        if writes := sealing.result():
             await asyncio.wait(writes)
         return unwritten | {why for write in writes if (why := write.result()) is not None}
 
@@ -174,7 +174,7 @@ class TieredStore:
         visible = self.memory.commit(slots, column, owner)
         for slot in visible:
             self.memory.pin(slot)  # until it is sealed
-            self._ages.note(slot)
+            self._hits.note_young(slot)
         self._outstanding.add(len(visible))
         return visible
 

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from lmcache.tiers.ages import REFRESH_SECONDS, Ages
-from lmcache.tiers.base import Slot
+from lmcache.tiers.hits import REFRESH_SECONDS
 from lmcache.tiers.tiered import Admit
 from tests.harness.tiered_world import LEASE, World, chain, run, until
-
-
-def test_rows_are_due_when_their_copies_are_old():
-    now = [1000.0]
-    ages = Ages(3, lambda: now[0])
-    hits = [(key, Slot(row, 1)) for row, key in enumerate(chain(3))]
-    ages.note(hits[1][1])
-    assert ages.due(hits) == [chain(3)[0], chain(3)[2]]  # nothing is known of these
-    assert ages.due(hits) == []
-    now[0] += REFRESH_SECONDS
-    assert ages.due(hits[:2]) == chain(2)
-    assert ages.due(hits) == chain(3)[2:]
 
 
 @run

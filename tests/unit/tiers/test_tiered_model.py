@@ -66,9 +66,7 @@ class Tiered(RuleBasedStateMachine):
         self.leases: dict[str, dict[bytes, Slot]] = {}
         self.writes: list[tuple[list[bytes], asyncio.Task[set[Unwritten]]]] = []
         self.acknowledged: set[tuple[bytes, str]] = set()
-        self.damaged: set[tuple[bytes, str]] = (
-            set()
-        )  # found out when it is read, not when it is written
+        self.damaged: set[tuple[bytes, str]] = set()  # found out when it is read, not when it is written
         self.admit = Admit.ALL
         self.open_world(None)
 
@@ -271,5 +269,5 @@ class Tiered(RuleBasedStateMachine):
             assert len(self.fill(chain(NUM_ROWS, start=500), column)) == NUM_ROWS
 
 
-Tiered.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+Tiered.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 TestTiered = Tiered.TestCase

@@ -70,9 +70,20 @@ async def test_what_is_on_disk_is_read_from_there_and_the_rest_from_afar(world, 
 
 @with_disk
 async def test_one_round_trip_per_tier(world, folder):
+    world.put(chain(2))
+    assert await world.store.drain(20)
+    world.store.memory.release(LEASE)
+    world.put(chain(16, start=50))
+    assert await world.store.drain(20)
+    world.remote.objects.clear()
     world.remote.fill(chain(4))
-    world.lookup(chain(6))
-    await until(lambda: world.lower.stats.promoted == 4)
+    world.remote.held = {"probe"}
+    world.remote.open.clear()
+    while world.lookup(chain(6)).num_resident < 2:  # what the disk had is here before the remote tier answers
+        assert world.lookup(chain(6)).probing
+        await asyncio.sleep(0.001)
+    world.remote.open.set()
+    await until(lambda: world.lower.stats.promoted == 2)
     assert world.remote.calls["probe"] == 1
 
 
