@@ -1,0 +1,127 @@
+"""A transformers model whose prompts' KV is stored in, and retrieved from, an LMCacheEngine.
+
+    config = LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
+    engine = LMCacheEngine(config, metadata_of(model, "my-model", config.chunk_size))
+    cached = CachedModel(model, engine)
+    output = cached.generate(input_ids, max_new_tokens=32)  # computes only what is not stored yet
+
+Checked with transformers 5.19: ``generate`` computes those tokens of ``input_ids`` that the DynamicCache
+given to it does not hold, and leaves the KV of all tokens but the last in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from lmcache.cache_engine import LMCacheEngine
+from lmcache.config import LMCacheEngineMetadata
+from lmcache.logging import init_logger
+
+_log = init_logger(__name__)
+
+_REFUSED = (
+    "past_key_values",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "prefill_chunk_size",
+    "custom_generate",
+)
+"""Arguments of ``generate`` that go with another use of the cache than ours."""
+
+
+def metadata_of(model: PreTrainedModel, model_name: str, chunk_size: int) -> LMCacheEngineMetadata:
+    """Return what an engine must know of a model. ``model_name`` stands for its weights in every key."""
+    config = model.config.get_text_config(decoder=True)
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    shape = (config.num_hidden_layers, 2, chunk_size, num_kv_heads, head_size)
+    return LMCacheEngineMetadata(model_name, 1, 0, "huggingface", model.dtype, shape)
+
+
+class CachedModel:
+    """Generates as the model does; a fault of the cache costs time, never an answer."""
+
+    def __init__(self, model: PreTrainedModel, engine: LMCacheEngine) -> None:
+        """Raises ValueError for an engine whose metadata does not fit the model (see ``metadata_of``)."""
+        metadata = engine.metadata
+        expected = metadata_of(model, metadata.model_name, engine.chunk_size)
+        found = (metadata.fmt, metadata.kv_dtype, tuple(metadata.kv_shape))
+        if found != (expected.fmt, expected.kv_dtype, expected.kv_shape):
+            raise ValueError(f"the engine's metadata {metadata} does not fit the model: {expected}")
+        self.model = model
+        self.engine = engine
+
+    def generate(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """Return what ``model.generate(input_ids, **kwargs)`` returns, for int64 ``[1, num_tokens]``.
+
+        What can't be cached (a batch, beams, padding, images, a model with sliding windows or another kind
+        of cache) runs as if there were no cache, with a line in the log. Stores the KV of what was
+        generated too when the engine has ``save_decode_cache``.
+        """
+        if obstacle := _obstacle_of_model(self.model) or self._obstacle_of_call(input_ids, kwargs):
+            _log.info("the prompt's KV is not cached: %s", obstacle)
+            return self.model.generate(input_ids, **kwargs)
+        tokens = input_ids[0].cpu()
+        cache = self._retrieve(tokens)
+        output = self.model.generate(input_ids, past_key_values=cache, **kwargs)
+        if self.engine.save_decode_cache:
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            tokens = sequences[0, : cache.get_seq_length()].cpu()
+        self._store(tokens, cache)
+        return output
+
+    def _obstacle_of_call(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+        config = kwargs.get("generation_config") or self.model.generation_config
+        settings = config.to_dict() | kwargs
+        mask = kwargs.get("attention_mask")
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+            return f"input_ids are {list(input_ids.shape)}"
+        if mask is not None and not bool(mask.all()):
+            return "the attention mask hides tokens"
+        refused = [name for name in _REFUSED if settings.get(name) is not None]
+        # KV that depends on more than tokens (images, embeddings, positions) can't be found by tokens.
+        refused += [name for name in kwargs.keys() - {"attention_mask"} if torch.is_tensor(kwargs[name])]
+        if refused:
+            return f"{', '.join(refused)} was given"
+        if max(settings.get("num_beams") or 1, settings.get("num_return_sequences") or 1) > 1:
+            return "more than one sequence is generated"
+        if settings.get("use_cache") is False or settings.get("cache_implementation") is not None:
+            return "another kind of cache was asked for"
+        return None
+
+    def _retrieve(self, tokens: torch.Tensor) -> DynamicCache:
+        """Return a cache with the KV of the stored prefix; at least one token is left to compute."""
+        try:
+            kv, is_retrieved = self.engine.retrieve(tokens)
+            length = min(int(is_retrieved.sum()), len(tokens) - 1)
+            device = self.model.device
+            return DynamicCache([tuple(x[None, :, :length].to(device) for x in layer) for layer in kv])
+        except Exception:
+            _log.exception("the prompt's KV could not be retrieved")
+            return DynamicCache()
+
+    def _store(self, tokens: torch.Tensor, cache: DynamicCache) -> None:
+        """Store the prompt's KV; the engine skips what it has."""
+        try:
+            kv = tuple((x.keys[0, :, : len(tokens)], x.values[0, :, : len(tokens)]) for x in cache.layers)
+            self.engine.store(tokens, kv)
+        except Exception:
+            _log.exception("the prompt's KV could not be stored")
+
+
+def _obstacle_of_model(model: PreTrainedModel) -> str | None:
+    layers = DynamicCache(config=model.config).layers
+    if (
+        model.config.is_encoder_decoder
+        or not layers
+        or any(type(layer) is not DynamicLayer for layer in layers)
+    ):
+        return "the model has an encoder, sliding windows or layers without KV"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the model's layers are on several devices"
+    return None
