@@ -144,24 +144,24 @@ class FrameAllocator:
             offset * self.num_frames + frame for offset in range(first.bit_length()) if first >> offset & 1
         ]
 
-    def in_the_way(self, row: int, num_slots: int) -> list[int]:
-        """The fewest rows, this one among them, that must go so that its slots become part of a run of
-        ``num_slots``; none when the frame is too short."""
+    def ways_to_free(self, row: int, num_slots: int) -> list[list[int]]:
+        """Sets of rows, this one always among them, of which one has to go so that its slots become part of a
+        free run of ``num_slots``; the smallest set first, none when the frame is too short."""
         size = self.size(row)
         if size >= num_slots:
-            return [row]
+            return [[row]]
         frame, offset = row % self.num_frames, row // self.num_frames
         num_present = min(self.slots_per_frame, self.num_slots - frame * self.slots_per_frame)
-        neighbours = [(other, other // self.num_frames) for other in self.rows_in(frame)]
-        windows = (
-            [
-                other
-                for other, begin in neighbours
-                if begin < start + num_slots and begin + self.size(other) > start
-            ]
-            for start in range(max(0, offset + size - num_slots), min(offset, num_present - num_slots) + 1)
-        )
-        return min(windows, key=len, default=[])
+        pieces = [
+            (other, other // self.num_frames, other // self.num_frames + self.size(other))
+            for other in self.rows_in(frame)
+        ]
+        firsts = range(max(0, offset + size - num_slots), min(offset, num_present - num_slots) + 1)
+        ways = [
+            [other for other, begin, end in pieces if begin < first + num_slots and end > first]
+            for first in firsts
+        ]
+        return sorted(ways, key=len)
 
     def _occupy(self, frame: int, offset: int, num_slots: int) -> None:
         self._first[frame] |= 1 << offset

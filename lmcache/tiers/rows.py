@@ -291,11 +291,11 @@ class Rows:
             self._evict(number)
             return True
         for victim in itertools.islice(self.policy.victims(), _MAX_EVICTIONS):
-            leaving = self.allocator.in_the_way(victim, num_slots)
-            if leaving and not any(map(self._is_held, leaving)):
-                for number in leaving:
-                    self._evict(number)
-                return True
+            for leaving in self.allocator.ways_to_free(victim, num_slots):
+                if not any(map(self._is_held, leaving)):
+                    for number in leaving:
+                        self._evict(number)
+                    return True
         return False
 
     def _is_held(self, number: int) -> bool:

@@ -17,6 +17,7 @@ class KnownRow:
     num_columns: int
     slot_bytes: int
     request: Hashable
+    tenant: bytes
     writing: dict[int, bytes] = field(default_factory=dict)  # column -> owner
     quarantined: dict[int, bytes] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
@@ -35,6 +36,17 @@ class KnownRow:
     @property
     def used(self) -> bool:
         return bool(self.writing or self.quarantined or self.readers or self.pins)
+
+    @property
+    def user(self) -> str | None:
+        """Who keeps it from being evicted?"""
+        users = {
+            "leased": self.readers,
+            "pinned": self.pins,
+            "quarantined": self.quarantined,
+            "reserved": self.writing,
+        }
+        return next((name for name, uses in users.items() if uses), None)
 
     def content(self, column: int) -> bytes:
         return bytes([self.slot.generation % 251, column + 1]) * (self.slot_bytes // 2)

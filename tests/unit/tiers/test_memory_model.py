@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
@@ -23,6 +24,7 @@ CHAIN = [bytes([number]) * 64 for number in range(9)]
 OWNERS = [b"a" * 16, b"b" * 16, b"c" * 16]
 ENGINES = [b"E" * 16, b"F" * 16]
 REQUESTS = ["r0", "r1"]
+TENANTS = [b"", b"A", b"B"]
 # The default is for everybody's work; what is merged sees more.
 NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120"))
 
@@ -31,6 +33,10 @@ owners = st.sampled_from(OWNERS)
 columns = st.integers(0, NUM_COLUMNS - 1)
 requests = st.sampled_from([*REQUESTS, None])
 lease_ids = st.tuples(st.sampled_from(ENGINES), st.sampled_from(REQUESTS))
+
+
+def tenant_of(key: bytes) -> bytes:
+    return TENANTS[key[0] % len(TENANTS)]
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -131,7 +137,9 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def check_new_row(self, key: bytes, column: int, owner: bytes, request: str | None) -> None:
         allowed = self.may_take()
-        result, slot = self.tier.reserve(key, column, owner, length=SLOT_BYTES, request=request)
+        result, slot = self.tier.reserve(
+            key, column, owner, length=SLOT_BYTES, request=request, tenant=tenant_of(key)
+        )
         if not allowed:
             assert result is Reserved.BUSY
             return
@@ -142,7 +150,9 @@ class MemoryMachine(RuleBasedStateMachine):
         assert slot.generation > self.generations[slot.row]
         self.generations[slot.row] = slot.generation
         self.take(slot.row)
-        self.rows[slot.row] = KnownRow(slot, key, NUM_COLUMNS, SLOT_BYTES, request or object())
+        self.rows[slot.row] = KnownRow(
+            slot, key, NUM_COLUMNS, SLOT_BYTES, request or object(), tenant_of(key)
+        )
         self.begin(self.rows[slot.row], column, owner)
 
     def begin(self, row: KnownRow, column: int, owner: bytes) -> None:
@@ -278,6 +288,24 @@ class MemoryMachine(RuleBasedStateMachine):
         if row.spoilt:
             self.settle([row])
 
+    # ---- size ----
+
+    @rule(first=st.integers(0, NUM_ROWS))
+    def shrink_and_grow(self, first):
+        evicted, blocked = [], Counter()
+        for number in [number for number in self.rows if number >= first]:
+            reason = self.rows[number].user or ("quarantined" if self.holding else None)
+            if reason is None:
+                evicted.append(number)
+            else:
+                blocked[reason] += 1
+        assert self.tier.vacate(first) == (len(evicted), blocked)
+        for number in evicted:
+            self.take(number)
+        assert self.tier.usable_rows == first
+        assert not any(self.tier.is_resident(row.key) for row in self.rows.values() if row.slot.row >= first)
+        self.tier.usable_rows = NUM_ROWS
+
     # ---- restart ----
 
     @rule(key=keys)
@@ -307,6 +335,7 @@ class MemoryMachine(RuleBasedStateMachine):
             row.readers = row.pins = 0
             row.held = True
             row.request = object()
+            row.tenant = b""
             row.unverified = row.sealed
             row.spoilt |= not (row.sealed and row.visible)
             self.settle([row])
@@ -353,6 +382,16 @@ class MemoryMachine(RuleBasedStateMachine):
         for row in self.rows.values():
             for column in {*row.writing, *row.quarantined, *(row.committed if row.visible else ())}:
                 assert bytes(self.arena.view(row.slot.row, column)) == row.content(column)
+
+    @invariant()
+    def tenants_agree(self):
+        counts = Counter(row.tenant for row in self.rows.values())
+        uses, others = self.tier.stats.tenants.largest()
+        row_bytes = NUM_COLUMNS * SLOT_BYTES
+        assert {use.name: (use.num_rows, use.num_bytes) for use in uses} == {
+            name: (count, count * row_bytes) for name, count in counts.items()
+        }
+        assert (others.num_rows, others.num_bytes) == (0, 0)
 
     @invariant()
     def gauges_agree(self):

@@ -1,0 +1,185 @@
+"""A local store against an oracle: bytes, accounts, order, and who has to go for a longer payload."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmcache.tiers.base import Geometry
+from lmcache.tiers.local import LocalStore
+from lmcache.tiers.private import PrivateArena
+from tests.harness.memory_oracle import Order
+
+SLOT = 4096
+FRAME = 16
+NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "60"))
+KEYS = [number.to_bytes(64, "big") for number in range(12)]
+numbers = st.integers(0, len(KEYS) - 1)
+lengths = st.one_of(st.integers(0, 4 * SLOT), st.integers(1, FRAME + 1).map(SLOT.__mul__))
+requests = st.sampled_from(["r0", "r1", None])
+
+
+class LocalMachine(RuleBasedStateMachine):
+    @initialize(num_slots=st.integers(1, 3 * FRAME))
+    def begin(self, num_slots):
+        self.arena = PrivateArena(Geometry(SLOT, 1), num_slots)
+        self.store = LocalStore(self.arena)
+        self.num_slots = num_slots
+        self.usable = num_slots
+        self.present: dict[int, tuple[int, bytes]] = {}  # key -> (first slot, payload)
+        self.order = Order()
+        self.readers: list[tuple] = []  # context, request, [(key, (first slot, payload))]
+        self.version = 0
+
+    def slots(self, place: tuple[int, bytes]) -> range:
+        first, payload = place
+        return range(first, first + max(1, -(-len(payload) // SLOT)))
+
+    def held(self) -> set[int]:
+        return {slot for _, _, places in self.readers for _, place in places for slot in self.slots(place)}
+
+    def is_held(self, number: int) -> bool:
+        return any((number, self.present[number]) in places for _, _, places in self.readers)
+
+    @rule(number=numbers, length=lengths, request=requests, fails=st.sampled_from([False] * 5 + [True]))
+    def put(self, number, length, request, fails):
+        self.version += 1
+        payload = (self.version.to_bytes(4, "big") * (length // 4 + 1))[:length]
+        filled: list[int] = []
+
+        def fill(row: int) -> None:
+            filled.append(row)
+            self.arena.view(row, 0, length)[:] = payload
+            if fails:
+                raise ValueError
+
+        gone, fits = self.make_room(max(1, -(-length // SLOT)))
+        try:
+            assert self.store.put(KEYS[number], length, fill, request=request) == fits
+        except ValueError:
+            assert fails
+        for other in gone:
+            del self.present[other]
+            self.order.remove(other)
+        assert bool(filled) == fits
+        if fits:
+            place = filled[0], payload
+            mine = self.slots(place)
+            assert mine[-1] < self.usable
+            assert mine[0] // FRAME == mine[-1] // FRAME
+            assert self.taken().isdisjoint(mine)
+            if not fails:
+                self.present[number] = place
+                self.order.remove(number)
+                self.order.add_tail(number, request or object())
+
+    def taken(self) -> set[int]:
+        return {slot for place in self.present.values() for slot in self.slots(place)} | self.held()
+
+    def make_room(self, num_slots: int) -> tuple[list[int], bool]:
+        """Which keys go for a payload of so many slots, and whether there is room for it then."""
+        gone: list[int] = []
+        held = self.held()
+        while True:
+            taken = (
+                self.taken() - {slot for number in gone for slot in self.slots(self.present[number])} | held
+            )
+            runs = self.runs(num_slots, self.usable)
+            if num_slots <= FRAME and any(taken.isdisjoint(run) for run in runs):
+                return gone, True
+            victims = [number for number in self.order.victims() if number not in gone]
+            ways = (way for victim in victims for way in self.ways_to_free(victim, num_slots, {*gone}, held))
+            way = next(ways, None)
+            if way is None or not self.usable or num_slots > FRAME:
+                return gone, False
+            gone += way
+
+    def runs(self, num_slots: int, num_usable: int) -> list[range]:
+        firsts = range(num_usable - num_slots + 1)
+        return [range(first, first + num_slots) for first in firsts if first % FRAME + num_slots <= FRAME]
+
+    def ways_to_free(self, victim: int, num_slots: int, gone: set[int], held: set[int]) -> list[list[int]]:
+        mine = self.slots(self.present[victim])
+        if len(mine) >= num_slots:
+            return [[victim]]
+        runs = [run for run in self.runs(num_slots, self.num_slots) if mine[0] in run and mine[-1] in run]
+        left = {number: self.slots(place) for number, place in self.present.items() if number not in gone}
+        ways = [
+            [number for number, slots in left.items() if not set(slots).isdisjoint(run)]
+            for run in runs
+            if held.isdisjoint(run)
+        ]
+        return sorted(ways, key=len)
+
+    @rule(first=numbers, count=st.integers(1, 6), request=requests)
+    def begin_to_read(self, first, count, request):
+        asked = range(first, min(len(KEYS), first + count))
+        context = self.store.pin_prefix([KEYS[number] for number in asked], request)
+        rows = context.__enter__()
+        places = []
+        for number in asked:
+            if number not in self.present or self.present[number][0] >= self.usable:
+                break
+            places.append((number, self.present[number]))
+            self.order.remove(number)
+        assert rows == [(place[0], len(place[1])) for _, place in places]
+        self.readers.append((context, request or object(), places))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def end_reading(self, data):
+        context, request, places = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        context.__exit__(None, None, None)
+        used = [
+            number
+            for number, place in places
+            if self.present.get(number) == place and not self.is_held(number)
+        ]
+        self.order.add_head(used, request)
+
+    @rule(number=numbers)
+    def remove(self, number):
+        assert self.store.remove(KEYS[number]) == (number in self.present)
+        self.present.pop(number, None)
+        self.order.remove(number)
+
+    @rule(num_slots=st.integers(0, 4 * FRAME))
+    def resize(self, num_slots):
+        self.usable = num_slots // FRAME * FRAME if num_slots < self.num_slots else self.num_slots
+        beyond = [number for number, place in self.present.items() if place[0] >= self.usable]
+        kept = [number for number in beyond if self.is_held(number)]
+        num_held = len(
+            {place for _, _, places in self.readers for _, place in places if place[0] >= self.usable}
+        )
+        vacated = self.store.resize(num_slots * SLOT)
+        assert vacated == (len(beyond) - len(kept), {"leased": num_held} if num_held else {})
+        for number in set(beyond) - set(kept):
+            del self.present[number]
+            self.order.remove(number)
+        assert self.store.capacity_bytes == self.usable * SLOT
+
+    @invariant()
+    def all_agrees(self):
+        if not hasattr(self, "store"):
+            return
+        for number, key in enumerate(KEYS):
+            is_here = number in self.present and self.present[number][0] < self.usable
+            assert self.store.contains(key) == is_here
+        for place in [
+            *self.present.values(),
+            *(place for _, _, places in self.readers for _, place in places),
+        ]:
+            assert bytes(self.arena.view(place[0], 0, len(place[1]))) == place[1]
+        assert self.store.num_bytes == len(self.taken()) * SLOT
+        keys = self.store.keys()
+        listed = [int.from_bytes(key, "big") for key in keys]
+        victims = self.order.victims()
+        assert listed[: len(victims)] == victims
+        assert set(listed) == self.present.keys()
+
+
+TestLocalModel = LocalMachine.TestCase
+TestLocalModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40, deadline=None)
