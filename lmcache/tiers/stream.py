@@ -78,12 +78,13 @@ class TlsStream:
         plain = _connect(endpoint, timeout_seconds)
         try:
             self._socket = context.wrap_socket(plain, server_hostname=endpoint.host)
-        except ssl.SSLCertVerificationError as error:
+        except OSError as error:
             plain.close()
-            raise ConnectionError(f"the server's certificate is refused: {error.verify_message}") from None
-        except BaseException:
-            plain.close()
-            raise
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise ConnectionError(
+                    f"the server's certificate is refused: {error.verify_message}"
+                ) from None
+            raise ConnectionError(f"no TLS handshake: {error}") from None
         self.close = self._socket.close
 
     def send(self, views: Sequence[memoryview]) -> int:

@@ -1,4 +1,7 @@
-"""A real redis-server of our own: killable, freezable, on a port of the OS's choice and on a UNIX socket."""
+"""A real redis-server of our own: killable, freezable, on a port of the OS's choice and on a UNIX socket.
+
+Set LMCACHE_TEST_SERVER to the path of a valkey-server to run the same tests on that.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,21 @@ from pathlib import Path
 
 import redis
 
+from tests.harness.certificates import Certificates
+
+BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
+
 
 class RedisServer:
     """``with RedisServer() as server:`` starts it with no persistence; options as for redis.conf.
 
-    The port and the socket path stay the same over ``kill``/``restart``; the contents don't (no persistence).
+    With ``tls`` the TCP port speaks TLS, the UNIX socket does not. The port and the socket path stay the same
+    over ``kill``/``restart``; the contents don't (no persistence).
     """
 
-    def __init__(self, *, password: str | None = None, **options: str | int) -> None:
+    def __init__(self, *, password: str = "", tls: Certificates | None = None, **options: str | int) -> None:
         self.password = password
+        self.tls = tls
         self.options = options
         self.folder = Path(tempfile.mkdtemp(prefix="lmc-redis-"))
         self.socket_path = self.folder / "redis.sock"
@@ -38,7 +47,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://{self._userinfo}127.0.0.1:{self.port}/0"
+        return f"redis{'s' if self.tls else ''}://{self._userinfo}127.0.0.1:{self.port}/0"
 
     @property
     def unix_url(self) -> str:
@@ -47,7 +56,7 @@ class RedisServer:
     @property
     def client(self) -> redis.Redis:
         """A fresh redis-py client, for looking at what the code under test did."""
-        return redis.Redis(unix_socket_path=str(self.socket_path), password=self.password)
+        return redis.Redis(unix_socket_path=str(self.socket_path), password=self.password or None)
 
     @property
     def pid(self) -> int:
@@ -94,9 +103,9 @@ class RedisServer:
         return f":{self.password}@" if self.password else ""
 
     def _spawn(self) -> None:
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         options = {
-            "port": self.port,
+            **(self._tls_options() if self.tls else {"port": self.port}),
             "bind": "127.0.0.1",
             "unixsocket": self.socket_path,
             "dir": self.folder,
@@ -108,7 +117,16 @@ class RedisServer:
         arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         self.socket_path.unlink(missing_ok=True)
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(["redis-server", *arguments], stdout=log, stderr=log)
+            self._process = subprocess.Popen([BINARY, *arguments], stdout=log, stderr=log)
+
+    def _tls_options(self) -> dict[str, str | int | Path]:
+        assert self.tls is not None
+        files = {
+            "tls-cert-file": self.tls.cert,
+            "tls-key-file": self.tls.key,
+            "tls-ca-cert-file": self.tls.ca,
+        }
+        return {"port": 0, "tls-port": self.port, "tls-auth-clients": "no", **files}
 
     def _wait_ready(self, timeout: float) -> bool:
         assert self._process is not None
@@ -129,7 +147,7 @@ class RedisServer:
         self._process = None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -12,7 +12,7 @@ import pytest
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tests.harness.redis_server import RedisServer
+from tests.harness.redis_server import RedisServer, free_port
 from tests.harness.remote_objects import KEY, load, pattern, until
 
 pytestmark = pytest.mark.redis
@@ -113,6 +113,45 @@ class TestSickness:
                 with pytest.raises(TierUnavailable, match=r"NOAUTH|WRONGPASS") as caught:
                     load(RemoteTier(url))
                 assert "wr0ng" not in str(caught.value)
+
+    def test_user_who_may_use_our_names_only(self, server):
+        server.client.acl_setuser(
+            "kv", enabled=True, passwords=["+s3cret"], keys=["lmc1:*"], categories=["+@all"]
+        )
+        url = server.url.replace("redis://", "redis://kv:s3cret@")
+        remote, other = RemoteTier(url), RemoteTier(f"{url}?prefix=other")
+        assert remote.store(KEY, 0, memoryview(b"x"))
+        assert load(remote) == b"x"
+        assert remote.probe([KEY], 1) == 1
+        remote.touch([KEY], 1)
+        # Refused, and that is no sickness.
+        assert not other.store(KEY, 0, memoryview(b"x"))
+        assert load(other) is None
+        assert other.probe([KEY], 1) == 0
+        other.touch([KEY], 1)
+        assert other.stats.refused == other.stats.invalid == {"NOPERM": 1}
+        assert not other.breaker.is_open
+        remote.close()
+        other.close()
+
+    @pytest.mark.parametrize("size", [1, 3 * PART_BYTES])
+    @pytest.mark.parametrize("command", ["TOUCH", "SET"])
+    def test_a_refused_store_leaves_the_connection_in_order(self, remote, server, size, command):
+        server.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+        assert not remote.store(KEY, 0, memoryview(pattern(size)))
+        assert remote.stats.refused == {"NOPERM": 1}
+        server.client.execute_command("ACL", "SETUSER", "default", f"+{command}")
+        assert load(remote) is None
+        assert remote.store(KEY, 0, memoryview(pattern(size)))
+        assert load(remote) == pattern(size)
+
+    def test_a_server_of_a_cluster_by_the_wrong_scheme(self):
+        """It names another server; without redis-cluster:// it is as good as sick, and the log says so."""
+        with RedisServer(cluster_enabled="yes", cluster_port=free_port()) as server:
+            remote = RemoteTier(server.url)
+            with pytest.raises(TierUnavailable, match="CLUSTERDOWN"):
+                load(remote)
+            assert remote.breaker.is_open
 
     def test_readonly_replica_takes_no_stores(self, remote, server):
         remote.store(KEY, 0, memoryview(b"x"))

@@ -100,6 +100,16 @@ class TestObjects:
         assert idle_seconds() == [0, 0, 0]
         remote.touch([], 2)
 
+    def test_prefix(self, remote, server):
+        other = RemoteTier(f"{server.url}?prefix=team-a")
+        other.store(KEY, 0, memoryview(b"theirs"))
+        assert server.client.keys() == [part_name(KEY, 0, 0).replace("lmc1", "team-a").encode()]
+        assert load(remote) is None
+        assert remote.store(KEY, 0, memoryview(b"ours"))
+        assert load(other) == b"theirs"
+        assert remote.probe([KEY], 1) == other.probe([KEY], 1) == 1
+        other.close()
+
     def test_database_number(self, server):
         remote = RemoteTier(server.url.removesuffix("/0") + "/5")
         remote.store(KEY, 0, memoryview(b"x"))

@@ -1,0 +1,138 @@
+"""Loads and stores of the remote tier over one connection, against a bare loop on the same Redis.
+
+The bare loops do what can't be left out: GET by ``recv_into`` to where it belongs, SET by ``sendall``, one
+part after the other, values of the same length, no header, no checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.report import Figure, Report, at_least
+from lmcache.tiers.header import HEADER_BYTES
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from tests.harness.certificates import make_certificates
+from tests.harness.redis_server import RedisServer
+
+NUM_PARTS, ROUNDS = 8, 41
+VALUE_BYTES = HEADER_BYTES + PART_BYTES
+SLOT_BYTES = NUM_PARTS * PART_BYTES
+KEY = b"n" * 32 + b"k" * 32
+BARS = {"unix": 90, "tcp": 90, "tls": 85}  # per cent of the bare loop
+
+
+class BareLoop:
+    """The least that moves NUM_PARTS values of a part's length, header included, each way."""
+
+    def __init__(self, connection: socket.socket, flags: int) -> None:
+        self._connection, self._flags = connection, flags
+        slot = memoryview(bytearray(os.urandom(NUM_PARTS * VALUE_BYTES)))
+        self._values = [slot[start : start + VALUE_BYTES] for start in range(0, len(slot), VALUE_BYTES)]
+        self._line = memoryview(bytearray(64))
+
+    def store(self) -> None:
+        for part, value in enumerate(self._values):
+            name = b"bare:%d" % part
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, len(value))
+            self._connection.sendall(head)
+            self._connection.sendall(value)
+            self._connection.sendall(b"\r\n")
+            self._receive(5)  # +OK
+
+    def load(self) -> None:
+        for part, value in enumerate(self._values):
+            name = b"bare:%d" % part
+            self._connection.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
+            self._receive(len(b"$%d\r\n" % len(value)))
+            done = 0
+            while done < len(value):
+                done += self._connection.recv_into(value[done:], 0, self._flags)
+            self._receive(2)
+
+    def _receive(self, num_bytes: int) -> None:
+        while num_bytes:
+            num_bytes -= self._connection.recv_into(self._line[:num_bytes])
+
+
+def connect(kind: str, server: RedisServer) -> BareLoop:
+    if kind == "unix":
+        plain = socket.socket(socket.AF_UNIX)
+        plain.connect(str(server.socket_path))
+        return BareLoop(plain, socket.MSG_WAITALL)
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if kind == "tcp":
+        return BareLoop(connection, socket.MSG_WAITALL)
+    assert server.tls is not None
+    context = ssl.create_default_context(cafile=str(server.tls.ca))
+    return BareLoop(context.wrap_socket(connection, server_hostname="127.0.0.1"), 0)
+
+
+def url_of(kind: str, server: RedisServer) -> str:
+    if kind == "unix":
+        return server.unix_url
+    return f"{server.url}?ca={server.tls.ca}" if server.tls else server.url
+
+
+def measure(kind: str, server: RedisServer) -> list[Figure]:
+    remote, bare = RemoteTier(url_of(kind, server), timeout_seconds=10), connect(kind, server)
+    payload, slot = memoryview(bytearray(os.urandom(SLOT_BYTES))), memoryview(bytearray(SLOT_BYTES))
+    client = server.client
+
+    def store() -> None:
+        assert remote.store(KEY, 0, payload)
+
+    def load() -> None:
+        assert remote.load(KEY, 0, slot) == SLOT_BYTES
+
+    ways: dict[str, Callable[[], None]] = {
+        "bare store": bare.store, "store": store, "bare load": bare.load, "load": load,
+    }  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            if name.endswith("store"):
+                client.flushall()
+            if name == "bare load":
+                bare.store()
+            if name == "load":
+                store()
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    assert slot == payload
+    remote.close()
+    return [figure for name in ("load", "store") for figure in _figures(kind, name, seconds)]
+
+
+def _figures(kind: str, name: str, seconds: dict[str, list[float]]) -> list[Figure]:
+    # Neighbours in time are compared, so that what else the machine does falls out.
+    ratios = [bare / ours for bare, ours in zip(seconds[f"bare {name}"], seconds[name], strict=True)]
+    rate = SLOT_BYTES / statistics.median(seconds[name]) / 1e9
+    return [
+        at_least(
+            f"{name}, {kind}, of the bare loop's rate", statistics.median(ratios) * 100, "%", BARS[kind]
+        ),
+        Figure(f"{name}, {kind}", rate, "GB/s"),
+    ]
+
+
+def run() -> Report:
+    figures = []
+    with RedisServer() as server:
+        figures += measure("unix", server)
+        figures += measure("tcp", server)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RedisServer(tls=make_certificates(Path(folder))) as server,
+    ):
+        figures += measure("tls", server)
+    size = f"{NUM_PARTS} parts of {PART_BYTES >> 20} MiB"
+    return Report("remote", f"{size}, one connection, {ROUNDS} rounds, interleaved, medians", figures)

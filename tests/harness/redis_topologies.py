@@ -1,0 +1,112 @@
+"""Servers that know one another: a master with a replica under a Sentinel, and a Redis Cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Sequence
+
+import redis
+
+from tests.harness.redis_server import BINARY, RedisServer, free_port
+from tests.harness.remote_objects import until
+
+SERVICE = "kv-cache"
+
+
+class Sentinel:
+    """One Sentinel that decides alone, within half a second."""
+
+    def __init__(self, master: RedisServer, *, password: str = "") -> None:
+        self.port = free_port()
+        self.client = redis.Redis(port=self.port, password=password or None)
+        config = master.folder / "sentinel.conf"
+        auth = f"sentinel auth-pass {SERVICE} {master.password}\n" if master.password else ""
+        own = f"requirepass {password}\n" if password else ""
+        config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {master.folder}\n{own}"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1\n{auth}"
+            f"sentinel down-after-milliseconds {SERVICE} 300\n"
+            f"sentinel failover-timeout {SERVICE} 2000\n"
+        )
+        with (master.folder / "sentinel.log").open("ab") as log:
+            self._process = subprocess.Popen([BINARY, config, "--sentinel"], stdout=log, stderr=log)
+        until(self._knows_a_replica)
+
+    def _knows_a_replica(self) -> bool:
+        with contextlib.suppress(redis.ConnectionError):
+            found = self.client.execute_command("SENTINEL", "REPLICAS", SERVICE)
+            return len(found) == 1 and found[0][b"master-link-status"] == b"ok"
+        return False
+
+    def close(self) -> None:
+        self.client.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def sentinel_set(password: str = "") -> Iterator[tuple[Sentinel, RedisServer, RedisServer]]:
+    """A Sentinel, a master and its replica in step."""
+    options = {"repl_diskless_sync_delay": 0, **({"masterauth": password} if password else {})}
+    with (
+        RedisServer(password=password, **options) as master,
+        RedisServer(password=password, **options) as replica,
+    ):
+        replica.client.replicaof("127.0.0.1", master.port)
+        until(lambda: replica.client.info("replication")["master_link_status"] == "up")
+        with contextlib.closing(Sentinel(master, password=password)) as sentinel:
+            yield sentinel, master, replica
+
+
+class Cluster:
+    """``nodes[:3]`` own a third of the slots each; ``nodes[3]`` is the replica of ``nodes[0]``."""
+
+    def __init__(self, nodes: Sequence[RedisServer]) -> None:
+        self.nodes = nodes
+        bounds = [0, 5461, 10923, 16384]
+        for index, node in enumerate(nodes):
+            node.client.execute_command(
+                "CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].options["cluster_port"]
+            )
+            if index < 3:
+                node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
+        until(lambda: all(self._is_complete(node) for node in nodes))
+        nodes[3].client.execute_command("CLUSTER", "REPLICATE", self.id_of(0))
+        until(lambda: nodes[3].client.info("replication").get("master_link_status") == "up")
+        until(lambda: all("slave" in str(node.client.execute_command("CLUSTER NODES")) for node in nodes))
+
+    @property
+    def url(self) -> str:
+        return f"redis-cluster://127.0.0.1:{self.nodes[1].port},127.0.0.1:{self.nodes[0].port}"
+
+    def id_of(self, index: int) -> str:
+        return str(self.nodes[index].client.execute_command("CLUSTER", "MYID").decode())
+
+    def set_slot(self, index: int, slot: int, *words: str) -> None:
+        self.nodes[index].client.execute_command("CLUSTER", "SETSLOT", slot, *words)
+
+    def owner_of(self, slot: int) -> int:
+        return next(index for index, last in enumerate((5460, 10922, 16383)) if slot <= last)
+
+    @staticmethod
+    def _is_complete(node: RedisServer) -> bool:
+        info = node.client.execute_command("CLUSTER INFO")
+        return bool(info["cluster_known_nodes"] == "4" and info["cluster_state"] == "ok")
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                RedisServer(
+                    cluster_enabled="yes",
+                    cluster_port=free_port(),
+                    cluster_node_timeout=500,
+                    repl_diskless_sync_delay=0,
+                )
+            )
+            for _ in range(4)
+        ]
+        yield Cluster(nodes)

@@ -1,0 +1,156 @@
+"""Redis Cluster: objects spread over its slots, slots that move, masters that die."""
+
+from __future__ import annotations
+
+import binascii
+import time
+
+import pytest
+
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.parts import hash_tag
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from tests.harness.redis_topologies import Cluster, cluster
+from tests.harness.remote_objects import load, part_name, pattern, until
+
+pytestmark = pytest.mark.redis
+
+KEYS = [bytes([number]) * 64 for number in range(40)]
+KEY = KEYS[7]
+SLOT = binascii.crc_hqx(hash_tag(KEY, 0).encode(), 0) % 16384
+
+
+@pytest.fixture
+def servers():
+    with cluster() as servers:
+        yield servers
+
+
+@pytest.fixture
+def remote(servers):
+    tier = RemoteTier(servers.url)
+    yield tier
+    tier.close()
+
+
+def fill(remote: RemoteTier) -> None:
+    for key in KEYS:
+        for column in range(2):
+            assert remote.store(key, column, memoryview(key + bytes([column])))
+
+
+def calls(servers: Cluster, index: int, command: str) -> int:
+    stats = servers.nodes[index].client.info("commandstats")
+    return stats.get(f"cmdstat_{command}", {"calls": 0})["calls"]
+
+
+def test_objects_are_spread_and_found_again(remote, servers):
+    fill(remote)
+    assert sum(node.client.dbsize() for node in servers.nodes[:3]) == 2 * len(KEYS)
+    assert all(node.client.dbsize() for node in servers.nodes[:3])
+    assert remote.probe(KEYS, 2) == len(KEYS)
+    for key in KEYS:
+        assert load(remote, 1, key=key) == key + b"\x01"
+    remote.touch(KEYS, 2)
+    assert sum(calls(servers, index, "touch") for index in range(3)) == 4 * len(KEYS)
+    for node in servers.nodes:  # the map was right
+        assert "errorstat_MOVED" not in node.client.info("errorstats")
+
+
+def test_parts_of_an_object_are_in_one_slot(remote):
+    payload = pattern(2 * PART_BYTES + 5)
+    assert remote.store(KEY, 3, memoryview(payload))
+    assert load(remote, 3, key=KEY) == payload
+    assert remote.store(KEY, 3, memoryview(payload))
+    assert (remote.stats.stored, remote.stats.touched) == (1, 1)
+
+
+def test_a_slot_on_its_way_and_moved(remote, servers):
+    fill(remote)
+    payload = pattern(PART_BYTES + 5)
+    source = servers.owner_of(SLOT)
+    target = (source + 1) % 3
+    servers.set_slot(target, SLOT, "IMPORTING", servers.id_of(source))
+    servers.set_slot(source, SLOT, "MIGRATING", servers.id_of(target))
+    # What is still there is read there; what is not is asked for, and written, where the slot goes (ASK).
+    assert load(remote, key=KEY) == KEY + b"\x00"
+    servers.nodes[source].client.delete(part_name(KEY, 0, 0))
+    assert load(remote, key=KEY) is None
+    assert remote.store(KEY, 0, memoryview(payload))
+    assert load(remote, key=KEY) == payload
+    assert servers.nodes[target].client.info("commandstats")["cmdstat_asking"]["calls"] > 3
+    # Moved for good (MOVED).
+    for index in (target, source):
+        servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
+    assert remote.probe([KEY], 1) == 1
+    assert load(remote, key=KEY) == payload
+    assert remote.store(KEY, 0, memoryview(payload))
+    assert remote.stats.invalid == {}
+    assert not remote.breaker.is_open
+
+
+@pytest.mark.parametrize("operation", ["load", "store", "probe"])
+def test_each_operation_follows_a_moved_slot(remote, servers, operation):
+    fill(remote)
+    source = servers.owner_of(SLOT)
+    target = (source + 1) % 3
+    servers.nodes[source].client.delete(part_name(KEY, 0, 0))
+    for index in (target, source):
+        servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
+    if operation == "store":
+        assert remote.store(KEY, 0, memoryview(b"x"))
+    else:
+        other = RemoteTier(servers.url)
+        assert other.store(KEY, 0, memoryview(b"x"))
+        other.close()
+    if operation == "probe":
+        assert remote.probe([KEY], 1) == 1
+    assert load(remote, key=KEY) == b"x"
+    before = calls(servers, source, "get")
+    assert load(remote, key=KEY) == b"x"
+    assert calls(servers, source, "get") == before  # learned
+
+
+def test_a_dead_master_s_replica_is_found(remote, servers):
+    fill(remote)
+    until(lambda: servers.nodes[3].client.dbsize() == servers.nodes[0].client.dbsize())
+    servers.nodes[0].kill()
+    hits = [load(remote, key=key) is not None for key in KEYS]
+    assert 0 < hits.count(True) < len(KEYS)
+    assert not remote.breaker.is_open
+    until(lambda: remote.probe(KEYS, 2) == len(KEYS), 20)
+    assert all(load(remote, key=key) for key in KEYS)
+    assert all(remote.store(key, 5, memoryview(b"x")) for key in KEYS)
+
+
+def test_the_whole_cluster_away_and_back(remote, servers):
+    fill(remote)
+    for node in servers.nodes:
+        node.freeze()
+    with pytest.raises(TierUnavailable):
+        assert [load(remote, key=key) for key in KEYS]
+    assert remote.breaker.is_open
+    assert not remote.try_again()
+    for node in servers.nodes:
+        node.thaw()
+
+    def back() -> bool:
+        time.sleep(remote.breaker.seconds_to_trial)
+        return remote.try_again()
+
+    until(back)
+    until(lambda: remote.probe(KEYS, 2) == len(KEYS))
+
+
+def test_nobody_there():
+    remote = RemoteTier("redis-cluster://127.0.0.1:1,127.0.0.1:2")
+    for _ in range(2):
+        with pytest.raises(TierUnavailable):
+            load(remote)
+        with pytest.raises(TierUnavailable):
+            remote.probe(KEYS, 1)
+        with pytest.raises(TierUnavailable):
+            remote.store(KEY, 0, memoryview(b"x"))
+    assert remote.breaker.is_open
+    assert not remote.try_again()
+    remote.close()

@@ -1,0 +1,114 @@
+"""A master that Sentinels name: it alone is read and written, and the next one is found without help."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.remote import RemoteTier
+from tests.harness.redis_server import RedisServer, free_port
+from tests.harness.redis_topologies import SERVICE, sentinel_set
+from tests.harness.remote_objects import KEY, load, until
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def password():
+    return ""
+
+
+@pytest.fixture
+def servers(password):
+    with sentinel_set(password) as servers:
+        yield servers
+
+
+@pytest.fixture
+def remote(servers, password):
+    userinfo = f":{password}@" if password else ""
+    nobody = f"127.0.0.1:{free_port()}"
+    tier = RemoteTier(f"redis-sentinel://{userinfo}{nobody},127.0.0.1:{servers[0].port}/{SERVICE}/2")
+    yield tier
+    tier.close()
+
+
+def num_objects(server: RedisServer) -> int:
+    return server.client.info("keyspace").get("db2", {"keys": 0})["keys"]
+
+
+@pytest.mark.parametrize("password", ["", "s3cret"])
+def test_reads_and_writes_go_to_the_master(remote, servers):
+    _, master, replica = servers
+    assert remote.store(KEY, 0, memoryview(b"x"))
+    assert load(remote) == b"x"
+    assert remote.probe([KEY], 1) == 1
+    remote.touch([KEY], 1)
+    assert num_objects(master) == 1
+    calls = replica.client.info("commandstats")
+    assert not {"cmdstat_get", "cmdstat_exists", "cmdstat_touch"} & calls.keys()
+
+
+def test_the_new_master_is_found_after_the_old_one_died(remote, servers):
+    _, master, replica = servers
+    assert remote.store(KEY, 0, memoryview(b"x"))
+    until(lambda: num_objects(replica) == 1)
+    master.kill()
+    with pytest.raises(TierUnavailable):
+        load(remote)
+
+    def back() -> bool:
+        time.sleep(remote.breaker.seconds_to_trial)
+        return remote.try_again()
+
+    until(back, 20)
+    assert load(remote) == b"x"
+    assert remote.store(KEY[::-1], 0, memoryview(b"y"))
+    assert num_objects(replica) == 2
+
+
+def test_a_master_that_was_made_a_replica_is_left(remote, servers):
+    """As after a failover that did not kill it: it may go on answering, and is read-only."""
+    sentinel, master, replica = servers
+    assert remote.store(KEY, 0, memoryview(b"x"))
+    until(lambda: num_objects(replica) == 1)
+    sentinel.client.execute_command("SENTINEL", "FAILOVER", SERVICE)
+    until(lambda: replica.client.role()[0] == b"master", 20)
+    master.client.replicaof("127.0.0.1", replica.port)  # as the Sentinel does, within ten seconds
+
+    def is_stored() -> bool:
+        with contextlib.suppress(TierUnavailable):
+            return remote.store(KEY[::-1], 0, memoryview(b"y"))
+        remote.try_again()
+        return False
+
+    until(is_stored)
+    assert num_objects(replica) == 2
+
+
+def test_no_connection_to_a_read_only_master_is_kept(remote, servers):
+    """The store is refused, and whoever comes next asks the Sentinels."""
+    _, master, replica = servers
+    assert remote.store(KEY, 0, memoryview(b"x"))
+    assert [client["db"] for client in master.client.client_list()].count("2") == 1
+    master.client.replicaof("127.0.0.1", replica.port)
+    assert not remote.store(KEY[::-1], 0, memoryview(b"y"))
+    assert remote.stats.refused == {"READONLY": 1}
+    assert "2" not in [client["db"] for client in master.client.client_list()]
+    with pytest.raises(TierUnavailable, match="is not the master"):
+        load(remote)
+
+
+def test_a_service_that_no_sentinel_knows(servers):
+    remote = RemoteTier(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense")
+    with pytest.raises(TierUnavailable, match="knows no service 'nonsense'"):
+        load(remote)
+
+
+def test_no_sentinel_at_all():
+    remote = RemoteTier(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}")
+    with pytest.raises(TierUnavailable, match=r"no Sentinel names a master: .*refused"):
+        load(remote)

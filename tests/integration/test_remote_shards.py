@@ -1,0 +1,156 @@
+"""Several servers that know nothing of one another: one lost, one back, one more."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from tests.harness.redis_server import RedisServer
+from tests.harness.remote_objects import load, pattern, until
+
+pytestmark = pytest.mark.redis
+
+KEYS = [number.to_bytes(64, "big") for number in range(40)]
+
+
+@pytest.fixture
+def servers():
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(RedisServer()) for _ in range(3)]
+
+
+def name_of(server: RedisServer) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def remote(servers):
+    tier = RemoteTier(f"redis://{','.join(map(name_of, servers))}/0", timeout_seconds=1.0)
+    yield tier
+    tier.close()
+
+
+def fill(remote: RemoteTier, num_columns: int = 2) -> None:
+    for key in KEYS:
+        for column in range(num_columns):
+            assert remote.store(key, column, memoryview(payload_of(key, column)))
+
+
+def payload_of(key: bytes, column: int) -> bytes:
+    return (key + bytes([column])) * 100
+
+
+def is_loaded(remote: RemoteTier, key: bytes, column: int = 0) -> bool:
+    found = load(remote, column, key=key)
+    assert found in (None, payload_of(key, column))
+    return found is not None
+
+
+def test_every_row_is_on_one_shard_and_found_again(remote, servers):
+    fill(remote)
+    counts = [server.client.dbsize() for server in servers]
+    assert sum(counts) == 2 * len(KEYS)
+    assert all(count and count % 2 == 0 for count in counts)  # both columns of a row
+    assert remote.probe(KEYS, 2) == len(KEYS)
+    assert remote.probe([*KEYS[:30], b"x" * 64, *KEYS], 2) == 30
+    assert all(is_loaded(remote, key, 1) for key in KEYS)
+
+
+def test_a_probe_costs_one_round_trip_per_shard_and_window(remote, servers):
+    fill(remote, 1)
+    for server in servers:
+        server.client.config_resetstat()
+    assert remote.probe(KEYS[:16], 1) == 16
+    for server in servers:
+        stats = server.client.info("commandstats")
+        assert stats["cmdstat_exists"]["calls"] < 16
+    assert sum(s.client.info("commandstats")["cmdstat_exists"]["calls"] for s in servers) == 16
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_a_lost_shard_costs_its_own_rows_only_until_it_is_back(remote, servers, fault):
+    fill(remote)
+    getattr(servers[0], fault)()
+    hits = [is_loaded(remote, key) for key in KEYS]
+    lost = hits.count(False)
+    assert 0 < lost < len(KEYS) * 0.7
+    assert not remote.breaker.is_open
+    assert remote.stats.failures == 1
+    start = time.monotonic()
+    assert remote.probe(KEYS, 2) == hits.index(False)
+    gone, kept = KEYS[hits.index(False)], KEYS[hits.index(True)]
+    assert not remote.store(gone, 0, memoryview(payload_of(gone, 0)))
+    assert remote.stats.refused == {"away": 1}
+    assert remote.store(kept, 0, memoryview(payload_of(kept, 0)))
+    remote.touch(KEYS, 2)
+    # Not a matter of speed: each of these would wait for a deadline if the sick shard were asked.
+    assert time.monotonic() - start < 1.0
+    servers[0].start() if fault == "kill" else servers[0].thaw()
+    # Nobody calls try_again while the tier as a whole is well: those who ask bring the shard back.
+    assert until(lambda: remote.store(gone, 0, memoryview(payload_of(gone, 0)))) < 2
+    assert is_loaded(remote, gone)
+
+
+def test_all_shards_lost_and_one_back(remote, servers):
+    fill(remote, 1)
+    for server in servers:
+        server.kill()
+    with pytest.raises(TierUnavailable):
+        assert [load(remote, key=key) for key in KEYS]
+    assert remote.breaker.is_open
+    with pytest.raises(TierUnavailable):
+        remote.probe(KEYS, 1)
+    with pytest.raises(TierUnavailable):
+        remote.store(KEYS[0], 0, memoryview(b"x"))
+    with pytest.raises(TierUnavailable):
+        remote.touch(KEYS, 1)
+    assert not remote.try_again()
+    servers[1].start()
+    assert until(remote.try_again) < 2
+    assert not remote.breaker.is_open
+    fill_results = [remote.store(key, 0, memoryview(payload_of(key, 0))) for key in KEYS]
+    assert fill_results.count(True) == servers[1].client.dbsize() > 0
+
+
+def test_scale_out_reads_the_previous_owner_until_the_time_is_up(servers):
+    old, new = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
+    remote = RemoteTier(f"redis://{','.join(old)}")
+    fill(remote)
+    remote.set_shards(new, old, until=time.time() + 900)
+    assert remote.probe(KEYS, 2) == len(KEYS)
+    assert all(is_loaded(remote, key, 1) for key in KEYS)
+    assert servers[2].client.dbsize() == 0
+    remote.touch(KEYS, 2)
+    # Writes go to the present owner: what is stored again has moved.
+    fill(remote)
+    moved = servers[2].client.dbsize()
+    assert 0 < moved < 2 * len(KEYS) * 0.7
+    servers[2].client.flushall()
+    remote.set_shards(new, old, until=time.time() - 1)
+    hits = sum(is_loaded(remote, key) for key in KEYS)
+    assert hits == len(KEYS) - moved // 2
+    remote.close()
+
+
+def test_scale_in_stays_readable_though_the_leaving_shard_dies(remote, servers):
+    fill(remote)
+    left, all_of_them = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
+    remote.set_shards(left, all_of_them, until=time.time() + 900)
+    assert remote.probe(KEYS, 2) == len(KEYS)
+    servers[2].kill()
+    hits = sum(is_loaded(remote, key) for key in KEYS)
+    assert 0 < hits < len(KEYS)
+    fill(remote)
+    assert remote.probe(KEYS, 2) == len(KEYS)
+    assert not remote.breaker.is_open
+
+
+def test_columns_of_many_parts(remote):
+    payload = pattern(2 * PART_BYTES + 5)
+    assert remote.store(KEYS[0], 0, memoryview(payload))
+    assert load(remote, key=KEYS[0]) == payload
+    remote.touch(KEYS, 1)

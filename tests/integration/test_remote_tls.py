@@ -1,0 +1,141 @@
+"""The remote tier by TLS: whom it trusts, what it says when it does not, and sick servers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from tests.harness.certificates import make_certificates
+from tests.harness.redis_server import BINARY, RedisServer
+from tests.harness.remote_objects import KEY, load, pattern, until
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.skipif("valkey" in BINARY, reason="this valkey-server may be built without TLS"),
+]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def other_certificates(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("others"))
+
+
+@pytest.fixture
+def server(certificates):
+    with RedisServer(tls=certificates) as server:
+        yield server
+
+
+@pytest.fixture
+def remote(server, certificates):
+    tier = RemoteTier(f"{server.url}?ca={certificates.ca}")
+    yield tier
+    tier.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 16 << 10, PART_BYTES, 2 * PART_BYTES + 4097])
+def test_round_trip(remote, size):
+    payload = pattern(size)
+    assert remote.store(KEY, 0, memoryview(payload))
+    assert load(remote) == payload
+    assert remote.probe([KEY, KEY[::-1]], 1) == 1
+    remote.touch([KEY], 1)
+
+
+def refusal(url: str) -> str:
+    remote = RemoteTier(url)
+    with pytest.raises(TierUnavailable) as caught:
+        load(remote)
+    assert remote.breaker.is_open
+    remote.close()
+    return str(caught.value)
+
+
+def test_another_authority_is_refused(server, other_certificates):
+    for url in (server.url, f"{server.url}?ca={other_certificates.ca}"):
+        assert "certificate is refused" in refusal(url)
+
+
+def test_another_name_is_refused_unless_names_may_differ(certificates, tmp_path):
+    named = make_certificates(tmp_path, "DNS:somebody.else")
+    with RedisServer(tls=named) as server:
+        message = refusal(f"{server.url}?ca={named.ca}")
+        assert "certificate is refused" in message
+        assert "127.0.0.1" in message
+        for verify in (f"verify=ca&ca={named.ca}", "verify=none"):
+            remote = RemoteTier(f"{server.url}?{verify}")
+            assert remote.store(KEY, 0, memoryview(b"x"))
+            remote.close()
+        assert "certificate is refused" in refusal(f"{server.url}?verify=ca&ca={certificates.ca}")
+
+
+def test_a_server_that_wants_to_know_who_we_are(certificates, other_certificates):
+    with RedisServer(tls=certificates, tls_auth_clients="yes") as server:
+        url = f"{server.url}?ca={certificates.ca}"
+        remote = RemoteTier(f"{url}&cert={certificates.cert}&key={certificates.key}")
+        assert remote.store(KEY, 0, memoryview(b"x"))
+        remote.close()
+        refusal(url)
+        refusal(f"{url}&cert={other_certificates.cert}&key={other_certificates.key}")
+
+
+@pytest.mark.parametrize("option", ["ca", "cert"])
+@pytest.mark.parametrize("content", [None, "nonsense"])
+def test_a_file_that_can_t_be_read_is_named(server, tmp_path, option, content):
+    path = tmp_path / "file.pem"
+    if content:
+        path.write_text(content)
+    assert f"{path} can't be read" in refusal(f"{server.url}?{option}={path}")
+
+
+def test_a_server_without_tls(server):
+    with RedisServer() as plain:
+        assert "TLS handshake" in refusal(plain.url.replace("redis://", "rediss://"))
+    refusal(server.url.replace("rediss://", "redis://"))
+
+
+def test_frozen_and_thawed_killed_and_restarted(remote, server):
+    def back() -> bool:
+        time.sleep(remote.breaker.seconds_to_trial)
+        return remote.try_again()
+
+    remote.store(KEY, 0, memoryview(b"x"))
+    server.freeze()
+    with pytest.raises(TierUnavailable, match=r"within 1\.0 s"):
+        load(remote)
+    assert not back()
+    server.thaw()
+    assert until(back) < 2
+    assert load(remote) == b"x"
+    server.kill()
+    with pytest.raises(TierUnavailable):
+        load(remote)
+    server.start()
+    assert until(back) < 2
+    assert load(remote) is None
+
+
+def test_frozen_in_the_middle_of_a_value(remote, server):
+    remote.store(KEY, 0, memoryview(b"x"))
+    server.freeze()
+    with pytest.raises(TierUnavailable):
+        remote.store(KEY[::-1], 0, memoryview(pattern(3 * PART_BYTES)))
+    server.thaw()
+    until(remote.try_again)
+    assert load(remote, key=KEY[::-1]) is None
+
+
+def test_restarted_while_nobody_asked(remote, server):
+    remote.store(KEY, 0, memoryview(b"x"))
+    server.restart()
+    assert load(remote) is None
+    assert remote.store(KEY, 0, memoryview(b"x"))
+    assert remote.stats.failures == 0
