@@ -30,6 +30,7 @@ from lmcache.server.server_storage_backend import (
     LMSLocalDiskBackend,
 )
 from lmcache.storage_backend.connector.lm_connector import LMCServerConnector
+from lmcache.tiers.resilience import CircuitBreaker
 
 HOST = "127.0.0.1"
 PUT, GET, EXIST, LIST = 1, 2, 3, 4
@@ -375,13 +376,22 @@ def test_defect_12_a_server_that_came_back_is_found_again():
     connector = LMCServerConnector(HOST, port)
     with pytest.raises(ConnectionError):
         connector.exists(key(1))
-    with pytest.raises(ConnectionError, match="left alone"):
-        connector.exists(key(1))
     with serving(port=port):
         assert until(5, lambda: connector.exists(key(1))) is False
         connector.set(key(1), b"y")
         assert connector.get(key(1)) == b"y"
     connector.close()
+
+
+def test_defect_12_a_server_that_failed_is_left_alone_for_a_while():
+    now = 0.0
+    with false_server(b"", struct.pack("ii", 200, 0)) as connector:
+        connector._breaker = CircuitBreaker(base=5, clock=lambda: now)
+        for message in ("closed the connection", "left alone", "left alone"):
+            with pytest.raises(ConnectionError, match=message):
+                connector.get(key(1))
+        now = 5.0
+        assert connector.get(key(1)) == b""
 
 
 def test_a_server_that_restarted_between_two_calls_is_not_noticed():
