@@ -172,7 +172,7 @@ def test_a_full_queue_drops_and_counts(backend, connector, monkeypatch):
 
 def test_a_serde_that_refuses_drops_the_chunk(backend, monkeypatch):
     def refuse(chunk):
-        raise RuntimeError("not this one")
+        raise ValueError("not this one")
 
     monkeypatch.setattr(backend._serializer, "to_bytes", refuse)
     backend.put(make_key("a"), make_chunk())
