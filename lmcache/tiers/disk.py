@@ -25,8 +25,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -35,8 +34,6 @@ from lmcache.tiers.disk_files import FULL, PAGE_BYTES, Directory, DiskError, Fsy
 from lmcache.tiers.disk_index import Index, Name, name_of
 from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.tiers.stats import DiskStats
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -90,27 +87,40 @@ class DiskTier:
 
     def contains(self, key: RowKey, column: int) -> bool:
         """Is the object here?"""
-        return self._run(self._contains, name_of(key, column))
+        with self._watching():
+            return self._contains(name_of(key, column))
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""
-        return self._run(self._probe, keys, num_columns)
+        with self._watching():
+            for position, key in enumerate(keys):
+                if not all(self._contains(name_of(key, column)) for column in range(num_columns)):
+                    return position
+            return len(keys)
 
     def load(self, key: RowKey, column: int, into: memoryview) -> int | None:
         """Read one object into ``into``. Return its payload's length; None: a miss (contents undefined)."""
-        return self._run(self._load, name_of(key, column), into)
+        with self._watching():
+            return self._load(name_of(key, column), into)
 
     def store(self, key: RowKey, column: int, payload: memoryview, label: bytes = b"") -> bool:
         """Write one object, or refresh the age of what is there. False: refused, the stats say why."""
-        return self._run(self._store, name_of(key, column), payload, label)
+        with self._watching():
+            return self._store(name_of(key, column), payload, label)
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> None:
         """Refresh the age of rows that were hit in a tier above; absent ones are ignored."""
-        self._run(self._touch, [name_of(key, column) for key in keys for column in range(num_columns)])
+        names = [name_of(key, column) for key in keys for column in range(num_columns)]
+        with self._watching():
+            with self._lock:
+                here = [] if self._index is None else self._index.touch(names)
+            for name in here:
+                self._directory.refresh(name)
 
     def remove(self, key: RowKey, column: int) -> bool:
         """Delete one object. False: it was not here."""
-        return self._run(self._remove, name_of(key, column))
+        with self._watching():
+            return self._remove(name_of(key, column))
 
     def try_again(self) -> bool:
         """While the circuit is open: write and read a page, and close the circuit if that works."""
@@ -132,11 +142,13 @@ class DiskTier:
         self._scan.join()
         self._directory.close()
 
-    def _run(self, operation: Callable[..., T], *arguments: object) -> T:
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Let what goes wrong with the volume open the circuit."""
         if self.breaker.is_open:
             raise TierUnavailable(f"disk tier {self._directory.path} is away")
         try:
-            return operation(*arguments)
+            yield
         except OSError as error:
             self._fail(error)
             raise TierUnavailable(f"disk tier {self._directory.path}: {error}") from error
@@ -152,12 +164,6 @@ class DiskTier:
             if self._index is not None:
                 return name in self._index
         return self._directory.contains(name)
-
-    def _probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        for position, key in enumerate(keys):
-            if not all(self._contains(name_of(key, column)) for column in range(num_columns)):
-                return position
-        return len(keys)
 
     def _load(self, name: Name, into: memoryview) -> int | None:
         length, reason = None, ""
@@ -237,12 +243,6 @@ class DiskTier:
                 self._index.use(name)
         self._directory.refresh(name)
 
-    def _touch(self, names: Sequence[Name]) -> None:
-        with self._lock:
-            here = [] if self._index is None else self._index.touch(names)
-        for name in here:
-            self._directory.refresh(name)
-
     def _reserve(self, index: Index, num_bytes: int) -> int | None:
         """Take room, evicting. None: there is not so much."""
         while num_bytes <= self._capacity:
@@ -295,6 +295,8 @@ class DiskTier:
             for number, position in enumerate(array("q", oldest_first.tobytes())):
                 if number % _SLICE == 0:
                     time.sleep(0)
+                if self._closing:
+                    return
                 slot = self._reserve(index, sizes[position])
                 if slot is None:
                     self._remove(names[position])

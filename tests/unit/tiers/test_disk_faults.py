@@ -220,6 +220,13 @@ class TestSickVolume:
         assert load(tier, 1) is None  # its block may be bad: it would open the circuit again
         assert tier.num_bytes == taken_bytes(path) == 0
 
+    def test_an_object_that_may_not_be_read_goes(self, path, tier):
+        store(tier, 1)
+        with failing("open", errno.EACCES):
+            assert load(tier, 1) is None
+        assert tier.stats.invalid == {"type": 1}
+        assert tier.num_bytes == taken_bytes(path) == 0
+
     def test_an_eviction_that_fails_opens_the_circuit(self, path, tier):
         for number in range(16):
             store(tier, number)
@@ -355,15 +362,18 @@ class TestWhileTheIndexIsRebuilt:
         """A tier with one object, the scan of which has seen all and waits."""
         store(tier, 1)
         store(tier, 2)
-        scan, self.go_on = Directory.scan, threading.Event()
+        scan, has_seen, self.go_on = Directory.scan, threading.Event(), threading.Event()
 
         def wait(directory):
             found = list(scan(directory))
+            has_seen.set()
             self.go_on.wait(10)
             yield from found
 
         monkeypatch.setattr(Directory, "scan", wait)
-        yield restart()
+        tier = restart()
+        assert has_seen.wait(10)
+        yield tier
         self.go_on.set()
 
     def test_objects_are_found_by_name(self, starting):
