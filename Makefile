@@ -5,7 +5,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube demo test test-fast check format generate pins bench gpu-check clean
+.PHONY: help setup kube demo test test-fast check format generate pins bench bench-peer gpu-check clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ pins: setup ## resolve pyproject.toml into tools/requirements/ anew
 
 bench: setup ## all benchmarks; one: python -m benchmarks NAME [--json FILE]
 	@$(PY) -m benchmarks
+
+bench-peer: setup ## the same beside upstream's packages, each in an environment of its own
+	@$(PY) -m benchmarks peer
 
 gpu-check: setup ## functional checks and benchmark of the GPU paths; needs an NVIDIA GPU
 	@$(PY) -m pytest -q tests/gpu

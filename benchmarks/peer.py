@@ -1,0 +1,151 @@
+"""Side by side with upstream's packages from the registry, each in an environment of its own.
+
+lmcache 0.3.0 is the last one with the engine of the documents; of 0.5.6 the native Redis client is timed.
+Rounds alternate, so that a change of the machine's speed meets both, and every round stores another prompt:
+the first few fill the caches of 1 GB, and fault their memory in, and are not counted. The environments lie in
+the cache directory; torch comes from the project's own, so that both run on the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from benchmarks import engine as ours
+from benchmarks.report import Figure, Report, at_least
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from tests.harness.redis_server import RedisServer
+
+CACHE = Path(os.environ.get("LMCACHE_CACHE_DIR") or Path.home() / ".cache" / "lmcache-cluster")
+CHILDREN = Path(__file__).parent / "peers"
+WARM_UP, ROUNDS = 5, 9
+NUM_PARTS = 32
+# What the timed parts import; --no-deps, or the first would pull a second torch of 3 GB.
+NEEDS = {
+    "0.3.0": ["lmcache==0.3.0", "nvtx", "sortedcontainers", "aiofiles", "setuptools<80"],
+    "0.5.6": ["lmcache==0.5.6"],
+}
+
+
+def environment(version: str) -> Path:
+    """The Python of a peer's environment, made at the first call."""
+    folder = CACHE / f"peer-{version}"
+    python = folder / "bin" / "python"
+    stamp = folder / "made"
+    if not stamp.exists():
+        print(f"installing lmcache {version} into {folder}", file=sys.stderr, flush=True)
+        subprocess.run(
+            ["uv", "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder], check=True
+        )
+        install = ["uv", "pip", "install", "--quiet", "--python", python, "--no-deps", *NEEDS[version]]
+        subprocess.run(install, check=True, env={**os.environ, "NO_CUDA_EXT": "1"})
+        site = sysconfig.get_path("purelib", vars={"base": str(folder)})
+        Path(site, "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        stamp.touch()
+    return python
+
+
+class Peer:
+    """A child that runs one round per line."""
+
+    def __init__(self, version: str, script: str, *arguments: int) -> None:
+        command = [environment(version), "-W", "ignore", CHILDREN / script, *map(str, arguments)]
+        bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=bare, cwd=CHILDREN
+        )
+
+    def round(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):  # it logs to stdout as well
+                seconds: dict[str, float] = json.loads(line)
+                return seconds
+        raise RuntimeError(f"the peer ended with status {self._process.wait()}")
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def run() -> Report:
+    return Report(
+        "peer",
+        f"lmcache 0.3.0 and 0.5.6, torch {torch.__version__}, {ROUNDS} alternating rounds, medians",
+        [*_against_legacy(), *_against_resp()],
+    )
+
+
+def _against_legacy() -> list[Figure]:
+    tokens = torch.arange(ours.TOKENS)
+    layer = [torch.randn(ours.TOKENS, ours.HEADS, ours.HEAD_SIZE).half() for _ in range(2 * ours.LAYERS)]
+    kv = tuple(zip(layer[::2], layer[1::2], strict=True))
+    engine = ours.make_engine(ours.LAYERS, ours.HEADS, ours.HEAD_SIZE)
+    shape = (ours.LAYERS, ours.TOKENS, ours.HEADS, ours.HEAD_SIZE, ours.CHUNK)
+    rounds = []
+    with Peer("0.3.0", "legacy.py", *shape) as peer, closing(engine):
+        for turn in range(WARM_UP + ROUNDS):
+            prompt = tokens + turn * ours.TOKENS
+            theirs = peer.round()
+            mine = {
+                "store": ours.timed(lambda prompt=prompt: engine.store(prompt, kv)),
+                "retrieve": ours.timed(lambda prompt=prompt: engine.retrieve(prompt)),
+            }
+            rounds.append((theirs, mine))
+    return [
+        *_ratios("engine store, of lmcache 0.3.0", "store", rounds[WARM_UP:], 10, ours.TOTAL_BYTES),
+        *_ratios("engine retrieve, of lmcache 0.3.0", "retrieve", rounds[WARM_UP:], 3, ours.TOTAL_BYTES),
+    ]
+
+
+def _against_resp() -> list[Figure]:
+    num_bytes = NUM_PARTS * PART_BYTES
+    source, target = memoryview(os.urandom(num_bytes)), memoryview(bytearray(num_bytes))
+    rounds = []
+    with RedisServer() as server, Peer("0.5.6", "resp.py", server.port, NUM_PARTS, PART_BYTES) as peer:
+        remote = RemoteTier(f"redis://127.0.0.1:{server.port}/0", timeout_seconds=10)
+        for turn in range(ROUNDS + 1):
+            key = turn.to_bytes(64, "big")  # what is there already would not be written again
+            theirs = peer.round()
+            mine = {
+                "store": ours.timed(lambda key=key: remote.store(key, 0, source)),
+                "load": ours.timed(lambda key=key: remote.load(key, 0, target)),
+            }
+            if target != source:
+                raise RuntimeError("the remote tier did not return what was stored")
+            rounds.append((theirs, mine))
+            server.client.flushall()
+        remote.close()
+    return [
+        *_ratios("remote load, of the resp client of lmcache 0.5.6", "load", rounds[1:], 1.3, num_bytes),
+        *_ratios("remote store, of the resp client of lmcache 0.5.6", "store", rounds[1:], 2, num_bytes),
+    ]
+
+
+def _ratios(
+    what: str, name: str, rounds: list[tuple[dict[str, float], dict[str, float]]], bar: float, num_bytes: int
+) -> list[Figure]:
+    speedup = statistics.median(theirs[name] / mine[name] for theirs, mine in rounds)
+    rates = [
+        num_bytes / statistics.median(seconds[name] for seconds in side) / 1e9
+        for side in zip(*rounds, strict=True)
+    ]
+    return [
+        at_least(what, speedup, "x", bar),
+        Figure("    theirs", rates[0], "GB/s"),
+        Figure("    ours", rates[1], "GB/s"),
+    ]

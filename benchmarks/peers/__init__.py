@@ -1,0 +1,1 @@
+"""Children that run in a peer's own environment; they import nothing of ours."""
