@@ -85,11 +85,12 @@ class LMCacheEngine:
             "Number of tokens in the kv cache does not match the input tokens",
         )
         keys = self._keys(tokens)
-        request = keys[-1] if keys else None
+        request = keys[-1].chunk_hash if keys else None
         with _plain_tensors():
+            self.engine_.touch(keys, request)
             first = num_chunks_masked
             if skip_existing:
-                first += self.engine_.prefix_length(keys[num_chunks_masked:], request)
+                first += self.engine_.prefix_length(keys[num_chunks_masked:])
             if first == len(keys):
                 return
             sources = self._sources(kv_tensors_raw, (first - num_chunks_masked) * self.chunk_size)
@@ -120,9 +121,11 @@ class LMCacheEngine:
             found = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
             blob = None
             if num_masked < len(tokens):
-                with self.engine_.prefix(keys[first:], request=keys[-1]) as chunks:
+                request = keys[-1].chunk_hash
+                with self.engine_.prefix(keys[first:], request) as chunks:
                     usable = self._usable(chunks, len(tokens) - first * self.chunk_size, dim)
                     blob = self._join(usable, num_dropped, dim)
+                self.engine_.touch(keys[:first], request)  # last: they are the head
             num_found = 0 if blob is None else blob.shape[dim]
             found[num_masked : num_masked + num_found] = True
         self._count(num_found, len(tokens) - num_masked - num_found)
@@ -226,6 +229,7 @@ class LMCacheEngine:
             part = chunk if index else chunk.narrow(dim, num_dropped, chunk.shape[dim] - num_dropped)
             copies.copy(blob.narrow(dim, start, part.shape[dim]), part)
             start += part.shape[dim]
+        copies.settle(blob)
         return blob
 
     def _count(self, num_hits: int, num_misses: int) -> None:

@@ -65,12 +65,17 @@ class LMCBackendInterface(abc.ABC):
         """End threads, give back memory and connections."""
 
     # What the engine calls. A backend needs to do nothing for it; one that can spare a copy or a look
-    # overrides them. ``request`` names the prompt whose chunks these are: together they are used, and of them
-    # the last goes first, since none is of use without those before it.
+    # overrides them. ``request`` names the prompt whose chunks these are: of those the last goes first, since
+    # none is of use without those before it.
 
-    def prefix_length(self, keys: Sequence[CacheEngineKey], request: Hashable = None) -> int:
-        """Return how many leading chunks are here; with a ``request``, it uses them."""
+    def prefix_length(self, keys: Sequence[CacheEngineKey]) -> int:
+        """Return how many leading chunks are here; does not count as using them."""
         return sum(1 for _ in itertools.takewhile(self.contains, keys))
+
+    def touch(  # noqa: B027 - a backend that orders nothing has nothing to do
+        self, keys: Sequence[CacheEngineKey], request: Hashable
+    ) -> None:
+        """``keys`` begin at the prompt's head: the leading ones that are here are used."""
 
     @contextlib.contextmanager
     def prefix(

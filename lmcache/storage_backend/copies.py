@@ -1,4 +1,4 @@
-"""Copying between tensors."""
+"""Copying between tensors, on the host and on GPUs."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         np.copyto(target.view(width).numpy(), source.detach().view(width).numpy())
     else:
         target.copy_(source)
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """Wait until this thread's copies from or to a tensor on a GPU are done: until then neither the memory
+    that was read may be given to somebody else, nor what was written be shown to one on another stream."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()

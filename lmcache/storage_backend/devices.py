@@ -14,12 +14,16 @@ _log = init_logger(__name__)
 def usable_device(name: str) -> str:
     """Return ``name``, or "cpu" when it is a CUDA device and there is no CUDA.
 
-    Raises RuntimeError when ``name`` is no device.
+    "cuda" becomes the current one: every thread has its own idea of that, and we have threads. Raises
+    RuntimeError when ``name`` is no device.
     """
-    if torch.device(name).type != "cuda" or torch.cuda.is_available():
+    device = torch.device(name)
+    if device.type != "cuda":
         return name
-    _warn_once()
-    return "cpu"
+    if not torch.cuda.is_available():
+        _warn_once()
+        return "cpu"
+    return name if device.index is not None else f"cuda:{torch.cuda.current_device()}"
 
 
 @functools.cache

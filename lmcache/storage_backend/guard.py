@@ -34,11 +34,13 @@ class Guard:
         return self._breaker.is_open or self._closed.is_set()
 
     def call(self, what: str, operation: Callable[[], T], otherwise: T) -> T:
-        """Return what ``operation`` returns, or ``otherwise`` after a fault and while the circuit is open.
+        """Return what ``operation`` returns, or ``otherwise`` after a fault and while the circuit is open;
+        both are counted.
 
-        Faults of the medium are ConnectionError and TierUnavailable; ValueError is one of this key or value.
+        ConnectionError and TierUnavailable are faults of the medium, ValueError is one of this key or value.
         """
         if self.is_open:
+            self._faults.note(f"{what} was not tried", "there are no answers at present")
             return otherwise
         try:
             result = operation()
@@ -46,7 +48,7 @@ class Guard:
             self._faults.note(f"{what} failed", error)
             return otherwise
         except (ConnectionError, TierUnavailable) as error:
-            self._faults.note(f"{what} failed, nothing more is asked until there are answers again", error)
+            self._faults.note(f"{what} failed", error)
             self._leave_alone()
             return otherwise
         self._breaker.success()

@@ -70,16 +70,20 @@ class LMCHybridBackend(LMCBackendInterface):
 
     # ---- what the engine calls ----
 
-    def prefix_length(self, keys: Sequence[CacheEngineKey], request: Hashable = None) -> int:
+    def prefix_length(self, keys: Sequence[CacheEngineKey]) -> int:
         """See LMCBackendInterface. A chunk that both lack ends the prefix, whichever has those behind it."""
         length = 0
         while length < len(keys):
-            num_local = self.local_store.prefix_length(keys[length:], request)
+            num_local = self.local_store.prefix_length(keys[length:])
             num_remote = self.remote_store.prefix_length(keys[length + num_local :])
             if not num_local + num_remote:
                 break
             length += num_local + num_remote
         return length
+
+    def touch(self, keys: Sequence[CacheEngineKey], request: Hashable) -> None:
+        """See LMCBackendInterface."""
+        self.local_store.touch(keys, request)
 
     @contextlib.contextmanager
     def prefix(

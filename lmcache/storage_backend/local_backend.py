@@ -15,7 +15,6 @@ import torch
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache.logging import init_logger
 from lmcache.storage_backend import copies
-from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.storage_backend.chunk_source import ChunkSource
 from lmcache.storage_backend.chunks_view import ChunksView
 from lmcache.storage_backend.devices import usable_device
@@ -23,7 +22,7 @@ from lmcache.storage_backend.evictor import LRUEvictor
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
 from lmcache.storage_backend.mem_pool import TorchArena
 from lmcache.storage_backend.output_pool import OutputPool
-from lmcache.storage_backend.put_queue import LocalBackendEndSignal, PutQueue
+from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend
 from lmcache.storage_backend.row_names import RowNames
 from lmcache.tiers.local import LocalStore
 from lmcache.utils import CacheEngineKey
@@ -41,8 +40,8 @@ class _Contents(NamedTuple):
     dtype: torch.dtype
 
 
-class LMCLocalBackend(LMCBackendInterface):
-    """Any thread may use it. Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
+class LMCLocalBackend(QueuedBackend):
+    """Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
 
     ``metadata`` says what a full chunk is; a shorter one takes less. ``evictor.MAX_CACHE_SIZE`` (bytes) may
     be lowered, not raised above the memory that was taken at the start: ``mpool``.
@@ -55,7 +54,7 @@ class LMCLocalBackend(LMCBackendInterface):
 
         Raises RuntimeError when ``dst_device`` is none, and MemoryError.
         """
-        super().__init__(usable_device(dst_device))
+        super().__init__(dst_device, LocalBackendEndSignal(), _log, waits=True)
         self._evictor = LRUEvictor(metadata.max_local_cache_size)
         chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
         device = usable_device(config.local_device or "cpu")
@@ -64,7 +63,6 @@ class LMCLocalBackend(LMCBackendInterface):
         self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
         self._contents: dict[int, _Contents] = {}  # of rows by their first slot; those of free rows are stale
         self._outputs = OutputPool()
-        self._puts = PutQueue(self.put_worker, LocalBackendEndSignal(), _log, waits=True)
         self.dict = ChunksView(self, self._keys)
 
     @property
@@ -72,11 +70,6 @@ class LMCLocalBackend(LMCBackendInterface):
         """The limit, and the bytes that are taken at the moment of asking."""
         self._evictor.current_cache_size = self._store.num_bytes
         return self._evictor
-
-    @property
-    def num_faults(self) -> int:
-        """Puts that were dropped."""
-        return self._puts.faults.num_faults
 
     def contains(self, key: CacheEngineKey) -> bool:
         """Is the chunk here? Does not count as using it."""
@@ -86,43 +79,27 @@ class LMCLocalBackend(LMCBackendInterface):
         """Return a copy on ``dst_device``; None: a miss."""
         return self._store.get(self._names(key), lambda row, _: self._copy_of(self._tensor(row)))
 
-    def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """Put one chunk; one that does not fit is dropped and counted."""
-        if blocking:
-            self.put_blocking(key, kv_chunk)
-        else:
-            self.put_nonblocking(key, kv_chunk)
-
     def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
-        """Copy the chunk in now."""
+        """Copy the chunk in now; one that does not fit is dropped."""
         self._put(key, ChunkSource.of(kv_chunk), None)
-
-    def put_nonblocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
-        """Leave the copying to the worker; the tensor must not be changed any more."""
-        self._put_later(key, kv_chunk, None)
-
-    def put_worker(self) -> None:
-        """Put what is queued, until the end signal: the body of the worker thread."""
-        self._puts.work()
 
     def remove(self, key: CacheEngineKey) -> None:
         """Take the chunk out; no-op when it is not here."""
         self._store.remove(self._names(key))
 
-    def close(self) -> None:
-        """Put what is queued, end the worker and give the memory back: nothing may be called after that."""
-        self._puts.close()
+    def _release(self) -> None:
         self.mpool.close()
 
     # ---- what the engine calls ----
 
-    def prefix_length(self, keys: Sequence[CacheEngineKey], request: Hashable = None) -> int:
+    def prefix_length(self, keys: Sequence[CacheEngineKey]) -> int:
         """See LMCBackendInterface."""
-        names = list(map(self._names, keys))
-        if request is None:
-            return self._store.prefix(names)
-        with self._store.pin_prefix(names, request) as rows:
-            return len(rows)
+        return self._store.prefix(list(map(self._names, keys)))
+
+    def touch(self, keys: Sequence[CacheEngineKey], request: Hashable) -> None:
+        """See LMCBackendInterface."""
+        with self._store.pin_prefix(list(map(self._names, keys)), request):
+            pass  # what was pinned is used
 
     @contextlib.contextmanager
     def prefix(
@@ -145,29 +122,30 @@ class LMCLocalBackend(LMCBackendInterface):
             if blocking or source.device.type == "cpu":
                 self._put(key, source, request)
             else:
-                self._put_later(key, source.to_tensor(), request)
+                chunk = source.to_tensor()
+                self._puts.push(chunk, partial(self._put, key, ChunkSource.of(chunk), request))
             num_chunks += 1
         return num_chunks
 
     def _put(self, key: CacheEngineKey, source: ChunkSource, request: Hashable) -> None:
         def fill(row: int) -> None:
             self._contents[row] = _Contents(key, source.shape, source.dtype)
-            source.copy_into(self._tensor(row))
+            room = self._tensor(row)
+            source.copy_into(room)
+            copies.settle(room)
 
-        self._keep_below_limit(source.num_bytes)
-        if not self._store.put(self._names(key), source.num_bytes, fill, request=request):
-            self._puts.faults.note("A chunk was dropped", f"no room for its {source.num_bytes} bytes")
+        fits = self._make_room(source.num_bytes)
+        if not (fits and self._store.put(self._names(key), source.num_bytes, fill, request=request)):
+            self._faults.note("A chunk was dropped", f"no room for its {source.num_bytes} bytes")
 
-    def _put_later(self, key: CacheEngineKey, chunk: torch.Tensor, request: Hashable) -> None:
-        self._puts.push(chunk, partial(self._put, key, ChunkSource.of(chunk), request))
-
-    def _keep_below_limit(self, num_bytes: int) -> None:
-        """Evict what a limit that was lowered has no room for; the store itself sees to the one it has."""
-        limit = min(self._evictor.MAX_CACHE_SIZE, self._store.capacity_bytes)
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict for a limit that was lowered; the store itself sees to the one that it has."""
+        limit = self._evictor.MAX_CACHE_SIZE
         while limit < self._store.capacity_bytes and self._store.num_bytes + num_bytes > limit:
             victims = self._store.keys()
             if not victims or not self._store.remove(victims[0]):
-                return
+                return False
+        return True
 
     def _tensor(self, row: int) -> torch.Tensor:
         """Return a pinned row's bytes as what they are."""
@@ -177,12 +155,13 @@ class LMCLocalBackend(LMCBackendInterface):
     def _copy_of(self, chunk: torch.Tensor) -> torch.Tensor:
         own = self._outputs.empty(chunk.shape, chunk.dtype, self.dst_device)
         copies.copy(own, chunk)
+        copies.settle(own)
         return own
 
     def _keys(self) -> list[CacheEngineKey]:
         names = self._store.keys()
         keys = {self._names(contents.key): contents.key for contents in list(self._contents.values())}
-        return [keys[name] for name in names]
+        return [keys[name] for name in names if name in keys]
 
 
 def create_local_backend(

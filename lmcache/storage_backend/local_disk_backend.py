@@ -7,22 +7,18 @@ import math
 import os
 import tempfile
 from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
 
 import torch
 from safetensors.torch import save_file
 
 from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata
 from lmcache.logging import init_logger
-from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.storage_backend.chunk_source import ChunkSource
 from lmcache.storage_backend.chunks_view import ChunksView
-from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.evictor import LRUEvictor
-from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.output_pool import OutputPool
-from lmcache.storage_backend.put_queue import LocalBackendEndSignal, PutQueue
+from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend
 from lmcache.storage_backend.row_names import RowNames
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.disk import DiskTier
@@ -35,11 +31,11 @@ _MIN_KNOWN = 1024
 _TRAILER_BYTES = 128  # behind the chunk's bytes: their dtype and shape as text
 
 
-class LMCLocalDiskBackend(LMCBackendInterface):
-    """Any thread may use it. Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
+class LMCLocalDiskBackend(QueuedBackend):
+    """Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
 
     One file per chunk, checksummed; files of other makers are left alone. What a blocking put has written
-    survives the process being killed. A fault of the disk is a miss, or a chunk that is dropped and counted.
+    survives the process being killed.
     """
 
     def __init__(
@@ -51,7 +47,7 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         Raises ValueError when there is no directory, RuntimeError when ``dst_device`` is none, and DiskError
         when the directory can't be used, or is used already.
         """
-        super().__init__(usable_device(dst_device))
+        super().__init__(dst_device, LocalBackendEndSignal(), _log, waits=True)
         if not config.local_device:
             raise ValueError("a disk backend needs a directory as local_device")
         self._evictor = LRUEvictor(metadata.max_local_cache_size)
@@ -61,10 +57,8 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         self._known: dict[RowKey, CacheEngineKey] = {}
         self._max_known = _MIN_KNOWN
         self._outputs = OutputPool()
-        self._faults = FaultLog(_log)
         self._tier = DiskTier(config.local_device, self._evictor.MAX_CACHE_SIZE)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
-        self._puts = PutQueue(self.put_worker, LocalBackendEndSignal(), _log, waits=True)
         self.dict = ChunksView(self, self._keys)
 
     @property
@@ -72,11 +66,6 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         """The limit, and the bytes of the volume that are taken at the moment of asking."""
         self._evictor.current_cache_size = self._tier.num_bytes
         return self._evictor
-
-    @property
-    def num_faults(self) -> int:
-        """Operations that failed and puts that were dropped."""
-        return self._faults.num_faults + self._puts.faults.num_faults
 
     def contains(self, key: CacheEngineKey) -> bool:
         """Is the chunk here, its file written?"""
@@ -98,24 +87,9 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         """Yield one answer per key, in their order, each read only when it is asked for."""
         return map(self.get, keys)
 
-    def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """Put one chunk; one that does not fit is dropped and counted."""
-        if blocking:
-            self.put_blocking(key, kv_chunk)
-        else:
-            self.put_nonblocking(key, kv_chunk)
-
     def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
-        """Write the chunk's file now, in place of the one that is there."""
+        """Write the chunk's file now; a chunk that does not fit is dropped."""
         self._write(key, ChunkSource.of(kv_chunk))
-
-    def put_nonblocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
-        """Leave the writing to the worker; the tensor must not be changed any more."""
-        self._puts.push(kv_chunk, partial(self.put_blocking, key, kv_chunk))
-
-    def put_worker(self) -> None:
-        """Put what is queued, until the end signal: the body of the worker thread."""
-        self._puts.work()
 
     def buffer_sweeper(self) -> None:
         """Give memory that is kept for the next results back to the system. (No put holds memory beyond its
@@ -126,21 +100,21 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         """Delete the chunk's file; no-op when it is not here."""
         self._guard.call("A removal", lambda: self._tier.remove(self._names(key), 0), False)
 
-    def close(self) -> None:
-        """Write what is queued, end the threads, and let another process have the directory."""
-        self._puts.close()
+    def _release(self) -> None:
         self._guard.close()
         self._tier.close()
 
     # ---- what the engine calls ----
 
-    def prefix_length(self, keys: Sequence[CacheEngineKey], request: Hashable = None) -> int:
+    def prefix_length(self, keys: Sequence[CacheEngineKey]) -> int:
         """See LMCBackendInterface."""
         names = list(map(self._names, keys))
-        length = self._guard.call("A look", lambda: self._tier.probe(names, 1), 0)
-        if request is not None:
-            self._guard.call("A touch", lambda: self._tier.touch(names[:length], 1), None)
-        return length
+        return self._guard.call("A look", lambda: self._tier.probe(names, 1), 0)
+
+    def touch(self, keys: Sequence[CacheEngineKey], request: Hashable) -> None:
+        """See LMCBackendInterface. On a disk, what is used at about the same time goes tail first."""
+        names = list(map(self._names, keys))
+        self._guard.call("A touch", lambda: self._tier.touch(names, 1), None)
 
     def put_chunks(
         self,
@@ -158,23 +132,21 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         return num_chunks
 
     def _write(self, key: CacheEngineKey, source: ChunkSource) -> None:
-        if source.num_bytes > self._chunk_bytes:
-            self._faults.note("A chunk was dropped", f"its {source.num_bytes} bytes are more than a full one")
-            return
-        content = self._outputs.empty([source.num_bytes + _TRAILER_BYTES], torch.uint8)
-        source.copy_into(content[:-_TRAILER_BYTES].view(source.dtype).view(tuple(source.shape)))
-        payload = content.numpy().data
-        payload[-_TRAILER_BYTES:] = _trailer(source)
         name = self._names(key)
 
-        def replace() -> bool:
+        def replace() -> None:
+            if source.num_bytes > self._chunk_bytes:
+                raise ValueError(f"{source.num_bytes} bytes are more than a full chunk")
+            content = self._outputs.empty([source.num_bytes + _TRAILER_BYTES], torch.uint8)
+            source.copy_into(content[:-_TRAILER_BYTES].view(source.dtype).view(tuple(source.shape)))
+            payload = content.numpy().data
+            payload[-_TRAILER_BYTES:] = _trailer(source)
             self._tier.remove(name, 0)  # a store leaves what is there
-            return self._tier.store(name, 0, payload, key.to_string().encode()[:MAX_LABEL_BYTES])
-
-        if self._guard.call("A write", replace, False):
+            if not self._tier.store(name, 0, payload, key.to_string().encode()[:MAX_LABEL_BYTES]):
+                raise ValueError("there is no room")
             self._remember(name, key)
-        else:
-            self._faults.note("A chunk was dropped", "the disk did not take it")
+
+        self._guard.call("A write", replace, None)
 
     def _remember(self, name: RowKey, key: CacheEngineKey) -> None:
         self._known[name] = key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,10 +21,6 @@ class _Job(NamedTuple):
     put: Callable[[], object]
 
 
-class LocalBackendEndSignal:
-    """Ends a put worker of a local backend when it comes out of the queue."""
-
-
 class PutQueue:
     """A queue bounded in bytes, and one worker that outlives every error.
 
@@ -34,11 +29,11 @@ class PutQueue:
     """
 
     def __init__(
-        self, worker: Callable[[], None], end_signal: object, logger: logging.Logger, *, waits: bool
+        self, worker: Callable[[], None], end_signal: object, faults: FaultLog, *, waits: bool
     ) -> None:
         """``worker`` is the body of the thread and calls ``work``; ``waits``: a put waits while the queue is
         full, otherwise it is dropped and counted."""
-        self.faults = FaultLog(logger)  # puts that were lost
+        self._faults = faults
         self._worker = worker
         self._end_signal = end_signal
         self._waits = waits
@@ -56,7 +51,9 @@ class PutQueue:
             while self._waits and self._is_full(job):
                 self._changed.wait()
             if self._closed or self._is_full(job):
-                self.faults.note("A chunk was dropped", "closed" if self._closed else "the put queue is full")
+                self._faults.note(
+                    "A chunk was dropped", "closed" if self._closed else "the put queue is full"
+                )
                 return
             if self._thread is None:
                 self._thread = threading.Thread(target=self._worker, name="put worker", daemon=True)
@@ -74,16 +71,17 @@ class PutQueue:
                 job.wait()
                 job.put()
             except Exception as error:
-                self.faults.note("A chunk was dropped", error)
+                self._faults.note("A chunk was dropped", error)
             del job  # the chunk is not kept while waiting for the next
             with self._changed:
                 self._num_bytes -= num_bytes
                 self._changed.notify_all()
 
-    def close(self) -> None:
-        """Put what is queued, and end the worker; later puts are dropped."""
+    def close(self) -> bool:
+        """Put what is queued, and end the worker; later puts are dropped. False: it was closed before."""
         with self._changed:
-            if not self._closed:
+            is_first = not self._closed
+            if is_first:
                 self._jobs.append(self._end_signal)
             self._closed = True
             self._changed.notify_all()
@@ -91,6 +89,7 @@ class PutQueue:
         if thread is not None:
             thread.join()
             atexit.unregister(self.close)
+        return is_first
 
     def _is_full(self, job: _Job) -> bool:
         # A chunk larger than the bound goes through alone.

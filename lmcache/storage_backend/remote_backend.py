@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.logging import init_logger
-from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.storage_backend.connector import CreateConnector
-from lmcache.storage_backend.devices import usable_device
-from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.guard import Guard
-from lmcache.storage_backend.put_queue import PutQueue
-from lmcache.storage_backend.serde import CreateSerde
+from lmcache.storage_backend.queued_backend import QueuedBackend
+from lmcache.storage_backend.serde import BadContainer, CreateSerde
 from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.utils import CacheEngineKey
 
@@ -38,14 +35,8 @@ class RemoteBackendEndSignal:
     """Ends a worker when it comes out of its queue."""
 
 
-_END = RemoteBackendEndSignal()
-
-
-class LMCRemoteBackend(LMCBackendInterface):
-    """Any thread may use it. Whatever is wrong with the server is a miss, or a chunk that is dropped.
-
-    A server that does not answer is left alone until it does. ``num_faults`` counts what went wrong.
-    """
+class LMCRemoteBackend(QueuedBackend):
+    """A server that does not answer is left alone until it does."""
 
     def __init__(
         self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, dst_device: str = "cuda"
@@ -55,20 +46,13 @@ class LMCRemoteBackend(LMCBackendInterface):
         Raises AssertionError when there is no URL or no ``remote_serde``, and ValueError when one of them is
         of no known kind. Whether the server answers does not matter yet.
         """
-        super().__init__(usable_device(dst_device))
+        super().__init__(dst_device, RemoteBackendEndSignal(), _log, waits=False)
         if config.remote_url is None or config.remote_serde is None:
             raise AssertionError("a remote backend needs remote_url and remote_serde")
         self._serializer, self._deserializer = CreateSerde(config.remote_serde, config, metadata)
-        self._faults = FaultLog(_log)
         self._connector = CreateConnector(config.remote_url)
         self._breaker = CircuitBreaker(base=0.1, cap=2.0)
         self._guard = Guard(self._breaker, self._try_again, self._faults)
-        self._puts = PutQueue(self.put_worker, _END, _log, waits=False)
-
-    @property
-    def num_faults(self) -> int:
-        """Operations that failed and puts that were dropped."""
-        return self._faults.num_faults + self._puts.faults.num_faults
 
     def contains(self, key: CacheEngineKey) -> bool:
         """Is the chunk on the server? False also when that can't be known."""
@@ -82,43 +66,27 @@ class LMCRemoteBackend(LMCBackendInterface):
         """Yield one answer per key, in their order, each fetched only when it is asked for."""
         return map(self.get, keys)
 
-    def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """Put one chunk; when not ``blocking`` the tensor must not be changed until that is done."""
-        if blocking:
-            self.put_blocking(key, kv_chunk)
-        else:
-            self._puts.push(kv_chunk, partial(self.put_blocking, key, kv_chunk))
-
     def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
-        """Put one chunk; a fault drops it."""
-        if self._guard.is_open:
-            self._faults.note("A chunk was dropped", "the server does not answer")
-            return
-        try:
-            content = self._serializer.to_bytes(kv_chunk)
-        except Exception as error:  # a codec may refuse a dtype or a shape: no reason to end an inference
-            self._faults.note("A chunk was dropped", error)
-            return
-        self._guard.call("A put", lambda: self._connector.set(key.to_string(), content), None)
-
-    def put_worker(self) -> None:
-        """Put what is queued, until the end signal: the body of the worker thread."""
-        self._puts.work()
+        """Put one chunk now."""
+        self._guard.call(
+            "A put",
+            lambda: self._connector.set(key.to_string(), self._serializer.to_bytes(kv_chunk)),
+            None,
+        )
 
     def list(self) -> list[CacheEngineKey]:
         """Return the keys of the chunks on the server; what else it holds is none of ours."""
         names: Sequence[str] = self._guard.call("A listing", self._connector.list, [])
-        return [key for name in names if (key := _key_of(name)) is not None]
+        return list(map(CacheEngineKey.from_string, names))
 
-    def close(self) -> None:
-        """Put what is queued, end the threads, then close the connection."""
-        self._puts.close()
+    def _release(self) -> None:
         self._guard.close()
         self._connector.close()
 
     def _try_again(self) -> None:
         try:
-            self._connector.exists(_TRIAL_KEY)
+            with contextlib.suppress(ValueError):  # a refusal is an answer
+                self._connector.exists(_TRIAL_KEY)
         except ConnectionError:
             self._breaker.failure()
             return
@@ -129,12 +97,9 @@ class LMCRemoteBackend(LMCBackendInterface):
         return self._guard.call("A get", lambda: self._connector.get(key.to_string()), None)
 
     def _deserialize(self, content: bytes | None) -> torch.Tensor | None:
-        if content is None:
-            return None
         try:
-            chunk: torch.Tensor = self._deserializer.from_bytes(content).to(self.dst_device)
-            return chunk
-        except Exception as error:  # bytes from the network, whatever they are
+            return None if content is None else self._deserializer.from_bytes(content).to(self.dst_device)
+        except BadContainer as error:
             self._faults.note("A chunk from the server can't be read", error)
             return None
 
@@ -212,10 +177,3 @@ def create_remote_backend(
     """Return the pipelined backend if ``config`` asks for it."""
     kind = LMCPipelinedRemoteBackend if config.pipelined_backend else LMCRemoteBackend
     return kind(config, metadata, dst_device)
-
-
-def _key_of(name: str) -> CacheEngineKey | None:
-    try:
-        return CacheEngineKey.from_string(name)
-    except ValueError:
-        return None

@@ -124,11 +124,11 @@ def test_defect_09_a_frozen_server_costs_one_deadline(redis_server, pipelined):
         redis_server.freeze()
         try:
             engine.retrieve(tokens)  # waits for one time-out of the connector, not for six
-            asked = engine.engine_.remote_store.num_faults
+            start = time.monotonic()
             for _ in range(50):
                 assert is_same(engine.retrieve(tokens)[0], cut(kv, "vllm", 0, 2 * CHUNK))
                 assert engine.lookup(tokens) == 2 * CHUNK
-            assert engine.engine_.remote_store.num_faults == asked == 1
+            assert time.monotonic() - start < 5, "nothing more is asked"
         finally:
             redis_server.thaw()
         wait_until(lambda: not engine.engine_.remote_store._guard.is_open)

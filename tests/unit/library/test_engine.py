@@ -8,7 +8,7 @@ import threading
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 import lmcache.cache_engine
 from lmcache.cache_engine import LMCacheEngine
@@ -344,6 +344,7 @@ STEPS = st.lists(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(STEPS, st.sampled_from(FORMATS), st.booleans())
 def test_engine_against_a_dict_of_prefixes(steps, fmt, is_ours):
     """The oracle holds, per prefix that ends at a chunk's end or is a whole prompt, its last chunk's KV."""

@@ -58,6 +58,7 @@ def engine(config, fmt):
     engine = LMCacheEngine(config, make_metadata(fmt))
     yield engine
     engine.close()
+    engine.close()  # a second time does no harm
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -143,6 +144,21 @@ def test_what_a_prompt_shares_goes_after_what_is_its_own():
     engine.close()
 
 
+def test_what_is_masked_is_used_as_well():
+    """An engine with a prefix cache of its own masks the head; it is no use to lose that before the tail."""
+    engine = LMCacheEngine(make_config("cpu"), make_metadata())
+    tokens, kv = make_tokens(3 * CHUNK), make_kv(3 * CHUNK)
+    hashes = [key.chunk_hash for key in engine._keys(tokens)]
+    engine.store(tokens, kv)
+    for num_masked in (CHUNK + 3, 3 * CHUNK - 1):
+        engine.retrieve(tokens, torch.arange(len(tokens)) >= num_masked)
+        assert [key.chunk_hash for key in engine.engine_.dict] == hashes[::-1]
+    longer = torch.cat((tokens, make_tokens(CHUNK, seed=1)))
+    engine.store(longer, make_kv(CHUNK), torch.arange(len(longer)) >= len(tokens))
+    assert [key.chunk_hash for key in engine.engine_.dict][1:] == hashes[::-1]
+    engine.close()
+
+
 def test_eight_threads_on_one_engine_see_only_right_bytes():
     """Prompts share heads and evict each other; what is retrieved is a prefix of what was stored."""
     size = 24 * make_chunk().nbytes / 1024**3
@@ -172,7 +188,7 @@ def test_eight_threads_on_one_engine_see_only_right_bytes():
     threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
-    stop.wait(1)
+    stop.wait(0.5)
     stop.set()
     for thread in threads:
         thread.join()

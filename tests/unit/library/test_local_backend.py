@@ -153,6 +153,10 @@ def test_the_limit_can_be_lowered(backend):
     backend.put(make_key("new"), make_chunk())
     assert [key.chunk_hash for key in backend.dict] == ["6", "7", "new"]
     assert backend.evictor.current_cache_size == 3 * CHUNK_BYTES
+    backend.evictor.MAX_CACHE_SIZE = CHUNK_BYTES - 1
+    backend.put(make_key("too large"), make_chunk())
+    assert make_key("too large") not in backend.dict
+    assert backend.num_faults == 1
 
 
 def test_the_dictionary_is_live(backend):
@@ -256,7 +260,7 @@ def test_threads_see_whole_chunks_only():
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
-    stop.wait(1)
+    stop.wait(0.5)
     stop.set()
     for thread in threads:
         thread.join()
