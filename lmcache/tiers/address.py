@@ -18,6 +18,8 @@ Options, after ``?`` and joined by ``&``; special characters as ``%XX``:
 | ``ca`` | file with the authorities that may sign the server's certificate | the system's |
 | ``cert``, ``key`` | files with our certificate and its key | none |
 | ``verify`` | ``full``; ``ca``: the host's name may differ; ``none``: anybody may answer | ``full`` |
+
+The user needs GET, SET, EXISTS, TOUCH and PING; under Sentinels ROLE, in a cluster CLUSTER SLOTS and ASKING.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from lmcache.tiers.base import RowKey, TierUnavailable
 from lmcache.tiers.parts import hash_tag
 from lmcache.tiers.resp import Connection, Reply, ServerError
 from lmcache.tiers.server import Server
-from lmcache.tiers.topology import Connect, endpoint_of
+from lmcache.tiers.topology import Topology, endpoint_of
 
 T = TypeVar("T")
 
@@ -33,10 +33,8 @@ class Node(Server):
 
     errors_when_well = Server.errors_when_well | {"ASK", "MOVED"}
 
-    def __init__(
-        self, endpoint: Endpoint, connect: Connect, on_failure: Callable[[], None], cluster: Cluster
-    ) -> None:
-        super().__init__(str(endpoint), lambda: connect(endpoint), on_failure)
+    def __init__(self, endpoint: Endpoint, cluster: Cluster) -> None:
+        super().__init__(str(endpoint), lambda: cluster.connect(endpoint), cluster.on_failure)
         self._cluster = cluster
 
     def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
@@ -50,20 +48,21 @@ class Node(Server):
             return self._cluster.node(endpoint).run(operation, asking=True)
 
 
-class Cluster:
-    """A topology; the seeds are asked for the map when nobody else answers."""
+class Cluster(Topology):
+    """The seeds are asked for the map when nobody else answers."""
 
     def __init__(
         self,
         seeds: Sequence[Endpoint],
-        connect: Connect,
+        connect: Callable[[Endpoint], Connection],
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._connect = connect
-        self._on_failure = on_failure
+        self.connect = connect
+        self.on_failure = on_failure
         self._clock = clock
-        self._seeds = [self._make_node(endpoint) for endpoint in seeds]
+        self._seeds = [Node(endpoint, self) for endpoint in seeds]
+        self._refreshing = threading.Lock()  # who has no map waits for it
         self._lock = threading.Lock()  # protects what follows
         self._nodes: dict[Endpoint, Node] = {}
         self._slots: SlotMap = [None] * _NUM_SLOTS
@@ -96,32 +95,28 @@ class Cluster:
 
     def refresh(self) -> None:
         """See Topology; at most once a second."""
-        with self._lock:
+        with self._refreshing:
             now = self._clock()
             if now < self._next_refresh:
                 return
             self._next_refresh = now + _REFRESH_SECONDS
-            candidates = (*self._nodes.values(), *self._seeds)
-        for server in candidates:
-            try:
-                slots = server.run(lambda c: _slot_map(c.call("CLUSTER", "SLOTS"), c.endpoint.host))
-            except (TierUnavailable, ServerError):
-                continue
-            self._adopt(slots)
-            return
+            for server in (*self.servers(), *self._seeds):
+                try:
+                    slots = server.run(lambda c: _slot_map(c.call("CLUSTER", "SLOTS"), c.endpoint.host))
+                except (TierUnavailable, ServerError):
+                    continue
+                self._adopt(slots)
+                return
 
     def node(self, endpoint: Endpoint) -> Node:
         """The server at this endpoint, which may be a new one."""
         with self._lock:
-            return self._nodes.get(endpoint) or self._nodes.setdefault(endpoint, self._make_node(endpoint))
+            return self._nodes.get(endpoint) or self._nodes.setdefault(endpoint, Node(endpoint, self))
 
     def close(self) -> None:
         """See Topology."""
         for server in (*self._nodes.values(), *self._seeds):
             server.close()
-
-    def _make_node(self, endpoint: Endpoint) -> Node:
-        return Node(endpoint, self._connect, self._on_failure, self)
 
     def _owner(self, slot: int) -> Server | None:
         endpoint = self._slots[slot]

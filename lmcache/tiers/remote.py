@@ -144,7 +144,7 @@ class RemoteTier:
         """Ask the servers whether they are well; if one is not, the log says why, and its circuit opens."""
         self._topology.refresh()
         for server in self._topology.servers():
-            with contextlib.suppress(TierUnavailable):
+            with contextlib.suppress(TierUnavailable, ServerError):
                 server.run(lambda connection: connection.call("PING"))
 
     def try_again(self) -> bool:
@@ -174,7 +174,8 @@ class RemoteTier:
         return None
 
     def _are_present(self, names: Sequence[ObjectName]) -> list[bool]:
-        """One pipelined round trip per server, and another one for what is absent and may be elsewhere."""
+        """One pipelined round trip per server, and another one for what is absent and may be elsewhere. What
+        a cluster is just moving (ASK) counts as absent."""
         present = [False] * len(names)
         candidates = [self._candidates(name) for name in names]
         while True:

@@ -197,7 +197,7 @@ class Connection:
             if time.monotonic() > self._deadline:
                 raise TimeoutError
             return call(argument)
-        except TimeoutError:
+        except (BlockingIOError, TimeoutError):
             raise TimeoutError(f"no complete answer within {self._timeout} s") from None
 
 

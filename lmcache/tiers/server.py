@@ -38,9 +38,6 @@ class Server:
         self._is_closed = False
         self._is_on_trial = False
 
-    def __repr__(self) -> str:
-        return f"<Server {self.name}>"
-
     def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
         """Do this on a connection. Raises TierUnavailable when the server is sick or its circuit is open, and
         ServerError when it is well and answers so."""

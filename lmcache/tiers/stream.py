@@ -16,111 +16,80 @@ import socket
 import ssl
 import struct
 from collections.abc import Sequence
-from typing import Protocol
 
 from lmcache.tiers.address import Endpoint, Tls
 
 
-class Stream(Protocol):
-    """A connected stream. Raises TimeoutError and ConnectionError, both OSError."""
+class Stream:
+    """A connected TCP or UNIX socket. Raises OSError; BlockingIOError and TimeoutError: time is up."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
 
     def send(self, views: Sequence[memoryview]) -> int:
         """Send some of these bytes, in order; return how many."""
+        return self._socket.sendmsg(views)
 
     def receive(self, limit: int) -> bytes:
         """Return what has come, at most ``limit`` bytes; empty at the end of the stream."""
-
-    def receive_into(self, target: memoryview) -> int:
-        """Fill some of the target, all of it where the medium can; return how much, 0 at the end."""
-
-    def close(self) -> None:
-        """Close the socket."""
-
-
-class PlainStream:
-    """TCP or a UNIX socket."""
-
-    def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
-        self._socket = _connect(endpoint, timeout_seconds)
-        self._socket.settimeout(None)
-        limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self.close = self._socket.close
-
-    def send(self, views: Sequence[memoryview]) -> int:
-        """See Stream; all views in one call."""
-        try:
-            return self._socket.sendmsg(views)
-        except BlockingIOError:
-            raise TimeoutError from None
-
-    def receive(self, limit: int) -> bytes:
-        """See Stream."""
-        try:
-            return self._socket.recv(limit)
-        except BlockingIOError:
-            raise TimeoutError from None
-
-    def receive_into(self, target: memoryview) -> int:
-        """See Stream; all of it, unless the time-out or the end of the stream comes first."""
-        try:
-            return self._socket.recv_into(target, 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            raise TimeoutError from None
-
-
-class TlsStream:
-    """TLS over TCP. A server that is not who it should be raises ConnectionError."""
-
-    def __init__(self, endpoint: Endpoint, timeout_seconds: float, tls: Tls) -> None:
-        context = _context(tls)
-        plain = _connect(endpoint, timeout_seconds)
-        try:
-            self._socket = context.wrap_socket(plain, server_hostname=endpoint.host)
-        except OSError as error:
-            plain.close()
-            if isinstance(error, ssl.SSLCertVerificationError):
-                raise ConnectionError(
-                    f"the server's certificate is refused: {error.verify_message}"
-                ) from None
-            raise ConnectionError(f"no TLS handshake: {error}") from None
-        self.close = self._socket.close
-
-    def send(self, views: Sequence[memoryview]) -> int:
-        """See Stream."""
-        try:
-            return self._socket.send(views[0]) if views[0] else 0
-        except ssl.SSLEOFError:
-            raise ConnectionResetError("the server closed the connection") from None
-
-    def receive(self, limit: int) -> bytes:
-        """See Stream."""
         return self._socket.recv(limit)
 
     def receive_into(self, target: memoryview) -> int:
-        """See Stream."""
+        """Fill some of the target, all of it where the medium can; return how much, 0 at the end."""
+        return self._socket.recv_into(target, 0, socket.MSG_WAITALL)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class TlsStream(Stream):
+    """TLS over TCP."""
+
+    def send(self, views: Sequence[memoryview]) -> int:
+        """See Stream; OpenSSL takes one piece of memory."""
+        try:
+            return self._socket.send(views[0])
+        except ssl.SSLEOFError:
+            raise ConnectionResetError("the server closed the connection") from None
+
+    def receive_into(self, target: memoryview) -> int:
+        """See Stream; OpenSSL gives one record."""
         return self._socket.recv_into(target)
 
 
 def open_stream(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream:
-    """Connect."""
-    return TlsStream(endpoint, timeout_seconds, tls) if tls else PlainStream(endpoint, timeout_seconds)
-
-
-def _connect(endpoint: Endpoint, timeout_seconds: float) -> socket.socket:
-    if not endpoint.host.startswith("/"):
+    """Connect. A server that is not who it should be raises ConnectionError."""
+    if endpoint.host.startswith("/"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
         connection = socket.create_connection(endpoint, timeout_seconds)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_seconds)
     try:
-        connection.connect(endpoint.host)
+        if endpoint.host.startswith("/"):
+            connection.settimeout(timeout_seconds)
+            connection.connect(endpoint.host)
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls:
+            return TlsStream(_shake_hands(connection, endpoint.host, tls))
     except BaseException:
         connection.close()
         raise
-    return connection
+    connection.settimeout(None)
+    limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return Stream(connection)
+
+
+def _shake_hands(connection: socket.socket, host: str, tls: Tls) -> ssl.SSLSocket:
+    context = _context(tls)
+    try:
+        return context.wrap_socket(connection, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        raise ConnectionError(f"the server's certificate is refused: {error.verify_message}") from None
+    except OSError as error:
+        raise ConnectionError(f"no TLS handshake: {error}") from None
 
 
 def _context(tls: Tls) -> ssl.SSLContext:

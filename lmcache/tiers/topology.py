@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import xxhash
 
@@ -19,37 +19,27 @@ from lmcache.tiers.resp import Connection, ServerError
 from lmcache.tiers.server import Server
 
 
-class Topology(Protocol):
+class Topology(ABC):
     """Thread-safe."""
 
+    @abstractmethod
     def servers(self) -> Sequence[Server]:
         """Those that own something now: the tier is away when all of their circuits are open."""
 
+    @abstractmethod
     def owners(self, key: RowKey, column: int) -> Sequence[Server]:
         """The owner of an object first, then who else may have it; empty: nobody owns it now."""
 
     def learn(self, error: ServerError) -> bool:
         """Take note of an error reply. True: the owner is another one than was thought, ask that."""
-
-    def refresh(self) -> None:
-        """Look for servers that came or went, as far as somebody can be asked."""
-
-    def close(self) -> None:
-        """Close all connections."""
-
-
-Connect = Callable[[Endpoint], Connection]
-
-
-class Fixed:
-    """Base of topologies in which servers don't know of one another."""
-
-    def learn(self, error: ServerError) -> bool:
-        """See Topology; nothing to be learned."""
         return False
 
-    def refresh(self) -> None:
-        """See Topology; nothing to be learned."""
+    def refresh(self) -> None:  # noqa: B027, most have nobody to ask
+        """Look for servers that came or went, as far as somebody can be asked."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all connections."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ class ShardList:
     until: float = 0.0  # Unix time up to which rows are looked for at their previous owner, too
 
 
-class Shards(Fixed):
+class Shards(Topology):
     """Servers that know nothing of one another; each row has one owner among them, by rendezvous hashing.
 
     The owner is that with the greatest hash of (its endpoint as the list writes it, row key): who leaves
@@ -87,23 +77,26 @@ class Shards(Fixed):
         old = self._pools
         wanted = dict.fromkeys((*shards.current, *shards.previous))
         self._pools = {endpoint: old.get(endpoint) or self._make_server(endpoint) for endpoint in wanted}
-        self._current = [(_seed(endpoint), self._pools[endpoint]) for endpoint in shards.current]
-        self._previous = [(_seed(endpoint), self._pools[endpoint]) for endpoint in shards.previous]
-        self._until = shards.until
+        current, previous = (
+            [(_seed(endpoint), self._pools[endpoint]) for endpoint in endpoints]
+            for endpoints in (shards.current, shards.previous)
+        )
+        self._lists = current, previous, shards.until  # at once: other threads are reading
         for endpoint in old.keys() - wanted.keys():
             old[endpoint].close()
 
     def servers(self) -> Sequence[Server]:
         """See Topology."""
-        return [server for _, server in self._current]
+        return [server for _, server in self._lists[0]]
 
     def owners(self, key: RowKey, column: int) -> Sequence[Server]:
         """See Topology: the owner, and up to ``until`` the previous one if it was another."""
-        owner = _greatest(self._current, key)
-        if not self._previous or self._now() >= self._until:
+        current, previous, until = self._lists
+        owner = _greatest(current, key)
+        if not previous or self._now() >= until:
             return (owner,)
-        previous = _greatest(self._previous, key)
-        return (owner,) if previous is owner else (owner, previous)
+        before = _greatest(previous, key)
+        return (owner,) if before is owner else (owner, before)
 
     def close(self) -> None:
         """See Topology."""
@@ -111,7 +104,7 @@ class Shards(Fixed):
             server.close()
 
 
-class SentinelMaster(Fixed):
+class SentinelMaster(Topology):
     """The master of a service: reads and writes go there only, since a replica may be behind.
 
     Every new connection asks the Sentinels, and connections are dropped when the server fails or says that it
@@ -129,7 +122,6 @@ class SentinelMaster(Fixed):
         self._connect = connect
         self._sentinels = list(address.endpoints)
         self._server = Server(str(address), self._connect_to_master, on_failure)
-        self.close = self._server.close
 
     def servers(self) -> Sequence[Server]:
         """See Topology."""
@@ -138,6 +130,10 @@ class SentinelMaster(Fixed):
     def owners(self, key: RowKey, column: int) -> Sequence[Server]:
         """See Topology."""
         return (self._server,)
+
+    def close(self) -> None:
+        """See Topology."""
+        self._server.close()
 
     def _connect_to_master(self) -> Connection:
         endpoint = self._find_master()
