@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -147,6 +149,40 @@ def test_scale_in_stays_readable_though_the_leaving_shard_dies(remote, servers):
     fill(remote)
     assert remote.probe(KEYS, 2) == len(KEYS)
     assert not remote.breaker.is_open
+
+
+def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, servers):
+    """What is read is what was written, whatever happens; at the end all is well again."""
+    is_over = threading.Event()
+    left, all_of_them = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
+
+    def work(number: int) -> int:
+        num_loads = 0
+        while not is_over.is_set():
+            for key in KEYS[number::4] + KEYS:
+                with contextlib.suppress(TierUnavailable):
+                    remote.store(key, 0, memoryview(payload_of(key, 0)))
+                    num_loads += is_loaded(remote, key)
+                    remote.probe(KEYS, 1)
+                    remote.touch(KEYS, 1)
+        return num_loads
+
+    with ThreadPoolExecutor(4) as pool:
+        workers = [pool.submit(work, number) for number in range(4)]
+        try:
+            for _ in range(3):
+                servers[0].kill()
+                until(lambda: remote.stats.refused["away"] or remote.breaker.is_open)
+                remote.set_shards(left, all_of_them, time.time() + 900)
+                servers[0].start()
+                until(lambda: servers[0].client.dbsize())
+                remote.set_shards(all_of_them, left, time.time() + 900)
+                remote.stats.refused.clear()
+        finally:
+            is_over.set()
+    assert all(worker.result() for worker in workers)
+    fill(remote, 1)
+    assert remote.probe(KEYS, 1) == len(KEYS)
 
 
 def test_columns_of_many_parts(remote):
