@@ -16,7 +16,7 @@ from benchmarks.report import Figure, Report, at_most
 from lmcache.tiers.header import checksum
 from lmcache.tiers.pages import populate
 from lmcache.tiers.remote import RemoteTier
-from tests.harness.redis_server import RedisServer
+from tools.processes import RedisServer
 
 TICK_SECONDS = 0.5e-3
 SLOT_BYTES = 64 << 20

@@ -19,7 +19,7 @@ from benchmarks.report import Figure, Report, at_most
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
 from lmcache.tiers.base import Slot
-from tests.harness.sidecar import SidecarProcess, wait_until
+from tools.processes import SidecarProcess, wait_until
 
 NUM_KEYS, CHUNK_BYTES, CALLS, ROUNDS = 128, 4096, 300, 5
 PATH = "/echo.Echo/Echo"

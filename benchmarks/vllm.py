@@ -12,9 +12,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most, spread
-from tests.harness.redis_server import RedisServer
-from tests.harness.sidecar import SidecarProcess
 from tools.engine.process import EngineProcess, connector_config
+from tools.processes import RedisServer, SidecarProcess
 
 PROMPT_TOKENS, CHUNK_TOKENS, REPEATS = 8192, 256, 3
 ROWS = PROMPT_TOKENS // CHUNK_TOKENS

@@ -13,7 +13,7 @@ from lmcache.tiers.base import Geometry
 from lmcache.tiers.private import PrivateArena
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from lmcache.tiers.tiered import TieredStore
-from tests.harness.redis_server import RedisServer
+from tools.processes import RedisServer
 
 pytestmark = pytest.mark.redis
 

@@ -14,8 +14,8 @@ from lmcache.rpc.service import LOOKUP, RESERVE
 from lmcache.tiers.arena import MappedColumn
 from lmcache.tiers.base import ArenaError, Reserved
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
-from tests.harness.sidecar import wait_until
 from tests.harness.wire import ClientProcess, RawClient, attached, make_hello, make_keys, usable
+from tools.processes import wait_until
 
 
 def test_what_was_stored_is_loaded_byte_for_byte(sidecar, connect):

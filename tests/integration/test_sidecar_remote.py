@@ -8,9 +8,8 @@ import pytest
 
 from lmcache.rpc.client import SidecarClient
 from tests.harness.engine import assert_stored, load, store
-from tests.harness.redis_server import RedisServer
-from tests.harness.sidecar import SidecarProcess, wait_until
 from tests.harness.wire import attached, make_hello, make_keys, usable
+from tools.processes import RedisServer, SidecarProcess, wait_until
 
 
 @pytest.mark.redis

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from tests.harness.redis_server import RedisServer
-from tests.harness.sidecar import SidecarProcess
 from tools.engine.process import EngineProcess, connector_config
+from tools.processes import RedisServer, SidecarProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
 

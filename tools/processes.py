@@ -1,0 +1,268 @@
+"""Real servers in processes of their own, for tests, demo and benchmarks: to kill, to freeze, to restart."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import redis
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
+
+
+def wait_until(predicate: Callable[[], Any], *, timeout: float = 20.0, what: str = "") -> Any:
+    """Poll until ``predicate`` is true; its value. Fails loudly after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := predicate()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout} s: {what or predicate}")
+        time.sleep(0.01)
+    return value
+
+
+def free_port() -> int:
+    """A TCP port that nobody has now; somebody may take it before it is bound."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server(ABC):
+    """One process at a time, and a folder that stays the same over ``kill`` and ``restart``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @abstractmethod
+    def start(self, *, timeout: float = 20.0) -> None:
+        """Start, and wait until it answers."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._signal(signal.SIGKILL)
+        self._reap()
+
+    def terminate(self, *, timeout: float = 30.0) -> int:
+        """SIGTERM; the exit status."""
+        self._signal(signal.SIGTERM)
+        assert self._process is not None
+        status = self._process.wait(timeout)
+        self._process = None
+        return status
+
+    def restart(self) -> None:
+        """Kill it if it runs, and start it where it was."""
+        if self._process is not None:
+            self.kill()
+        self.start()
+
+    def freeze(self) -> None:
+        """SIGSTOP: the kernel still accepts connections and bytes, nobody answers."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Kill it if it runs, and remove the folder."""
+        if self._process is not None:
+            self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def _reap(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+        self._process = None
+
+
+class CertificateFiles(Protocol):
+    """PEM files of an authority, and of a certificate that it signed."""
+
+    @property
+    def ca(self) -> Path: ...
+
+    @property
+    def cert(self) -> Path: ...
+
+    @property
+    def key(self) -> Path: ...
+
+
+class RedisServer(Server):
+    """``with RedisServer() as server:`` starts a redis-server with no persistence; options as for redis.conf.
+
+    It listens on a port of the OS's choice, with ``tls`` by TLS, and on a UNIX socket. Both stay the same
+    over ``kill`` and ``restart``; the contents don't. LMCACHE_TEST_SERVER may name a valkey-server instead.
+    """
+
+    def __init__(
+        self, *, password: str = "", tls: CertificateFiles | None = None, **options: str | int
+    ) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="lmc-redis-")))
+        self.password = password
+        self.tls = tls
+        self.options = options
+        self.socket_path = self.folder / "redis.sock"
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"redis{'s' if self.tls else ''}://{self._userinfo}127.0.0.1:{self.port}/0"
+
+    @property
+    def unix_url(self) -> str:
+        return f"unix://{self._userinfo}{self.socket_path}"
+
+    @property
+    def client(self) -> redis.Redis:
+        """A fresh redis-py client, for looking at what the code under test did."""
+        return redis.Redis(unix_socket_path=str(self.socket_path), password=self.password or None)
+
+    def start(self, *, timeout: float = 20.0) -> None:
+        assert self._process is None, "already started"
+        # A free port may be taken by somebody else before redis binds it: then try the next one.
+        for _ in range(5):
+            self._spawn()
+            if self._wait_ready(timeout):
+                return
+            self._reap()
+            self.port = 0
+        raise RuntimeError(f"redis-server did not start; see {self.folder / 'log'}")
+
+    @property
+    def _userinfo(self) -> str:
+        return f":{self.password}@" if self.password else ""
+
+    def _spawn(self) -> None:
+        self.port = self.port or free_port()
+        options = {
+            **(self._tls_options(self.tls) if self.tls else {"port": self.port}),
+            "bind": "127.0.0.1",
+            "unixsocket": self.socket_path,
+            "dir": self.folder,
+            "save": "",
+            "appendonly": "no",
+            **({"requirepass": self.password} if self.password else {}),
+            **{name.replace("_", "-"): value for name, value in self.options.items()},
+        }
+        arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        self.socket_path.unlink(missing_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen([BINARY, *arguments], stdout=log, stderr=log)
+
+    def _tls_options(self, tls: CertificateFiles) -> dict[str, str | int | Path]:
+        files = {"tls-cert-file": tls.cert, "tls-key-file": tls.key, "tls-ca-cert-file": tls.ca}
+        return {"port": 0, "tls-port": self.port, "tls-auth-clients": "no", **files}
+
+    def _wait_ready(self, timeout: float) -> bool:
+        assert self._process is not None
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(redis.ConnectionError), self.client as client:
+                return bool(client.ping())
+            time.sleep(0.01)
+        return False
+
+
+class SidecarProcess(Server):
+    """``with SidecarProcess(memory_size="64Mi") as sidecar:`` starts it; options are those of the command
+    line.
+
+    Socket and arena stay the same over ``kill`` and ``restart``; ``log`` holds the output of all processes.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        shm = Path("/dev/shm")  # in memory, as in a pod: an arena on a disk would be written back to it
+        super().__init__(Path(tempfile.mkdtemp(prefix="lmc-sidecar-", dir=shm if shm.is_dir() else None)))
+        self.socket_path = str(self.folder / "kvcache.sock")
+        self.arena_path = self.folder / "arena"
+        self.log_path = self.folder / "log"
+        self.options = {"memory_size": "64Mi", "http_host": "127.0.0.1", "http_port": 0} | options
+        self.http_port = 0
+        self._log_start = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def log(self) -> str:
+        """What the present process wrote."""
+        return self.log_path.read_bytes()[self._log_start :].decode() if self.log_path.exists() else ""
+
+    def start(self, *, timeout: float = 20.0) -> None:
+        assert self._process is None, "already started"
+        options = {"socket": self.socket_path, "arena": self.arena_path} | self.options
+        flags = [
+            part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))
+        ]
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
+                stdout=log,
+                stderr=log,
+                cwd=REPOSITORY,
+                env=environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
+            )
+        wait_until(self._listens, timeout=timeout, what="the sidecar listens")
+
+    def _listens(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise AssertionError(f"the sidecar ended with {self._process.returncode}: {self.log}")
+        if found := re.search(r"http port (\d+)", self.log):
+            self.http_port = int(found[1])
+        return bool(found)
+
+    def get(self, path: str) -> str:
+        """The body of one page."""
+        with urllib.request.urlopen(self.url + path, timeout=5) as response:
+            body: bytes = response.read()
+        return body.decode()
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = json.loads(self.get("/stats"))
+        return stats
+
+    def wait_until(self, predicate: Callable[[dict[str, Any]], Any], *, timeout: float = 20.0) -> Any:
+        """Poll /stats until ``predicate(stats)`` is true; its value."""
+        try:
+            return wait_until(lambda: predicate(self.stats()), timeout=timeout)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; stats {self.stats()}; log {self.log}") from error
