@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde.cachegen_decoder import CacheGenDeserializer
 from lmcache.storage_backend.serde.cachegen_encoder import CacheGenSerializer
@@ -26,20 +28,19 @@ def CreateSerde(
 
     Tensors come back as ``metadata.kv_dtype``. Raises ValueError for any other name.
     """
-    serializer: Serializer
-    deserializer: Deserializer
     dtype = metadata.kv_dtype
-    if serde_type == "torch":
-        serializer, deserializer = TorchSerializer(), TorchDeserializer(dtype)
-    elif serde_type == "safetensor":
-        serializer, deserializer = SafeSerializer(), SafeDeserializer(dtype)
-    elif serde_type == "cachegen":
-        serializer = CacheGenSerializer(config, metadata)
-        deserializer = CacheGenDeserializer(config, metadata, dtype)
-    elif serde_type == "fast":
-        serializer, deserializer = FastSerializer(), FastDeserializer(dtype)
-    else:
-        raise ValueError(f"Invalid serde type: {serde_type!r} (write torch, safetensor, cachegen or fast)")
+    makers: dict[str, Callable[[], tuple[Serializer, Deserializer]]] = {
+        "torch": lambda: (TorchSerializer(), TorchDeserializer(dtype)),
+        "safetensor": lambda: (SafeSerializer(), SafeDeserializer(dtype)),
+        "cachegen": lambda: (
+            CacheGenSerializer(config, metadata),
+            CacheGenDeserializer(config, metadata, dtype),
+        ),
+        "fast": lambda: (FastSerializer(), FastDeserializer(dtype)),
+    }
+    if serde_type not in makers:
+        raise ValueError(f"Invalid serde type: {serde_type!r} (write {', '.join(makers)})")
+    serializer, deserializer = makers[serde_type]()
     if GlobalConfig.is_debug():
         return SerializerDebugWrapper(serializer), DeserializerDebugWrapper(deserializer)
     return serializer, deserializer

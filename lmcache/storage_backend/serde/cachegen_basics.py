@@ -84,37 +84,35 @@ class CacheGenEncoderOutput:
 
         ``bins`` is a power of two, 4 to 256.
         """
-        top = bins // 2 - 1
+        half, top = bins // 2, bins // 2 - 1
         scales, streams = [], []
-        for layer in kv.detach():
+        for layer in kv.detach().transpose(2, token_axis):  # of [2, T, H, D], whichever the format
             values = layer.float()
-            largest = values.abs().amax((3 - (token_axis - 1), 3), keepdim=True)
+            largest = values.abs().amax((2, 3), keepdim=True)
             if not bool(largest.isfinite().all()):
                 return None
             scale = (largest * (_SHRINK / top)).clamp_(min=_SMALLEST_SCALE)
-            whole = (
-                (values / scale).round_().add_(top).to(torch.uint8).movedim(token_axis - 1, -1).contiguous()
-            )
+            numbers = (values / scale).round_().add_(top).to(torch.uint8)
+            whole = numbers.movedim(1, -1).contiguous()
             middle = whole.float().mean(-1, keepdim=True).round_().to(torch.uint8)
-            symbols = torch.cat((middle, _fold(whole - middle + (top + 1), top)), -1)
+            symbols = torch.cat((middle, (whole - middle + half) & (bins - 1)), -1)  # uint8 wraps
             coder = zlib.compressobj(1, zlib.DEFLATED, _RAW_DEFLATE, strategy=zlib.Z_HUFFMAN_ONLY)
             streams.append(coder.compress(tensor_bytes(symbols)) + coder.flush())
             scales.append(scale.reshape(2, -1))
-        return CacheGenEncoderOutput(
-            kv.dtype, tuple(kv.shape), token_axis, top, torch.stack(scales).cpu(), streams
-        )
+        all_scales = torch.stack(scales).cpu()
+        return CacheGenEncoderOutput(kv.dtype, tuple(kv.shape), token_axis, top, all_scales, streams)
 
     def decode(self) -> torch.Tensor:
         """Return the chunk, on the CPU. Raises BadContainer when a stream is not what ``encode`` makes."""
-        channels = (2, self.num_heads, self.head_size)
+        channels, num_tokens = (2, self.num_heads, self.head_size), self.shape[self.token_axis]
         kv = empty_tensor(self.dtype, self.shape)
-        for layer, scale, stream in zip(kv, self.scales, self.streams, strict=True):
-            raw = _inflate(stream, math.prod(channels) * (1 + scale.shape[1]))
-            symbols = tensor_from_bytes(raw, torch.uint8, (*channels, 1 + scale.shape[1]))
-            middle, difference = symbols[..., :1], symbols[..., 1:]
-            whole = _fold(difference + middle - (self.top + 1), self.top).movedim(-1, self.token_axis - 1)
-            steps = scale.view(2, 1, 1, -1).movedim(-1, self.token_axis - 1)
-            layer.copy_(whole.contiguous().float().sub_(self.top).mul_(steps))
+        layers = kv.transpose(2, self.token_axis)
+        for layer, scale, stream in zip(layers, self.scales, self.streams, strict=True):
+            raw = _inflate(stream, math.prod(channels) * (1 + num_tokens))
+            symbols = tensor_from_bytes(raw, torch.uint8, (*channels, 1 + num_tokens))
+            whole = (symbols[..., 1:] + symbols[..., :1] - (self.top + 1)) & (2 * self.top + 1)
+            numbers = whole.movedim(-1, 1).contiguous().float().sub_(self.top)
+            layer.copy_(numbers.mul_(scale[..., None, None]))
         return kv
 
     def to_bytes(self) -> bytes:
@@ -136,7 +134,7 @@ class CacheGenEncoderOutput:
         if kind is not Kind.CACHEGEN or not is_encodable(dtype, shape) or len(payload) < _FIELDS.size:
             raise BadContainer(f"not KV that was encoded: {kind.name}, {dtype}, {shape}")
         token_axis, top = _FIELDS.unpack_from(payload)
-        if token_axis not in (2, 3) or not _is_top(top):
+        if token_axis not in (2, 3) or top == 0 or top & (top + 1):
             raise BadContainer(f"tokens on axis {token_axis} or {top} as the largest symbol is unknown")
         scales_at = _FIELDS.size + shape[0] * _LENGTH.itemsize
         streams_at = scales_at + shape[0] * 2 * shape[token_axis] * _SCALE.itemsize
@@ -157,17 +155,8 @@ class CacheGenEncoderOutput:
 
 def is_encodable(dtype: torch.dtype, shape: Sequence[int]) -> bool:
     """Is this KV that the codec takes: float16, bfloat16 or float32, five dimensions, K and V, not empty?"""
-    is_kv = len(shape) == 5 and shape[1] == 2 and 0 not in shape
-    return is_kv and dtype in (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _is_top(top: int) -> bool:
-    return top > 0 and top & (top + 1) == 0
-
-
-def _fold(symbols: torch.Tensor, top: int) -> torch.Tensor:
-    """Modulo bins, a power of two (uint8 arithmetic is modulo 256 already)."""
-    return symbols & (2 * top + 1)
+    is_coded = dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return is_coded and len(shape) == 5 and shape[1] == 2 and 0 not in shape
 
 
 def _inflate(stream: Buffer, length: int) -> bytes:

@@ -108,10 +108,7 @@ def pack(kind: Kind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[B
     payload_bytes = sum(len(part) for part in parts)
     fields = _FIELDS.pack(MAGIC, VERSION, kind, DTYPES.index(dtype), len(shape), payload_bytes, *dims)
     blob, memory = _new_bytes(HEADER_BYTES + payload_bytes)
-    offset = HEADER_BYTES
-    for part in parts:
-        np.copyto(memory[offset : offset + len(part)], np.frombuffer(part, np.uint8))
-        offset += len(part)
+    np.concatenate([np.frombuffer(part, np.uint8) for part in (bytes(HEADER_BYTES), *parts)], out=memory)
     header = fields + _check(fields, memory.data[HEADER_BYTES:]) + MAGIC
     np.copyto(memory[:HEADER_BYTES], np.frombuffer(header, np.uint8))
     return blob
