@@ -28,6 +28,7 @@ from lmcache.utils import CacheEngineKey
 _log = init_logger(__name__)
 
 _MIN_KNOWN = 1024
+_FILE_OVERHEAD_BYTES = 8192  # header, trailer, and the rest of the last block
 _TRAILER_BYTES = 128  # behind the chunk's bytes: their dtype and shape as text
 
 
@@ -57,7 +58,10 @@ class LMCLocalDiskBackend(QueuedBackend):
         self._known: dict[RowKey, CacheEngineKey] = {}
         self._max_known = _MIN_KNOWN
         self._outputs = OutputPool()
-        self._tier = DiskTier(config.local_device, self._evictor.MAX_CACHE_SIZE)
+        # As many full chunks as the limit holds: what files need beside them is not the user's concern.
+        num_chunks = self._evictor.MAX_CACHE_SIZE // self._chunk_bytes
+        capacity = self._evictor.MAX_CACHE_SIZE + num_chunks * _FILE_OVERHEAD_BYTES
+        self._tier = DiskTier(config.local_device, capacity)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
         self.dict = ChunksView(self, self._keys)
 

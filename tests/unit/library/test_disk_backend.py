@@ -120,21 +120,19 @@ def test_remove(backend):
     assert not backend.contains(make_key("a"))
 
 
-def test_the_directory_stays_within_its_bounds(tmp_path):
-    backend = open_backend(tmp_path)
-    limit = backend.evictor.MAX_CACHE_SIZE
-    assert limit == 1 << 26
+def test_the_directory_holds_what_its_limit_says(tmp_path):
+    shape = (1, 2, 1024, 32, 64)  # 8 MiB
+    pool = LMCacheMemPoolMetadata(shape, torch.float16, 3 * 8 / 1024)
+    backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")
+    assert backend.evictor.MAX_CACHE_SIZE == 3 << 23
     backend._tier.indexed.wait(10)
-    size = LMCacheMemPoolMetadata((1, 2, 1024, 32, 64), torch.float16, 1 / 16)
-    backend.close()
-    backend = LMCLocalDiskBackend(make_config(str(tmp_path)), size, "cpu")
-    for index in range(12):  # of 8 MiB each
-        backend.put(make_key(str(index)), torch.zeros(size.kv_shape, dtype=torch.float16))
-        assert backend.evictor.current_cache_size <= limit
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= limit
-    assert [key.chunk_hash for key in backend.dict][-1] == "11"
-    assert backend.contains(make_key("11"))
-    assert not backend.contains(make_key("0"))
+    for index in range(7):
+        backend.put(make_key(str(index)), torch.zeros(shape, dtype=torch.float16))
+    assert [key.chunk_hash for key in backend.dict] == ["4", "5", "6"]
+    assert len(files(tmp_path)) == 3
+    assert 3 << 23 <= backend.evictor.current_cache_size <= (3 << 23) + 3 * 8192
+    assert backend.contains(make_key("4"))
+    assert not backend.contains(make_key("3"))
     backend.close()
 
 
