@@ -4,7 +4,7 @@ Stores and loads don't say which request they are for, but a chain's rows come h
 the time in which an eighth of the capacity is stored or used is one **epoch**, and of the oldest epoch the
 last object goes first. So tails go before heads, but for a chain that spans two epochs.
 
-An object costs 220 bytes: its name, the dictionary's entry, its number, and 24 bytes of lists and of the
+An object costs 200 bytes: its name, the dictionary's entry, its number, and 24 bytes of lists and of the
 policy.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
-from lmcache.tiers.base import RowKey
+from lmcache.tiers.base import KEY_BYTES, RowKey
 from lmcache.tiers.policy import LRU
 
 Name = bytes
@@ -37,7 +37,8 @@ class Index:
         self.num_bytes = 0  # of all objects
         self._capacity = capacity_bytes
         self._room = capacity_bytes  # less what is reserved, too
-        self._slots: dict[Name, int] = {}
+        # One dictionary of a million entries would hold the GIL for 30 ms when it grows.
+        self._shards: list[dict[Name, int]] = [{} for _ in range(256)]
         self._names: list[Name] = []  # by slot
         self._bytes = array("Q")  # by slot
         self._free: list[int] = []
@@ -46,7 +47,7 @@ class Index:
         self._epoch_left = 0  # bytes
 
     def __contains__(self, name: Name) -> bool:
-        return name in self._slots
+        return name in self._shard(name)
 
     def reserve(self, num_bytes: int) -> int | None:
         """Take a slot and room for an object that will be written. None: something must go first."""
@@ -69,27 +70,27 @@ class Index:
     def commit(self, slot: int, name: Name) -> None:
         """The object was written, in place of one of this name if there was one."""
         self.discard(name)
-        self._slots[name] = slot
+        self._shard(name)[name] = slot
         self._names[slot] = name
         self.num_bytes += self._bytes[slot]
         self.use(name)
 
     def use(self, name: Name) -> None:
         """Note that an object was stored or loaded: it is deeper than those before."""
-        if name in self._slots:
-            slot = self._slots[name]
+        slot = self._shard(name).get(name)
+        if slot is not None:
             self._policy.admit(slot, self._enter(self._bytes[slot]))
 
     def touch(self, names: Iterable[Name]) -> list[Name]:
         """Note that objects, head first, were used; return those that are here."""
-        here = [name for name in names if name in self._slots]
-        slots = [self._slots[name] for name in here]
+        here = [name for name in names if name in self]
+        slots = [self._shard(name)[name] for name in here]
         self._policy.touch(slots, self._enter(sum(self._bytes[slot] for slot in slots)))
         return here
 
     def discard(self, name: Name) -> None:
         """The object is gone; ignored when it is not known."""
-        slot = self._slots.pop(name, None)
+        slot = self._shard(name).pop(name, None)
         if slot is not None:
             self.num_bytes -= self._bytes[slot]
             self._names[slot] = b""
@@ -99,6 +100,9 @@ class Index:
     def names(self) -> Iterator[Name]:
         """Yield all names, the next victim first; ends with the first change."""
         return (self._names[slot] for slot in self._policy.victims())
+
+    def _shard(self, name: Name) -> dict[Name, int]:
+        return self._shards[name[KEY_BYTES]]
 
     def _enter(self, num_bytes: int) -> int:
         """Return the epoch of a use of so many bytes."""
