@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
+from lmcache.storage_backend import copies
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.storage_backend.chunk_source import ChunkSource
 from lmcache.storage_backend.devices import usable_device
@@ -50,10 +51,11 @@ class LMCHybridBackend(LMCBackendInterface):
         """Return one answer per key, in their order; behind the first miss nothing more is fetched, all are
         misses."""
         everything = list(keys)
-        chunks: list[torch.Tensor | None] = []
         with self.prefix(everything) as found:
-            chunks.extend(chunk.to(self.dst_device, copy=True) for chunk in found)
-        return chunks + [None] * (len(everything) - len(chunks))
+            chunks = [chunk.to(self.dst_device, copy=True) for chunk in found]
+            for chunk in chunks:
+                copies.settle(chunk)
+        return [*chunks, *[None] * (len(everything) - len(chunks))]
 
     def put(self, key: CacheEngineKey, value: torch.Tensor, blocking: bool = True) -> None:
         """Put the chunk locally now, and remotely now or, when not ``blocking``, soon; the tensor must not be
@@ -112,13 +114,15 @@ class LMCHybridBackend(LMCBackendInterface):
     def _read_through(
         self, keys: Sequence[CacheEngineKey], request: Hashable
     ) -> Iterator[torch.Tensor | None]:
-        """Yield one answer per key, in their order."""
+        """Yield one answer per key, in their order. What was here and can't be read is fetched, too."""
         is_local = [self.local_store.contains(key) for key in keys]
         remote = iter(self.remote_store.batched_get(itertools.compress(keys, map(operator.not_, is_local))))
-        for key, look_locally in zip(keys, is_local, strict=True):
-            chunk = self.local_store.get(key) if look_locally else next(remote)
-            if chunk is not None and not look_locally:
-                self.local_store.put_chunks([(key, ChunkSource.of(chunk))], request=request)
+        for key, is_here in zip(keys, is_local, strict=True):
+            chunk = self.local_store.get(key) if is_here else None
+            if chunk is None:
+                chunk = self.remote_store.get(key) if is_here else next(remote)
+                if chunk is not None:
+                    self.local_store.put_chunks([(key, ChunkSource.of(chunk))], request=request)
             yield chunk
 
     def _prefetch(self, metadata: LMCacheEngineMetadata) -> None:

@@ -82,6 +82,13 @@ def test_defect_02_no_chunk_is_kept_under_another_key(backend):
     check([backend.local_store.get(key("a"))], ["a"])
 
 
+def test_a_local_chunk_that_can_not_be_read_is_fetched(backend, monkeypatch):
+    put_only(backend, "ab")
+    get = backend.local_store.get
+    monkeypatch.setattr(backend.local_store, "get", lambda asked: None if asked == key("b") else get(asked))
+    check([backend.get(key("b"))], ["b"])
+
+
 def test_local_and_remote_chunks_take_turns(backend):
     put_only(backend.local_store, "ace")
     put_only(backend.remote_store, "bdf")
