@@ -146,7 +146,7 @@ class FrameAllocator:
 
     def ways_to_free(self, row: int, num_slots: int) -> list[list[int]]:
         """Sets of rows, this one always among them, of which one has to go so that its slots become part of a
-        free run of ``num_slots``; the smallest set first, none when the frame is too short."""
+        free run of ``num_slots``; the set of the fewest slots first, none when the frame is too short."""
         size = self.size(row)
         if size >= num_slots:
             return [[row]]
@@ -161,7 +161,7 @@ class FrameAllocator:
             [other for other, begin, end in pieces if begin < first + num_slots and end > first]
             for first in firsts
         ]
-        return sorted(ways, key=len)
+        return sorted(ways, key=lambda way: sum(map(self.size, way)))
 
     def _occupy(self, frame: int, offset: int, num_slots: int) -> None:
         self._first[frame] |= 1 << offset

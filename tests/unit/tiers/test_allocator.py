@@ -64,7 +64,8 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
         runs = [run for run in self.runs(num_slots, 90) if first in run and first + size - 1 in run]
         assert sorted(map(sorted, ways)) == sorted(sorted(self.owners(run)) for run in runs)
-        assert ways == sorted(ways, key=len)
+        sizes = [sum(self.rows[other] for other in way) for way in ways]
+        assert sizes == sorted(sizes)
 
     @invariant()
     def counts_agree(self):

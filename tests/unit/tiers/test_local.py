@@ -182,6 +182,16 @@ def test_room_for_a_full_chunk_is_made_of_a_frames_short_ones():
     assert len(payloads.present(*range(32))) == 16
 
 
+def test_of_a_victims_neighbours_those_go_that_lose_least():
+    payloads = Payloads(FULL)
+    payloads.put(0, 8 * SLOT)
+    for number in range(1, 9):
+        payloads.put(number, SLOT)
+    payloads.get(0)
+    assert payloads.put(10, 4 * SLOT)
+    assert payloads.present(*range(9)) == [0, 5, 6, 7, 8]
+
+
 def test_a_frame_with_a_pinned_chunk_stays():
     payloads = Payloads(2 * FULL)
     for number in range(32):

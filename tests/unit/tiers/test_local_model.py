@@ -112,7 +112,7 @@ class LocalMachine(RuleBasedStateMachine):
             for run in runs
             if held.isdisjoint(run)
         ]
-        return sorted(ways, key=len)
+        return sorted(ways, key=lambda way: sum(len(left[number]) for number in way))
 
     @rule(first=numbers, count=st.integers(1, 6), request=requests)
     def begin_to_read(self, first, count, request):

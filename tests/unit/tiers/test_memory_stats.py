@@ -7,6 +7,7 @@ import pytest
 from lmcache.tiers.base import Geometry
 from lmcache.tiers.memory import MemoryTier
 from lmcache.tiers.private import PrivateArena
+from lmcache.tiers.stats import TenantUse
 
 OWNER = b"o" * 16
 LEASE = (b"e" * 16, "request")
@@ -75,3 +76,26 @@ def test_what_is_remembered_is_bounded(tier):
     for number in range(10_000):
         tier.lookup((LEASE[0], str(number)), CHAIN[:1])
     assert len(tier.stats._counted) < 5_000
+
+
+def test_tenants_are_counted_by_what_they_hold(tier):
+    for number, tenant in enumerate([b"a", b"b", b"b", b"", b"b"]):
+        slot = tier.reserve(CHAIN[number], 0, OWNER, length=1, tenant=tenant).slot
+        tier.commit([slot], 0, OWNER)
+    uses, others = tier.stats.tenants.largest(2)
+    assert [(use.name, use.num_rows, use.num_bytes) for use in uses] == [
+        (b"b", 3, 3 * 4096),
+        (b"", 1, 4096),
+    ]
+    assert (others.name, others.num_rows, others.num_bytes) == (b"other", 1, 4096)
+    tier.vacate(0)
+    assert tier.stats.tenants.largest() == ([], TenantUse(b"other"))
+
+
+def test_tenants_that_left_are_forgotten(tier):
+    for number in range(1000):
+        key, tenant = number.to_bytes(64, "big"), number.to_bytes(16, "big")
+        tier.commit([tier.reserve(key, 0, OWNER, length=1, tenant=tenant).slot], 0, OWNER)
+    uses, _ = tier.stats.tenants.largest()
+    assert {use.name for use in uses} == {number.to_bytes(16, "big") for number in range(992, 1000)}
+    assert len(tier.stats.tenants._uses) <= 9

@@ -4,8 +4,9 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from lmcache.tiers.base import Slot
-from lmcache.tiers.policy import LRU
+from lmcache.tiers.policy import LRU, NoEviction
 from lmcache.tiers.writes import WriteQueue
+from tests.harness.memory_oracle import Order
 
 
 def order(policy: LRU) -> list[int]:
@@ -44,6 +45,63 @@ def test_nothing_is_left_of_a_group_without_rows():
     policy.remove(1)
     policy.remove(6)
     assert order(policy) == []
+    assert not policy._groups
+    assert not policy._ends
+
+
+def test_groups_beyond_those_remembered_keep_their_place(monkeypatch):
+    monkeypatch.setattr("lmcache.tiers.policy._MAX_GROUPS", 2)
+    policy = LRU(16)
+    for row, group in ((1, "a"), (2, "a"), (3, "b"), (4, "c"), (5, "a")):
+        policy.admit(row, group)
+    assert order(policy) == [2, 1, 3, 4, 5]
+    assert len(policy._groups) == 2
+    assert len(policy._ends) == 2
+
+
+def test_what_is_remembered_is_bounded():
+    policy = LRU(5000)
+    for row in range(5000):
+        policy.admit(row, row)
+    assert len(policy._groups) < 2500
+    assert len(policy._ends) < 5000
+    assert order(policy) == list(range(5000))
+
+
+def test_a_policy_without_eviction_has_no_victims():
+    policy = NoEviction()
+    policy.admit(1, "a")
+    policy.touch([1], "a")
+    policy.remove(1)
+    assert list(policy.victims()) == []
+
+
+ROWS = st.integers(0, 7)
+CALLS = st.one_of(
+    st.tuples(st.just("admit"), ROWS, st.sampled_from(["a", "b", "c", None])),
+    st.tuples(
+        st.just("touch"), st.lists(ROWS, unique=True, max_size=5), st.sampled_from(["a", "b", "c", None])
+    ),
+    st.tuples(st.just("remove"), ROWS, st.none()),
+)
+
+
+@given(st.lists(CALLS, max_size=40))
+def test_least_recently_used_against_lists(calls):
+    policy, oracle = LRU(8), Order()
+    for name, rows, group in calls:
+        if name == "admit":
+            policy.admit(rows, group)
+            oracle.add_tail(rows, group or object())
+        elif name == "touch":
+            policy.touch(rows, group)
+            oracle.add_head(rows, group or object())
+        else:
+            policy.remove(rows)
+            oracle.remove(rows)
+        assert order(policy) == oracle.victims()
+    for row in range(8):
+        policy.remove(row)
     assert not policy._groups
     assert not policy._ends
 
