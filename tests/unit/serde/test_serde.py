@@ -48,7 +48,7 @@ def tensors(draw):
 
 @pytest.mark.parametrize("name", SERDES)
 @given(tensor=tensors())
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_round_trip_is_exact(name, tensor):
     if name == "cachegen" and tensor.ndim == 5 and tensor.shape[1] == 2 and tensor.dtype in DTYPES[:3]:
         return  # what is encoded comes back within the error bound: test_serde_cachegen.py
@@ -89,7 +89,7 @@ def test_every_serde_reads_every_container(writer, reader):
 
 
 def test_an_unknown_serde_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="torch, safetensor, cachegen or fast"):
+    with pytest.raises(ValueError, match="write torch, safetensor, cachegen, fast"):
         make_serde("pickle")
 
 
@@ -237,7 +237,7 @@ SAFE = safetensors.torch.save({"tensor_bytes": torch.arange(6.0).half()})
     ("name", "good"), [("torch", SAVED), ("safetensor", SAFE), ("cachegen", b"\x80\x02.")]
 )
 @given(data=st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.differing_executors])
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.differing_executors])
 def test_hostile_legacy_bytes_raise_one_error_or_are_a_tensor(name, good, data):
     mutated = bytearray(good)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -254,6 +254,7 @@ def test_hostile_legacy_bytes_raise_one_error_or_are_a_tensor(name, good, data):
 
 
 @given(st.binary(max_size=9))
+@settings(deadline=None)
 def test_raw_legacy_bytes_are_whole_elements_or_refused(blob):
     deserializer = make_serde("fast")[1]
     if len(blob) % 2 or MAGIC.startswith(blob[:8]):
