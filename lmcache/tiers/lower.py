@@ -48,6 +48,7 @@ class Lower:
         clock: Callable[[], float],
     ) -> None:
         self.stats = TieredStats()
+        self.num_loads = 0  # rows that are being brought, or wait for their turn
         self._name = name
         self._tier = tier
         self._memory = memory
@@ -58,11 +59,10 @@ class Lower:
         self._queue = WriteQueue(memory.arena.num_rows // 4)
         self._has_writes = asyncio.Event()
         self._writes: dict[Slot, asyncio.Future[Unwritten | None]] = {}  # answers somebody may wait for
-        self._answers = asyncio.Event()
-        self._answers.set()
+        self._up = asyncio.Event()  # it answers, as far as is known
+        self._up.set()
         self._running: dict[object, float] = {}  # operations since when, the oldest first
         self._rate = gate.Rate()
-        self._num_loads = 0  # under way or waiting for their turn
         self._loading = asyncio.Semaphore(_NUM_READERS)
         # One more than there are loads, so that a probe never queues behind bytes.
         self._readers = ThreadPoolExecutor(_NUM_READERS + 1, f"{name}-read")
@@ -75,7 +75,7 @@ class Lower:
     def is_well(self) -> bool:
         """Does it answer, as far as is known?"""
         since = next(iter(self._running.values()), self._clock())
-        return self._answers.is_set() and self._clock() - since < _STUCK_SECONDS
+        return self._up.is_set() and self._clock() - since < _STUCK_SECONDS
 
     @property
     def num_queued(self) -> int:
@@ -101,17 +101,17 @@ class Lower:
         """Is bringing these rows sooner done than computing them at ``row_seconds`` each (0.0: not known)?"""
         row_bytes = len(self._memory.arena.view(0, 0)) * self._num_columns
         return gate.is_worth(
-            num_rows * row_bytes, self._num_loads * row_bytes, self.bytes_per_second, num_rows * row_seconds
+            num_rows * row_bytes, self.num_loads * row_bytes, self.bytes_per_second, num_rows * row_seconds
         )
 
     async def bring(self, key: RowKey, request: str) -> Slot | None:
         """Bring all columns of a row into memory, or nothing."""
-        self._num_loads += 1
+        self.num_loads += 1
         try:
             async with self._loading:
                 slot = await self._load(key, request) if self.is_well else None
         finally:
-            self._num_loads -= 1
+            self.num_loads -= 1
         self.stats.promoted += slot is not None
         self.stats.promotions_failed += slot is None
         return slot
@@ -167,7 +167,7 @@ class Lower:
     async def _keep_writing(self) -> None:
         while True:
             await self._has_writes.wait()
-            await self._answers.wait()
+            await self._up.wait()
             item = self._queue.pop()
             if item is None:
                 self._has_writes.clear()
@@ -227,8 +227,8 @@ class Lower:
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, operation)
         except TierUnavailable:
-            if self._answers.is_set():
-                self._answers.clear()
+            if self._up.is_set():
+                self._up.clear()
                 self._give_up_waiting()
                 self._tasks.spawn(self._recover())
             raise
@@ -245,7 +245,7 @@ class Lower:
         while breaker.is_open:
             await asyncio.sleep(breaker.seconds_to_trial)
             await asyncio.get_running_loop().run_in_executor(self._readers, self._tier.try_again)
-        self._answers.set()
+        self._up.set()
 
 
 def _load_columns(

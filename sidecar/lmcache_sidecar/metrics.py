@@ -76,6 +76,7 @@ FAMILIES = tuple(
         ("tier_operations_total", f"{_TIERS}.operations.*", "tier result", "Columns read or written"),
         ("tier_writes_total", f"{_TIERS}.writes.*", "tier result", "Rows written through, or why not"),
         ("tier_promotions_total", f"{_TIERS}.promotions.*", "tier result", "Rows brought up, or why not"),
+        ("tier_queued_loads", f"{_TIERS}.num_queued_loads", "tier", "Rows being brought, or waiting for it"),
         ("tier_queued_writes", f"{_TIERS}.num_queued_writes", "tier", "Rows that wait for their write"),
         ("tier_load_bytes_per_second", f"{_TIERS}.load_bytes_per_second", "tier", "As measured of late"),
         ("unsettled_rows", "num_unsettled_rows", "", "Rows still to be checksummed or written through"),

@@ -109,6 +109,7 @@ def _traffic(lower: Lower) -> dict[str, Any]:
     return {
         "is_reachable": lower.is_well,
         "load_bytes_per_second": round(lower.bytes_per_second),
+        "num_queued_loads": lower.num_loads,
         "num_queued_writes": lower.num_queued,
         "writes": {"written": counts.written}
         | {reason.value: number for reason, number in counts.unwritten.items()},

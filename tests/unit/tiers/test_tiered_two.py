@@ -238,12 +238,15 @@ async def test_who_stops_waiting_for_a_write_does_not_stop_it(world):
 
 def test_who_waits_for_a_write_hears_of_the_end():
     async def main() -> None:
-        async with World() as world:
-            world.remote.held = {"store"}
-            world.remote.open.clear()
-            writing = asyncio.create_task(world.put_through(chain(1)))
-            await until(lambda: world.remote.num_waiting)
-            world.remote.open.set()
-        assert await writing <= {Unwritten.AWAY}
+        world = World()
+        await world.store.adopt()
+        world.remote.held = {"store"}
+        world.remote.open.clear()
+        writing = asyncio.create_task(world.put_through(chain(1)))
+        await until(lambda: world.remote.num_waiting)
+        closing = asyncio.create_task(world.store.close())
+        assert await writing == {Unwritten.AWAY}
+        world.remote.open.set()
+        await closing
 
     asyncio.run(main())
