@@ -22,6 +22,7 @@ from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, Queued
 from lmcache.storage_backend.row_names import RowNames
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.disk_files import DirectoryInUse
 from lmcache.tiers.header import MAX_LABEL_BYTES
 from lmcache.utils import CacheEngineKey
 
@@ -46,7 +47,7 @@ class LMCLocalDiskBackend(QueuedBackend):
         ``metadata.max_local_cache_size`` GiB.
 
         Raises ValueError when there is no directory, RuntimeError when ``dst_device`` is none, and DiskError
-        when the directory can't be used, or is used already.
+        when the directory can't be used.
         """
         super().__init__(dst_device, LocalBackendEndSignal(), _log, waits=True)
         if not config.local_device:
@@ -61,7 +62,7 @@ class LMCLocalDiskBackend(QueuedBackend):
         # As many full chunks as the limit holds: what files need beside them is not the user's concern.
         num_chunks = self._evictor.MAX_CACHE_SIZE // self._chunk_bytes
         capacity = self._evictor.MAX_CACHE_SIZE + num_chunks * _FILE_OVERHEAD_BYTES
-        self._tier = DiskTier(config.local_device, capacity)
+        self._tier = _open_tier(config.local_device, capacity)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
         self.dict = ChunksView(self, self._keys)
 
@@ -176,6 +177,17 @@ def save_disk(path: str, kv_chunk: torch.Tensor) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _open_tier(directory: str, capacity_bytes: int) -> DiskTier:
+    """A directory belongs to one engine: others that want it at the same time have one inside it each."""
+    number, path = 1, directory
+    while True:
+        try:
+            return DiskTier(path, capacity_bytes)
+        except DirectoryInUse:
+            number += 1
+            path = os.path.join(directory, f"engine-{number}")
 
 
 def _trailer(source: ChunkSource) -> bytes:

@@ -50,6 +50,10 @@ class DiskError(TierError):
     """The directory can't be used for a disk tier: the message says why, and what to do."""
 
 
+class DirectoryInUse(DiskError):
+    """Somebody else has the directory."""
+
+
 class Invalid(Exception):
     """A file does not hold what its name says; the message is the reason, as it is counted."""
 
@@ -62,7 +66,7 @@ def path_of(name: Name) -> str:
 
 
 class Directory:
-    """Thread-safe. Raises DiskError when another process has the directory."""
+    """Thread-safe. Raises DirectoryInUse when another process has the directory."""
 
     def __init__(self, path: str, *, fsync: Fsync = "never") -> None:
         self.path = path
@@ -77,7 +81,7 @@ class Directory:
             fcntl.flock(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise DiskError(
+            raise DirectoryInUse(
                 f"{path} is in use by another process: give each process a directory of its own"
             ) from None
 

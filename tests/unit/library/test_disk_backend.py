@@ -69,6 +69,18 @@ def test_defect_16_chunks_are_found_after_a_restart(tmp_path):
     backend.close()
 
 
+def test_engines_that_share_a_directory_do_not_meet(tmp_path):
+    backends = [open_backend(tmp_path) for _ in range(3)]
+    for index, backend in enumerate(backends):
+        backend.put(make_key("a"), make_chunk(seed=index))
+    for index, backend in enumerate(backends):
+        assert torch.equal(backend.get(make_key("a")), make_chunk(seed=index))
+        backend.close()
+    backend = open_backend(tmp_path)
+    assert torch.equal(backend.get(make_key("a")), make_chunk(seed=0))
+    backend.close()
+
+
 def test_chunks_of_another_dtype_or_shape_are_none_of_this_cache(tmp_path):
     backend = open_backend(tmp_path)
     backend.put(make_key("a"), make_chunk())
