@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lmcache.tiers.base import Arena, Removal, Reservation, Reserved, RowKey, Slot, StaleSlot
 from lmcache.tiers.policy import Policy
 from lmcache.tiers.rows import OpenRow, Rows, Vacated
-from lmcache.tiers.slots import State, is_whole
+from lmcache.tiers.slots import State, whole_rows
 from lmcache.tiers.stats import MemoryStats
 
 SIDECAR = bytes(16)  # owner of the rows that the tier's own process fills (promotions)
@@ -63,21 +63,21 @@ class MemoryTier:
             entries = self._table.snapshot(first, min(first + _ADOPT_SLICE_ROWS, self.arena.num_rows))
             rows.next_generation = max(rows.next_generation, int(entries["generation"].max()) + 1)
             rows.first_generation = rows.next_generation
+            is_whole = whole_rows(entries)
             for offset in np.flatnonzero((entries["state"] != State.FREE).any(axis=0)).tolist():
-                self._adopt_row(first + offset, entries[:, offset])
+                key = entries[0, offset]["key"].tobytes()
+                if not rows.adopt(first + offset, key, is_whole=is_whole[offset]):
+                    self._adopt_spoilt(first + offset, entries[:, offset])
             yield
-        rows.is_holding_adopted = rows.has_adopted
+        rows.is_holding_adopted = bool(rows.index or rows.dropped)
 
     def release_adopted(self) -> None:
         """All clients from before the restart are drained or dead: adopted rows may be evicted."""
         self._rows.is_holding_adopted = False
 
-    def _adopt_row(self, number: int, entries: NDArray[np.void]) -> None:
+    def _adopt_spoilt(self, number: int, entries: NDArray[np.void]) -> None:
         newest = entries[int(entries["generation"].argmax())]
-        key = newest["key"].tobytes()
-        if self._rows.adopt(number, key, is_whole=is_whole(entries)):
-            return
-        row = OpenRow(key, Slot(number, int(newest["generation"])), spoilt=True)
+        row = OpenRow(newest["key"].tobytes(), Slot(number, int(newest["generation"])), spoilt=True)
         for column, entry in enumerate(entries):
             owner = entry["owner"].tobytes()
             if entry["state"] == State.RESERVED and owner != SIDECAR:
@@ -204,11 +204,11 @@ class MemoryTier:
     def unverified(self, key: RowKey) -> Slot | None:
         """Return the slot of an adopted row whose bytes must be compared with their checksums before use."""
         number = self._rows.index.get(key)
-        return None if number is None or not self._rows.is_unverified(number) else self._rows.slot(number)
+        return None if number is None or not self._rows.unverified[number] else self._rows.slot(number)
 
     def verified(self, slot: Slot, *, is_intact: bool) -> None:
         """Say what the comparison found; a row that is not intact is gone. The row must be pinned."""
-        self._rows.verified(slot.row)
+        self._rows.unverified[slot.row] = 0
         if not is_intact:
             self.stats.removed[Removal.INVALID] += 1
             self._table.unseal(slot.row)  # another restart must not bring it back
@@ -227,7 +227,7 @@ class MemoryTier:
 
     def describe(self, slot: Slot) -> tuple[RowKey, int]:
         """Return a visible row's key and the position of its chunk in its chain (0: not known)."""
-        return self._table.key(slot.row), self._rows.depth(slot.row)
+        return self._table.key(slot.row), self._rows.depths[slot.row]
 
     def reserve_row(self, key: RowKey, request: Hashable = None) -> Slot | None:
         """Reserve all columns for this process itself; None when the row exists, or no row can be freed."""

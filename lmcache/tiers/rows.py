@@ -67,20 +67,17 @@ class Rows:
         self._bytes_per_slot = arena.geometry.slot_bytes * arena.geometry.num_columns
         self.index: dict[RowKey, int] = {}  # visible rows, and those that are being written under a key
         self.open: dict[int, OpenRow] = {}
-        self.pins: dict[
-            int, int
-        ] = {}  # row -> readers of our own; it keeps its place in the order of eviction
-        self.leases: dict[int, int] = {}  # row -> users; it is out of the order of eviction
+        self.pins: dict[int, int] = {}  # row -> readers of our own; it stays in the policy
+        self.leases: dict[int, int] = {}  # row -> users; it is out of the policy
         # Generations below were given by an earlier process, and so were the rows under them.
         self.next_generation = self.first_generation = arena.first_generation
         self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
         self._clock = clock
-        self._depths = zeros(self.allocator.num_numbers, "I")
+        self.depths = zeros(self.allocator.num_numbers, "I")  # position in its chain; 0: not known
+        self.unverified = zeros(self.allocator.num_numbers, "B")  # 1: adopted, and not compared yet
         self._tenants = zeros(self.allocator.num_numbers, "I")
-        self._unverified = zeros(self.allocator.num_numbers, "B")
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
-        # Adopted rows of no use: not free while adopted rows are held.
-        self._dropped: dict[int, None] = {}
+        self.dropped: dict[int, None] = {}  # adopted rows of no use: not free while adopted rows are held
         self.usable_slots = arena.ready_rows
 
     @property
@@ -102,7 +99,7 @@ class Rows:
     def find(self, key: RowKey) -> int | None:
         """Return the visible row of this key, if it may be read."""
         row = self.index.get(key)
-        if row is None or row in self.open or self._unverified[row] or not self.is_usable(row):
+        if row is None or row in self.open or self.unverified[row] or not self.is_usable(row):
             return None
         return row
 
@@ -124,14 +121,6 @@ class Rows:
         """Is the slot a complete row of the index now?"""
         return slot.row not in self.open and self.table.is_committed(*slot)
 
-    def is_unverified(self, row: int) -> bool:
-        """Is the row adopted, and its checksum not compared yet?"""
-        return bool(self._unverified[row])
-
-    def depth(self, row: int) -> int:
-        """Position of the chunk in its chain; 0: not known."""
-        return self._depths[row]
-
     # ---- from reserved to visible ----
 
     def open_row(
@@ -144,7 +133,7 @@ class Rows:
             return None
         row = self.open[number] = OpenRow(key, Slot(number, self.next_generation), request)
         self.next_generation += 1
-        self._depths[number] = depth
+        self.depths[number] = depth
         self._tenants[number] = self.stats.tenants.enter(tenant, num_slots * self._bytes_per_slot)
         return row
 
@@ -183,7 +172,7 @@ class Rows:
             self._incomplete[number] = self._clock()
         elif number not in self.pins and number not in self.leases:
             if self.is_holding_adopted and row.slot.generation < self.first_generation:
-                self._dropped[number] = None
+                self.dropped[number] = None
             else:
                 self._free(number)
 
@@ -203,18 +192,9 @@ class Rows:
         self._tenants[number] = self.stats.tenants.enter(b"", self._bytes_per_slot)
         if not is_whole or self.index.setdefault(key, number) != number:
             return False
-        self._unverified[number] = 1
+        self.unverified[number] = 1
         self.policy.admit(number, None)
         return True
-
-    def verified(self, number: int) -> None:
-        """The row's bytes were compared with their checksums."""
-        self._unverified[number] = 0
-
-    @property
-    def has_adopted(self) -> bool:
-        """Is there any row from before the restart that waits for its users?"""
-        return bool(self.index or self._dropped)
 
     # ---- use ----
 
@@ -262,14 +242,14 @@ class Rows:
 
     def _user(self, number: int) -> str | None:
         """Who keeps a row from being evicted?"""
-        row = self.open.get(number)
         if number in self.leases:
             return "leased"
         if number in self.pins:
             return "pinned"
-        if self.is_holding_adopted or (row and None in row.writers.values()):
+        writers = self.open[number].writers if number in self.open else {}
+        if self.is_holding_adopted or None in writers.values():
             return "quarantined"
-        return "reserved" if row and row.writers else None
+        return "reserved" if writers else None
 
     def _take(self, num_slots: int) -> int | None:
         for _ in range(_MAX_EVICTIONS):
@@ -283,8 +263,8 @@ class Rows:
     def _make_room(self, num_slots: int) -> bool:
         """Free the slots of one row, whichever can be spared most easily (they may lie beyond what is usable:
         of no use there)."""
-        if self._dropped:
-            self._free(next(iter(self._dropped)))
+        if self.dropped:
+            self._free(next(iter(self.dropped)))
             return True
         number, since = next(iter(self._incomplete.items()), (-1, 0.0))
         if number >= 0 and self._clock() - since > INCOMPLETE_SECONDS:
@@ -313,9 +293,8 @@ class Rows:
     def _free(self, number: int) -> None:
         self.open.pop(number, None)
         self._incomplete.pop(number, None)
-        self._dropped.pop(number, None)
-        if self._unverified[number]:
-            self._unverified[number] = 0
+        self.dropped.pop(number, None)
+        self.unverified[number] = 0
         self.table.free(number)
         self.stats.tenants.leave(self._tenants[number], self.allocator.size(number) * self._bytes_per_slot)
         self.allocator.give(number)

@@ -139,11 +139,10 @@ class SlotTable:
         return int(self._entries["generation"].max(initial=0))
 
 
-def is_whole(entries: NDArray[np.void]) -> bool:
-    """Do the entries of one row belong together, committed and with checksums?"""
-    return bool(
-        (entries["state"] == State.COMMITTED).all()
-        and (entries["generation"] == entries["generation"][0]).all()
-        and (entries["key"] == entries["key"][0]).all()
-        and not any(entry.tobytes() == NO_CHECKSUM for entry in entries["checksum"])
-    )
+def whole_rows(entries: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which rows of a snapshot are whole: their columns belong together, are committed and have checksums?"""
+    is_whole = (entries["state"] == State.COMMITTED) & (entries["checksum"] != np.void(NO_CHECKSUM))
+    is_whole &= entries["generation"] == entries["generation"][0]
+    is_whole &= entries["key"] == entries["key"][0]
+    whole: NDArray[np.bool_] = is_whole.all(axis=0)
+    return whole
