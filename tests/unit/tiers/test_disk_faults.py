@@ -7,14 +7,13 @@ import errno
 import os
 import shutil
 import subprocess
-import threading
 
 import numpy as np
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import Directory, DiskError
+from lmcache.tiers.disk_files import DiskError
 from tests.harness.disk_world import (
     MIB,
     PAGE,
@@ -354,52 +353,3 @@ class TestFullVolume:
         start = -address_of(memory) % PAGE
         assert tier.store(key_of(1), 0, memory[start:][:PAGE])
         assert tier.load(key_of(1), 0, memory[start:][:PAGE]) == PAGE
-
-
-class TestWhileTheIndexIsRebuilt:
-    @pytest.fixture
-    def starting(self, tier, restart, monkeypatch):
-        """A tier with one object, the scan of which has seen all and waits."""
-        store(tier, 1)
-        store(tier, 2)
-        scan, has_seen, self.go_on = Directory.scan, threading.Event(), threading.Event()
-
-        def wait(directory):
-            found = list(scan(directory))
-            has_seen.set()
-            self.go_on.wait(10)
-            yield from found
-
-        monkeypatch.setattr(Directory, "scan", wait)
-        tier = restart()
-        assert has_seen.wait(10)
-        yield tier
-        self.go_on.set()
-
-    def test_objects_are_found_by_name(self, starting):
-        assert starting.contains(key_of(1), 0)
-        assert not starting.contains(key_of(3), 0)
-        assert starting.probe([key_of(1), key_of(2), key_of(3)], 1) == 2
-        assert load(starting, 1) == content(1, PAGE)
-        assert load(starting, 3) is None
-        starting.touch([key_of(1)], 1)
-        assert store(starting, 1)  # it is there
-        assert not starting.indexed.is_set()
-
-    def test_what_goes_meanwhile_is_not_counted(self, path, starting):
-        assert starting.remove(key_of(1), 0)
-        assert not starting.contains(key_of(1), 0)
-        self.go_on.set()
-        assert starting.indexed.wait(10)
-        assert not starting.contains(key_of(1), 0)
-        assert starting.num_bytes == taken_bytes(path) == 2 * PAGE
-
-    def test_stores_wait_and_are_refused_in_the_end(self, starting, monkeypatch):
-        monkeypatch.setattr(starting, "_patience_ends", 0.0)
-        assert not store(starting, 3)
-        assert starting.stats.refused == {"indexing": 1}
-
-    def test_stores_wait(self, starting):
-        threading.Timer(0.05, self.go_on.set).start()
-        assert store(starting, 3)
-        assert starting.num_bytes == 6 * PAGE
