@@ -50,15 +50,14 @@ class LocalStore:
 
     @property
     def stats(self) -> MemoryStats:
-        """Hits and misses of ``get``; what was refused and removed."""
+        """Hits and misses of keys that were to be read; what was refused and removed."""
         return self._rows.stats
 
     def put(self, key: RowKey, length: int, fill: Callable[[int], None], *, request: Hashable = None) -> bool:
         """Let ``fill(row)`` write ``length`` bytes, and keep them under the key.
 
-        What was there before is replaced when ``fill`` returned, and stays if it raises (the error passes
-        on).
-        False: no room, because it is longer than a frame or all is in use; nothing was written or replaced.
+        What was there before is replaced when ``fill`` returned; if it raises, that stays, and the error
+        passes on. False: no room, because it is longer than a frame or all is in use; nothing was replaced.
         """
         with self._lock:
             row = self._rows.open_row(key, max(1, -(-length // self._slot_bytes)), request)
@@ -82,8 +81,6 @@ class LocalStore:
     def get(self, key: RowKey, read: Callable[[int, int], T]) -> T | None:
         """Return ``read(row, length)``, during which the row stays; None on a miss."""
         with self.pin_prefix([key]) as leased:
-            self.stats.hits += len(leased)
-            self.stats.misses += not leased
             return read(*leased[0]) if leased else None
 
     def prefix(self, keys: Sequence[RowKey]) -> int:
@@ -99,6 +96,8 @@ class LocalStore:
         """
         with self._lock:
             rows = self._rows.prefix(keys)
+            self.stats.hits += len(rows)
+            self.stats.misses += len(keys) - len(rows)
             for row in rows:
                 self._rows.lease(row)
             first_slot, length = self._rows.allocator.first_slot, self._rows.table.length
@@ -123,8 +122,7 @@ class LocalStore:
 
     def resize(self, num_bytes: int) -> Vacated:
         """Grow or shrink to the whole frames within so many bytes, at most to the arena's size. Nothing is
-        put beyond them any more, and what is there is evicted, as far as nobody uses it: say it again for the
-        rest.
+        put beyond any more, and what is there is evicted as far as nobody uses it: say it again for the rest.
 
         Then the arena may ``discard`` the slots from ``capacity_bytes`` on.
         """

@@ -98,6 +98,7 @@ class LRU:
         """Put the rows in front of the group, and make the group the youngest."""
         if not rows:
             return
+        rows = list(dict.fromkeys(rows))
         for row in rows:
             self.remove(row)
         known = self._recall(group)

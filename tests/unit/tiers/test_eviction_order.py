@@ -82,3 +82,12 @@ def test_a_prompt_longer_than_may_be_leased(tier):
     for _ in range(2):
         use(tier, chain(32), "again")
     check_goes_tail_first(tier, chain(32))
+
+
+def test_a_key_that_is_named_twice_is_one(tier):
+    store(tier, chain(32), "long")
+    keys = chain(32)
+    for _ in range(2):
+        tier.lookup((ENGINE, "again"), [*keys[:20], *keys[:20]])
+        tier.release((ENGINE, "again"))
+    check_goes_tail_first(tier, chain(32))

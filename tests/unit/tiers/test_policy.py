@@ -79,9 +79,7 @@ def test_a_policy_without_eviction_has_no_victims():
 ROWS = st.integers(0, 7)
 CALLS = st.one_of(
     st.tuples(st.just("admit"), ROWS, st.sampled_from(["a", "b", "c", None])),
-    st.tuples(
-        st.just("touch"), st.lists(ROWS, unique=True, max_size=5), st.sampled_from(["a", "b", "c", None])
-    ),
+    st.tuples(st.just("touch"), st.lists(ROWS, max_size=5), st.sampled_from(["a", "b", "c", None])),
     st.tuples(st.just("remove"), ROWS, st.none()),
 )
 
@@ -95,7 +93,7 @@ def test_least_recently_used_against_lists(calls):
             oracle.add_tail(rows, group or object())
         elif name == "touch":
             policy.touch(rows, group)
-            oracle.add_head(rows, group or object())
+            oracle.add_head(list(dict.fromkeys(rows)), group or object())
         else:
             policy.remove(rows)
             oracle.remove(rows)
