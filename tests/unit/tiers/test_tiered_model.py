@@ -247,12 +247,12 @@ class Tiered(RuleBasedStateMachine):
     def settle(self) -> None:
         """When faults end, all that was begun ends."""
         self.heal_all()
-        promotions = self.world.store._promotions
+        promotions, hits = self.world.store._promotions, self.world.store._hits
 
         async def end() -> None:
             await asyncio.gather(*(writing for _, writing in self.writes), return_exceptions=True)
-            assert await self.world.store.drain(10)
-            await until(lambda: not (promotions._pending or promotions._probing))
+            await until(lambda: not (promotions._pending or promotions._probing or hits._latest))
+            assert await self.world.store.drain(10)  # of what these had written, too
 
         self.run(end())
         self.what_is_leased_is_right()
