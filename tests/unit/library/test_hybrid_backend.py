@@ -10,6 +10,7 @@ from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
+from lmcache.tiers.disk import DiskTier
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
 from tests.harness.sidecar import wait_until
@@ -151,7 +152,7 @@ def test_defect_11_a_remote_that_can_not_be_made_leaves_nothing(connector, tmp_p
         with pytest.raises(ValueError, match="serde"):
             open_backend(device, remote_serde="unknown", pipelined_backend=True)
     wait_until(lambda: threading.active_count() == before)
-    open_backend(str(tmp_path)).close()  # the directory is free
+    DiskTier(tmp_path, 1 << 20).close()  # the directory is free
 
 
 def test_results_are_the_callers_own(backend):

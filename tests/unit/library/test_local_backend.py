@@ -8,6 +8,7 @@ import torch
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import put_queue
 from lmcache.storage_backend.local_backend import LMCLocalBackend
+from lmcache.storage_backend.output_pool import OutputPool
 from tests.harness.kv_cache import (
     CHUNK,
     HEAD_SIZE,
@@ -103,6 +104,18 @@ def test_defect_03_large_results_share_no_memory_while_they_are_used(backend):
     del others
     assert backend.get(make_key("2")).data_ptr() in addresses, "memory is used again once nobody does"
     backend.close()
+
+
+def test_results_of_any_size_follow_each_other():
+    pool = OutputPool()
+    for mebibytes in (2, 8, 3, 1, 8, 5, 2):
+        result = pool.empty((mebibytes, 1 << 20), torch.uint8)
+        assert result.shape == (mebibytes, 1 << 20)
+        result.fill_(7)
+        del result
+    assert 1 <= len(pool._kept) <= 4
+    pool.clear()
+    assert not pool._kept
 
 
 def test_defect_05_another_dtype_is_kept_as_it_is(backend):
