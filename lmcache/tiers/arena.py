@@ -44,7 +44,7 @@ _STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
 class ArenaFile:
     """The file at ``path``: created, or adopted when its capacity and version fit.
 
-    ``huge_pages``: fewer TLB misses, for a slower start; ``numa_node``: where its memory is taken first.
+    ``huge_pages``: faster copies for a slower start; ``numa_node``: whose memory is taken first.
     A file of another capacity is unlinked, never truncated: clients may still have it mapped.
     Raises ArenaError when there is no room (saying how much is needed and where), when another process uses
     the file as its arena, or when it is something else; the file is left as it was then.
@@ -211,9 +211,7 @@ class ArenaFile:
             layout, rows, is_wanted = extent
             error = None
             try:
-                for column in range(layout.geometry.num_columns):
-                    ends = layout.slot_offset(rows.start, column), layout.slot_offset(rows.stop, column)
-                    self._take(*ends) if is_wanted else self._give_back(*ends)
+                (self._take if is_wanted else self._give_back)(layout, rows)
             except ArenaError as caught:
                 error = f"{caught}; the arena {self.path} stays at {rows.start * layout.row_bytes} bytes"
                 _log.error("%s", error)
@@ -257,18 +255,23 @@ class ArenaFile:
         num_extents = (target_bytes - layout.data_offset) // layout.row_bytes // extent
         return min(layout.num_rows, max(1, num_extents) * extent)
 
-    def _take(self, start: int, end: int) -> None:
-        for offset in range(start, end, _STEP_BYTES):
-            if self._closing:
-                return
-            step = min(_STEP_BYTES, end - offset)
-            _allocate(self._fd, offset, step)
-            populate(self._data[offset : offset + step])
-            if self._huge_pages:
-                collapse(self._data[offset : offset + step])
+    def _take(self, layout: Layout, rows: range) -> None:
+        for start, end in layout.pieces(rows):
+            for offset in range(start, end, _STEP_BYTES):
+                if self._closing:
+                    return
+                step = min(_STEP_BYTES, end - offset)
+                _allocate(self._fd, offset, step)
+                populate(self._data[offset : offset + step])
+                if self._huge_pages:
+                    collapse(self._data[offset : offset + step])
 
-    def _give_back(self, start: int, end: int) -> None:
-        punch_hole(self._fd, start, end - start)
+    def _give_back(self, layout: Layout, rows: range) -> None:
+        # The next format may have its slot table where these rows were: it has to wait.
+        with self._changed:
+            if self._layout is layout:
+                for start, end in layout.pieces(rows):
+                    punch_hole(self._fd, start, end - start)
 
 
 def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:

@@ -62,6 +62,13 @@ class Layout:
         """Byte offset of the entry of row 0 of a column."""
         return HEAD_BYTES + column * self.num_rows * ENTRY_BYTES
 
+    def pieces(self, rows: range) -> list[tuple[int, int]]:
+        """Where the slots of these rows begin and end, column by column."""
+        return [
+            (self.slot_offset(rows.start, column), self.slot_offset(rows.stop, column))
+            for column in range(self.geometry.num_columns)
+        ]
+
     def slot_offset(self, row: int, column: int) -> int:
         """Byte offset of a slot."""
         return self.data_offset + column * self.column_bytes + row * self.geometry.slot_bytes
