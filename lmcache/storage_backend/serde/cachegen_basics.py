@@ -52,7 +52,7 @@ _FIELDS = struct.Struct("<BBxx")
 _LENGTH = np.dtype("<u4")
 _SCALE = torch.float32
 _SMALLEST_SCALE = torch.finfo(_SCALE).smallest_normal  # x / scale overflows for smaller ones
-# Keeps bins * scale at or below the largest magnitude, so that it does not overflow where that did not.
+# Keeps top * scale at or below the largest magnitude, so that it does not overflow where that did not.
 _SHRINK = 1 - 2**-22
 _RAW_DEFLATE = -15  # zlib's word for streams without a header: the container has one, and a checksum
 
@@ -91,7 +91,7 @@ class CacheGenEncoderOutput:
             largest = values.abs().amax((2, 3), keepdim=True)
             if not bool(largest.isfinite().all()):
                 return None
-            scale = (largest * (_SHRINK / top)).clamp_(min=_SMALLEST_SCALE)
+            scale = (largest / top * _SHRINK).clamp_(min=_SMALLEST_SCALE)
             numbers = (values / scale).round_().add_(top).to(torch.uint8)
             whole = numbers.movedim(1, -1).contiguous()
             middle = whole.float().mean(-1, keepdim=True).round_().to(torch.uint8)

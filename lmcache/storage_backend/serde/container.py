@@ -56,6 +56,7 @@ DTYPES = (
 """Dtypes of tensors that can be stored; the order is part of the format."""
 
 _FIELDS = struct.Struct("<8sHBBB3xQ8I")
+_ZEROS = slice(13, 16)
 _CHECK_BYTES = 16
 _END_MARK = _FIELDS.size + _CHECK_BYTES
 HEADER_BYTES = _END_MARK + len(MAGIC)
@@ -157,8 +158,10 @@ def parse(blob: Buffer) -> Container:
         raise BadContainer(f"payload has {len(payload)} bytes, not {payload_bytes}")
     if view[_FIELDS.size : _END_MARK] != _check(fields, payload):
         raise BadContainer("checksum does not fit")
-    if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS or any(dims[num_dims:]):
+    if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS:
         raise BadContainer(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
+    if any(dims[num_dims:]) or any(fields[_ZEROS]):
+        raise BadContainer("bytes that should be zero are not")
     shape = tuple(dims[:num_dims])
     if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _MAX_EXTENT:
         raise BadContainer(f"shape {shape} is too large")

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 import lmcache
 from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde import BadContainer, CreateSerde
-from lmcache.storage_backend.serde.container import DTYPES, HEADER_BYTES, MAGIC
+from lmcache.storage_backend.serde.container import DTYPES, HEADER_BYTES, MAGIC, Kind, pack
 
 SERDES = ("torch", "safetensor", "fast", "cachegen")
 LOSSLESS = ("torch", "safetensor", "fast")
@@ -180,6 +180,12 @@ def test_legacy_bytes_are_read(dtype):
     assert same_bits(tensor.reshape(-1), make_serde("fast", dtype)[1].from_bytes(raw))
 
 
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, [6]), (torch.float16, [2, 3])])
+def test_a_safetensors_file_must_be_what_its_container_says(dtype, shape):
+    with pytest.raises(BadContainer, match="payload is"):
+        make_serde("safetensor")[1].from_bytes(pack(Kind.SAFETENSORS, dtype, shape, [SAFE]))
+
+
 def test_a_view_in_legacy_bytes_comes_alone():
     view = torch.arange(1000.0)[::100].half()
     assert torch.equal(make_serde("torch")[1].from_bytes(torch_saved(view)), view)
@@ -212,10 +218,15 @@ def test_legacy_bytes_take_no_more_memory_than_they_have():
     compressed = io.BytesIO()
     with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", bytes(1000))
+    overlapping = io.BytesIO()
+    with zipfile.ZipFile(overlapping, "w") as archive:
+        archive.writestr("a/data/0", bytes(1000))
+        archive.filelist *= 9
     hostile = {
         "is no part of a tensor": with_program(b"\x80\x02cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\x01tR."),
         "not a dense tensor": torch_saved(torch.ones(1).half().expand(1 << 40)),
         "does not compress": compressed.getvalue(),
+        "parts overlap": overlapping.getvalue(),
     }
     assert deserializer.from_bytes(saved).tolist() == [1, 1]
     for reason, blob in hostile.items():

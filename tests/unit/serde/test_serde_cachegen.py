@@ -60,6 +60,19 @@ def test_every_element_is_within_the_stated_error(kv, fmt, bins):
     assert bool((error <= error_bound(kv, bins)).all())
 
 
+@pytest.mark.parametrize("bins", [4, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("extreme", ["max", "tiny", "smallest_subnormal"])
+def test_the_largest_and_the_smallest_numbers_are_within_it_too(extreme, dtype, bins):
+    info = torch.finfo(dtype)
+    largest = info.tiny * info.eps if extreme == "smallest_subnormal" else getattr(info, extreme)
+    kv = (torch.linspace(-1, 1, 64).double() * largest).reshape(1, 2, 4, 2, 4).to(dtype)
+    serializer, deserializer = make_serde("vllm", dtype, bins)
+    got = deserializer.from_bytes(serializer.to_bytes(kv))
+    assert serializer.num_raw == 0
+    assert bool(((got.double() - kv.double()).abs() <= error_bound(kv, bins)).all())
+
+
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 17, 256, 300])
@@ -171,6 +184,14 @@ def test_a_stream_can_not_grow_beyond_what_a_huffman_code_can_mean():
     assert len(bomb) < 2000
     with pytest.raises(BadContainer, match="streams don't fit"):
         read(with_streams([bomb], shape), shape)
+
+
+def test_nothing_may_follow_in_a_stream():
+    shape = (1, 2, 2, 2, 8)
+    stream = bytes(range(96))
+    assert read(with_streams([deflated(stream)], shape), shape).shape == shape
+    with pytest.raises(BadContainer, match="has not the 96"):
+        read(with_streams([deflated(stream) + b"\0"], shape), shape)
 
 
 @pytest.mark.parametrize("num_symbols", [0, 95, 97, 10**7])

@@ -101,11 +101,16 @@ def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(data):
     for _ in range(data.draw(st.integers(1, 3))):
         fields[data.draw(st.integers(8, FIELDS_BYTES - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(BadContainer):
-        container = parse(seal(bytes(fields), bytes(12)))
-        tensor = tensor_from_bytes(container.payload, container.dtype, container.shape)
-        assert tensor.dtype == container.dtype
-        assert tensor.shape == container.shape
-        assert tensor.nbytes == 12
+        kind, dtype, shape, payload = parse(seal(bytes(fields), bytes(12)))
+        assert pack(kind, dtype, shape, [payload]) == seal(bytes(fields), bytes(12))
+        assert tensor_from_bytes(payload, dtype, shape).nbytes == 12
+
+
+def test_a_wrong_length_is_found_before_the_payload_is_read():
+    blob = pack(Kind.RAW, torch.uint8, [9], [bytes(9)])
+    for damaged in (blob[:-1], blob + b"\0"):
+        with pytest.raises(BadContainer, match="payload has"):
+            parse(damaged)
 
 
 @pytest.mark.parametrize(
