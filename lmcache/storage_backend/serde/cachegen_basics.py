@@ -51,7 +51,7 @@ from lmcache.tiers.header import Buffer
 _FIELDS = struct.Struct("<BBxx")
 _LENGTH = np.dtype("<u4")
 _SCALE = torch.float32
-_SMALLEST_SCALE = torch.finfo(_SCALE).smallest_normal  # x / scale overflows for smaller ones
+_SMALLEST_SCALE = torch.finfo(_SCALE).smallest_normal  # smaller ones have too few bits
 # Keeps top * scale at or below the largest magnitude, so that it does not overflow where that did not.
 _SHRINK = 1 - 2**-22
 _RAW_DEFLATE = -15  # zlib's word for streams without a header: the container has one, and a checksum
