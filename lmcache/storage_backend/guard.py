@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lmcache.storage_backend.faults import FaultLog
-from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.resilience import CircuitBreaker
 
 T = TypeVar("T")
@@ -37,7 +36,8 @@ class Guard:
         """Return what ``operation`` returns, or ``otherwise`` after a fault and while the circuit is open;
         both are counted.
 
-        ConnectionError and TierUnavailable are faults of the medium, ValueError is one of this key or value.
+        ValueError is a fault of this key or value, any other one of the medium: no fault of a cache may end
+        an inference, and a connector may be somebody else's.
         """
         if self.is_open:
             self._faults.note(f"{what} was not tried", "there are no answers at present")
@@ -47,7 +47,7 @@ class Guard:
         except ValueError as error:
             self._faults.note(f"{what} failed", error)
             return otherwise
-        except (ConnectionError, TierUnavailable) as error:
+        except Exception as error:
             self._faults.note(f"{what} failed", error)
             self._leave_alone()
             return otherwise

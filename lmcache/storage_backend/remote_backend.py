@@ -18,7 +18,7 @@ from lmcache.logging import init_logger
 from lmcache.storage_backend.connector import CreateConnector
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.queued_backend import QueuedBackend
-from lmcache.storage_backend.serde import BadContainer, CreateSerde
+from lmcache.storage_backend.serde import CreateSerde
 from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.utils import CacheEngineKey
 
@@ -87,7 +87,7 @@ class LMCRemoteBackend(QueuedBackend):
         try:
             with contextlib.suppress(ValueError):  # a refusal is an answer
                 self._connector.exists(_TRIAL_KEY)
-        except ConnectionError:
+        except Exception:
             self._breaker.failure()
             return
         self._breaker.trial_succeeded()
@@ -99,7 +99,7 @@ class LMCRemoteBackend(QueuedBackend):
     def _deserialize(self, content: bytes | None) -> torch.Tensor | None:
         try:
             return None if content is None else self._deserializer.from_bytes(content).to(self.dst_device)
-        except BadContainer as error:
+        except Exception as error:  # neither may the worker end, nor the engine, by whatever was sent to it
             self._faults.note("A chunk from the server can't be read", error)
             return None
 

@@ -37,6 +37,7 @@ def backend(request, connector, tmp_path):
     yield backend
     backend.close()
     assert connector.is_closed
+    assert not connector.calls["after close"]
 
 
 def key(name: str):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 import threading
 
 import pytest
@@ -28,6 +29,7 @@ def backend(request, connector):
     connector.may_answer.set()
     backend.close()
     assert connector.is_closed
+    assert not connector.calls["after close"]
 
 
 def put_chunks(backend, names: str) -> None:
@@ -88,7 +90,11 @@ def test_defect_09_nonblocking_puts_go_on_after_a_failure(backend, connector):
     assert backend.num_faults == 1
 
 
-def test_defect_09_a_server_that_dies_ends_in_misses(backend, connector):
+@pytest.mark.parametrize(
+    "error", [ConnectionError(), TimeoutError(), struct.error(), RuntimeError(), KeyError()]
+)
+def test_defect_09_a_server_that_dies_ends_in_misses(backend, connector, error):
+    connector.error = error
     put_chunks(backend, "abcdefgh")
     answers = iter(backend.batched_get(keys_of("abcdefgh")))
     first = [next(answers)]
@@ -112,7 +118,7 @@ def test_defect_09_close_ends_the_workers_before_the_connection(backend, connect
     assert not closer.is_alive()
     assert not reader.is_alive()
     assert len(connector.values) == 4, "what was queued is put first"
-    # The connector asserts that nobody uses it once it is closed: the misses below ask nobody.
+    # The misses below ask nobody: the fixture looks whether the connector was used once it was closed.
     assert list(backend.batched_get(keys_of("ab"))) == [None, None]
     assert backend.get(make_key("a")) is None
 
@@ -168,6 +174,18 @@ def test_a_full_queue_drops_and_counts(backend, connector, monkeypatch):
     assert backend.num_faults == 3
     connector.may_answer.set()
     wait_until(lambda: len(connector.values) == 2)
+
+
+def test_defect_09_a_deserializer_that_raises_anything_ends_in_misses(backend, monkeypatch):
+    put_chunks(backend, "ab")
+
+    def fail(content):
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(backend._deserializer, "from_bytes", fail)
+    assert list(backend.batched_get(keys_of("ab"))) == [None, None]
+    monkeypatch.undo()
+    assert names_of(backend.batched_get(keys_of("ab"))) == ["a", "b"]
 
 
 def test_a_serde_that_refuses_drops_the_chunk(backend, monkeypatch):
