@@ -81,6 +81,19 @@ def url_of(kind: str, server: RedisServer) -> str:
     return f"{server.url}?ca={server.tls.ca}" if server.tls else server.url
 
 
+def interleaved(
+    ways: dict[str, Callable[[], None]], before: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            before()
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
 def measure(kind: str, server: RedisServer) -> list[Figure]:
     remote, bare = RemoteTier(url_of(kind, server), timeout_seconds=10), connect(kind, server)
     payload, slot = memoryview(bytearray(os.urandom(SLOT_BYTES))), memoryview(bytearray(SLOT_BYTES))
@@ -92,21 +105,10 @@ def measure(kind: str, server: RedisServer) -> list[Figure]:
     def load() -> None:
         assert remote.load(KEY, 0, slot) == SLOT_BYTES
 
-    ways: dict[str, Callable[[], None]] = {
-        "bare store": bare.store, "store": store, "bare load": bare.load, "load": load,
-    }  # fmt: skip
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            if name.endswith("store"):
-                client.flushall()
-            if name == "bare load":
-                bare.store()
-            if name == "load":
-                store()
-            start = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - start)
+    seconds = interleaved({"bare store": bare.store, "store": store}, before=client.flushall)
+    store()
+    bare.store()
+    seconds |= interleaved({"bare load": bare.load, "load": load})
     assert slot == payload
     remote.close()
     return [figure for name in ("load", "store") for figure in _figures(kind, name, seconds)]

@@ -51,45 +51,26 @@ def num_parts(total_bytes: int) -> int:
 def load(connection: Connection, name: ObjectName, into: memoryview) -> int | None:
     """Return the payload's length; None when there is no such object. Raises InvalidObject.
 
-    The next part is asked for before the one that came is compared with its checksum: the server copies the
-    one meanwhile. To ask for it earlier is slower, two replies are too much for the caches.
+    One part after the other: to ask for the next one earlier is slower, two replies are too much for the
+    caches.
     """
-    connection.ask([("GET", name.part(0))])
-    first = _read_header(connection, name, 0)
+    first = _load_part(connection, name, 0, into)
     if first is None:
         return None
     if first.total_bytes > len(into):
         raise InvalidObject("length")
-    header = first
     for part in range(1, first.num_parts):
-        payload = _read_payload(connection, header, into)
-        connection.ask([("GET", name.part(part))])
-        _compare(payload, header)
-        following = _read_header(connection, name, part)
-        if following is None:
+        header = _load_part(connection, name, part, into)
+        if header is None:
             raise InvalidObject("part")
-        if following.total_bytes != first.total_bytes:
+        if header.total_bytes != first.total_bytes:
             raise InvalidObject("length")
-        header = following
-    _compare(_read_payload(connection, header, into), header)
     return first.total_bytes
 
 
-def _read_payload(connection: Connection, header: Header, into: memoryview) -> memoryview:
-    start = header.part * PART_BYTES
-    payload = into[start : start + header.payload_bytes]
-    connection.read_bulk(payload)
-    connection.end_bulk()
-    return payload
-
-
-def _compare(payload: memoryview, header: Header) -> None:
-    if checksum(payload) != header.checksum:
-        raise InvalidObject("checksum")
-
-
-def _read_header(connection: Connection, name: ObjectName, part: int) -> Header | None:
-    """Read what stands in front of a part: is it what was asked for? None: there is no such part."""
+def _load_part(connection: Connection, name: ObjectName, part: int, into: memoryview) -> Header | None:
+    """Read one part into its place, and make sure that it is what was asked for. None: there is none."""
+    connection.ask([("GET", name.part(part))])
     try:
         num_bytes = connection.read_bulk_length()
     except ServerError as error:
@@ -98,10 +79,13 @@ def _read_header(connection: Connection, name: ObjectName, part: int) -> Header 
         raise InvalidObject("type") from None
     if num_bytes is None:
         return None
-    if not HEADER_BYTES <= num_bytes <= HEADER_BYTES + PART_BYTES:
+    place = into[part * PART_BYTES : (part + 1) * PART_BYTES]
+    length = num_bytes - HEADER_BYTES
+    if not 0 <= length <= len(place):
         raise InvalidObject("length")
     head = memoryview(bytearray(HEADER_BYTES))
-    connection.read_bulk(head)
+    connection.read_bulk(head, place[:length])
+    connection.end_bulk()
     try:
         header = parse(head)
     except BadHeader:
@@ -109,12 +93,10 @@ def _read_header(connection: Connection, name: ObjectName, part: int) -> Header 
     if (header.key, header.column, header.part) != (name.key, name.column, part):
         raise InvalidObject("name")
     total = header.total_bytes
-    expected = min(PART_BYTES, total - part * PART_BYTES)
-    if (
-        header.num_parts != num_parts(total)
-        or not header.payload_bytes == expected == num_bytes - HEADER_BYTES
-    ):
+    if header.num_parts != num_parts(total) or length != min(PART_BYTES, total - part * PART_BYTES):
         raise InvalidObject("length")
+    if header.payload_bytes != length or checksum(place[:length]) != header.checksum:
+        raise InvalidObject("checksum")
     return header
 
 

@@ -118,13 +118,16 @@ class Connection:
         self._num_due -= length is None
         return length
 
-    def read_bulk(self, target: memoryview) -> None:
-        """Read the next bytes of a bulk string, as many as the target has."""
-        ahead = min(len(self._line), len(target))
-        target[:ahead] = self._line[:ahead]
-        del self._line[:ahead]
-        while ahead < len(target):
-            ahead += _received(self._in_time(self._stream.receive_into, target[ahead:]))
+    def read_bulk(self, *targets: memoryview) -> None:
+        """Read the next bytes of a bulk string, as many as the targets have; in one call where it can be."""
+        views = [target for target in targets if len(target)]
+        while views and self._line:
+            ahead = min(len(self._line), len(views[0]))
+            views[0][:ahead] = self._line[:ahead]
+            del self._line[:ahead]
+            views = _rest(views, ahead)
+        while views:
+            views = _rest(views, _received(self._in_time(self._stream.receive_into, views)))
 
     def end_bulk(self) -> None:
         """Read the end of a bulk string, of which all bytes have been read."""
@@ -186,11 +189,7 @@ class Connection:
         self._deadline = time.monotonic() + self._timeout
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while views:
-            sent = self._in_time(self._stream.send, views)
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if views:
-                views[0] = views[0][sent:]
+            views = _rest(views, self._in_time(self._stream.send, views))
 
     def _in_time(self, call: Callable[[T], R], argument: T) -> R:
         try:
@@ -204,6 +203,14 @@ class Connection:
 def _encode(words: Sequence[str]) -> bytes:
     encoded = [word.encode() for word in words]
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
+
+
+def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of these when so many bytes of them are done."""
+    while views and done >= len(views[0]):
+        done -= len(views[0])
+        views = views[1:]
+    return [views[0][done:], *views[1:]] if done else views
 
 
 def _received(what: S) -> S:

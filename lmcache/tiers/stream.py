@@ -34,9 +34,9 @@ class Stream:
         """Return what has come, at most ``limit`` bytes; empty at the end of the stream."""
         return self._socket.recv(limit)
 
-    def receive_into(self, target: memoryview) -> int:
-        """Fill some of the target, all of it where the medium can; return how much, 0 at the end."""
-        return self._socket.recv_into(target, 0, socket.MSG_WAITALL)
+    def receive_into(self, views: Sequence[memoryview]) -> int:
+        """Fill some of these, in order, all of them where the medium can; return how much, 0 at the end."""
+        return self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
 
     def close(self) -> None:
         """Close the socket."""
@@ -53,9 +53,9 @@ class TlsStream(Stream):
         except ssl.SSLEOFError:
             raise ConnectionResetError("the server closed the connection") from None
 
-    def receive_into(self, target: memoryview) -> int:
+    def receive_into(self, views: Sequence[memoryview]) -> int:
         """See Stream; OpenSSL gives one record."""
-        return self._socket.recv_into(target)
+        return self._socket.recv_into(views[0])
 
 
 def open_stream(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream:
