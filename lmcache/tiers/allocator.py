@@ -13,8 +13,8 @@ it can be given back.
 objects                   a frame each  buddies  frames  first fit
 ========================  ============  =======  ======  =========
 prompts of the trace            99.1 %   99.7 %  99.8 %     99.8 %
-prompts of 1-1024 tokens        80.3 %   93.9 %  98.0 %     99.9 %
-tails alone                     50.2 %   79.2 %  93.0 %    100.0 %
+prompts of 1-1024 tokens        80.3 %   93.9 %  97.9 %     99.9 %
+tails alone                     50.2 %   79.2 %  93.1 %    100.0 %
 ========================  ============  =======  ======  =========
 
 First fit (any length, anywhere) wins at most what rounding to slots loses, and pays for it with a search that

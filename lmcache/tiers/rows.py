@@ -272,14 +272,11 @@ class Rows:
             return True
         for victim in itertools.islice(self.policy.victims(), _MAX_EVICTIONS):
             for leaving in self.allocator.ways_to_free(victim, num_slots):
-                if not any(map(self._is_held, leaving)):
+                if not any(map(self._user, leaving)):
                     for number in leaving:
                         self._evict(number)
                     return True
         return False
-
-    def _is_held(self, number: int) -> bool:
-        return number in self.pins or number in self.leases or number in self.open
 
     def _evict(self, number: int) -> None:
         row = self.open.get(number)

@@ -14,7 +14,7 @@ def test_eight_threads_never_see_bytes_that_are_not_theirs():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # as many switches within a call as can be
     try:
-        stress.run(num_threads=8, seconds=2)
+        stress.run(num_threads=8, seconds=1)
     finally:
         sys.setswitchinterval(interval)
     assert min(stress.counts[action] for action in ("put", "get", "read_prompt", "remove", "resize")) > 0
