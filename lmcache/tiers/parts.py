@@ -51,26 +51,36 @@ def num_parts(total_bytes: int) -> int:
 def load(connection: Connection, name: ObjectName, into: memoryview) -> int | None:
     """Return the payload's length; None when there is no such object. Raises InvalidObject.
 
-    One part after the other: to ask for the next one earlier is slower, two replies are too much for the
-    caches.
+    The next part is asked for before the one that came is compared with its checksum: the server copies the
+    one meanwhile. To ask for it still earlier is slower, two replies are too much for the caches.
     """
-    first = _load_part(connection, name, 0, into)
-    if first is None:
+    connection.ask([("GET", name.part(0))])
+    header = _read_part(connection, name, 0, into)
+    if header is None:
         return None
-    if first.total_bytes > len(into):
+    total = header.total_bytes
+    if total > len(into):
         raise InvalidObject("length")
-    for part in range(1, first.num_parts):
-        header = _load_part(connection, name, part, into)
+    for part in range(1, header.num_parts):
+        connection.ask([("GET", name.part(part))])
+        _compare(header, into)
+        header = _read_part(connection, name, part, into)
         if header is None:
             raise InvalidObject("part")
-        if header.total_bytes != first.total_bytes:
+        if header.total_bytes != total:
             raise InvalidObject("length")
-    return first.total_bytes
+    _compare(header, into)
+    return total
 
 
-def _load_part(connection: Connection, name: ObjectName, part: int, into: memoryview) -> Header | None:
-    """Read one part into its place, and make sure that it is what was asked for. None: there is none."""
-    connection.ask([("GET", name.part(part))])
+def _compare(header: Header, into: memoryview) -> None:
+    start = header.part * PART_BYTES
+    if checksum(into[start : start + header.payload_bytes]) != header.checksum:
+        raise InvalidObject("checksum")
+
+
+def _read_part(connection: Connection, name: ObjectName, part: int, into: memoryview) -> Header | None:
+    """Read one part into its place. Is it what was asked for, but for the checksum? None: there is none."""
     try:
         num_bytes = connection.read_bulk_length()
     except ServerError as error:
@@ -93,10 +103,9 @@ def _load_part(connection: Connection, name: ObjectName, part: int, into: memory
     if (header.key, header.column, header.part) != (name.key, name.column, part):
         raise InvalidObject("name")
     total = header.total_bytes
-    if header.num_parts != num_parts(total) or length != min(PART_BYTES, total - part * PART_BYTES):
+    expected = min(PART_BYTES, total - part * PART_BYTES)
+    if header.num_parts != num_parts(total) or not length == header.payload_bytes == expected:
         raise InvalidObject("length")
-    if header.payload_bytes != length or checksum(place[:length]) != header.checksum:
-        raise InvalidObject("checksum")
     return header
 
 
