@@ -17,9 +17,9 @@ prompts of 1-1024 tokens        80.3 %   93.9 %  97.9 %     99.9 %
 tails alone                     50.2 %   79.2 %  93.1 %    100.0 %
 ========================  ============  =======  ======  =========
 
-First fit (any length, anywhere) wins at most what rounding to slots loses, and pays for it with a search that
-grows with the number of gaps, with evictions until neighbours happen to meet, and with payloads that are not
-page-aligned, as direct I/O and DMA want them. Buddies (runs of a power of two) are no simpler.
+First fit (any length, anywhere) wins little more than what rounding to slots loses. It pays with a search
+that grows with the number of gaps, with evictions until neighbours happen to meet, and with payloads that do
+not begin at pages, as direct I/O and DMA want. Buddies (runs of a power of two) are no simpler.
 
 **Numbers of rows.** A row is numbered ``offset * num_frames + frame`` by where in its frame it begins. Rows
 that begin a frame come first, so that arrays over rows cost a full frame one entry and not sixteen: memory

@@ -28,7 +28,7 @@ import numpy as np
 from lmcache.tiers.base import ArenaError, Geometry
 from lmcache.tiers.layout import HEAD_BYTES, PAGE_BYTES, Head, Layout
 from lmcache.tiers.mapping import MappedColumn, map_column
-from lmcache.tiers.pages import collapse, place, populate, prefer_huge_pages, punch_hole
+from lmcache.tiers.pages import check_node, collapse, place, populate, prefer_huge_pages, punch_hole
 from lmcache.tiers.room import check_room
 from lmcache.tiers.slots import ENTRY, SlotTable, State
 
@@ -70,6 +70,8 @@ class ArenaFile:
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> None:
+        if numa_node is not None:
+            check_node(numa_node)
         self.path = Path(path)
         self.num_rows = 0  # when all extents are ready; 0 until formatted
         self.growth_error: str | None = None  # why growing stopped below capacity; None while all is well

@@ -65,21 +65,25 @@ def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
         raise ArenaError(f"can't give back {num_bytes} bytes of the arena: {_last_error()}")
 
 
-def place(memory: NDArray[np.uint8], node: int) -> None:
-    """Take pages from this NUMA node as long as it has any (a strict choice would end in the OOM killer).
-
-    Raises ArenaError when there is no such node, or the process may not choose.
-    """
+def check_node(node: int) -> None:
+    """Raise ArenaError when there is no such NUMA node."""
     nodes = numa_nodes()
     if node not in nodes:
         raise ArenaError(f"there is no NUMA node {node}; there are {', '.join(map(str, nodes)) or 'none'}")
-    number = _MBIND.get(platform.machine())
+
+
+def place(memory: NDArray[np.uint8], node: int) -> None:
+    """Take pages from this NUMA node as long as it has any (a strict choice would end in the OOM killer).
+
+    Raises ArenaError when the process may not choose.
+    """
     mask = ctypes.c_uint64 * (node // 64 + 1)
     wanted = mask(*([0] * (node // 64)), 1 << node % 64)
     start, num_bytes = _whole_pages(memory)
-    # The kernel takes the number of bits plus one.
-    arguments = (ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MPOL_PREFERRED, wanted)
-    if number is None or _libc.syscall(number, *arguments, ctypes.c_ulong(len(wanted) * 64 + 1), 0):
+    memory_range = ctypes.c_void_p(start), ctypes.c_size_t(num_bytes)
+    num_bits = ctypes.c_ulong(len(wanted) * 64 + 1)  # the kernel wants one more
+    mbind = ctypes.c_long(_MBIND.get(platform.machine(), -1))
+    if _libc.syscall(mbind, *memory_range, _MPOL_PREFERRED, wanted, num_bits, 0):
         raise ArenaError(f"can't place the arena on NUMA node {node}: {_last_error()}")
 
 

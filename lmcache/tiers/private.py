@@ -10,7 +10,7 @@ import numpy as np
 
 from lmcache.tiers.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.base import ArenaError, Geometry
-from lmcache.tiers.pages import discard, place, populate, prefer_huge_pages
+from lmcache.tiers.pages import check_node, discard, place, populate, prefer_huge_pages
 from lmcache.tiers.slots import SlotTable
 
 _STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
@@ -41,6 +41,7 @@ class PrivateArena:
             raise ArenaError(f"can't have {num_bytes} bytes of memory: {error.strerror}") from error
         self._data = np.frombuffer(self._map, np.uint8)
         if numa_node is not None:
+            check_node(numa_node)
             place(self._data, numa_node)
         if huge_pages:
             prefer_huge_pages(self._data)

@@ -20,7 +20,7 @@ OWNER = b"o" * 16
 class Growing:
     """An arena that is populated in the background, and a way to wait for it."""
 
-    def __init__(self, path, **options: bool | int) -> None:
+    def __init__(self, path, **options: bool) -> None:
         self.arena = ArenaFile(path, CAPACITY, **options)
         self._changed = threading.Condition()
 
@@ -145,7 +145,7 @@ def test_it_is_never_smaller_than_an_extent_nor_larger_than_its_capacity(growing
 
 
 def test_it_may_be_resized_while_it_is_populated(tmp_path):
-    growing = Growing(tmp_path / "arena", huge_pages=True, numa_node=0)
+    growing = Growing(tmp_path / "arena", huge_pages=True)
     arena = growing.arena
     arena.format(GEOMETRY)
     small = arena.rows_within(CAPACITY // 4)
@@ -163,3 +163,10 @@ def test_it_may_be_resized_while_it_is_populated(tmp_path):
     arena.format(Geometry(128 << 10, 1))
     growing.wait_for(lambda: 0 < arena.ready_rows == arena.rows_within(CAPACITY // 4))
     arena.close()
+
+
+def test_a_numa_node_that_does_not_exist_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("lmcache.tiers.pages.numa_nodes", lambda: [0, 1])
+    with pytest.raises(ArenaError, match="no NUMA node 7; there are 0, 1"):
+        ArenaFile(tmp_path / "arena", CAPACITY, numa_node=7)
+    assert not (tmp_path / "arena").exists()
