@@ -207,12 +207,7 @@ class LMCacheEngine:
                 *model.shape[dim + 1 :],
             ]
             if not fits or chunk.dtype != model.dtype:
-                _log.warning(
-                    "A chunk of shape %s and %s is none of %d tokens here: taken as a miss",
-                    tuple(chunk.shape),
-                    chunk.dtype,
-                    length,
-                )
+                _log.warning("Taken as a miss: %s of %s for %d tokens", chunk.shape, chunk.dtype, length)
                 break
             usable.append(chunk)
         return usable

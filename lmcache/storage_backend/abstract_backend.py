@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 
 from lmcache.logging import init_logger
-from lmcache.storage_backend.chunk_source import ChunkSource
+from lmcache.storage_backend.chunk_source import Chunks, Keys
 from lmcache.utils import CacheEngineKey
 
 _log = init_logger(__name__)
@@ -68,19 +68,15 @@ class LMCBackendInterface(abc.ABC):
     # overrides them. ``request`` names the prompt whose chunks these are: of those the last goes first, since
     # none is of use without those before it.
 
-    def prefix_length(self, keys: Sequence[CacheEngineKey]) -> int:
+    def prefix_length(self, keys: Keys) -> int:
         """Return how many leading chunks are here; does not count as using them."""
         return sum(1 for _ in itertools.takewhile(self.contains, keys))
 
-    def touch(  # noqa: B027 - a backend that orders nothing has nothing to do
-        self, keys: Sequence[CacheEngineKey], request: Hashable
-    ) -> None:
+    def touch(self, keys: Keys, request: Hashable) -> None:  # noqa: B027 - for one that orders its chunks
         """``keys`` begin at the prompt's head: the leading ones that are here are used."""
 
     @contextlib.contextmanager
-    def prefix(
-        self, keys: Sequence[CacheEngineKey], request: Hashable = None
-    ) -> Iterator[list[torch.Tensor]]:
+    def prefix(self, keys: Keys, request: Hashable = None) -> Iterator[list[torch.Tensor]]:
         """Give the leading chunks that are here, to be read inside the ``with`` block only, on any device."""
         chunks: list[torch.Tensor] = []
         for chunk in self.batched_get(keys):
@@ -89,12 +85,7 @@ class LMCBackendInterface(abc.ABC):
             chunks.append(chunk)
         yield chunks
 
-    def put_chunks(
-        self,
-        chunks: Iterable[tuple[CacheEngineKey, ChunkSource]],
-        blocking: bool = True,
-        request: Hashable = None,
-    ) -> int:
+    def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
         """Put chunks that are not one tensor yet, and return how many, as ``batched_put`` does.
 
         The caller may change what they come from afterwards, whether ``blocking`` or not.

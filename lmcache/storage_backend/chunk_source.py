@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from lmcache.storage_backend import copies
+from lmcache.utils import CacheEngineKey
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,10 @@ class ChunkSource:
 def _copy_layers(parts: Sequence[torch.Tensor], room: torch.Tensor) -> None:
     for target, part in zip(room.flatten(0, 1).unbind(), parts, strict=True):
         copies.copy(target, part)
+
+
+Keys: TypeAlias = Sequence[CacheEngineKey]
+"""Of one prompt's chunks, in their order."""
+
+Chunks: TypeAlias = Iterable[tuple[CacheEngineKey, ChunkSource]]
+"""To be put: made one by one as they are asked for."""

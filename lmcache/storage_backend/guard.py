@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lmcache.storage_backend.faults import FaultLog
+from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.resilience import CircuitBreaker
 
 T = TypeVar("T")
@@ -36,20 +37,18 @@ class Guard:
         """Return what ``operation`` returns, or ``otherwise`` after a fault and while the circuit is open;
         both are counted.
 
-        ValueError is a fault of this key or value, any other one of the medium: no fault of a cache may end
-        an inference, and a connector may be somebody else's.
+        OSError and TierUnavailable are faults of the medium, all others are of this key or value: no fault
+        of a cache may end an inference, and a connector may be somebody else's.
         """
         if self.is_open:
             self._faults.note(f"{what} was not tried", "there are no answers at present")
             return otherwise
         try:
             result = operation()
-        except ValueError as error:
-            self._faults.note(f"{what} failed", error)
-            return otherwise
         except Exception as error:
             self._faults.note(f"{what} failed", error)
-            self._leave_alone()
+            if isinstance(error, (OSError, TierUnavailable)):
+                self._leave_alone()
             return otherwise
         self._breaker.success()
         return result

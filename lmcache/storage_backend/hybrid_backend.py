@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache.storage_backend import copies
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
-from lmcache.storage_backend.chunk_source import ChunkSource
+from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
 from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.local_backend import create_local_backend
 from lmcache.storage_backend.remote_backend import create_remote_backend
@@ -72,7 +72,7 @@ class LMCHybridBackend(LMCBackendInterface):
 
     # ---- what the engine calls ----
 
-    def prefix_length(self, keys: Sequence[CacheEngineKey]) -> int:
+    def prefix_length(self, keys: Keys) -> int:
         """See LMCBackendInterface. A chunk that both lack ends the prefix, whichever has those behind it."""
         length = 0
         while length < len(keys):
@@ -83,14 +83,12 @@ class LMCHybridBackend(LMCBackendInterface):
             length += num_local + num_remote
         return length
 
-    def touch(self, keys: Sequence[CacheEngineKey], request: Hashable) -> None:
+    def touch(self, keys: Keys, request: Hashable) -> None:
         """See LMCBackendInterface."""
         self.local_store.touch(keys, request)
 
     @contextlib.contextmanager
-    def prefix(
-        self, keys: Sequence[CacheEngineKey], request: Hashable = None
-    ) -> Iterator[list[torch.Tensor]]:
+    def prefix(self, keys: Keys, request: Hashable = None) -> Iterator[list[torch.Tensor]]:
         """See LMCBackendInterface. The leading chunks that are local are not copied; the others are kept
         locally as they come."""
         with self.local_store.prefix(keys, request) as chunks:
@@ -100,20 +98,13 @@ class LMCHybridBackend(LMCBackendInterface):
                 chunks.append(chunk)
             yield chunks
 
-    def put_chunks(
-        self,
-        chunks: Iterable[tuple[CacheEngineKey, ChunkSource]],
-        blocking: bool = True,
-        request: Hashable = None,
-    ) -> int:
+    def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
         """See LMCBackendInterface."""
         everything = list(chunks)
         self.local_store.put_chunks(everything, True, request)
         return self.remote_store.put_chunks(everything, blocking, request)
 
-    def _read_through(
-        self, keys: Sequence[CacheEngineKey], request: Hashable
-    ) -> Iterator[torch.Tensor | None]:
+    def _read_through(self, keys: Keys, request: Hashable) -> Iterator[torch.Tensor | None]:
         """Yield one answer per key, in their order. What was here and can't be read is fetched, too."""
         is_local = [self.local_store.contains(key) for key in keys]
         remote = iter(self.remote_store.batched_get(itertools.compress(keys, map(operator.not_, is_local))))

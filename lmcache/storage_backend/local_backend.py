@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache.logging import init_logger
 from lmcache.storage_backend import copies
-from lmcache.storage_backend.chunk_source import ChunkSource
+from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
 from lmcache.storage_backend.chunks_view import ChunksView
 from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.evictor import LRUEvictor
@@ -92,29 +92,22 @@ class LMCLocalBackend(QueuedBackend):
 
     # ---- what the engine calls ----
 
-    def prefix_length(self, keys: Sequence[CacheEngineKey]) -> int:
+    def prefix_length(self, keys: Keys) -> int:
         """See LMCBackendInterface."""
         return self._store.prefix(list(map(self._names, keys)))
 
-    def touch(self, keys: Sequence[CacheEngineKey], request: Hashable) -> None:
+    def touch(self, keys: Keys, request: Hashable) -> None:
         """See LMCBackendInterface."""
         with self._store.pin_prefix(list(map(self._names, keys)), request):
             pass  # what was pinned is used
 
     @contextlib.contextmanager
-    def prefix(
-        self, keys: Sequence[CacheEngineKey], request: Hashable = None
-    ) -> Iterator[list[torch.Tensor]]:
+    def prefix(self, keys: Keys, request: Hashable = None) -> Iterator[list[torch.Tensor]]:
         """Give the leading chunks where they lie: nothing is copied, and nothing evicts them meanwhile."""
         with self._store.pin_prefix(list(map(self._names, keys)), request) as rows:
             yield [self._tensor(row) for row, _ in rows]
 
-    def put_chunks(
-        self,
-        chunks: Iterable[tuple[CacheEngineKey, ChunkSource]],
-        blocking: bool = True,
-        request: Hashable = None,
-    ) -> int:
+    def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
         """See LMCBackendInterface. What is in host memory is copied in now in any case: the private copy that
         not waiting would need costs the caller just as much."""
         num_chunks = 0

@@ -6,14 +6,14 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 
 import torch
 from safetensors.torch import save_file
 
 from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata
 from lmcache.logging import init_logger
-from lmcache.storage_backend.chunk_source import ChunkSource
+from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
 from lmcache.storage_backend.chunks_view import ChunksView
 from lmcache.storage_backend.evictor import LRUEvictor
 from lmcache.storage_backend.guard import Guard
@@ -111,22 +111,17 @@ class LMCLocalDiskBackend(QueuedBackend):
 
     # ---- what the engine calls ----
 
-    def prefix_length(self, keys: Sequence[CacheEngineKey]) -> int:
+    def prefix_length(self, keys: Keys) -> int:
         """See LMCBackendInterface."""
         names = list(map(self._names, keys))
         return self._guard.call("A look", lambda: self._tier.probe(names, 1), 0)
 
-    def touch(self, keys: Sequence[CacheEngineKey], request: Hashable) -> None:
+    def touch(self, keys: Keys, request: Hashable) -> None:
         """See LMCBackendInterface. On a disk, what is used at about the same time goes tail first."""
         names = list(map(self._names, keys))
         self._guard.call("A touch", lambda: self._tier.touch(names, 1), None)
 
-    def put_chunks(
-        self,
-        chunks: Iterable[tuple[CacheEngineKey, ChunkSource]],
-        blocking: bool = True,
-        request: Hashable = None,
-    ) -> int:
+    def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
         """See LMCBackendInterface. A blocking put copies straight into what is written."""
         if not blocking:
             return super().put_chunks(chunks, blocking, request)

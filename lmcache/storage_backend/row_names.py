@@ -17,22 +17,14 @@ class RowNames:
     """Names chunks of one cache. Caches that differ in dtype or shape never share a name."""
 
     def __init__(self, kv_dtype: torch.dtype, kv_shape: Sequence[int]) -> None:
-        self._dtype, self._shape = str(kv_dtype), list(kv_shape)
-        self._namespace = functools.lru_cache(maxsize=64)(self._make_namespace)
+        @functools.lru_cache(maxsize=64)
+        def namespace(fmt: str, model: str, world_size: int, worker_id: int) -> bytes:
+            what: dict[str, keys.Listed] = {"fmt": fmt, "dtype": str(kv_dtype), "shape": list(kv_shape)}
+            return keys.namespace({**what, "model": model, "world_size": world_size, "worker_id": worker_id})
+
+        self._namespace = namespace
 
     def __call__(self, key: CacheEngineKey) -> RowKey:
         """Return the name of a chunk: its namespace, and the SHA-256 of its hash's text."""
         namespace = self._namespace(key.fmt, key.model_name, key.world_size, key.worker_id)
         return namespace + hashlib.sha256(key.chunk_hash.encode()).digest()
-
-    def _make_namespace(self, fmt: str, model_name: str, world_size: int, worker_id: int) -> bytes:
-        return keys.namespace(
-            {
-                "dtype": self._dtype,
-                "shape": self._shape,
-                "fmt": fmt,
-                "model": model_name,
-                "world_size": world_size,
-                "worker_id": worker_id,
-            }
-        )
