@@ -132,7 +132,11 @@ class ArenaFile:
     def rows_within(self, target_bytes: int) -> int:
         """Rows of the whole extents that fit into so many bytes beside head and slot table; at least one
         extent."""
-        return self._rows_within(self._formatted(), target_bytes)
+        layout, extent = self._layout, self._extent_rows
+        if target_bytes >= self._capacity:
+            return layout.num_rows
+        num_extents = (target_bytes - layout.data_offset) // layout.row_bytes // extent
+        return min(layout.num_rows, max(1, num_extents) * extent)
 
     def resize(self, target_bytes: int) -> None:
         """Take or give back memory, extent by extent and in the background, until the ``rows_within`` so many
@@ -141,9 +145,8 @@ class ArenaFile:
         Raises ArenaError, changing nothing, when a row beyond is in use: the memory tier has to ``vacate``
         them first.
         """
-        layout = self._formatted()
         num_rows = self.rows_within(target_bytes)
-        entries = self.table.snapshot(num_rows, layout.num_rows)
+        entries = self.table.snapshot(num_rows, self._formatted().num_rows)
         num_used = int((entries["state"] != State.FREE).any(axis=0).sum())
         if num_used:
             raise ArenaError(f"{num_used} rows beyond {target_bytes} bytes of the arena are in use")
@@ -231,15 +234,15 @@ class ArenaFile:
             return
         self._filled = max(self._filled, rows.stop)
         # Else the arena was made smaller meanwhile, and these rows are to be given back.
-        if rows.start == self._grown and rows.stop <= self._rows_within(self._layout, self._target_bytes):
+        if rows.start == self._grown and rows.stop <= self.rows_within(self._target_bytes):
             self._grown = rows.start if error else rows.stop
 
     def _next_extent(self) -> tuple[Layout, range, bool] | None:
         """Wait for rows to populate (True) or to give back; None when the arena is being closed."""
         with self._changed:
             while not self._closing:
-                layout = self._layout
-                target, extent = self._rows_within(layout, self._target_bytes), self._extent_rows(layout)
+                layout, extent = self._layout, self._extent_rows
+                target = self.rows_within(self._target_bytes)
                 if self._filled > target:
                     return layout, range(max(target, self._filled - extent), self._filled), False
                 if self._grown < target and self.growth_error is None:
@@ -247,15 +250,9 @@ class ArenaFile:
                 self._changed.wait()
         return None
 
-    def _extent_rows(self, layout: Layout) -> int:
-        return max(1, min(_MAX_EXTENT_BYTES, self._capacity // _EXTENTS_PER_ARENA) // layout.row_bytes)
-
-    def _rows_within(self, layout: Layout, target_bytes: int) -> int:
-        if target_bytes >= self._capacity:
-            return layout.num_rows
-        extent = self._extent_rows(layout)
-        num_extents = (target_bytes - layout.data_offset) // layout.row_bytes // extent
-        return min(layout.num_rows, max(1, num_extents) * extent)
+    @property
+    def _extent_rows(self) -> int:
+        return max(1, min(_MAX_EXTENT_BYTES, self._capacity // _EXTENTS_PER_ARENA) // self._layout.row_bytes)
 
     def _take(self, layout: Layout, rows: range) -> None:
         for start, end in layout.pieces(rows):
