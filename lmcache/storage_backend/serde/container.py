@@ -101,10 +101,8 @@ def pack(kind: Kind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[B
 
     Raises ValueError for dtypes and shapes that the format does not hold.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"{dtype} can't be stored")
-    if len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 1 << 32:
-        raise ValueError(f"shape {tuple(shape)} can't be stored")
+    if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 1 << 32:
+        raise ValueError(f"a tensor of {dtype} and shape {tuple(shape)} can't be stored")
     dims = (*shape, *[0] * (MAX_DIMENSIONS - len(shape)))
     payload_bytes = sum(len(part) for part in parts)
     fields = _FIELDS.pack(MAGIC, VERSION, kind, DTYPES.index(dtype), len(shape), payload_bytes, *dims)
