@@ -137,4 +137,5 @@ class LocalStore:
         """All keys, the next victim first; those that are being read, or that nothing evicts, come last."""
         with self._lock:
             victims = dict.fromkeys(map(self._rows.table.key, self._rows.policy.victims()))
-            return [*victims, *(key for key in self._rows.index if key not in victims)]
+            ordered = victims | dict.fromkeys(self._rows.index)
+            return [key for key in ordered if self._rows.find(key) is not None]
