@@ -23,6 +23,7 @@ NAMES = {
     "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
     "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
+    "blend": "answers from blended KV against those of a full prefill, by recompute ratio",
     "remote": "loads and stores of 4 MiB parts over one connection, against bare loops on the same Redis",
     "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
     "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",

@@ -71,7 +71,7 @@ def simulate(requests: Iterable[Request], num_rows: int, policy: Policy) -> floa
         for block in request.blocks[len(hits) :]:
             if block in rows:  # its head was evicted, or refused; the engine finds it there when it stores
                 continue
-            row = free.pop() if free else next(policy.victims(), None)
+            row = free.pop() if free else next(policy.victims(request_id), None)
             if row is None:
                 break
             policy.remove(row)

@@ -36,8 +36,9 @@ class Policy(Protocol):
     def remove(self, row: int) -> None:
         """The row is in use, or gone; ignored when not held."""
 
-    def victims(self) -> Iterator[int]:
-        """Rows in the order in which they should go; ends with the first change."""
+    def victims(self, sparing: Hashable = None) -> Iterator[int]:
+        """Rows in the order in which they should go, but for those of the group ``sparing``: a chunk that
+        takes the place of one before it in its chain is of no use. Ends with the first change."""
 
 
 class NoEviction:
@@ -52,7 +53,7 @@ class NoEviction:
     def remove(self, row: int) -> None:
         """Ignored."""
 
-    def victims(self) -> Iterator[int]:
+    def victims(self, sparing: Hashable = None) -> Iterator[int]:
         """Yield nothing."""
         return iter(())
 
@@ -127,11 +128,15 @@ class LRU:
         else:
             self._set_ends(group, group.oldest, older)
 
-    def victims(self) -> Iterator[int]:
+    def victims(self, sparing: Hashable = None) -> Iterator[int]:
         """Yield the oldest group's rows, the last one first, then the next group's."""
+        spared = self._groups.get(sparing)
         row = self._younger[0]
         while row:
-            yield row - 1
+            if spared and row == spared.oldest:
+                row = spared.youngest
+            else:
+                yield row - 1
             row = self._younger[row]
 
     def _insert(self, row: int, older: int) -> None:

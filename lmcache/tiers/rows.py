@@ -127,7 +127,9 @@ class Rows:
         self, key: RowKey, num_slots: int, request: Hashable, *, depth: int = 0, tenant: bytes = b""
     ) -> OpenRow | None:
         """Take a row for the key, evicting what has to go; None when nothing can."""
-        number = self._take(num_slots) if num_slots <= self.allocator.slots_per_frame else None
+        # What replaces its predecessor frees that one's slots next: nothing of its chain is lost for it.
+        sparing = None if key in self.index else request
+        number = self._take(num_slots, sparing) if num_slots <= self.allocator.slots_per_frame else None
         if number is None:
             self.stats.refused += 1
             return None
@@ -251,16 +253,16 @@ class Rows:
             return "quarantined"
         return "reserved" if writers else None
 
-    def _take(self, num_slots: int) -> int | None:
+    def _take(self, num_slots: int, sparing: Hashable) -> int | None:
         for _ in range(_MAX_EVICTIONS):
             number = self.allocator.take(num_slots, self._usable_frames)
             if number is not None:
                 return number
-            if self._usable_frames == 0 or self.is_holding_adopted or not self._make_room(num_slots):
+            if self._usable_frames == 0 or self.is_holding_adopted or not self._make_room(num_slots, sparing):
                 break
         return None
 
-    def _make_room(self, num_slots: int) -> bool:
+    def _make_room(self, num_slots: int, sparing: Hashable) -> bool:
         """Free the slots of one row, whichever can be spared most easily (they may lie beyond what is usable:
         of no use there)."""
         if self.dropped:
@@ -270,7 +272,7 @@ class Rows:
         if number >= 0 and self._clock() - since > INCOMPLETE_SECONDS:
             self._evict(number)
             return True
-        for victim in itertools.islice(self.policy.victims(), _MAX_EVICTIONS):
+        for victim in itertools.islice(self.policy.victims(sparing), _MAX_EVICTIONS):
             for leaving in self.allocator.ways_to_free(victim, num_slots):
                 if not any(map(self._user, leaving)):
                     for number in leaving:

@@ -63,8 +63,8 @@ class Order:
     def __init__(self) -> None:
         self.requests: list[tuple[Hashable, list[int]]] = []
 
-    def victims(self) -> list[int]:
-        return [row for _, rows in self.requests for row in reversed(rows)]
+    def victims(self, sparing: Hashable = None) -> list[int]:
+        return [row for name, rows in self.requests if not name or name != sparing for row in reversed(rows)]
 
     def remove(self, row: int) -> None:
         left = [(name, [other for other in rows if other != row]) for name, rows in self.requests]

@@ -34,7 +34,7 @@ def test_a_prefix_hits_up_to_its_first_missing_block():
 
 def test_a_tail_goes_before_its_head():
     requests = [Request(0, (1, 2, 3)), Request(1, (1, 2, 3))]
-    assert simulate(requests, 2, LRU(2)) == 1 / 6
+    assert simulate(requests, 2, LRU(2)) == 2 / 6
 
 
 def test_without_eviction_what_came_first_stays():

@@ -115,9 +115,8 @@ def test_defect_14_tails_go_before_heads(payloads):
 
 def test_defect_14_a_prompt_longer_than_the_cache_keeps_its_head():
     payloads = Payloads(2 * FULL)
-    for number in range(3):
-        payloads.put(number, request="prompt")
-    assert payloads.store.prefix(keys(0, 1, 2)) == 1
+    assert [payloads.put(number, request="prompt") for number in range(3)] == [True, True, False]
+    assert payloads.store.prefix(keys(0, 1, 2)) == 2
 
 
 def test_defect_15_a_partial_chunk_takes_what_it_needs():

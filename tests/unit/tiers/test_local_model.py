@@ -56,7 +56,8 @@ class LocalMachine(RuleBasedStateMachine):
             if fails:
                 raise ValueError
 
-        gone, fits = self.make_room(max(1, -(-length // SLOT)))
+        sparing = None if number in self.present else request
+        gone, fits = self.make_room(max(1, -(-length // SLOT)), sparing)
         try:
             assert self.store.put(KEYS[number], length, fill, request=request) == fits
         except ValueError:
@@ -79,7 +80,7 @@ class LocalMachine(RuleBasedStateMachine):
     def taken(self) -> set[int]:
         return {slot for place in self.present.values() for slot in self.slots(place)} | self.held()
 
-    def make_room(self, num_slots: int) -> tuple[list[int], bool]:
+    def make_room(self, num_slots: int, sparing: str | None) -> tuple[list[int], bool]:
         """Which keys go for a payload of so many slots, and whether there is room for it then."""
         gone: list[int] = []
         held = self.held()
@@ -90,7 +91,7 @@ class LocalMachine(RuleBasedStateMachine):
             runs = self.runs(num_slots, self.usable)
             if num_slots <= FRAME and any(taken.isdisjoint(run) for run in runs):
                 return gone, True
-            victims = [number for number in self.order.victims() if number not in gone]
+            victims = [number for number in self.order.victims(sparing) if number not in gone]
             ways = (way for victim in victims for way in self.ways_to_free(victim, num_slots, {*gone}, held))
             way = next(ways, None)
             if way is None or not self.usable or num_slots > FRAME:

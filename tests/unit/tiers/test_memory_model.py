@@ -71,7 +71,7 @@ class MemoryMachine(RuleBasedStateMachine):
             elif not row.used and not row.visible:
                 row.idle_since = self.now
 
-    def may_take(self) -> list[int]:
+    def may_take(self, request: str | None) -> list[int]:
         """Return the rows of which the tier must take one now; none: it must refuse."""
         free = sorted(set(range(NUM_ROWS)) - self.rows.keys())
         if free:
@@ -83,7 +83,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if idle:
             oldest = min(row.idle_since for row in idle)
             return [row.slot.row for row in idle if row.idle_since == oldest]
-        return [number for number in self.order.victims() if not self.rows[number].pins][:1]
+        return [number for number in self.order.victims(request) if not self.rows[number].pins][:1]
 
     def take(self, number: int) -> None:
         self.rows.pop(number, None)
@@ -131,7 +131,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.seal(key)
 
     def check_new_row(self, key: bytes, column: int, owner: bytes, request: str | None) -> None:
-        allowed = self.may_take()
+        allowed = self.may_take(request)
         result, slot = self.tier.reserve(
             key, column, owner, length=SLOT_BYTES, request=request, tenant=tenant_of(key)
         )

@@ -98,6 +98,7 @@ def test_least_recently_used_against_lists(calls):
             policy.remove(rows)
             oracle.remove(rows)
         assert order(policy) == oracle.victims()
+        assert list(policy.victims(sparing="a")) == oracle.victims(sparing="a")
     for row in range(8):
         policy.remove(row)
     assert not policy._groups
