@@ -38,6 +38,7 @@ class FaultyTier:
         self.open = threading.Event()
         self.open.set()
         self.is_sick = False
+        self.is_full = False
         self.num_waiting = 0
 
     def _enter(self, name: str) -> None:
@@ -76,7 +77,7 @@ class FaultyDisk(FaultyTier):
 
     def store(self, key, column, payload, label):
         self._enter("store")
-        return self.disk.store(key, column, payload, label)
+        return not self.is_full and self.disk.store(key, column, payload, label)
 
     def touch(self, keys, num_columns):
         self._enter("touch")
@@ -93,7 +94,6 @@ class FakeTier(FaultyTier):
         self.objects: dict[tuple[bytes, int], bytes] = {}
         self.touched: Counter[bytes] = Counter()
         self.labels: set[bytes] = set()
-        self.is_full = False
 
     def probe(self, keys, num_columns):
         self._enter("probe")

@@ -15,14 +15,13 @@ from typing import TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache.tiers.base import Reserved, Slot
 from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.stats import Unwritten
 from lmcache.tiers.tiered import Admit
 from tests.harness.tiered_world import (
-    NUM_COLUMNS,
     OWNER,
     SIZE,
     FakeTier,
@@ -35,12 +34,14 @@ from tests.harness.tiered_world import (
 
 T = TypeVar("T")
 
-NUM_ROWS = 12
-KEYS = chain(20)
-COLUMNS = range(NUM_COLUMNS)
+NUM_ROWS = 16
+NUM_QUEUED = NUM_ROWS // 4  # that a queue of writes takes
+KEYS = chain(32)
+COLUMNS = (0, 1)
 
 parts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 6)).map(lambda p: KEYS[p[0] : p[0] + p[1]])
 tiers = st.sampled_from(["disk", "remote"])
+states = st.sampled_from(["well", "sick", "held", "full"])
 
 
 class Errors(logging.Handler):
@@ -66,9 +67,15 @@ class Tiered(RuleBasedStateMachine):
         self.leases: dict[str, dict[bytes, Slot]] = {}
         self.writes: list[tuple[list[bytes], asyncio.Task[set[Unwritten]]]] = []
         self.acknowledged: set[tuple[bytes, str]] = set()
-        self.damaged: set[tuple[bytes, str]] = set()  # found out when it is read, not when it is written
+        self.damaged: set[tuple[bytes, str]] = set()
         self.admit = Admit.ALL
         self.open_world(None)
+
+    @initialize()
+    def fill_all_tiers(self):
+        for first in range(0, NUM_ROWS, NUM_QUEUED):
+            self.put(KEYS[first : first + NUM_QUEUED], COLUMNS)
+            assert self.run(self.world.store.drain(10))
 
     def run(self, work) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, 20))
@@ -122,9 +129,10 @@ class Tiered(RuleBasedStateMachine):
 
             self.run(commit())
 
-    @rule(keys=parts)
-    def put_through(self, keys):
+    @rule(keys=parts, name=tiers, state=states)
+    def put_through(self, keys, name, state):
         """Only rows that this call completes are its business."""
+        self.change(name, state)
         self.put(keys, (0,))
         reserved = self.reserve(keys, 1)
         mine = [(key, answer.slot) for key, answer in zip(keys, reserved, strict=True) if answer.slot]
@@ -139,15 +147,23 @@ class Tiered(RuleBasedStateMachine):
         slots = [answer.slot for answer in self.reserve(keys, column) if answer.slot]
         self.world.store.abort(slots, column, OWNER)
 
-    @rule(keys=parts, request=st.sampled_from("abc"), chunk_seconds=st.sampled_from([0.0, 1e-9, 1.0]))
-    def lookup(self, keys, request, chunk_seconds):
+    @rule(
+        keys=parts,
+        request=st.sampled_from("abc"),
+        chunk_seconds=st.sampled_from([0.0, 1e-9, 1.0]),
+        repeats=st.integers(1, 3),
+    )
+    def lookup(self, keys, request, chunk_seconds, repeats):
         async def lookup():
-            return self.world.lookup(keys, request, chunk_seconds)
+            found = self.world.lookup(keys, request, chunk_seconds)
+            await asyncio.sleep(0.004 if repeats > 1 else 0)
+            return found
 
-        found = self.run(lookup())
-        (slots,) = found.slots
-        assert len(slots) <= found.num_resident <= found.num_resident + found.num_pending <= len(keys)
-        self.leases.setdefault(request, {}).update(zip(keys, slots, strict=False))
+        for _ in range(repeats):
+            found = self.run(lookup())
+            (slots,) = found.slots
+            assert len(slots) <= found.num_resident <= found.num_resident + found.num_pending <= len(keys)
+            self.leases.setdefault(request, {}).update(zip(keys, slots, strict=False))
 
     @rule(request=st.sampled_from("abc"))
     def release(self, request):
@@ -156,38 +172,32 @@ class Tiered(RuleBasedStateMachine):
 
     # ---- faults ----
 
-    @rule(name=tiers, kind=st.sampled_from(["sick", "held"]))
-    def hurt(self, name, kind):
-        if kind == "sick":
-            self.tiers[name].is_sick = True
-        else:
-            self.tiers[name].open.clear()
+    @rule(name=tiers, state=states)
+    def change(self, name, state):
+        tier = self.tiers[name]
+        tier.is_sick = state == "sick"
+        tier.is_full = state == "full"
+        (tier.open.clear if state == "held" else tier.open.set)()
 
-    @rule(name=tiers)
-    def heal(self, name):
-        self.tiers[name].is_sick = False
-        self.tiers[name].open.set()
+    @rule(name=tiers, keys=parts, column=st.integers(0, 1), is_gone=st.booleans(), is_read=st.booleans())
+    def damage(self, name, keys, column, is_gone, is_read):
+        """A tier finds out when it reads an object, not when it is to write it again."""
+        for key in keys:
+            self.damaged.add((key, name))
+            if name == "disk":
+                self.damage_file(key, column, is_gone)
+            elif is_gone:
+                self.tiers[name].objects.pop((key, column), None)
+            elif (key, column) in self.tiers[name].objects:
+                self.tiers[name].objects[key, column] = FakeTier.INVALID
+        if is_read:
+            self.restart("lost", self.admit, keys)
 
-    @rule(key=st.sampled_from(KEYS), column=st.integers(0, 1), is_lost=st.booleans())
-    def damage_remote(self, key, column, is_lost):
-        objects = self.tiers["remote"].objects
-        self.damaged.add((key, "remote"))
-        if is_lost:
-            objects.pop((key, column), None)
-        elif (key, column) in objects:
-            objects[key, column] = FakeTier.INVALID
-
-    @rule(key=st.sampled_from(KEYS), column=st.integers(0, 1), cut=st.booleans())
-    def damage_disk(self, key, column, cut):
-        self.damaged.add((key, "disk"))
+    def damage_file(self, key: bytes, column: int, is_gone: bool) -> None:
         for path in self.folder.rglob(f"{key[32:].hex()}.{column}"):
             whole = bytearray(path.read_bytes())
             whole[4096 + 77] ^= 1
-            path.write_bytes(whole[:5000] if cut else whole)
-
-    @rule(is_full=st.booleans())
-    def fill_remote(self, is_full):
-        self.tiers["remote"].is_full = is_full
+            path.unlink() if is_gone else path.write_bytes(whole)
 
     @rule(seconds=st.sampled_from([0.5, 1.5, 11.0, 700.0]))
     def pass_time(self, seconds):
@@ -197,21 +207,23 @@ class Tiered(RuleBasedStateMachine):
     def let_it_work(self, milliseconds):
         self.run(asyncio.sleep(milliseconds / 1000))
 
-    @rule(row=st.integers(0, NUM_ROWS - 1), is_torn=st.booleans(), admit=st.sampled_from(Admit))
-    def restart(self, row, is_torn, admit):
-        """The engine goes, too: else its leases would be in quarantine."""
+    @rule(rows=st.sampled_from(["kept", "torn", "lost"]), admit=st.sampled_from(Admit), keys=parts)
+    def restart(self, rows, admit, keys):
+        """The engine goes, too: else its leases would be in quarantine. Then it asks for what it had."""
         self.heal_all()
         self.run(self.world.store.close())
         self.note_acknowledged()
-        if is_torn:
-            self.world.arena.view(row, 0)[100] ^= 1
+        if rows == "torn":
+            for row in range(0, NUM_ROWS, 2):
+                self.world.arena.view(row, 0)[100] ^= 1
         self.leases.clear()
         self.admit = admit
-        self.open_world(self.world.arena)
+        self.open_world(None if rows == "lost" else self.world.arena)
+        self.lookup(keys, "a", 0.0, 4)
 
     def heal_all(self) -> None:
         for name in self.tiers:
-            self.heal(name)
+            self.change(name, "well")
 
     # ---- what holds ----
 
@@ -269,5 +281,5 @@ class Tiered(RuleBasedStateMachine):
             assert len(self.fill(chain(NUM_ROWS, start=500), column)) == NUM_ROWS
 
 
-Tiered.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+Tiered.TestCase.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 TestTiered = Tiered.TestCase
