@@ -53,6 +53,10 @@ def environment(version: str) -> Path:
     return python
 
 
+Rounds = list[tuple[dict[str, float], dict[str, float]]]
+"""Seconds of theirs and of ours, by what was done."""
+
+
 class Peer:
     """A child that runs one round per line."""
 
@@ -113,12 +117,28 @@ def _against_legacy() -> list[Figure]:
 
 
 def _against_resp() -> list[Figure]:
+    with RedisServer() as server:
+        tcp, socket = _remote_rounds(server, server.url), _remote_rounds(server, server.unix_url)
+    num_bytes = NUM_PARTS * PART_BYTES
+    peer, ours_only = (
+        "of the resp client of lmcache 0.5.6",
+        "the same, ours over a UNIX socket (theirs has none)",
+    )
+    return [
+        *_ratios(f"remote load, {peer}", "load", tcp, 1.3, num_bytes),
+        *_ratios(f"    {ours_only}", "load", socket, 1.3, num_bytes)[::2],
+        *_ratios(f"remote store, {peer}", "store", tcp, 2, num_bytes),
+        *_ratios(f"    {ours_only}", "store", socket, 2, num_bytes)[::2],
+    ]
+
+
+def _remote_rounds(server: RedisServer, url: str) -> Rounds:
     num_bytes = NUM_PARTS * PART_BYTES
     source, target = memoryview(os.urandom(num_bytes)), memoryview(bytearray(num_bytes))
     rounds = []
-    with RedisServer() as server, Peer("0.5.6", "resp.py", server.port, NUM_PARTS, PART_BYTES) as peer:
-        remote = RemoteTier(f"redis://127.0.0.1:{server.port}/0", timeout_seconds=10)
-        for turn in range(ROUNDS + 1):
+    remote = RemoteTier(url, timeout_seconds=10)
+    with Peer("0.5.6", "resp.py", server.port, NUM_PARTS, PART_BYTES) as peer, closing(remote):
+        for turn in range(1 + ROUNDS):
             key = turn.to_bytes(64, "big")  # what is there already would not be written again
             theirs = peer.round()
             mine = {
@@ -129,16 +149,10 @@ def _against_resp() -> list[Figure]:
                 raise RuntimeError("the remote tier did not return what was stored")
             rounds.append((theirs, mine))
             server.client.flushall()
-        remote.close()
-    return [
-        *_ratios("remote load, of the resp client of lmcache 0.5.6", "load", rounds[1:], 1.3, num_bytes),
-        *_ratios("remote store, of the resp client of lmcache 0.5.6", "store", rounds[1:], 2, num_bytes),
-    ]
+    return rounds[1:]
 
 
-def _ratios(
-    what: str, name: str, rounds: list[tuple[dict[str, float], dict[str, float]]], bar: float, num_bytes: int
-) -> list[Figure]:
+def _ratios(what: str, name: str, rounds: Rounds, bar: float, num_bytes: int) -> list[Figure]:
     speedup = statistics.median(theirs[name] / mine[name] for theirs, mine in rounds)
     rates = [
         num_bytes / statistics.median(seconds[name] for seconds in side) / 1e9
