@@ -78,7 +78,9 @@ class CachedModel:
     def _obstacle_of_call(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
         config = kwargs.get("generation_config") or self.model.generation_config
         settings = config.to_dict() | kwargs
-        mask = kwargs.get("attention_mask")
+        mask, padding = kwargs.get("attention_mask"), settings.get("pad_token_id")
+        if mask is None and padding is not None:
+            mask = input_ids != padding  # what ``generate`` takes for the mask
         if input_ids.dim() != 2 or input_ids.shape[0] != 1:
             return f"input_ids are {list(input_ids.shape)}"
         if mask is not None and not bool(mask.all()):
@@ -101,8 +103,8 @@ class CachedModel:
             length = min(int(is_retrieved.sum()), len(tokens) - 1)
             device = self.model.device
             return DynamicCache([tuple(x[None, :, :length].to(device) for x in layer) for layer in kv])
-        except Exception:
-            _log.exception("the prompt's KV could not be retrieved")
+        except Exception as error:
+            _log.warning("the prompt's KV could not be retrieved: %r", error)
             return DynamicCache()
 
     def _store(self, tokens: torch.Tensor, cache: DynamicCache) -> None:
@@ -110,8 +112,8 @@ class CachedModel:
         try:
             kv = tuple((x.keys[0, :, : len(tokens)], x.values[0, :, : len(tokens)]) for x in cache.layers)
             self.engine.store(tokens, kv)
-        except Exception:
-            _log.exception("the prompt's KV could not be stored")
+        except Exception as error:
+            _log.warning("the prompt's KV could not be stored: %r", error)
 
 
 def _obstacle_of_model(model: PreTrainedModel) -> str | None:

@@ -142,9 +142,10 @@ def test_a_fault_of_the_cache_is_none_of_the_model(model, engine, broken, monkey
         (prompt(20), {"cache_implementation": "static"}),
         (prompt(20), {"prompt_lookup_num_tokens": 2}),
         (prompt(20), {"attention_mask": torch.arange(20)[None] > 3}),
+        (torch.nn.functional.pad(prompt(20), (3, 0)), {}),
         (prompt(20), {"position_ids": torch.arange(5, 25)[None]}),
     ],
-    ids=["batch", "beams", "sequences", "no-cache", "static", "assisted", "padding", "positions"],
+    ids=["batch", "beams", "sequences", "no-cache", "static", "assisted", "mask", "padding", "positions"],
 )
 def test_what_cannot_be_cached_runs_untouched(model, engine, inputs, arguments):
     def answer(run):
