@@ -157,9 +157,14 @@ class ExternalRemote(Part):
     """A Redis or Valkey the user runs."""
 
     url: str = field(
-        "redis://host:port/db, without credentials.",
+        "redis://host:port/db, without credentials. Several hosts, joined by commas, are shards. "
+        "Also rediss:// (TLS), redis-sentinel://hosts/service, redis-cluster://hosts. "
+        "Options: prefix, verify.",
         maxLength=512,
-        pattern=r"^redis://[^\s/?#]+(/[0-9]+)?$",
+        pattern=r"^(rediss?://[^\s/?#]+(/[0-9]+)?"
+        r"|rediss?-sentinel://[^\s/?#]+/[^\s/?#]+(/[0-9]+)?"
+        r"|rediss?-cluster://[^\s/?#]+)"
+        r"(\?(prefix|verify)=[A-Za-z0-9_.-]{1,64}(&(prefix|verify)=[A-Za-z0-9_.-]{1,64})?)?$",
         rules=(
             Rule("!self.contains('@')", "credentials belong into authSecretRef", lambda url: "@" not in url),
         ),

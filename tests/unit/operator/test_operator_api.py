@@ -15,6 +15,7 @@ from lmcache_operator.api.parse import InvalidSpec, declared, parse
 from lmcache_operator.api.quantity import format_mebibytes, parse_quantity, quantity_equal
 from lmcache_operator.api.types import Model, Spec, Status
 
+from lmcache.tiers.address import Address
 from tests.harness.operator_model import MINIMAL_SPEC, cluster
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,6 +63,24 @@ def test_an_invalid_spec_is_refused_with_its_path(changes: dict[str, Any], path:
         parse(cluster(**changes))
     assert caught.value.path == path
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://kv",
+        "redis://kv:6379/1",
+        "rediss://kv.cache.svc:6380/0?verify=ca",
+        "redis://kv-0.kv:6379,kv-1.kv:6379,kv-2.kv/2?prefix=team-a",
+        "redis-sentinel://s-0:26379,s-1:26379/mymaster/1",
+        "rediss-cluster://node-0:6379,node-1:6379?prefix=a&verify=none",
+    ],
+)
+def test_a_remote_url_that_is_accepted_means_something_to_the_sidecar(url: str) -> None:
+    spec = parse(cluster(tiers={"remote": {"external": {"url": url}}})).spec
+    assert spec.tiers.remote is not None
+    assert spec.tiers.remote.external is not None
+    Address.parse(spec.tiers.remote.external.url)
 
 
 @pytest.mark.parametrize("spec", [None, 5, [], {}, {"model": 1, "tiers": 2}])
