@@ -5,7 +5,7 @@ from itertools import pairwise, permutations
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 from lmcache.blend.executor import CacheBlendImpl, select_tokens
 from lmcache.blend.interfaces import BlendOutput
@@ -196,13 +196,20 @@ def test_ranks_select_by_the_sum_of_their_differences():
     fresh = torch.zeros(4, NUM_HEADS, HEAD_SIZE)
     differences = [torch.tensor([3.0, 0, 2, 0]), torch.tensor([0.0, 1, 2, 0])]
     for own, other in permutations(differences):
-        impl = executor(0.34, lambda difference, other=other: difference + other)
-        rv = own.sqrt()[:, None, None].expand_as(fresh)
+
+        def all_reduce(difference, other=other):
+            assert difference[3] == 0  # the undefined row reaches no other rank
+            return difference + other
+
+        impl = executor(0.34, all_reduce)
+        rv = own.sqrt()[:, None, None].repeat(1, NUM_HEADS, HEAD_SIZE)
+        rv[3] = float("nan")
         out = batch.blend(impl, 1, rv, rv, fresh, fresh, fresh, batch.positions)
         assert out.local_indices.tolist() == [2, 3]
 
 
 @given(st.integers(1, 200), RATIOS)
+@example(100, 0.29)  # 28 in float64, 29 in float32
 def test_the_number_selected_is_pythons(num_tokens, ratio):
     difference, valid = torch.zeros(num_tokens), torch.ones(num_tokens, dtype=torch.bool)
     selected = select_tokens(difference, valid, torch.tensor([0, num_tokens]), ratio)
