@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 _NUM_READERS = 2
 _NUM_WRITERS = 2
 _MAX_TOUCH = 1024  # rows per operation
+_PAUSE_SECONDS = 0.005  # between two trials, whatever the tier says
 _STUCK_SECONDS = 10.0
 """Tiers have deadlines, but a disk's system call may hang in the kernel: from then on lookups pass it by."""
 
@@ -243,7 +244,7 @@ class Lower:
         """Try a sick tier in the background, so that no lookup ever has to."""
         breaker = self._tier.breaker
         while breaker.is_open:
-            await asyncio.sleep(breaker.seconds_to_trial)
+            await asyncio.sleep(max(_PAUSE_SECONDS, breaker.seconds_to_trial))
             await asyncio.get_running_loop().run_in_executor(self._readers, self._tier.try_again)
         self._up.set()
 
