@@ -42,7 +42,8 @@ def main() -> int:
         description=f"Benchmarks (default: all):\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", default=[name for name in NAMES if name != "peer"])
+    usual = [name for name in NAMES if name != "peer"]
+    parser.add_argument("names", nargs="*", metavar="NAME", default=usual)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     args = parser.parse_args()
     if unknown := set(args.names) - set(NAMES):

@@ -26,5 +26,5 @@ def test_the_stress_finds_what_it_looks_for(monkeypatch):
     allocator = stress.store._rows.allocator
     real = allocator.first_slot
     monkeypatch.setattr(allocator, "first_slot", lambda row: real(row) & ~1)
-    with pytest.raises(AssertionError, match="bytes of|two writers"):
+    with pytest.raises(AssertionError, match=r"bytes of|two writers"):
         stress.run(num_threads=8, seconds=20)
