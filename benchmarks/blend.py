@@ -19,8 +19,8 @@ def run() -> Report:
     naive, computed = means[name_of(0)], means[name_of(RATIO_OF_BAR)]
     falling = [means[name_of(ratio)] for ratio in RATIOS]
     is_monotone = all(before > after for before, after in pairwise(falling))
-    figures = [Figure(f"KL divergence, {name} computed anew", mean, "nats") for name, mean in means.items()]
+    figures = [Figure(f"KL divergence, computed anew: {name}", mean, "nats") for name, mean in means.items()]
     figures.append(Figure("it falls with the ratio", float(is_monotone), "", "always", is_monotone))
-    figures.append(at_most("share of naive reuse's at 15 %", 100 * computed / naive, "%", ALLOWED_PERCENT))
+    figures.append(at_most("at 15 %, of what it is at 0 %", 100 * computed / naive, "%", ALLOWED_PERCENT))
     conditions = f"a small trained Llama, three documents stored alone and a question, {NUM_PROMPTS} prompts"
     return Report("blend", conditions, figures)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -54,7 +55,10 @@ def trained_model(limit_seconds: float = float("inf")) -> LlamaForCausalLM:
     if not target.is_dir():
         scratch = target.with_name(f"{target.name}.{os.getpid()}")
         _train(time.monotonic() + limit_seconds).save_pretrained(scratch)
-        scratch.rename(target)
+        try:
+            scratch.rename(target)
+        except OSError:  # another process was faster
+            shutil.rmtree(scratch)
     return LlamaForCausalLM.from_pretrained(target).eval()
 
 
