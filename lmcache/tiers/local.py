@@ -98,8 +98,7 @@ class LocalStore:
             rows = self._rows.prefix(keys)
             self.stats.hits += len(rows)
             self.stats.misses += len(keys) - len(rows)
-            for row in rows:
-                self._rows.lease(row)
+            self._rows.lease(rows)
             first_slot, length = self._rows.allocator.first_slot, self._rows.table.length
             leased = [(first_slot(row), length(row, 0)) for row in rows]
         try:

@@ -165,20 +165,18 @@ class MemoryTier:
         Asking again under the same id extends the lease. At most half of the usable rows are leased in all.
         """
         lease = self._leases.get(lease_id, {})
-        resident = self._rows.prefix(keys)
-        slots = []
-        for row in resident:
-            if row not in lease:
-                if row not in self._rows.leases and self.num_leased >= self.usable_rows // 2:
-                    break
-                self._rows.lease(row)
-                lease[row] = None
-            slots.append(self._rows.slot(row))
-        if lease:
-            self._leases[lease_id] = lease
-        self._rows.policy.touch([row for row in resident if row not in self._rows.leases], lease_id[1])
+        resident, leases = self._rows.prefix(keys), self._rows.leases
+        room = max(0, self.usable_rows // 2 - len(leases))
+        leased = resident
+        if len(resident) > room:
+            unleased = [position for position, row in enumerate(resident) if row not in leases]
+            leased = resident[: unleased[room]] if len(unleased) > room else resident
+        if new := [row for row in leased if row not in lease]:
+            self._rows.lease(new)
+            self._leases[lease_id] = lease | dict.fromkeys(new)
+        self._rows.policy.touch([row for row in resident[len(leased) :] if row not in leases], lease_id[1])
         self.stats.count_lookup(lease_id, keys, len(resident))
-        return len(resident), slots
+        return len(resident), self._rows.slots(leased)
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease; unknown ids are ignored."""

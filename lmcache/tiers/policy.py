@@ -33,8 +33,8 @@ class Policy(Protocol):
     def touch(self, rows: Sequence[int], group: Hashable) -> None:
         """The rows, head first, were used and may be evicted: they are the head of the group's chain."""
 
-    def remove(self, row: int) -> None:
-        """The row is in use, or gone; ignored when not held."""
+    def remove(self, *rows: int) -> None:
+        """The rows are in use, or gone; ignored when not held."""
 
     def victims(self, sparing: Hashable = None) -> Iterator[int]:
         """Rows in the order in which they should go, but for those of the group ``sparing``: a chunk that
@@ -50,7 +50,7 @@ class NoEviction:
     def touch(self, rows: Sequence[int], group: Hashable) -> None:
         """Ignored."""
 
-    def remove(self, row: int) -> None:
+    def remove(self, *rows: int) -> None:
         """Ignored."""
 
     def victims(self, sparing: Hashable = None) -> Iterator[int]:
@@ -100,8 +100,7 @@ class LRU:
         if not rows:
             return
         rows = list(dict.fromkeys(rows))
-        for row in rows:
-            self.remove(row)
+        self.remove(*rows)
         known = self._recall(group)
         for row in reversed(rows):
             self._insert(row + 1, self._older[0])
@@ -110,23 +109,27 @@ class LRU:
         else:
             self._set_ends(known, known.oldest, rows[0] + 1)
 
-    def remove(self, row: int) -> None:
-        """Forget the row."""
-        row += 1
-        older, younger = self._older[row], self._younger[row]
-        if self._younger[older] != row:
-            return
-        self._younger[older], self._older[younger] = younger, older
-        self._older[row] = self._younger[row] = 0
-        group = self._ends.get(row)
-        if group is None:
-            return
-        if group.oldest == group.youngest:
-            del self._ends[row], self._groups[group.name]
-        elif row == group.oldest:
-            self._set_ends(group, younger, group.youngest)
-        else:
-            self._set_ends(group, group.oldest, older)
+    def remove(self, *rows: int) -> None:
+        """Forget the rows."""
+        older_of, younger_of, ends = self._older, self._younger, self._ends
+        for number in rows:
+            row = number + 1
+            older, younger = older_of[row], younger_of[row]
+            if younger_of[older] != row:
+                continue
+            younger_of[older], older_of[younger] = younger, older
+            older_of[row] = younger_of[row] = 0
+            group = ends.pop(row, None)
+            if group is None:
+                continue
+            if group.oldest == group.youngest:
+                del self._groups[group.name]
+            elif row == group.oldest:
+                group.oldest = younger
+                ends[younger] = group
+            else:
+                group.youngest = older
+                ends[older] = group
 
     def victims(self, sparing: Hashable = None) -> Iterator[int]:
         """Yield the oldest group's rows, the last one first, then the next group's."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -106,9 +106,12 @@ class Rows:
     def prefix(self, keys: Iterable[RowKey]) -> list[int]:
         """Rows of the leading keys."""
         rows = []
+        # ``find``, written out: this is what a lookup costs.
+        index, opened, unverified = self.index, self.open, self.unverified
+        num_frames, usable_frames = self.allocator.num_frames, self._usable_frames
         for key in keys:
-            row = self.find(key)
-            if row is None:
+            row = index.get(key)
+            if row is None or row in opened or unverified[row] or row % num_frames >= usable_frames:
                 break
             rows.append(row)
         return rows
@@ -116,6 +119,10 @@ class Rows:
     def slot(self, row: int) -> Slot:
         """Return the slot of a visible row."""
         return Slot(row, self.table.generation(row))
+
+    def slots(self, rows: Sequence[int]) -> list[Slot]:
+        """Return the slots of visible rows."""
+        return list(map(Slot, rows, self.table.generations(rows)))
 
     def is_visible(self, slot: Slot) -> bool:
         """Is the slot a complete row of the index now?"""
@@ -200,12 +207,12 @@ class Rows:
 
     # ---- use ----
 
-    def lease(self, number: int) -> None:
-        """Keep a visible row from eviction, and out of the policy."""
-        users = self.leases.get(number, 0)
-        if not users:
-            self.policy.remove(number)
-        self.leases[number] = users + 1
+    def lease(self, numbers: Sequence[int]) -> None:
+        """Keep visible rows from eviction, and out of the policy."""
+        leases = self.leases
+        self.policy.remove(*numbers)
+        for number in numbers:
+            leases[number] = leases.get(number, 0) + 1
 
     def end_lease(self, numbers: Iterable[int], request: Hashable) -> None:
         """End one lease on each of these rows, head first; those that nobody else leases were just used."""
@@ -249,9 +256,9 @@ class Rows:
         if number in self.pins:
             return "pinned"
         writers = self.open[number].writers if number in self.open else {}
-        if self.is_holding_adopted or None in writers.values():
-            return "quarantined"
-        return "reserved" if writers else None
+        if writers and None not in writers.values():
+            return "reserved"
+        return "quarantined" if writers or self.is_holding_adopted else None
 
     def _take(self, num_slots: int, sparing: Hashable) -> int | None:
         for _ in range(_MAX_EVICTIONS):

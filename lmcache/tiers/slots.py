@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,6 +117,11 @@ class SlotTable:
     def generation(self, row: int) -> int:
         """Generation under which the row was given last."""
         return self._quads[row * _QUADS + _GENERATION]
+
+    def generations(self, rows: Sequence[int]) -> list[int]:
+        """Return the generations of rows."""
+        quads = self._quads
+        return [quads[row * _QUADS + _GENERATION] for row in rows]
 
     def length(self, row: int, column: int) -> int:
         """Payload bytes in the slot."""
