@@ -102,8 +102,13 @@ class LRU:
         rows = list(dict.fromkeys(rows))
         self.remove(*rows)
         known = self._recall(group)
-        for row in reversed(rows):
-            self._insert(row + 1, self._older[0])
+        older_of, younger_of = self._older, self._younger
+        youngest = older_of[0]
+        for number in reversed(rows):
+            row = number + 1
+            older_of[row], younger_of[youngest] = youngest, row
+            youngest = row
+        younger_of[youngest], older_of[0] = 0, youngest
         if known is None:
             self._remember(group, rows[-1] + 1, rows[0] + 1)
         else:

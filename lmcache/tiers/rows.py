@@ -216,14 +216,19 @@ class Rows:
 
     def end_lease(self, numbers: Iterable[int], request: Hashable) -> None:
         """End one lease on each of these rows, head first; those that nobody else leases were just used."""
-        unused = []
+        leases = self.leases
+        ended = []
         for number in numbers:
-            if not _count_down(self.leases, number):
-                if number in self.open:
-                    self.settle(number)
-                else:
-                    unused.append(number)
-        self.policy.touch(unused, request)
+            users = leases[number] - 1
+            if users:
+                leases[number] = users
+            else:
+                del leases[number]
+                ended.append(number)
+        spoilt = self.open.keys() & ended
+        for number in spoilt:
+            self.settle(number)
+        self.policy.touch([number for number in ended if number not in spoilt], request)
 
     def pin(self, number: int) -> None:
         """Keep a row from eviction."""
@@ -231,7 +236,9 @@ class Rows:
 
     def unpin(self, number: int) -> None:
         """End one ``pin``. Being read by us is not being used: the row keeps its place."""
-        if not _count_down(self.pins, number) and number in self.open:
+        self.pins[number] -= 1
+        if not self.pins[number]:
+            del self.pins[number]
             self.settle(number)
 
     # ---- room ----
@@ -304,13 +311,3 @@ class Rows:
         self.table.free(number)
         self.stats.tenants.leave(self._tenants[number], self.allocator.size(number) * self._bytes_per_slot)
         self.allocator.give(number)
-
-
-def _count_down(counts: dict[int, int], number: int) -> int:
-    """Lower a count; what is left."""
-    left = counts[number] - 1
-    if left:
-        counts[number] = left
-    else:
-        del counts[number]
-    return left
