@@ -22,9 +22,9 @@ import torch
 from benchmarks import engine as ours
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tests.harness.redis_server import RedisServer
+from tools.cache import cache_root
+from tools.processes import RedisServer
 
-CACHE = Path(os.environ.get("LMCACHE_CACHE_DIR") or Path.home() / ".cache" / "lmcache-cluster")
 CHILDREN = Path(__file__).parent / "peers"
 WARM_UP, ROUNDS = 5, 9
 NUM_PARTS = 32
@@ -37,7 +37,7 @@ NEEDS = {
 
 def environment(version: str) -> Path:
     """The Python of a peer's environment, made at the first call."""
-    folder = CACHE / f"peer-{version}"
+    folder = cache_root() / f"peer-{version}"
     python = folder / "bin" / "python"
     stamp = folder / "made"
     if not stamp.exists():

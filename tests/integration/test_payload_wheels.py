@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tools import payload
-from tools.kube import binaries
+from tools.cache import cache_root
 
 
 def uv() -> str:
     """The installer: the machine's own, or the one that the set-up put into the cache."""
-    cached = sorted(binaries.cache_root().glob("uv-*/bin/uv"))
+    cached = sorted(cache_root().glob("uv-*/bin/uv"))
     found = shutil.which("uv") or (str(cached[-1]) if cached else None)
     assert found, "uv is not installed: run `make setup`"
     return found

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tools.blend import prompts
 from tools.blend.prompts import FULL, Size
-from tools.kube.binaries import cache_root
+from tools.cache import cache_root
 
 COURSE = ((350, 48, Size(2, 4)), (100, 24, Size(3, 16)), (150, 12, FULL))
 """Steps, lessons per step, size of the documents."""

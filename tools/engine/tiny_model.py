@@ -7,25 +7,20 @@ ones (``initializer_range``), so that greedy answers depend on the prompt instea
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from pathlib import Path
+
+from tools.cache import cache_root
 
 VOCAB_SIZE = 320
 MAX_TOKENS = 32768
 
 
-def cache_dir() -> Path:
-    """Where things that are costly to make are kept between runs."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lmcache-cluster"
-
-
 def tiny_model() -> Path:
     """Return the model's directory; makes it when it is not there (5 s)."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    target = cache_dir() / f"tiny-llama-{digest}"
+    target = cache_root() / f"tiny-llama-{digest}"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

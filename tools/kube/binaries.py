@@ -28,6 +28,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.cache import cache_root
+
 HERE = Path(__file__).resolve().parent
 KUBERNETES, ETCD, HELM, KWOK, KUBECONFORM = "v1.34.4", "v3.6.4", "v3.18.6", "v0.8.0", "v0.7.0"
 COMPONENTS = (
@@ -83,12 +85,6 @@ PROGRAMS: dict[str, Program] = {
     "kubeconform": Program(f"github.com/yannh/kubeconform/cmd/kubeconform@{KUBECONFORM}", 0.2),
 }
 ALL = tuple(PROGRAMS)
-
-
-def cache_root() -> Path:
-    """What outlives the checkout: programs that take minutes to build."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmcache-cluster"
-    return Path(os.environ.get("LMCACHE_CACHE_DIR") or default)
 
 
 def cache_directory() -> Path:
