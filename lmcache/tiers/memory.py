@@ -171,9 +171,9 @@ class MemoryTier:
         if len(resident) > room:
             unleased = [position for position, row in enumerate(resident) if row not in leases]
             leased = resident[: unleased[room]] if len(unleased) > room else resident
-        if new := [row for row in leased if row not in lease]:
+        if new := dict.fromkeys(row for row in leased if row not in lease):
             self._rows.lease(new)
-            self._leases[lease_id] = lease | dict.fromkeys(new)
+            self._leases[lease_id] = lease | new
         self._rows.policy.touch([row for row in resident[len(leased) :] if row not in leases], lease_id[1])
         self.stats.count_lookup(lease_id, keys, len(resident))
         return len(resident), self._rows.slots(leased)

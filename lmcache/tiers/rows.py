@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from lmcache.tiers.stats import MemoryStats
 # Ranks of one engine store a chunk within one step: by then missing columns will not come any more.
 INCOMPLETE_SECONDS = 30.0
 
+_MAX_DEPTH = (1 << 32) - 1  # that fits a number of 32 bits
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
 
 
@@ -142,7 +143,7 @@ class Rows:
             return None
         row = self.open[number] = OpenRow(key, Slot(number, self.next_generation), request)
         self.next_generation += 1
-        self.depths[number] = depth
+        self.depths[number] = min(depth, _MAX_DEPTH)
         self._tenants[number] = self.stats.tenants.enter(tenant, num_slots * self._bytes_per_slot)
         return row
 
@@ -207,7 +208,7 @@ class Rows:
 
     # ---- use ----
 
-    def lease(self, numbers: Sequence[int]) -> None:
+    def lease(self, numbers: Collection[int]) -> None:
         """Keep visible rows from eviction, and out of the policy."""
         leases = self.leases
         self.policy.remove(*numbers)

@@ -1,0 +1,44 @@
+"""What a client may ask although it makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.tiers.base import Geometry, Reserved
+from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.private import PrivateArena
+
+OWNER = b"o" * 16
+LEASE = (b"engine", "request")
+
+
+def key(number: int) -> bytes:
+    return bytes(32) + number.to_bytes(32, "big")
+
+
+@pytest.fixture
+def memory() -> MemoryTier:
+    tier = MemoryTier(PrivateArena(Geometry(4096, 1), 8))
+    tier.release_adopted()
+    return tier
+
+
+def store(memory: MemoryTier, number: int, depth: int = 0) -> None:
+    reservation = memory.reserve(key(number), 0, OWNER, length=1, depth=depth)
+    assert reservation.result is Reserved.SLOT
+    memory.commit([reservation.slot], 0, OWNER)
+
+
+def test_a_lease_on_a_key_named_twice_ends_with_its_release(memory):
+    store(memory, 1)
+    num_resident, slots = memory.lookup(LEASE, [key(1), key(1)])
+    assert num_resident == 2
+    assert slots[0] == slots[1]
+    memory.release(LEASE)
+    assert memory.num_leased == 0
+
+
+def test_a_chunk_deeper_than_can_be_noted_is_stored(memory):
+    store(memory, 1, depth=1 << 32)
+    assert memory.lookup(LEASE, [key(1)])[0] == 1
+    assert memory.num_used == 1
