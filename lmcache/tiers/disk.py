@@ -192,11 +192,13 @@ class DiskTier:
         return length
 
     def _store(self, name: Name, payload: memoryview, label: bytes) -> bool:
-        if self._contains(name):
-            self._use(name)
+        if self._contains(name) and self._use(name):
             with self._lock:
                 self.stats.touched += 1
             return True
+        if not (self._scan.is_alive() or self.indexed.is_set()):
+            # That opened the circuit, but an operation that was under way has closed it since.
+            raise OSError(errno.EIO, "listing the directory failed")
         self.indexed.wait(max(0.0, self._patience_ends - time.monotonic()))
         index = self._index
         if index is None:
@@ -238,11 +240,12 @@ class DiskTier:
             pass
         return self._directory.write(name, payload, label)
 
-    def _use(self, name: Name) -> None:
+    def _use(self, name: Name) -> bool:
+        """Refresh an object's age. False: somebody else has deleted it."""
         with self._lock:
             if self._index is not None:
                 self._index.use(name)
-        self._directory.refresh(name)
+        return self._directory.refresh(name)
 
     def _reserve(self, index: Index, num_bytes: int) -> int | None:
         """Take room, evicting. None: there is not so much."""
@@ -284,7 +287,7 @@ class DiskTier:
         self._scan.start()
 
     def _build_index(self) -> None:
-        index, names, sizes, mtimes = Index(self._capacity), [], array("Q"), array("q")
+        index, names, sizes, mtimes = Index(self._capacity), [], array("Q"), array("d")
         try:
             for name, num_bytes, mtime in self._directory.scan():
                 names.append(name)
@@ -292,7 +295,7 @@ class DiskTier:
                 mtimes.append(mtime)
                 if self._closing:
                     return
-            oldest_first = np.argsort(np.frombuffer(mtimes, np.int64), kind="stable")
+            oldest_first = np.argsort(np.frombuffer(mtimes), kind="stable")
             for start in range(0, len(names), _SLICE):
                 time.sleep(0)
                 for position in oldest_first[start : start + _SLICE].tolist():

@@ -166,10 +166,13 @@ class Directory:
             self._delete(temporary)
             raise
 
-    def refresh(self, name: Name) -> None:
-        """Note that an object was used."""
-        with contextlib.suppress(*_ABSENT):
+    def refresh(self, name: Name) -> bool:
+        """Note that an object was used. False: there is none."""
+        try:
             os.utime(path_of(name), ns=_now(), dir_fd=self._root, follow_symlinks=False)
+        except _ABSENT:
+            return False
+        return True
 
     def remove(self, name: Name) -> bool:
         """Delete an object. False: there is none."""

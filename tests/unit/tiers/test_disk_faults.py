@@ -165,6 +165,13 @@ class TestWrongFiles:
         assert store(tier, 1)
         assert load(tier, 1) == content(1, PAGE)
 
+    def test_a_store_of_what_somebody_else_deleted_writes_it(self, path, tier):
+        store(tier, 1)
+        file_of(path, 1).unlink()
+        assert store(tier, 1)
+        assert load(tier, 1) == content(1, PAGE)
+        assert tier.num_bytes == taken_bytes(path) == 2 * PAGE
+
     def test_of_others_are_left_alone(self, path, tier, restart):
         store(tier, 1)
         folder = file_of(path, 1).parent
@@ -283,6 +290,25 @@ class TestSickVolume:
         assert tier.try_again()
         assert tier.indexed.wait(10)
         assert tier.num_bytes == 2 * PAGE
+
+    def test_a_scan_that_failed_is_not_forgotten_for_a_load_that_was_under_way(self, tier, restart):
+        store(tier, 1)
+        with failing("fwalk", errno.EIO):
+            tier = restart()
+            tier._scan.join()
+        tier.breaker.success()
+        with pytest.raises(TierUnavailable):
+            store(tier, 2)
+        assert tier.try_again()
+        assert store(tier, 2)
+
+    def test_a_clock_that_was_far_ahead_stops_no_scan(self, path, tier, restart):
+        store(tier, 1)
+        store(tier, 2)
+        os.utime(file_of(path, 1), ns=(1 << 63, 1 << 63))
+        tier = restart()
+        assert tier.indexed.wait(10)
+        assert tier.keys() == [key_of(1), key_of(2)]  # of what was used together the last goes first
 
     def test_a_start_that_fails_says_why(self, path):
         with failing("pwritev", errno.EROFS), pytest.raises(DiskError, match="Read-only file system"):
