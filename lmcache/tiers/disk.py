@@ -132,8 +132,9 @@ class DiskTier:
             _log.debug("disk tier %s is still away: %s", self._directory.path, error)
             return False
         self.breaker.trial_succeeded()
-        if not self.indexed.is_set() and not self._scan.is_alive():
-            self._start_scan()
+        with self._lock:  # several may try at once
+            if not self.indexed.is_set() and not self._scan.is_alive():
+                self._start_scan()
         _log.info("disk tier %s is back", self._directory.path)
         return True
 
@@ -151,14 +152,11 @@ class DiskTier:
         try:
             yield
         except OSError as error:
-            self._fail(error)
+            self.breaker.failure()
+            with self._lock:
+                self.stats.failures += 1
+            _log.warning("disk tier %s: %s", self._directory.path, error)
             raise TierUnavailable(f"disk tier {self._directory.path}: {error}") from error
-
-    def _fail(self, error: OSError) -> None:
-        self.breaker.failure()
-        with self._lock:
-            self.stats.failures += 1
-        _log.warning("disk tier %s: %s", self._directory.path, error)
 
     def _contains(self, name: Name) -> bool:
         with self._lock:
@@ -197,8 +195,7 @@ class DiskTier:
                 self.stats.touched += 1
             return True
         if not (self._scan.is_alive() or self.indexed.is_set()):
-            # That opened the circuit, but an operation that was under way has closed it since.
-            raise OSError(errno.EIO, "listing the directory failed")
+            raise OSError(errno.EIO, "the directory could not be listed")
         self.indexed.wait(max(0.0, self._patience_ends - time.monotonic()))
         index = self._index
         if index is None:
@@ -307,7 +304,8 @@ class DiskTier:
                 if self._closing:
                     return
         except OSError as error:
-            self._fail(error)
+            # The next store opens the circuit: who opens it is whoever tries again.
+            _log.warning("disk tier %s can't be listed: %s", self._directory.path, error)
             return
         with self._lock:
             for name in self._removed:

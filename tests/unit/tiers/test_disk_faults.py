@@ -7,6 +7,8 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -281,26 +283,41 @@ class TestSickVolume:
         assert store(tier, 2)
         assert not path.exists()
 
-    def test_a_scan_that_fails_is_made_again(self, tier, restart):
+    def test_a_scan_that_fails_is_made_again_once_somebody_stores(self, tier, restart):
         store(tier, 1)
         with failing("fwalk", errno.EIO):
             tier = restart()
             tier._scan.join()
-            check_away(tier)
+        assert load(tier, 1) == content(1, PAGE)
+        with pytest.raises(TierUnavailable):
+            store(tier, 2)
+        check_away(tier)
         assert tier.try_again()
         assert tier.indexed.wait(10)
         assert tier.num_bytes == 2 * PAGE
-
-    def test_a_scan_that_failed_is_not_forgotten_for_a_load_that_was_under_way(self, tier, restart):
-        store(tier, 1)
-        with failing("fwalk", errno.EIO):
-            tier = restart()
-            tier._scan.join()
-        tier.breaker.success()
-        with pytest.raises(TierUnavailable):
-            store(tier, 2)
-        assert tier.try_again()
         assert store(tier, 2)
+
+    def test_of_many_that_try_at_once_one_lists_the_directory(self, tier, monkeypatch):
+        tier.indexed.wait(10)
+        may_end, num_threads = threading.Event(), 16
+        everybody = threading.Barrier(num_threads)
+        scans = []
+
+        def scan() -> list:
+            scans.append(1)
+            may_end.wait(10)
+            return []
+
+        monkeypatch.setattr(tier._directory, "scan", scan)
+        monkeypatch.setattr(tier._directory, "check", everybody.wait)
+        tier._scan.join()
+        tier.indexed.clear()
+        with ThreadPoolExecutor(num_threads) as pool:
+            assert all(pool.map(lambda _: tier.try_again(), range(num_threads)))
+        may_end.set()
+        assert tier.indexed.wait(10)
+        tier._scan.join()
+        assert scans == [1]
 
     def test_a_clock_that_was_far_ahead_stops_no_scan(self, path, tier, restart):
         store(tier, 1)
