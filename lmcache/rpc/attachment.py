@@ -17,8 +17,8 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import Copies, Session
-from lmcache.tiers.arena import MappedColumn, map_column
 from lmcache.tiers.base import ArenaError
+from lmcache.tiers.mapping import MappedColumn
 
 _ATTACH_SECONDS = 2.0
 """Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""
@@ -122,7 +122,7 @@ class Attachment:
         path = Path(attached.arena_path)
         if not path.exists():  # mounted elsewhere in this container
             path = Path(self._socket_path).parent / path.name
-        return map_column(
+        return MappedColumn(
             path, attached.table_offset, attached.column_offset, attached.slot_bytes, attached.num_rows
         )
 

@@ -17,8 +17,8 @@ from google.protobuf.message import Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import RpcRefused, SidecarError, SidecarUnavailable, StaleSession
-from lmcache.tiers.arena import MappedColumn
 from lmcache.tiers.base import Reservation, Reserved, Slot
+from lmcache.tiers.mapping import MappedColumn
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
 

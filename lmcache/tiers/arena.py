@@ -25,14 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lmcache.tiers.base import ArenaError, Geometry
-from lmcache.tiers.layout import HEAD_BYTES, PAGE_BYTES, Head, Layout
-from lmcache.tiers.mapping import MappedColumn, map_column
+from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry
+from lmcache.tiers.layout import HEAD_BYTES, Head, Layout
 from lmcache.tiers.pages import check_node, collapse, place, populate, prefer_huge_pages, punch_hole
 from lmcache.tiers.room import check_room
 from lmcache.tiers.slots import ENTRY, SlotTable, State
-
-__all__ = ["ArenaFile", "MappedColumn", "map_column"]
 
 _log = logging.getLogger(__name__)
 
@@ -145,8 +142,8 @@ class ArenaFile:
         Raises ArenaError, changing nothing, when a row beyond is in use: the memory tier has to ``vacate``
         them first.
         """
-        num_rows = self.rows_within(target_bytes)
-        entries = self.table.snapshot(num_rows, self._formatted().num_rows)
+        layout, num_rows = self._formatted(), self.rows_within(target_bytes)
+        entries = self.table.snapshot(num_rows, layout.num_rows)
         num_used = int((entries["state"] != State.FREE).any(axis=0).sum())
         if num_used:
             raise ArenaError(f"{num_used} rows beyond {target_bytes} bytes of the arena are in use")

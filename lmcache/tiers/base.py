@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 KEY_BYTES = 32
 """Length of a chunk key and of a namespace (both SHA-256)."""
 
+PAGE_BYTES = 4096
+"""Slots of an arena and objects on disk are whole pages."""
+
 RowKey = bytes
 """64 bytes, namespace + chunk key: what the memory tier indexes and lower tiers name objects by."""
 
@@ -27,6 +30,11 @@ RowKey = bytes
 def split_row_key(key: RowKey) -> tuple[bytes, bytes]:
     """Take a row key apart into (namespace, chunk key)."""
     return key[:KEY_BYTES], key[KEY_BYTES:]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return -(-number // multiple) * multiple
 
 
 class Slot(NamedTuple):
@@ -90,7 +98,7 @@ class TierUnavailable(TierError):
 class Geometry:
     """What fixes the arena's slots. Two engines with another geometry can't share an arena."""
 
-    slot_bytes: int  # of one column, a multiple of 4096
+    slot_bytes: int  # of one column, whole pages
     num_columns: int
 
 

@@ -29,8 +29,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lmcache.tiers.base import RowKey, TierUnavailable
-from lmcache.tiers.disk_files import FULL, PAGE_BYTES, Directory, DiskError, Fsync, Invalid
+from lmcache.tiers.base import PAGE_BYTES, RowKey, TierUnavailable
+from lmcache.tiers.disk_files import FULL, Directory, DiskError, Fsync, Invalid
 from lmcache.tiers.disk_index import Index, Name, name_of
 from lmcache.tiers.resilience import CircuitBreaker
 from lmcache.tiers.stats import DiskStats
@@ -58,10 +58,9 @@ class DiskTier:
         capacity_bytes: int,
         *,
         fsync: Fsync = "never",
-        breaker: CircuitBreaker | None = None,
     ) -> None:
         self.stats = DiskStats()
-        self.breaker = breaker or CircuitBreaker()
+        self.breaker = CircuitBreaker()
         self.indexed = threading.Event()
         """Set when the index is complete."""
         self._capacity = capacity_bytes

@@ -29,13 +29,12 @@ from typing import Literal
 
 import numpy as np
 
-from lmcache.tiers.base import TierError, split_row_key
+from lmcache.tiers.base import PAGE_BYTES, TierError, round_up, split_row_key
 from lmcache.tiers.disk_index import Name, name_of
 from lmcache.tiers.header import HEADER_BYTES, BadHeader, Header, checksum, parse
 
 Fsync = Literal["never", "file"]
 
-PAGE_BYTES = 4096
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a volume, or a quota, that has no room."""
 
@@ -107,7 +106,7 @@ class Directory:
 
     def taken_bytes(self, file_bytes: int) -> int:
         """Bytes of the volume that a file takes."""
-        return _round_up(max(1, file_bytes), self._block_bytes)
+        return round_up(max(1, file_bytes), self._block_bytes)
 
     def contains(self, name: Name) -> bool:
         """Is there a file of this name?"""
@@ -241,7 +240,7 @@ def _read(fd: int, name: Name, into: memoryview) -> int:
     length = header.payload_bytes
     if name_of(header.key, header.column) != name:
         raise Invalid("name")
-    if header.num_parts != 1 or _round_up(length, PAGE_BYTES) != stored or length > len(into):
+    if header.num_parts != 1 or round_up(length, PAGE_BYTES) != stored or length > len(into):
         raise Invalid("length")
     into[whole:length] = pages[PAGE_BYTES : PAGE_BYTES + length - whole]
     if checksum(into[:length]) != header.checksum:
@@ -256,10 +255,6 @@ def _pages(number: int) -> memoryview:
 
 def _now() -> tuple[int, int]:
     return time.time_ns(), time.time_ns()
-
-
-def _round_up(num_bytes: int, unit: int) -> int:
-    return -(-num_bytes // unit) * unit
 
 
 def _raise_if_sick(error: OSError) -> None:

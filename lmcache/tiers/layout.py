@@ -13,11 +13,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry, round_up
 from lmcache.tiers.slots import ENTRY_BYTES
 
 HEAD_BYTES = 4096
-PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
 # Below this, aligning to huge pages would waste a noticeable part of the arena.
@@ -45,8 +44,8 @@ class Layout:
         if num_rows < 1:
             least = fixed + columns * (slot_bytes + ENTRY_BYTES)
             raise ArenaError(f"an arena of {capacity_bytes} bytes holds no row: one needs {least} bytes")
-        data_offset = _round_up(HEAD_BYTES + columns * num_rows * ENTRY_BYTES, align)
-        return cls(geometry, num_rows, data_offset, _round_up(num_rows * slot_bytes, align))
+        data_offset = round_up(HEAD_BYTES + columns * num_rows * ENTRY_BYTES, align)
+        return cls(geometry, num_rows, data_offset, round_up(num_rows * slot_bytes, align))
 
     @classmethod
     def unformatted(cls, capacity_bytes: int) -> Layout:
@@ -113,7 +112,3 @@ class Head:
             return None
         geometry = Geometry(slot_bytes, columns) if slot_bytes else None
         return cls(capacity, epoch, generation, geometry)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -59,6 +59,3 @@ class MappedColumn:
         del self.slots, self._generations, self._states
         with contextlib.suppress(BufferError):
             self._map.close()
-
-
-map_column = MappedColumn

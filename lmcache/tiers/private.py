@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 
 import numpy as np
 
 from lmcache.tiers.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.base import ArenaError, Geometry
-from lmcache.tiers.pages import check_node, discard, place, populate, prefer_huge_pages
+from lmcache.tiers.pages import check_node, discard, place, prefer_huge_pages
 from lmcache.tiers.slots import SlotTable
-
-_STEP_BYTES = 64 << 20  # between two looks at whether the arena is being closed
 
 
 class PrivateArena:
     """``num_slots`` rows of anonymous memory, usable at once: the kernel takes pages when they are touched.
 
     ``buffer`` is all of it as one writable buffer (for ``torch.frombuffer``): the slots of column 0, then
-    those of the next. Page faults cost more than a copy: ``start`` takes all pages in the background. Huge
-    pages are taken 4 times as fast, and filled 1.5 times as fast afterwards (measured, 256 MiB, x86-64).
-    Raises ArenaError when there is no such NUMA node, or not that much memory.
+    those of the next. Huge pages are taken 4 times as fast, and filled 1.5 times as fast afterwards
+    (measured, 256 MiB, x86-64). Raises ArenaError when there is no such NUMA node, or not that much memory.
     """
 
     first_generation = 1
@@ -45,8 +41,6 @@ class PrivateArena:
             place(self._data, numa_node)
         if huge_pages:
             prefer_huge_pages(self._data)
-        self._is_closing = False
-        self._thread: threading.Thread | None = None
 
     @property
     def buffer(self) -> memoryview:
@@ -66,22 +60,8 @@ class PrivateArena:
             rows = slice((start + first_row) * self.geometry.slot_bytes, None)
             discard(self._data[rows][: (self.num_rows - first_row) * self.geometry.slot_bytes])
 
-    def start(self) -> None:
-        """Take all pages in a background thread, so that nobody waits for them later."""
-        self._thread = threading.Thread(target=self._populate, name="arena", daemon=True)
-        self._thread.start()
-
     def close(self) -> None:
         """Give the memory back as soon as the last view of it goes."""
-        self._is_closing = True
-        if self._thread is not None:
-            self._thread.join()
         del self._data
         with contextlib.suppress(BufferError):
             self._map.close()
-
-    def _populate(self) -> None:
-        for start in range(0, self._data.nbytes, _STEP_BYTES):
-            if self._is_closing:
-                return
-            populate(self._data[start : start + _STEP_BYTES])

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from lmcache.tiers.base import ArenaError
+from lmcache.units import format_size
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -23,14 +24,15 @@ def check_room(path: Path, capacity_bytes: int, present_bytes: int = 0) -> None:
     missing = capacity_bytes - present_bytes
     if missing > free:
         raise ArenaError(
-            f"no room for the arena: {path} needs {_gib(missing)} more, its volume has {_gib(free)} free; "
+            f"no room for the arena: {path} needs {format_size(missing)} more, "
+            f"its volume has {format_size(free)} free; "
             f"enlarge the volume (sizeLimit of the emptyDir) or make the memory tier smaller"
         )
     limit = memory_limit()
     if limit is not None and capacity_bytes + _PROCESS_BYTES > limit:
         raise ArenaError(
-            f"no room for the arena: {path} needs {_gib(capacity_bytes)} and the process "
-            f"{_gib(_PROCESS_BYTES)}, the memory limit of this container is {_gib(limit)}; "
+            f"no room for the arena: {path} needs {format_size(capacity_bytes)} and the process "
+            f"{format_size(_PROCESS_BYTES)}, the memory limit of this container is {format_size(limit)}; "
             f"raise it or make the memory tier smaller"
         )
 
@@ -61,7 +63,3 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.2f} GiB"

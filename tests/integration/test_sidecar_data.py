@@ -11,8 +11,8 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import Role
 from lmcache.rpc.errors import StaleSession
 from lmcache.rpc.service import LOOKUP, RESERVE
-from lmcache.tiers.arena import MappedColumn
 from lmcache.tiers.base import ArenaError, Reserved
+from lmcache.tiers.mapping import MappedColumn
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
 from tests.harness.wire import ClientProcess, RawClient, attached, make_hello, make_keys, usable
 from tools.processes import wait_until

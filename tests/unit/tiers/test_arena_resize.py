@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lmcache.tiers.arena import ArenaFile, map_column
+from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.mapping import MappedColumn
 from lmcache.tiers.memory import MemoryTier
 
 MIB = 1 << 20
@@ -87,7 +88,7 @@ def test_memory_goes_back_and_comes_again(growing, tier):
 def test_a_client_that_has_it_mapped_reads_zeros_and_goes_on(growing, tier):
     fill(tier)
     arena = growing.arena
-    mapped = map_column(
+    mapped = MappedColumn(
         arena.path, arena.table_offset(1), arena.column_offset(1), GEOMETRY.slot_bytes, arena.num_rows
     )
     last = arena.num_rows - 1
@@ -170,3 +171,10 @@ def test_a_numa_node_that_does_not_exist_is_named(tmp_path, monkeypatch):
     with pytest.raises(ArenaError, match="no NUMA node 7; there are 0, 1"):
         ArenaFile(tmp_path / "arena", CAPACITY, numa_node=7)
     assert not (tmp_path / "arena").exists()
+
+
+def test_before_the_first_format_there_is_nothing_to_resize(tmp_path):
+    arena = ArenaFile(tmp_path / "arena", CAPACITY)
+    with pytest.raises(ArenaError, match="not formatted"):
+        arena.resize(CAPACITY // 2)
+    arena.close()
