@@ -99,15 +99,12 @@ class Rows:
 
     def find(self, key: RowKey) -> int | None:
         """Return the visible row of this key, if it may be read."""
-        row = self.index.get(key)
-        if row is None or row in self.open or self.unverified[row] or not self.is_usable(row):
-            return None
-        return row
+        return next(iter(self.prefix((key,))), None)
 
     def prefix(self, keys: Iterable[RowKey]) -> list[int]:
         """Rows of the leading keys."""
         rows = []
-        # ``find``, written out: this is what a lookup costs.
+        # This is most of what a lookup costs.
         index, opened, unverified = self.index, self.open, self.unverified
         num_frames, usable_frames = self.allocator.num_frames, self._usable_frames
         for key in keys:
