@@ -39,6 +39,7 @@ _NUM_STEPS = 56 * _STEPS
 _NUM_HEAVY = 128  # candidates for hot keys: those of more than 1/128 of the accesses are found
 _HOT_AFTER = 64  # accesses
 _MAX_HOT = 64
+_UNTRACKED, _EXPIRED = -1, -2  # instead of a stack distance
 _MAX_EXPONENT = 100  # of a weight, before all of them are scaled down
 
 
@@ -134,27 +135,28 @@ class MissRatioCurve:
 
     def feed(self, samples: Iterable[Sample]) -> None:
         """Add samples in the order of their time."""
-        touch, hot, highest, window = self._stack.touch, self._hot, self._highest, self._window
+        touch, hot, window, log2 = self._stack.touch, self._hot, self._window, math.log2
         weight = HASHES / self._threshold
         count = 1.0
         for time, key_hash, num_bytes in samples:
             if self._half_life != math.inf:
                 count = self._scale(time)
-            self._note_heavy(key_hash, count)
+            self._note_heavy(key_hash)
             if key_hash in hot:
                 distance = touch(key_hash, 0, time, time - window)
                 hot[key_hash] += count
-                if distance is not None:
+                if distance >= 0:
                     self._hot_counts[_step(distance * weight + num_bytes)] += count
             elif 0 <= key_hash < self._threshold:
                 distance = touch(key_hash, num_bytes, time, time - window)
                 group = key_hash % _NUM_GROUPS
                 self._sampled[group] += weight * count
-                if distance:
-                    self._counts[group][_step(distance * weight)] += weight * count
-                elif distance is None:
-                    heapq.heappush(highest, ~key_hash)
-                    if len(highest) > self._max_keys:
+                if distance > 0:
+                    step = int(log2(distance * weight) * _STEPS)
+                    self._counts[group][step if step < _NUM_STEPS else -1] += weight * count
+                elif distance == _UNTRACKED:
+                    heapq.heappush(self._highest, ~key_hash)
+                    if len(self._highest) > self._max_keys:
                         self._lower_threshold()
                         weight = HASHES / self._threshold
 
@@ -235,7 +237,7 @@ class MissRatioCurve:
             state["decay_start"] if state["decay_start"] is None else float(state["decay_start"])
         )
 
-    def _note_heavy(self, key: int, count: float) -> None:
+    def _note_heavy(self, key: int) -> None:
         """Misra-Gries: no key with more than 1/_NUM_HEAVY of all accesses goes unnoticed."""
         self._num_fed += 1
         heavy = self._heavy
@@ -300,12 +302,12 @@ class _Stack:
     def __len__(self) -> int:
         return len(self._position)
 
-    def touch(self, key: int, num_bytes: int, time: float, oldest: float) -> int | None:
-        """Move a key to the young end. Return its stack distance in bytes, itself included; 0 when it was not
-        seen since ``oldest``, None when it was not tracked."""
+    def touch(self, key: int, num_bytes: int, time: float, oldest: float) -> int:
+        """Move a key to the young end. Return its stack distance in bytes, itself included; _EXPIRED when it
+        was not seen since ``oldest``, _UNTRACKED when it is new."""
         shift = self._shift
         old = self._position.get(key)
-        distance = None
+        distance = _UNTRACKED
         if old is not None:
             group, above = old >> shift, old >> 2 * shift
             distance = (
@@ -313,7 +315,7 @@ class _Stack:
                 + sum(self._groups[group + 1 : (above + 1) << shift])
                 + sum(self._supers[above + 1 :])
                 if self._times[old] >= oldest
-                else 0
+                else _EXPIRED
             )
             self._take_out(old)
         if self._next == len(self._keys):

@@ -140,6 +140,14 @@ def test_a_key_not_seen_within_the_window_counts_as_new():
     assert curve.hit_ratio(1 << 20).hit_ratio == pytest.approx(1 / 3)
 
 
+def test_a_hot_key_not_seen_within_the_window_counts_as_new():
+    curve = MissRatioCurve(window_seconds=10.0)
+    curve.feed(Sample(number / 100, 1, 100) for number in range(100))
+    curve.feed(Sample(100.0 * number, 1, 100) for number in range(1, 101))
+    assert 1 in curve._hot
+    assert curve.hit_ratio(1 << 20).hit_ratio == pytest.approx(99 / 200)
+
+
 def test_older_accesses_weigh_less():
     curve = MissRatioCurve(half_life_seconds=60.0)
     curve.feed(Sample(0.0, key, 100) for key in range(100))  # all misses, long ago
