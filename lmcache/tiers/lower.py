@@ -28,6 +28,7 @@ _NUM_READERS = 2
 _NUM_WRITERS = 2
 _MAX_TOUCH = 1024  # rows per operation
 _PAUSE_SECONDS = 0.005  # between two trials, whatever the tier says
+_BROKEN_TRIAL_SECONDS = 1.0  # after one that does not even fail as it should
 _STUCK_SECONDS = 10.0
 """Tiers have deadlines, but a disk's system call may hang in the kernel: from then on lookups pass it by."""
 
@@ -245,7 +246,11 @@ class Lower:
         breaker = self._tier.breaker
         while breaker.is_open:
             await asyncio.sleep(max(_PAUSE_SECONDS, breaker.seconds_to_trial))
-            await asyncio.get_running_loop().run_in_executor(self._readers, self._tier.try_again)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._readers, self._tier.try_again)
+            except Exception:  # whatever it is: nobody but this task tries again
+                _log.exception("a trial of the %s tier ended with an error", self._name)
+                await asyncio.sleep(_BROKEN_TRIAL_SECONDS)
         self._up.set()
 
 

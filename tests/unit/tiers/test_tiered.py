@@ -103,6 +103,21 @@ async def test_a_sick_remote_is_left_alone_until_it_is_well(world):
 
 
 @run
+async def test_a_trial_that_ends_with_an_error_is_not_the_last(world):
+    def broken() -> bool:
+        world.remote.try_again = working
+        raise RuntimeError("can't start new thread")
+
+    working, world.remote.try_again = world.remote.try_again, broken
+    world.remote.fill(chain(2))
+    world.remote.is_sick = True
+    assert world.lookup(chain(2)).probing
+    await until(lambda: not world.lower.is_well)
+    world.remote.is_sick = False
+    await until(lambda: world.lower.is_well)
+
+
+@run
 async def test_sickness_in_the_middle_of_a_promotion_leaves_nothing(world):
     world.remote.fill(chain(4))
     world.remote.held = {"load"}
