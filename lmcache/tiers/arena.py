@@ -29,7 +29,7 @@ from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry
 from lmcache.tiers.layout import HEAD_BYTES, Head, Layout
 from lmcache.tiers.pages import check_node, collapse, place, populate, prefer_huge_pages, punch_hole
 from lmcache.tiers.room import check_room
-from lmcache.tiers.slots import ENTRY, SlotTable, State
+from lmcache.tiers.slots import ENTRY, SlotTable
 
 _log = logging.getLogger(__name__)
 
@@ -142,9 +142,9 @@ class ArenaFile:
         Raises ArenaError, changing nothing, when a row beyond is in use: the memory tier has to ``vacate``
         them first.
         """
-        layout, num_rows = self._formatted(), self.rows_within(target_bytes)
-        entries = self.table.snapshot(num_rows, layout.num_rows)
-        num_used = int((entries["state"] != State.FREE).any(axis=0).sum())
+        self._formatted()
+        num_rows = self.rows_within(target_bytes)
+        num_used = self.table.num_used(num_rows)
         if num_used:
             raise ArenaError(f"{num_used} rows beyond {target_bytes} bytes of the arena are in use")
         with self._changed:

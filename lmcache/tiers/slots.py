@@ -140,6 +140,10 @@ class SlotTable:
         """Copy entries of rows ``first_row`` .. ``last_row - 1``, [num_columns, rows]."""
         return self._entries[:, first_row:last_row].copy()
 
+    def num_used(self, first_row: int) -> int:
+        """Count the rows from this one on of which a column is not free."""
+        return int((self._entries["state"][:, first_row:] != State.FREE).any(axis=0).sum())
+
     def max_generation(self) -> int:
         """Highest generation ever given out."""
         return int(self._entries["generation"].max(initial=0))
