@@ -78,8 +78,10 @@ class Directory:
         self._block_bytes = max(PAGE_BYTES, volume.f_frsize)
         try:
             fcntl.flock(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             self.close()
+            if not isinstance(error, BlockingIOError):
+                raise
             raise DirectoryInUse(
                 f"{path} is in use by another process: give each process a directory of its own"
             ) from None
