@@ -66,8 +66,13 @@ class Guard:
             if not self._breaker.is_open:  # a tier opens its circuit itself
                 self._breaker.failure()
             if self._trials is None and not self._closed.is_set():
-                self._trials = threading.Thread(target=self._keep_trying, name="trials", daemon=True)
-                self._trials.start()
+                trials = threading.Thread(target=self._keep_trying, name="trials", daemon=True)
+                try:
+                    trials.start()
+                except RuntimeError:  # there can't be another thread: the next call is the trial
+                    self._breaker.trial_succeeded()
+                else:
+                    self._trials = trials
 
     def _keep_trying(self) -> None:
         while not self._closed.wait(self._breaker.seconds_to_trial):

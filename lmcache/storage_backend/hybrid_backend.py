@@ -112,22 +112,7 @@ class LMCHybridBackend(LMCBackendInterface):
             chunk = self.local_store.get(key) if is_here else None
             if chunk is None:
                 chunk = self.remote_store.get(key) if is_here else next(remote)
-                if chunk is not None:
+                # A put that came while this was fetched is newer.
+                if chunk is not None and not self.local_store.contains(key):
                     self.local_store.put_chunks([(key, ChunkSource.of(chunk))], request=request)
             yield chunk
-
-    def _prefetch(self, metadata: LMCacheEngineMetadata) -> None:
-        """Keep locally what the remote one has of this worker, as much as there is room for.
-
-        For a caller that wants to pay for it at the start; nothing here calls it.
-        """
-        ours = (metadata.fmt, metadata.model_name, metadata.world_size, metadata.worker_id)
-        for key in self.remote_store.list():
-            if (key.fmt, key.model_name, key.world_size, key.worker_id) != ours:
-                continue
-            chunk = self.remote_store.get(key)
-            evictor = self.local_store.evictor
-            if chunk is not None and evictor.current_cache_size + chunk.nbytes > evictor.MAX_CACHE_SIZE:
-                return
-            if chunk is not None:
-                self.local_store.put(key, chunk)

@@ -22,7 +22,7 @@ from lmcache.storage_backend.evictor import LRUEvictor
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
 from lmcache.storage_backend.mem_pool import TorchArena
 from lmcache.storage_backend.output_pool import OutputPool
-from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend
+from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend, evict_down_to
 from lmcache.storage_backend.row_names import RowNames
 from lmcache.tiers.local import LocalStore
 from lmcache.utils import CacheEngineKey
@@ -84,7 +84,8 @@ class LMCLocalBackend(QueuedBackend):
         self._put(key, ChunkSource.of(kv_chunk), None)
 
     def remove(self, key: CacheEngineKey) -> None:
-        """Take the chunk out; no-op when it is not here."""
+        """Take the chunk out, a queued one as well; no-op when it is not here."""
+        self._puts.supersede(key)
         self._store.remove(self._names(key))
 
     def _release(self) -> None:
@@ -116,7 +117,7 @@ class LMCLocalBackend(QueuedBackend):
                 self._put(key, source, request)
             else:
                 chunk = source.to_tensor()
-                self._puts.push(chunk, partial(self._put, key, ChunkSource.of(chunk), request))
+                self._puts.push(key, chunk, partial(self._put, key, ChunkSource.of(chunk), request))
             num_chunks += 1
         return num_chunks
 
@@ -127,18 +128,17 @@ class LMCLocalBackend(QueuedBackend):
             source.copy_into(room)
             copies.settle(room)
 
+        self._puts.supersede(key)
         fits = self._make_room(source.num_bytes)
         if not (fits and self._store.put(self._names(key), source.num_bytes, fill, request=request)):
             self._faults.note("A chunk was dropped", f"no room for its {source.num_bytes} bytes")
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict for a limit that was lowered; the store itself sees to the one that it has."""
-        limit = self._evictor.MAX_CACHE_SIZE
-        while limit < self._store.capacity_bytes and self._store.num_bytes + num_bytes > limit:
-            victims = self._store.keys()
-            if not victims or not self._store.remove(victims[0]):
-                return False
-        return True
+        if self._store.capacity_bytes <= self._evictor.MAX_CACHE_SIZE:
+            return True
+        room = self._evictor.MAX_CACHE_SIZE - num_bytes
+        return evict_down_to(room, lambda: self._store.num_bytes, self._store.keys, self._store.remove)
 
     def _tensor(self, row: int) -> torch.Tensor:
         """Return a pinned row's bytes as what they are."""

@@ -18,7 +18,7 @@ from lmcache.storage_backend.chunks_view import ChunksView
 from lmcache.storage_backend.evictor import LRUEvictor
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.output_pool import OutputPool
-from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend
+from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend, evict_down_to
 from lmcache.storage_backend.row_names import RowNames
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.disk import DiskTier
@@ -37,7 +37,7 @@ class LMCLocalDiskBackend(QueuedBackend):
     """Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
 
     One file per chunk, checksummed; files of other makers are left alone. What a blocking put has written
-    survives the process being killed.
+    survives the process being killed. ``evictor.MAX_CACHE_SIZE`` (bytes) may be lowered, not raised.
     """
 
     def __init__(
@@ -59,10 +59,8 @@ class LMCLocalDiskBackend(QueuedBackend):
         self._known: dict[RowKey, CacheEngineKey] = {}
         self._max_known = _MIN_KNOWN
         self._outputs = OutputPool()
-        # As many full chunks as the limit holds: what files need beside them is not the user's concern.
-        num_chunks = self._evictor.MAX_CACHE_SIZE // self._chunk_bytes
-        capacity = self._evictor.MAX_CACHE_SIZE + num_chunks * _FILE_OVERHEAD_BYTES
-        self._tier = _open_tier(config.local_device, capacity)
+        self._capacity = self._bytes_on_disk()
+        self._tier = _open_tier(config.local_device, self._capacity)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
         self.dict = ChunksView(self, self._keys)
 
@@ -102,7 +100,8 @@ class LMCLocalDiskBackend(QueuedBackend):
         self._outputs.clear()
 
     def remove(self, key: CacheEngineKey) -> None:
-        """Delete the chunk's file; no-op when it is not here."""
+        """Delete the chunk's file, and forget a queued one; no-op when it is not here."""
+        self._puts.supersede(key)
         self._guard.call("A removal", lambda: self._tier.remove(self._names(key), 0), False)
 
     def _release(self) -> None:
@@ -131,7 +130,23 @@ class LMCLocalDiskBackend(QueuedBackend):
             num_chunks += 1
         return num_chunks
 
+    def _bytes_on_disk(self) -> int:
+        """Return what the limit's number of full chunks takes: what files need beside them is not the user's
+        concern."""
+        limit = int(self._evictor.MAX_CACHE_SIZE)
+        return limit + limit // self._chunk_bytes * _FILE_OVERHEAD_BYTES
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict for a limit that was lowered; the tier itself sees to the one that it has."""
+        capacity = self._bytes_on_disk()
+        if capacity >= self._capacity:
+            return True
+        room = capacity - num_bytes - _FILE_OVERHEAD_BYTES
+        tier = self._tier
+        return evict_down_to(room, lambda: tier.num_bytes, tier.keys, lambda name: tier.remove(name, 0))
+
     def _write(self, key: CacheEngineKey, source: ChunkSource) -> None:
+        self._puts.supersede(key)
         name = self._names(key)
 
         def replace() -> None:
@@ -142,7 +157,8 @@ class LMCLocalDiskBackend(QueuedBackend):
             payload = content.numpy().data
             payload[-_TRAILER_BYTES:] = _trailer(source)
             self._tier.remove(name, 0)  # a store leaves what is there
-            if not self._tier.store(name, 0, payload, key.to_string().encode()[:MAX_LABEL_BYTES]):
+            label = key.to_string().encode()[:MAX_LABEL_BYTES]
+            if not (self._make_room(source.num_bytes) and self._tier.store(name, 0, payload, label)):
                 raise ValueError("there is no room")
             self._remember(name, key)
 

@@ -11,11 +11,13 @@ from typing import NamedTuple
 import torch
 
 from lmcache.storage_backend.faults import FaultLog
+from lmcache.utils import CacheEngineKey
 
 MAX_QUEUED_BYTES = 1 << 30
 
 
 class _Job(NamedTuple):
+    key: CacheEngineKey
     num_bytes: int
     wait: Callable[[], object]  # until the chunk's bytes are there
     put: Callable[[], object]
@@ -41,12 +43,13 @@ class PutQueue:
         # protected by _changed
         self._jobs: deque[_Job | object] = deque()
         self._num_bytes = 0  # queued, or being put
+        self._putting: CacheEngineKey | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def push(self, chunk: torch.Tensor, put: Callable[[], object]) -> None:
+    def push(self, key: CacheEngineKey, chunk: torch.Tensor, put: Callable[[], object]) -> None:
         """Have ``put`` called, which puts ``chunk``; the tensor must not be changed any more."""
-        job = _Job(chunk.nbytes, _when_written(chunk), put)
+        job = _Job(key, chunk.nbytes, _when_written(chunk), put)
         with self._changed:
             while self._waits and self._is_full(job):
                 self._changed.wait()
@@ -55,13 +58,27 @@ class PutQueue:
                     "A chunk was dropped", "closed" if self._closed else "the put queue is full"
                 )
                 return
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._worker, name="put worker", daemon=True)
-                self._thread.start()
-                atexit.register(self.close)
+            if self._thread is None and not self._start():
+                return
             self._jobs.append(job)
             self._num_bytes += job.num_bytes
             self._changed.notify_all()
+
+    def supersede(self, key: CacheEngineKey) -> None:
+        """Forget what is queued under the key, and wait for the end of its put if that has begun: what the
+        caller is about to do is newer. The worker itself is not held up."""
+        if self._num_bytes == 0 or threading.current_thread() is self._thread:
+            return
+        with self._changed:
+            kept: deque[_Job | object] = deque()
+            for job in self._jobs:
+                if isinstance(job, _Job) and job.key == key:
+                    self._num_bytes -= job.num_bytes
+                else:
+                    kept.append(job)
+            self._jobs = kept
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._putting != key)
 
     def work(self) -> None:
         """Put what comes, until the end signal."""
@@ -75,6 +92,7 @@ class PutQueue:
             del job  # the chunk is not kept while waiting for the next
             with self._changed:
                 self._num_bytes -= num_bytes
+                self._putting = None
                 self._changed.notify_all()
 
     def close(self) -> bool:
@@ -99,7 +117,20 @@ class PutQueue:
         with self._changed:
             while not self._jobs:
                 self._changed.wait()
-            return self._jobs.popleft()
+            job = self._jobs.popleft()
+            self._putting = job.key if isinstance(job, _Job) else None
+            return job
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self._worker, name="put worker", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there can't be another thread
+            self._faults.note("A chunk was dropped", error)
+            return False
+        self._thread = thread
+        atexit.register(self.close)
+        return True
 
 
 def _when_written(chunk: torch.Tensor) -> Callable[[], object]:

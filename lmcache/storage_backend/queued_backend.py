@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +15,8 @@ from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.put_queue import PutQueue
 from lmcache.utils import CacheEngineKey
+
+T = TypeVar("T")
 
 
 class LocalBackendEndSignal:
@@ -37,7 +41,7 @@ class QueuedBackend(LMCBackendInterface):
         return self._faults.num_faults
 
     def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """Put one chunk, in place of the one that is there."""
+        """Put one chunk, in place of the one that is there or queued."""
         (self.put_blocking if blocking else self.put_nonblocking)(key, kv_chunk)
 
     @abc.abstractmethod
@@ -46,7 +50,7 @@ class QueuedBackend(LMCBackendInterface):
 
     def put_nonblocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
         """Leave the put to the worker; the tensor must not be changed any more."""
-        self._puts.push(kv_chunk, partial(self.put_blocking, key, kv_chunk))
+        self._puts.push(key, kv_chunk, partial(self.put_blocking, key, kv_chunk))
 
     def put_worker(self) -> None:
         """Put what is queued, until the end signal: the body of the worker thread."""
@@ -61,3 +65,18 @@ class QueuedBackend(LMCBackendInterface):
     @abc.abstractmethod
     def _release(self) -> None:
         """End what else runs, and give back memory, files and connections."""
+
+
+def evict_down_to(
+    room: float, taken: Callable[[], int], victims: Callable[[], Iterable[T]], remove: Callable[[T], object]
+) -> bool:
+    """Remove one victim after the other until at most ``room`` bytes are taken. False: that can't be; nothing
+    is removed when ``room`` is negative."""
+    if room < 0:
+        return False
+    if taken() > room:
+        for victim in victims():
+            remove(victim)
+            if taken() <= room:
+                break
+    return taken() <= room

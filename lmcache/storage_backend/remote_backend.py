@@ -68,6 +68,7 @@ class LMCRemoteBackend(QueuedBackend):
 
     def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
         """Put one chunk now."""
+        self._puts.supersede(key)
         self._guard.call(
             "A put",
             lambda: self._connector.set(key.to_string(), self._serializer.to_bytes(kv_chunk)),

@@ -89,7 +89,7 @@ def test_foreign_keys_do_no_harm(redis_server):
     url = f"redis://127.0.0.1:{redis_server.port}"
     with engine_over(url, "cpu", pipelined_backend=True) as engine:
         assert [key.chunk_hash for key in engine.engine_.remote_store.list()] == ["x"]
-        engine.engine_._prefetch(make_metadata())
+        assert engine.engine_.get(make_key("x")) is None
         assert len(engine.engine_.local_store.dict) == 0
 
 

@@ -10,7 +10,7 @@ from lmcache.storage_backend.connector.base_connector import RemoteBytesConnecto
 from lmcache.tiers.resilience import CircuitBreaker
 
 _CONNECT_SECONDS = 2.0
-_TIMEOUT_SECONDS = 5.0  # of one message; longer payloads have longer (protocol.Stream)
+_TIMEOUT_SECONDS = 3.0  # of one message; longer payloads have longer (protocol.Stream)
 
 
 class LMCServerConnector(RemoteBytesConnector):

@@ -26,8 +26,9 @@ _redis: Any = redis  # many of its signatures are untyped
 
 _PATIENCE = {
     "socket_connect_timeout": 2.0,
-    "socket_timeout": 5.0,  # seconds, of one read or write
-    "retry": Retry(NoBackoff(), 1),  # a connection that broke while idle; redis-py's own waits for seconds
+    "socket_timeout": 3.0,  # seconds, of one read or write
+    # Once more for a connection that broke while idle, but not after a time-out: that costs a request enough.
+    "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
 }
 _SCAN = {"match": "*@*@*@*@*", "count": 1000}
 
@@ -79,7 +80,8 @@ class RedisConnector(_ClientConnector):
     """One server; ``options`` are further arguments of ``redis.Redis`` (db, username, password, ssl)."""
 
     def __init__(self, host: str, port: int, **options: Any) -> None:
-        client = _redis.Redis(host=host, port=port, **_taken_by(_redis.Redis, _PATIENCE), **options)
+        options = _taken_by(_redis.Redis, _PATIENCE) | options
+        client = _redis.Redis(host=host, port=port, **options)
         super().__init__(lambda: client)
 
 
@@ -100,11 +102,15 @@ class RedisSentinelConnector(_ClientConnector):
 
 
 class RedisClusterConnector(_ClientConnector):
-    """A Cluster, found from any of the given nodes at the first call: redis-py connects at once."""
+    """A Cluster, found from any of the given nodes at the first call: redis-py connects at once.
+
+    Nothing is tried again: its client would do so after a time-out, too.
+    """
 
     def __init__(self, hosts_and_ports: Sequence[tuple[str, int]], **options: Any) -> None:
         nodes = [_redis.cluster.ClusterNode(host, port) for host, port in hosts_and_ports]
-        super().__init__(lambda: _redis.RedisCluster(startup_nodes=nodes, **_PATIENCE, **options))
+        patience = _PATIENCE | {"retry": Retry(NoBackoff(), 0)}
+        super().__init__(lambda: _redis.RedisCluster(startup_nodes=nodes, **patience, **options))
 
     def _scan(self) -> Iterable[bytes | str]:
         yield from self.connection.scan_iter(**_SCAN)  # a cursor per node

@@ -154,6 +154,20 @@ def test_the_real_client_gets_its_deadlines():
     assert isinstance(connector, RedisConnector)
     options = connector.connection.connection_pool.connection_kwargs
     assert (options["host"], options["port"], options["socket_connect_timeout"]) == ("cache", 6380, 2.0)
+    assert options["socket_timeout"] <= 3.0
+
+
+def test_a_time_out_is_not_tried_again():
+    """A frozen server costs its time-out once: what it has not answered it has not answered."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connector = RedisConnector("127.0.0.1", silent.getsockname()[1], socket_timeout=0.05)
+        with pytest.raises(ConnectionError, match=r"[Tt]ime"):
+            connector.get(KEY)
+        silent.settimeout(0)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+        connector.close()
 
 
 def test_defect_28_sentinel_reads_and_writes_at_the_master(monkeypatch):

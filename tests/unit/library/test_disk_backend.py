@@ -240,3 +240,19 @@ def test_refusals():
     with pytest.raises(Exception, match="/proc/nowhere"):
         LMCLocalDiskBackend(make_config("/proc/nowhere"), pool, "cpu")
     assert threading.active_count() == before
+
+
+def test_the_limit_can_be_lowered(tmp_path):
+    num_bytes = make_chunk().nbytes
+    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 8 * num_bytes / 1024**3)
+    backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")
+    backend._tier.indexed.wait(10)
+    for name in "abc":
+        backend.put(make_key(name), make_chunk(seed=ord(name)))
+    backend.evictor.MAX_CACHE_SIZE = 2.01 * num_bytes
+    backend.put(make_key("d"), make_chunk())
+    assert [name for name in "abcd" if backend.contains(make_key(name))] == ["c", "d"]
+    backend.evictor.MAX_CACHE_SIZE = num_bytes - 1
+    backend.put(make_key("e"), make_chunk())
+    assert [name for name in "cde" if backend.contains(make_key(name))] == ["c", "d"]
+    backend.close()

@@ -111,16 +111,18 @@ def test_defect_26_nothing_is_fetched_behind_a_miss_nor_at_the_start(backend, co
     assert connector.calls["exists"] == 0
 
 
-def test_a_prefetch_brings_what_is_this_workers_and_fits(backend, connector):
-    put_only(backend.remote_store, "ab")
-    other = make_key("c", fmt="huggingface")
-    backend.remote_store.put(other, make_chunk())
-    backend._prefetch(make_metadata())
-    assert {key.chunk_hash for key in backend.local_store.dict} == {"a", "b"}
-    backend.local_store.evictor.MAX_CACHE_SIZE = 1
-    put_only(backend.remote_store, "d")
-    backend._prefetch(make_metadata())
-    assert not backend.local_store.contains(key("d"))
+def test_a_put_during_a_fetch_is_not_undone_by_it(backend, connector, monkeypatch):
+    put_only(backend.remote_store, "a")
+    fetch = connector.get
+
+    def overtaken(name):
+        content = fetch(name)
+        backend.put(key("a"), make_chunk(seed=ord("b")))
+        return content
+
+    monkeypatch.setattr(connector, "get", overtaken)
+    backend.get(key("a"))
+    check([backend.get(key("a"))], ["b"])
 
 
 def test_defect_19_a_directory_works_as_the_local_one(connector, tmp_path):
@@ -134,8 +136,8 @@ def test_defect_19_a_directory_works_as_the_local_one(connector, tmp_path):
 def test_defect_19_foreign_keys_on_the_server_do_no_harm(connector):
     connector.values["session:42"] = b"{}"
     backend = open_backend()
-    backend._prefetch(make_metadata())
     assert len(backend.local_store.dict) == 0
+    assert backend.remote_store.list() == []
     backend.close()
 
 

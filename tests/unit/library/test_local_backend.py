@@ -280,3 +280,23 @@ def test_threads_see_whole_chunks_only():
     backend.close()
     assert not wrong
     assert backend.num_faults == 0
+
+
+def test_what_is_larger_than_a_lowered_limit_evicts_nothing(backend):
+    backend.put(make_key("a"), make_chunk(1))
+    backend.evictor.MAX_CACHE_SIZE = float(make_chunk().nbytes - 1)
+    backend.put(make_key("b"), make_chunk())
+    assert backend.contains(make_key("a"))
+    assert not backend.contains(make_key("b"))
+
+
+def test_a_worker_that_can_not_be_started_drops_the_chunk(backend, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        backend.put(make_key("a"), make_chunk(), blocking=False)
+    assert backend.num_faults == 1
+    backend.put(make_key("b"), make_chunk(), blocking=False)
+    wait_until(lambda: backend.contains(make_key("b")))

@@ -205,3 +205,30 @@ def test_defect_11_half_built_backends_leave_no_threads(connector):
                 make_config(None, **{"remote_url": URL, **changes}), make_metadata(), "cpu"
             )
     assert threading.active_count() == before
+
+
+def test_a_later_put_is_not_undone_by_one_that_is_queued(backend, connector):
+    def keep_busy() -> None:
+        connector.may_answer.clear()
+        connector.calls.clear()
+        backend.put(make_key("busy"), make_chunk(), blocking=False)
+        wait_until(lambda: connector.calls["set"] == 1)
+
+    def finish(later: threading.Thread) -> None:
+        later.start()
+        connector.may_answer.set()
+        later.join()
+        backend.put(make_key("last"), make_chunk(), blocking=False)
+        wait_until(lambda: backend.contains(make_key("last")))
+
+    newer = make_chunk(seed=ord("b"))
+    later = [threading.Thread(target=backend.put, args=(make_key(name), newer)) for name in ("a", "busy")]
+    keep_busy()
+    backend.put(make_key("a"), make_chunk(seed=ord("a")), blocking=False)
+    backend._puts.supersede(make_key("a"))
+    finish(later[0])  # what is queued is forgotten
+    assert connector.calls["set", make_key("a").to_string()] == 1
+    keep_busy()
+    finish(later[1])  # what is on its way is waited for
+    assert names_of(map(backend.get, keys_of("a"))) == ["b"]
+    assert names_of([backend.get(make_key("busy"))]) == ["b"]

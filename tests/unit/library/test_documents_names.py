@@ -1,0 +1,295 @@
+"""The documents' names, to the letter, and the calls that their users make."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import redis
+import torch
+
+from lmcache.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from tests.harness.kv_cache import CHUNK, cut, is_same, make_config, make_kv, make_metadata, make_tokens
+
+BACKEND = "config metadata dst_device='cuda'"
+QUEUED = {
+    "__init__": BACKEND,
+    "put": "key kv_chunk blocking=True",
+    "put_blocking": "key kv_chunk",
+    "put_worker": "",
+    "contains": "key",
+    "get": "key",
+    "batched_put": "keys_and_chunks blocking=True",
+    "batched_get": "keys",
+    "close": "",
+}
+LOCAL = {**QUEUED, "put_nonblocking": "key kv_chunk", "remove": "key"}
+EVICTOR = {"update_on_get": "key cache_dict", "update_on_put": "cache_dict cache_size", "get_size": "kv_obj"}
+CHUNKS = "tokens kv_tensors fmt num_skip_prefix_chunk=0"
+
+# module -> class -> method -> parameters without self, in order, with their defaults
+CLASSES: dict[str, dict[str, dict[str, str]]] = {
+    "storage_backend.abstract_backend": {
+        "LMCBackendInterface": {
+            "__init__": "dst_device='cuda'",
+            **{
+                name: QUEUED[name]
+                for name in ("put", "contains", "get", "batched_put", "batched_get", "close")
+            },
+        }
+    },
+    "storage_backend.local_backend": {
+        "LMCLocalBackend": LOCAL,
+        "LMCLocalDiskBackend": {**LOCAL, "buffer_sweeper": ""},
+        "LocalBackendEndSignal": {},
+    },
+    "storage_backend.remote_backend": {
+        "LMCRemoteBackend": {**QUEUED, "list": ""},
+        "LMCPipelinedRemoteBackend": {**QUEUED, "network_worker": "", "deserialize_worker": ""},
+        "RemoteBackendEndSignal": {},
+    },
+    "storage_backend.hybrid_backend": {
+        "LMCHybridBackend": {
+            "__init__": "config metadata mpool_metadata dst_device='cuda'",
+            "put": "key value blocking=True",
+            **{name: QUEUED[name] for name in ("contains", "get", "batched_put", "batched_get", "close")},
+        }
+    },
+    "storage_backend.evictor": {"DummyEvictor": EVICTOR},
+    "storage_backend.evictor.base_evictor": {"BaseEvictor": EVICTOR, "DummyEvictor": EVICTOR},
+    "storage_backend.evictor.lru_evictor": {"LRUEvictor": {**EVICTOR, "__init__": "max_cache_size=10.0"}},
+    "storage_backend.mem_pool": {
+        name: {"__init__": "metadata", "allocate": "kv_chunk", "free": "kv_obj"}
+        for name in ("LocalPool", "LocalCPUPool", "LocalCPUBufferPool", "LocalGPUPool")
+    },
+    "storage_backend.connector.base_connector": {
+        name: {"exists": "key", "get": "key", "set": "key obj", "list": "", "close": ""}
+        for name in ("RemoteConnector", "RemoteBytesConnector", "RemoteTensorConnector")
+    },
+    "storage_backend.serde.serde": {
+        "Serializer": {"to_bytes": "t"},
+        "Deserializer": {"__init__": "dtype", "from_bytes": "bs"},
+    },
+    "server": {"LMCacheServer": {}},
+    "server.server_storage_backend": {
+        "LMSBackendInterface": {},
+        "LMSLocalBackend": {},
+        "LMSLocalDiskBackend": {},
+    },
+    "protocol": {
+        "ClientMetaMessage": {"serialize": ""},
+        "ServerMetaMessage": {"serialize": ""},
+        "Constants": {},
+    },
+    "blend.interfaces": {
+        "BlendRetrieverTask": {"result": "layer_id"},
+        "BlendRetriever": {"new_request": "full_prompts indices"},
+        "BlendExecutor": {
+            "blend": "layer_id retrieved_k retrieved_v valid_mask original_positions fresh_q fresh_k fresh_v "
+            "positions query_start_loc token_dim"
+        },
+    },
+    "cache_engine": {
+        "LMCacheEngine": {
+            "__init__": "config metadata",
+            "_make_key": "chunk_hash fmt",
+            "_num_tokens_in_kv": "kv_tensors fmt",
+            "_get_init_hash": "",
+            "_hash": "tokens prefix_hash",
+            "_chunk_tokens": "tokens",
+            "_prefix_hash": "token_chunks num_skip_chunk=0",
+            "_tuple_kv_to_blob": "kv_tensors",
+            "_blob_to_tuple_kv": "blob",
+            "_slice_kv_at": "start_idx kv_tensors fmt",
+            "_chunk_kv": "kv_tensors fmt",
+            "_make_chunks_skip_existing": CHUNKS,
+            "_make_chunks": f"{CHUNKS} skip_existing=True",
+            "store": "tokens kv_tensors_raw kv_tensors_mask=None skip_existing=True blocking=True",
+            "retrieve": "tokens mask=None return_tuple=True",
+            "lookup": "tokens",
+            "close": "",
+        },
+        "LMCacheEngineBuilder": {
+            "get_or_create": "instance_id config metadata",
+            "get": "instance_id",
+            "destroy": "instance_id",
+        },
+    },
+    "config": {
+        "LMCacheEngineConfig": {
+            "from_legacy": "chunk_size=256 backend='cuda' max_local_cache_size=5 persist_path=None "
+            "remote_serde='torch' pipelined_backend=False save_decode_cache=False",
+            "from_file": "file_path",
+            "from_env": "",
+        },
+    },
+}
+
+FUNCTIONS = {
+    "storage_backend.CreateStorageBackend": "config metadata dst_device='cuda'",
+    "storage_backend.local_backend.save_disk": "path kv_chunk",
+    "storage_backend.connector.CreateConnector": "url device=None",
+    "storage_backend.connector.parse_remote_url": "url",
+    "storage_backend.serde.CreateSerde": "serde_type config metadata",
+    "logging.init_logger": "name",
+    "utils._lmcache_nvtx_annotate": "func domain='lmcache'",
+}
+
+FIELDS = {
+    "config.LMCacheEngineConfig": "chunk_size local_device max_local_cache_size remote_url remote_serde "
+    "pipelined_backend save_decode_cache enable_blending blend_recompute_ratio blend_min_tokens "
+    "blend_separator blend_add_special_in_precomp",
+    "config.LMCacheEngineMetadata": "model_name world_size worker_id fmt kv_dtype kv_shape",
+    "config.LMCacheMemPoolMetadata": "kv_shape kv_dtype max_local_cache_size",
+    "utils.CacheEngineKey": "fmt model_name world_size worker_id chunk_hash",
+    "utils.DiskCacheMetadata": "path size",
+    "storage_backend.mem_pool.KVObj": "chunk_idx size data",
+    "blend.interfaces.BlendOutput": "q k v positions local_indices query_start_loc",
+    "blend.interfaces.BlendRetrieverResult": "k v valid_mask original_positions",
+    "protocol.ClientMetaMessage": "command key length",
+    "protocol.ServerMetaMessage": "code length",
+}
+
+
+def named(path: str) -> object:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"lmcache.{module}"), name)
+
+
+def parameters(function) -> str:
+    found = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
+    empty = inspect.Parameter.empty
+    return " ".join(one.name + ("" if one.default is empty else f"={one.default!r}") for one in found)
+
+
+METHODS = [
+    (f"{module}.{name}", method, expected)
+    for module, classes in CLASSES.items()
+    for name, methods in classes.items()
+    for method, expected in (methods or {"__doc__": None}).items()
+]
+
+
+@pytest.mark.parametrize(("path", "method", "expected"), METHODS)
+def test_classes_have_the_documents_methods(path, method, expected):
+    found = getattr(named(path), method)
+    assert expected is None or parameters(found) == expected
+
+
+@pytest.mark.parametrize(("path", "expected"), FUNCTIONS.items())
+def test_functions_have_the_documents_parameters(path, expected):
+    assert parameters(named(path)) == expected
+
+
+@pytest.mark.parametrize(("path", "expected"), FIELDS.items())
+def test_data_have_the_documents_fields_in_their_order(path, expected):
+    names = expected.split()
+    assert list(named(path).__match_args__)[: len(names)] == names
+
+
+def test_a_configuration_matches_by_position():
+    match LMCacheEngineConfig.from_legacy(backend="file://local_disk/"):
+        case LMCacheEngineConfig(size, local_device=str(device), remote_url=None):
+            assert (size, device) == (256, "local_disk/")
+        case _:
+            pytest.fail("does not match")
+
+
+def test_what_an_engine_for_vllm_calls():
+    """Per step: look up and store what is new without waiting; retrieve behind blocks of 16 tokens."""
+    block = 4
+    metadata = make_metadata()
+    engine = LMCacheEngineBuilder.get_or_create("vllm-instance", make_config(), metadata)
+    try:
+        assert LMCacheEngineBuilder.get("vllm-instance") is engine
+        assert (engine.chunk_size, engine.save_decode_cache, engine.metadata) == (CHUNK, False, metadata)
+        assert (engine.config.enable_blending, engine.config.blend_min_tokens) == (False, 256)
+        tokens, kv = make_tokens(5 * CHUNK + 3), make_kv(5 * CHUNK + 3)
+        assert torch.sum(engine.retrieve(tokens, torch.ones_like(tokens, dtype=torch.bool))[1]).item() == 0
+        for end in (2 * CHUNK, 5 * CHUNK + 3):  # prefill by pieces
+            skip = engine.lookup(tokens[:end])
+            assert skip % CHUNK == 0
+            mask = torch.arange(end) >= skip
+            engine.store(
+                tokens[:end].cpu(), cut(kv, "vllm", skip, end), mask, skip_existing=True, blocking=False
+            )
+        assert engine.lookup(tokens) == len(tokens)
+        for num_there in range(0, len(tokens), block):
+            mask = torch.arange(len(tokens)) >= num_there
+            found, where = engine.retrieve(tokens, mask)
+            assert torch.equal(where, mask)
+            assert is_same(found, cut(kv, "vllm", num_there))
+            assert all(part.is_contiguous() for layer in found for part in layer)
+    finally:
+        LMCacheEngineBuilder.destroy("vllm-instance")
+    assert LMCacheEngineBuilder.get("vllm-instance") is None
+
+
+class SmallRedis:
+    """Constructed with host and port only."""
+
+    def __init__(self, host, port):
+        self.store = {}
+
+    def set(self, key, value):
+        self.store[key] = value
+        return True
+
+    def get(self, key):
+        return self.store.get(key)
+
+    def exists(self, key):
+        return key in self.store
+
+    def scan(self, cursor=0, match=None):
+        return 0, [name.encode() for name in self.store]
+
+    def close(self):
+        pass
+
+
+class SmallSentinel:
+    def __init__(self, hosts_and_ports, socket_timeout):
+        self.redis = SmallRedis("", "")
+
+    def master_for(self, service_name, socket_timeout):
+        return self.redis
+
+
+URLS = ("redis://localhost:6379", "redis-sentinel://localhost:26379")
+
+
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "file://local_disk/", *URLS])
+def test_an_engine_of_the_legacy_configuration(tmp_path, monkeypatch, backend, fmt):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(redis, "Redis", SmallRedis)
+    monkeypatch.setattr(redis, "Sentinel", SmallSentinel)
+    config = LMCacheEngineConfig.from_legacy(chunk_size=CHUNK, backend=backend, max_local_cache_size=1 / 64)
+    shape = make_metadata().kv_shape
+    engine = LMCacheEngine(config, LMCacheEngineMetadata("test_model", 3, 123, fmt, torch.bfloat16, shape))
+    tokens, kv = make_tokens(3 * CHUNK + 2), make_kv(3 * CHUNK + 2, fmt, dtype=torch.bfloat16)
+    engine.store(tokens, kv)
+    found, mask = engine.retrieve(tokens)
+    assert mask.all()
+    assert is_same(found, kv)
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "file://local_disk/"])
+def test_a_limit_that_is_set_afterwards_evicts_the_least_recently_used(tmp_path, monkeypatch, backend):
+    monkeypatch.chdir(tmp_path)
+    config = LMCacheEngineConfig.from_legacy(chunk_size=CHUNK, backend=backend, max_local_cache_size=1 / 4096)
+    engine = LMCacheEngine(config, make_metadata())
+    prompts = [(make_tokens(CHUNK, seed), make_kv(CHUNK, seed=seed)) for seed in range(3)]
+    engine.engine_.evictor.MAX_CACHE_SIZE = (
+        sum(part.nbytes for layer in prompts[0][1] for part in layer) * 2.05
+    )
+    for prompt in prompts[:2]:
+        engine.store(*prompt)
+    assert engine.retrieve(prompts[0][0])[1].all()
+    engine.store(*prompts[2])
+    assert [engine.retrieve(tokens)[0] == () for tokens, _ in prompts] == [False, True, False]
+    engine.close()
