@@ -87,8 +87,8 @@ class Cluster(Topology):
         if error.code != "MOVED":
             return False
         self.refresh()
-        endpoint, slot = _target(error), str(error).split(" ")[1]
-        if endpoint and slot.isdigit():
+        endpoint, slot = _target(error), str(error).partition(" ")[2].partition(" ")[0]
+        if endpoint and slot.isdecimal():
             with self._lock:
                 self._slots[int(slot) % _NUM_SLOTS] = endpoint
         return True
@@ -105,8 +105,9 @@ class Cluster(Topology):
                     slots = server.run(lambda c: _slot_map(c.call("CLUSTER", "SLOTS"), c.endpoint.host))
                 except (TierUnavailable, ServerError):
                     continue
-                self._adopt(slots)
-                return
+                if any(slots):  # else it was taken out of the cluster, or never was in one
+                    self._adopt(slots)
+                    return
 
     def node(self, endpoint: Endpoint) -> Node:
         """The server at this endpoint, which may be a new one."""

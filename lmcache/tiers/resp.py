@@ -26,7 +26,7 @@ Reply: TypeAlias = "int | bytes | list[Reply] | None"
 
 _MAX_LINE_BYTES = 4096
 _MAX_LENGTH = 1 << 16  # of strings and arrays that are kept here; parts are read into their place
-_MAX_DEPTH = 4
+_MAX_DEPTH = 5  # CLUSTER SLOTS: list of ranges, range, server, names of its host, name
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
@@ -157,7 +157,10 @@ class Connection:
         if length > _MAX_LENGTH or not depth:
             raise ConnectionError(f"unexpected reply {line[:32]!r}")
         if kind == b"*":
-            return [self._read_any(depth - 1) for _ in range(length)]
+            self._num_due += 1  # the rest of the array, should one of its elements be an error
+            array = [self._read_any(depth - 1) for _ in range(length)]
+            self._num_due -= 1
+            return array
         content = bytearray(length)
         self.read_bulk(memoryview(content))
         self._read_end()

@@ -102,11 +102,17 @@ class Server:
         with self._lock:
             idle = self._idle.pop() if self._idle else None
         try:
-            return self._use(idle or self._connect(), operation, asking=asking)
+            return self._use(idle or self._open(), operation, asking=asking)
         except OSError as error:
             if not _RETRY.allows(error, was_idle=idle is not None):
                 raise
-        return self._use(self._connect(), operation, asking=asking)
+        return self._use(self._open(), operation, asking=asking)
+
+    def _open(self) -> Connection:
+        try:
+            return self._connect()
+        except ServerError as error:  # whatever it is: nothing can be asked
+            raise ConnectionError(str(error)) from error
 
     def _use(self, connection: Connection, operation: Callable[[Connection], T], *, asking: bool) -> T:
         connection.asking = asking

@@ -59,7 +59,15 @@ class TlsStream(Stream):
 
 
 def open_stream(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream:
-    """Connect. A server that is not who it should be raises ConnectionError."""
+    """Connect. A server that is not who it should be raises ConnectionError, and so does a name that none can
+    have."""
+    try:
+        return _open(endpoint, timeout_seconds, tls)
+    except ValueError as error:  # UnicodeError of the encoding of names, NUL bytes, ...
+        raise ConnectionError(f"{endpoint} names no host: {error}") from None
+
+
+def _open(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream:
     if endpoint.host.startswith("/"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:

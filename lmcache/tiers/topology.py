@@ -185,7 +185,7 @@ def endpoint_of(host: object, port: object) -> Endpoint:
         number = int(port) if isinstance(port, bytes | int) else 0
     except ValueError:
         text, number = "", 0
-    if not text or not 0 < number < 65536:
+    if text[:1] in ("", "/") or not 0 < number < 65536:  # a path would be a socket of this machine
         raise ConnectionError(f"unexpected address {host!r:.64} {port!r:.64}")
     return Endpoint(text, number)
 

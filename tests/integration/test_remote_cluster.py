@@ -10,6 +10,7 @@ import pytest
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.parts import hash_tag
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from tests.harness.redis_server import RedisServer, free_port
 from tests.harness.redis_topologies import Cluster, cluster
 from tests.harness.remote_objects import load, part_name, pattern, until
 
@@ -55,6 +56,22 @@ def test_objects_are_spread_and_found_again(remote, servers):
     assert sum(calls(servers, index, "touch") for index in range(3)) == 4 * len(KEYS)
     for node in servers.nodes:  # the map was right
         assert "errorstat_MOVED" not in node.client.info("errorstats")
+
+
+def test_servers_that_announce_names_beside_their_addresses(remote, servers):
+    for node in servers.nodes:
+        node.client.config_set("cluster-announce-hostname", "node.example")
+    until(lambda: "node.example" in str(servers.nodes[1].client.execute_command("CLUSTER NODES")))
+    fill(remote)
+    assert remote.probe(KEYS, 2) == len(KEYS)
+
+
+def test_a_seed_that_is_in_no_cluster_any_more_is_passed_over(servers):
+    with RedisServer(cluster_enabled="yes", cluster_port=free_port()) as stranger:
+        remote = RemoteTier(f"redis-cluster://127.0.0.1:{stranger.port},127.0.0.1:{servers.nodes[0].port}")
+        fill(remote)
+        assert remote.probe(KEYS, 2) == len(KEYS)
+        remote.close()
 
 
 def test_parts_of_an_object_are_in_one_slot(remote):

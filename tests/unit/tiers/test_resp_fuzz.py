@@ -16,7 +16,7 @@ from lmcache.tiers.address import Address, Endpoint
 from lmcache.tiers.base import TierError
 from lmcache.tiers.header import Header, checksum
 from lmcache.tiers.parts import InvalidObject, ObjectName
-from lmcache.tiers.resp import Connection
+from lmcache.tiers.resp import Connection, ServerError
 
 NAME = ObjectName(bytes(64), 0)
 PAYLOAD = b"payload!" * 100
@@ -127,6 +127,7 @@ def test_a_length_alone_takes_no_memory(peer, said, length):
         (b"$-1\r\n", None),
         (b"*-1\r\n", None),
         (b"*3\r\n:1\r\n*1\r\n$-1\r\n$1\r\nx\r\n", [1, [None], b"x"]),
+        (b"*1\r\n" * 4 + b"$1\r\nx\r\n", [[[[b"x"]]]]),  # as deep as CLUSTER SLOTS with hosts' names
     ],
     indirect=["connection"],
 )
@@ -146,6 +147,14 @@ def test_errors_are_values_in_a_pipeline(connection):
 @pytest.mark.parametrize("connection", [b"+OK\r\n+more"], indirect=True)
 def test_more_than_was_asked_for_is_never_taken_for_an_answer(connection):
     connection.call("PING")
+    assert not connection.is_settled
+
+
+@pytest.mark.parametrize("connection", [b"*2\r\n-ERR no\r\n" + b":1\r\n" * 40], indirect=True)
+def test_the_rest_of_an_array_is_never_taken_for_an_answer(connection):
+    with pytest.raises(ServerError, match="ERR no"):
+        connection.call("ROLE")
+    connection._line.clear()  # as if the rest were still under way
     assert not connection.is_settled
 
 

@@ -7,12 +7,13 @@ from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from lmcache.tiers.address import Endpoint
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.cluster import Cluster
 from lmcache.tiers.parts import ObjectName, hash_tag
+from lmcache.tiers.remote import RemoteTier
 from lmcache.tiers.resp import ServerError
 from lmcache.tiers.server import Server
 from lmcache.tiers.topology import ShardList, Shards, endpoint_of
@@ -122,15 +123,27 @@ class TestCluster:
         assert not cluster.learn(ServerError("OOM command not allowed"))
 
     @given(st.text(max_size=40))
+    @example("")
+    @example("\N{SUPERSCRIPT TWO} h:1")  # a digit, but no number
     def test_a_moved_that_says_nothing_is_harmless(self, text):
         cluster = self.cluster()
+        assert cluster.learn(ServerError("MOVED"))
         assert cluster.learn(ServerError(f"MOVED {text}"))
         cluster.learn(ServerError(text))
 
 
 @pytest.mark.parametrize(
     ("host", "port"),
-    [(b"", b"1"), (b"h", b"0"), (b"h", b"65536"), (b"h", b"x"), (b"\xff", b"1"), (1, 1), (b"h", None)],
+    [
+        (b"", b"1"),
+        (b"/run/s", b"1"),
+        (b"h", b"0"),
+        (b"h", b"65536"),
+        (b"h", b"x"),
+        (b"\xff", b"1"),
+        (1, 1),
+        (b"h", None),
+    ],
 )
 def test_what_is_no_address_is_not_believed(host, port):
     with pytest.raises(ConnectionError, match="unexpected address"):
@@ -143,4 +156,26 @@ def test_a_server_that_nobody_reaches_is_away_and_tried_in_the_background():
         server.run(lambda connection: None)
     with pytest.raises(TierUnavailable, match="is away"):
         server.run(lambda connection: None)
+    server.close()
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, ".cache", "a\0b"])
+def test_a_name_that_no_host_can_have_is_a_sickness(scheme, host):
+    remote = RemoteTier(f"{scheme}://{host}:1", timeout_seconds=0.2)
+    with pytest.raises(TierUnavailable):
+        remote.probe(KEYS[:1], 1)
+    assert remote.breaker.is_open
+
+
+def test_an_error_while_connecting_is_a_sickness():
+    """ROLE, or SELECT, that this user may not say: no answer is to be had, whatever is asked."""
+
+    def connect():
+        raise ServerError("NOPERM this user has no permissions to run the 'select' command")
+
+    server = Server("s", connect, lambda: None)
+    with pytest.raises(TierUnavailable, match="NOPERM"):
+        server.run(lambda connection: None)
+    assert not server.try_again()
     server.close()
