@@ -55,8 +55,10 @@ class LMCLocalDiskBackend(QueuedBackend):
         self._evictor = LRUEvictor(metadata.max_local_cache_size)
         self._chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
         self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
-        # A directory only tells names: these are the keys of those that this process wrote or read.
-        self._known: dict[RowKey, CacheEngineKey] = {}
+        # A directory only tells names: these are the keys of those that this process wrote or read, and the
+        # number of the engine's call in which it last did.
+        self._known: dict[RowKey, tuple[CacheEngineKey, int]] = {}
+        self._num_calls = 0
         self._max_known = _MIN_KNOWN
         self._outputs = OutputPool()
         self._capacity = self._bytes_on_disk()
@@ -88,6 +90,7 @@ class LMCLocalDiskBackend(QueuedBackend):
 
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterable[torch.Tensor | None]:
         """Yield one answer per key, in their order, each read only when it is asked for."""
+        self._num_calls += 1
         return map(self.get, keys)
 
     def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
@@ -118,6 +121,7 @@ class LMCLocalDiskBackend(QueuedBackend):
     def touch(self, keys: Keys, request: Hashable) -> None:
         """See LMCBackendInterface. On a disk, what is used at about the same time goes tail first."""
         names = list(map(self._names, keys))
+        self._num_calls += 1
         self._guard.call("A touch", lambda: self._tier.touch(names, 1), None)
 
     def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
@@ -143,7 +147,13 @@ class LMCLocalDiskBackend(QueuedBackend):
             return True
         room = capacity - num_bytes - _FILE_OVERHEAD_BYTES
         tier = self._tier
-        return evict_down_to(room, lambda: tier.num_bytes, tier.keys, lambda name: tier.remove(name, 0))
+        return evict_down_to(room, lambda: tier.num_bytes, self._victims, lambda name: tier.remove(name, 0))
+
+    def _victims(self) -> list[RowKey]:
+        """Return all rows, the one used in the earliest call first; the tier's own order, which has the tail
+        of a chain before its head, is too coarse for a small part of its capacity."""
+        known = dict(self._known)
+        return sorted(self._tier.keys(), key=lambda name: known[name][1] if name in known else 0)
 
     def _write(self, key: CacheEngineKey, source: ChunkSource) -> None:
         self._puts.supersede(key)
@@ -165,15 +175,15 @@ class LMCLocalDiskBackend(QueuedBackend):
         self._guard.call("A write", replace, None)
 
     def _remember(self, name: RowKey, key: CacheEngineKey) -> None:
-        self._known[name] = key
+        self._known[name] = key, self._num_calls
         if len(self._known) > self._max_known:
             here = set(self._tier.keys())
-            self._known = {name: key for name, key in list(self._known.items()) if name in here}
+            self._known = {name: use for name, use in list(self._known.items()) if name in here}
             self._max_known = 2 * len(self._known) + _MIN_KNOWN
 
     def _keys(self) -> list[CacheEngineKey]:
         names = self._tier.keys()
-        return [self._known[name] for name in names if name in self._known]
+        return [self._known[name][0] for name in names if name in self._known]
 
 
 def save_disk(path: str, kv_chunk: torch.Tensor) -> None:

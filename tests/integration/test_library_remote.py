@@ -18,6 +18,7 @@ from tests.harness.kv_cache import (
     cut,
     is_same,
     make_config,
+    make_key,
     make_kv,
     make_metadata,
     make_tokens,

@@ -281,7 +281,7 @@ def test_an_engine_of_the_legacy_configuration(tmp_path, monkeypatch, backend, f
 @pytest.mark.parametrize("backend", ["cpu", "cuda", "file://local_disk/"])
 def test_a_limit_that_is_set_afterwards_evicts_the_least_recently_used(tmp_path, monkeypatch, backend):
     monkeypatch.chdir(tmp_path)
-    config = LMCacheEngineConfig.from_legacy(chunk_size=CHUNK, backend=backend, max_local_cache_size=1 / 4096)
+    config = LMCacheEngineConfig.from_legacy(chunk_size=CHUNK, backend=backend, max_local_cache_size=1 / 64)
     engine = LMCacheEngine(config, make_metadata())
     prompts = [(make_tokens(CHUNK, seed), make_kv(CHUNK, seed=seed)) for seed in range(3)]
     engine.engine_.evictor.MAX_CACHE_SIZE = (
