@@ -41,7 +41,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor
     if not (tensor.is_floating_point() and dtype.is_floating_point):
         raise BadContainer(f"{tensor.dtype} is not cast to {dtype}")
-    exact = tensor.double()
-    if bool((exact.isfinite() & (exact.abs() > torch.finfo(dtype).max)).any()):
+    exact, cast = tensor.double(), tensor.to(dtype)
+    # Infinity is beyond every maximum, but a dtype that has it keeps it.
+    if bool(((exact.abs() > torch.finfo(dtype).max) & (cast.double() != exact)).any()):
         raise BadContainer(f"values are too large for {dtype}")
-    return tensor.to(dtype)
+    return cast

@@ -125,6 +125,15 @@ def test_defect_05_a_cast_to_8_bit_floats_does_not_clip(dtype):
         deserializer.from_bytes(serializer.to_bytes(torch.tensor([1.0, -largest - 1024]).half()))
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_defect_05_infinity_stays_infinite_or_is_refused(value):
+    """torch makes it 448, the largest number of a dtype that has no infinity."""
+    blob = make_serde("torch", torch.float16)[0].to_bytes(torch.tensor([1.0, value], dtype=torch.float16))
+    assert make_serde("torch", torch.float8_e5m2)[1].from_bytes(blob).double().tolist() == [1.0, value]
+    with pytest.raises(BadContainer, match="too large"):
+        make_serde("torch", torch.float8_e4m3fn)[1].from_bytes(blob)
+
+
 @pytest.mark.parametrize(("stored", "wanted"), [("int8", "float16"), ("float16", "int8"), ("int32", "int8")])
 def test_defect_05_integers_are_not_cast(stored, wanted):
     blob = make_serde("torch")[0].to_bytes(torch.ones(3, dtype=getattr(torch, stored)))
