@@ -207,26 +207,26 @@ def test_defect_11_half_built_backends_leave_no_threads(connector):
     assert threading.active_count() == before
 
 
-def test_a_later_put_is_not_undone_by_one_that_is_queued(backend, connector):
-    def keep_busy() -> None:
-        connector.may_answer.clear()
-        connector.calls.clear()
-        backend.put(make_key("busy"), make_chunk(), blocking=False)
-        wait_until(lambda: connector.calls["set"] == 1)
+def test_a_later_put_is_not_undone_by_one_that_waits_for_the_worker(backend, connector, monkeypatch):
+    may_set, stored, is_held = threading.Event(), connector.set, threading.Event()
 
-    def finish(later: threading.Thread) -> None:
-        later.start()
-        connector.may_answer.set()
-        later.join()
-        backend.put(make_key("last"), make_chunk(), blocking=False)
-        wait_until(lambda: backend.contains(make_key("last")))
+    def hold_first(name: str, content: bytes) -> None:
+        if not is_held.is_set():
+            is_held.set()
+            assert may_set.wait(30)
+        stored(name, content)
 
-    newer = make_chunk(seed=ord("b"))
-    later = [threading.Thread(target=backend.put, args=(make_key(name), newer)) for name in ("a", "busy")]
-    keep_busy()
-    backend.put(make_key("a"), make_chunk(seed=ord("a")), blocking=False)
-    finish(later[0])  # what is queued is forgotten
-    keep_busy()
-    finish(later[1])  # what is on its way is waited for
-    assert names_of(map(backend.get, keys_of("a"))) == ["b"]
-    assert names_of([backend.get(make_key("busy"))]) == ["b"]
+    monkeypatch.setattr(connector, "set", hold_first)
+    older, newer = make_chunk(seed=ord("a")), make_chunk(seed=ord("b"))
+    for name in ("begun", "queued"):
+        backend.put(make_key(name), older, blocking=False)
+    assert is_held.wait(10)
+    backend.put(make_key("queued"), newer)  # not held up by what the worker does
+    later = threading.Thread(target=backend.put, args=(make_key("begun"), newer))
+    later.start()
+    later.join(0.2)
+    may_set.set()
+    later.join()
+    backend.put(make_key("last"), newer, blocking=False)
+    wait_until(lambda: backend.contains(make_key("last")))
+    assert names_of([backend.get(make_key(name)) for name in ("begun", "queued")]) == ["b", "b"]
