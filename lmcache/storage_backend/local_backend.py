@@ -15,15 +15,14 @@ import torch
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache.logging import init_logger
 from lmcache.storage_backend import copies
+from lmcache.storage_backend.chunk_names import ChunksView, RowNames
 from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
-from lmcache.storage_backend.chunks_view import ChunksView
 from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.evictor import LRUEvictor
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
 from lmcache.storage_backend.mem_pool import TorchArena
 from lmcache.storage_backend.output_pool import OutputPool
 from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend, evict_down_to
-from lmcache.storage_backend.row_names import RowNames
 from lmcache.tiers.local import LocalStore
 from lmcache.utils import CacheEngineKey
 

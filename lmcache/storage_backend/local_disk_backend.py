@@ -13,13 +13,12 @@ from safetensors.torch import save_file
 
 from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata
 from lmcache.logging import init_logger
+from lmcache.storage_backend.chunk_names import ChunksView, RowNames
 from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
-from lmcache.storage_backend.chunks_view import ChunksView
 from lmcache.storage_backend.evictor import LRUEvictor
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.output_pool import OutputPool
 from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend, evict_down_to
-from lmcache.storage_backend.row_names import RowNames
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.disk_files import DirectoryInUse
