@@ -19,7 +19,7 @@ from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from tests.harness.certificates import make_certificates
-from tests.harness.redis_server import RedisServer
+from tools.processes import RedisServer
 
 NUM_PARTS, ROUNDS = 8, 41
 VALUE_BYTES = HEADER_BYTES + PART_BYTES

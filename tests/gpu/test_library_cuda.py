@@ -18,7 +18,7 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
-from tests.harness.sidecar import wait_until
+from tools.processes import wait_until
 
 pytestmark = [
     pytest.mark.gpu,

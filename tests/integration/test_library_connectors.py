@@ -9,8 +9,8 @@ import pytest
 
 from lmcache.storage_backend.connector import CreateConnector, redis_connector
 from tests.harness.certificates import make_certificates
-from tests.harness.redis_server import RedisServer
 from tests.harness.redis_topologies import SERVICE, cluster, sentinel_set
+from tools.processes import RedisServer
 
 pytestmark = pytest.mark.redis
 

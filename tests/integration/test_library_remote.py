@@ -23,8 +23,7 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
-from tests.harness.redis_server import RedisServer
-from tests.harness.sidecar import wait_until
+from tools.processes import RedisServer, wait_until
 
 pytestmark = pytest.mark.redis
 

@@ -10,9 +10,9 @@ import pytest
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.parts import hash_tag
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tests.harness.redis_server import RedisServer, free_port
 from tests.harness.redis_topologies import Cluster, cluster
 from tests.harness.remote_objects import load, part_name, pattern, until
+from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
 

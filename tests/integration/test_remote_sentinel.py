@@ -9,9 +9,9 @@ import pytest
 
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.remote import RemoteTier
-from tests.harness.redis_server import RedisServer, free_port
 from tests.harness.redis_topologies import SERVICE, sentinel_set
 from tests.harness.remote_objects import KEY, load, until
+from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
 

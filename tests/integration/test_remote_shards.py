@@ -11,8 +11,8 @@ import pytest
 
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tests.harness.redis_server import RedisServer
 from tests.harness.remote_objects import load, pattern, until
+from tools.processes import RedisServer
 
 pytestmark = pytest.mark.redis
 

@@ -12,8 +12,8 @@ import pytest
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tests.harness.redis_server import RedisServer, free_port
 from tests.harness.remote_objects import KEY, load, pattern, until
+from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
 

@@ -6,8 +6,8 @@ import pytest
 
 from lmcache.tiers.header import HEADER_BYTES, Header, checksum
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tests.harness.redis_server import RedisServer
 from tests.harness.remote_objects import KEY, load, part_name, pattern, until
+from tools.processes import RedisServer
 
 pytestmark = pytest.mark.redis
 

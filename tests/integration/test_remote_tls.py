@@ -9,8 +9,8 @@ import pytest
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from tests.harness.certificates import make_certificates
-from tests.harness.redis_server import BINARY, RedisServer
 from tests.harness.remote_objects import KEY, load, pattern, until
+from tools.processes import BINARY, RedisServer
 
 pytestmark = [
     pytest.mark.redis,

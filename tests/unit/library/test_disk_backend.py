@@ -19,7 +19,7 @@ from tests.harness.kv_cache import (
     make_key,
     make_metadata,
 )
-from tests.harness.sidecar import wait_until
+from tools.processes import wait_until
 
 
 def open_backend(directory, dtype: torch.dtype = torch.float16) -> LMCLocalDiskBackend:

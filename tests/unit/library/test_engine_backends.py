@@ -21,7 +21,7 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
-from tests.harness.sidecar import wait_until
+from tools.processes import wait_until
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
 KINDS = {

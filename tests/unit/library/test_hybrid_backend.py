@@ -13,7 +13,7 @@ from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
 from lmcache.tiers.disk import DiskTier
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
-from tests.harness.sidecar import wait_until
+from tools.processes import wait_until
 
 
 @pytest.fixture

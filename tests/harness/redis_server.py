@@ -1,5 +1,0 @@
-"""See ``tools.processes``."""
-
-from tools.processes import BINARY, RedisServer, free_port
-
-__all__ = ["BINARY", "RedisServer", "free_port"]
