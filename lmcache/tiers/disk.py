@@ -238,10 +238,12 @@ class DiskTier:
 
     def _use(self, name: Name) -> bool:
         """Refresh an object's age. False: somebody else has deleted it."""
-        with self._lock:
-            if self._index is not None:
-                self._index.use(name)
-        return self._directory.refresh(name)
+        with self._name_lock(name):
+            is_here = self._directory.refresh(name)
+            with self._lock:
+                if self._index is not None:
+                    (self._index.use if is_here else self._index.discard)(name)
+        return is_here
 
     def _reserve(self, index: Index, num_bytes: int) -> int | None:
         """Take room, evicting. None: there is not so much."""

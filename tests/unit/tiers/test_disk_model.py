@@ -62,6 +62,8 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, size=sizes)
     def store(self, number, size):
+        if not os.path.lexists(self.file(number)):
+            self.oracle.discard(number)  # somebody else deleted it
         assert self.store_object(number, size)
         if number in self.oracle.objects:
             self.oracle.use(number)
