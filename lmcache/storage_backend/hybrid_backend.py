@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
-from lmcache.storage_backend import copies
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
 from lmcache.storage_backend.devices import usable_device
@@ -47,15 +45,10 @@ class LMCHybridBackend(LMCBackendInterface):
         """Return the chunk on ``dst_device``, from wherever it is; None: a miss."""
         return next(self._read_through([key], None))
 
-    def batched_get(self, keys: Iterable[CacheEngineKey]) -> list[torch.Tensor | None]:
-        """Return one answer per key, in their order; behind the first miss nothing more is fetched, all are
-        misses."""
-        everything = list(keys)
-        with self.prefix(everything) as found:
-            chunks = [chunk.to(self.dst_device, copy=True) for chunk in found]
-            for chunk in chunks:
-                copies.settle(chunk)
-        return [*chunks, *[None] * (len(everything) - len(chunks))]
+    def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterator[torch.Tensor | None]:
+        """Yield one answer per key, in their order; who stops asking at the first miss has nothing fetched
+        behind it, but for what a pipelined remote backend fetches ahead."""
+        return self._read_through(keys, None)
 
     def put(self, key: CacheEngineKey, value: torch.Tensor, blocking: bool = True) -> None:
         """Put the chunk locally now, and remotely now or, when not ``blocking``, soon; the tensor must not be
@@ -104,11 +97,13 @@ class LMCHybridBackend(LMCBackendInterface):
         self.local_store.put_chunks(everything, True, request)
         return self.remote_store.put_chunks(everything, blocking, request)
 
-    def _read_through(self, keys: Keys, request: Hashable) -> Iterator[torch.Tensor | None]:
+    def _read_through(
+        self, keys: Iterable[CacheEngineKey], request: Hashable
+    ) -> Iterator[torch.Tensor | None]:
         """Yield one answer per key, in their order. What was here and can't be read is fetched, too."""
-        is_local = [self.local_store.contains(key) for key in keys]
-        remote = iter(self.remote_store.batched_get(itertools.compress(keys, map(operator.not_, is_local))))
-        for key, is_here in zip(keys, is_local, strict=True):
+        asked, missing = itertools.tee((key, self.local_store.contains(key)) for key in keys)
+        remote = iter(self.remote_store.batched_get(key for key, is_here in missing if not is_here))
+        for key, is_here in asked:
             chunk = self.local_store.get(key) if is_here else None
             if chunk is None:
                 chunk = self.remote_store.get(key) if is_here else next(remote)
