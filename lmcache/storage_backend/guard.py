@@ -76,7 +76,11 @@ class Guard:
 
     def _keep_trying(self) -> None:
         while not self._closed.wait(self._breaker.seconds_to_trial):
-            self._try_again()
+            try:
+                self._try_again()
+            except Exception as error:  # the last trial would leave the medium alone for good
+                self._breaker.failure()
+                self._faults.note("A trial ended with an error", error)
             with self._lock:
                 if not self._breaker.is_open:
                     self._trials = None
