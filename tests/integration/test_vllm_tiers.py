@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tools.engine.process import EngineProcess, connector_config
-from tools.processes import RedisServer, SidecarProcess
+from tools.processes import RedisServer, SidecarProcess, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
 
@@ -34,7 +34,7 @@ def engine(sidecar, tmp_path_factory):
     config = connector_config(sidecar.socket_path, answer_seconds=PATIENCE)
     with EngineProcess(tmp_path_factory.mktemp("engine") / "log", config) as engine:
         engine.wait_ready()
-        wait_attached(sidecar)
+        wait_attached(engine, sidecar)
         yield engine
 
 
@@ -43,9 +43,18 @@ def make_prompt(seed):
     return [tokens.randrange(4, 260) for _ in range(NUM_TOKENS)]
 
 
-def wait_attached(sidecar):
+def wait_attached(engine, sidecar):
+    """Until the engine's lookups arrive: it learns that it is attached a moment after the sidecar does."""
     sidecar.wait_until(lambda stats: [client["is_attached"] for client in stats["clients"]].count(True) >= 2)
     sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] >= 4 * NUM_CHUNKS)
+    seen = sidecar.stats()["memory"]["misses"]
+
+    def asks() -> bool:
+        engine.generate(make_prompt(random.random())[: CHUNK + BLOCK])
+        return sidecar.stats()["memory"]["misses"] > seen
+
+    wait_until(asks)
+    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)
 
 
 def compute(engine, sidecar, prompt):
@@ -57,11 +66,11 @@ def compute(engine, sidecar, prompt):
     return computed
 
 
-def forget_memory(sidecar):
+def forget_memory(engine, sidecar):
     sidecar.terminate()
     sidecar.arena_path.unlink()
     sidecar.start()
-    wait_attached(sidecar)
+    wait_attached(engine, sidecar)
 
 
 def assert_comes_back(engine, sidecar, prompt, computed):
@@ -89,7 +98,7 @@ def test_a_killed_sidecar_finds_its_rows_again(engine, sidecar, redis):
     computed = compute(engine, sidecar, prompt)
     redis.client.flushall()  # what comes back can only come from the arena
     sidecar.restart()
-    wait_attached(sidecar)
+    wait_attached(engine, sidecar)
     assert_hit(engine, prompt, computed)
     stats = sidecar.stats()
     assert (stats["memory"]["verified"], stats["remote"]["promotions"]["promoted"]) == (NUM_CHUNKS, 0)
@@ -98,7 +107,7 @@ def test_a_killed_sidecar_finds_its_rows_again(engine, sidecar, redis):
 def test_an_empty_arena_is_filled_from_redis(engine, sidecar):
     prompt = make_prompt("empty")
     computed = compute(engine, sidecar, prompt)
-    forget_memory(sidecar)
+    forget_memory(engine, sidecar)
     assert_comes_back(engine, sidecar, prompt, computed)
 
 
@@ -111,7 +120,7 @@ def test_a_damaged_value_is_computed_again(engine, sidecar, redis, damage):
         value = bytearray(redis.client.get(name))
         value[-1] ^= 1
         redis.client.set(name, bytes(value) if damage == "flipped" else b"somebody else's")
-    forget_memory(sidecar)
+    forget_memory(engine, sidecar)
     assert_hit(engine, prompt, computed, num_loaded=0)
     assert sum(sidecar.stats()["remote"]["invalid"].values()) > 0
 
@@ -130,5 +139,5 @@ def test_redis_that_fails_costs_nothing_but_its_hits(engine, sidecar, redis, fau
     sidecar.wait_until(lambda stats: stats["remote"]["is_reachable"])
     prompt = make_prompt(f"{fault} after")
     computed = compute(engine, sidecar, prompt)
-    forget_memory(sidecar)
+    forget_memory(engine, sidecar)
     assert_comes_back(engine, sidecar, prompt, computed)
