@@ -17,25 +17,13 @@ from urllib.parse import quote
 
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
 from lmcache.tiers.address import Address
+from lmcache.units import parse_size
 
 ENV_PREFIX = "LMCACHE_"
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 class ConfigError(Exception):
     """The configuration can't be used; one line that names the source, the value and the cure."""
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a Kubernetes-like quantity: ``4Gi``, ``512Mi``, ``1.5G``, ``1048576``."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kMGT]|[KMGT]i)?", text)
-    num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if num_bytes <= 0:
-        raise ValueError(
-            f"{text!r} is not a size: write plain bytes, or a number with Ki, Mi, Gi or Ti, as in 4Gi"
-        )
-    return num_bytes
 
 
 def _number(kind: Callable[[str], float], limit: int, what: str, least: float = 0) -> Callable[[str], float]:

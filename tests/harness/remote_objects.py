@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from lmcache.tiers.parts import ObjectName
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from tools.processes import wait_until
 
 KEY = b"n" * 32 + b"k" * 32
 
@@ -28,7 +29,11 @@ def load(remote: RemoteTier, column: int = 0, room: int = 3 * PART_BYTES, key: b
 def until(condition: Callable[[], object], seconds: float = 10.0) -> float:
     """Poll; return how long it took."""
     start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "never happened"
-        time.sleep(0.005)
+    wait_until(condition, timeout=seconds)
     return time.monotonic() - start
+
+
+def is_back(remote: RemoteTier) -> bool:
+    """Make the trial that is due next; does the tier answer again?"""
+    time.sleep(remote.breaker.seconds_to_trial)
+    return remote.try_again()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import binascii
-import time
 
 import pytest
 
@@ -11,7 +10,7 @@ from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.parts import hash_tag
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from tests.harness.redis_topologies import Cluster, cluster
-from tests.harness.remote_objects import load, part_name, pattern, until
+from tests.harness.remote_objects import is_back, load, part_name, pattern, until
 from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
@@ -151,11 +150,7 @@ def test_the_whole_cluster_away_and_back(remote, servers):
     for node in servers.nodes:
         node.thaw()
 
-    def back() -> bool:
-        time.sleep(remote.breaker.seconds_to_trial)
-        return remote.try_again()
-
-    until(back)
+    until(lambda: is_back(remote))
     until(lambda: remote.probe(KEYS, 2) == len(KEYS))
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.remote import RemoteTier
 from tests.harness.redis_topologies import SERVICE, sentinel_set
-from tests.harness.remote_objects import KEY, load, until
+from tests.harness.remote_objects import KEY, is_back, load, until
 from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
@@ -60,11 +59,7 @@ def test_the_new_master_is_found_after_the_old_one_died(remote, servers):
     with pytest.raises(TierUnavailable):
         load(remote)
 
-    def back() -> bool:
-        time.sleep(remote.breaker.seconds_to_trial)
-        return remote.try_again()
-
-    until(back, 20)
+    until(lambda: is_back(remote), 20)
     assert load(remote) == b"x"
     assert remote.store(KEY[::-1], 0, memoryview(b"y"))
     assert num_objects(replica) == 2

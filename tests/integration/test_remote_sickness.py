@@ -12,7 +12,7 @@ import pytest
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tests.harness.remote_objects import KEY, load, pattern, until
+from tests.harness.remote_objects import KEY, is_back, load, pattern, until
 from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
@@ -35,10 +35,6 @@ def remote(request, server):
 
 
 class TestSickness:
-    def back(self, remote: RemoteTier) -> bool:
-        time.sleep(remote.breaker.seconds_to_trial)
-        return remote.try_again()
-
     def test_down_from_the_start(self, tmp_path):
         remote = RemoteTier(f"unix://{tmp_path}/nobody.sock")
         with pytest.raises(TierUnavailable, match=r"nobody\.sock"):
@@ -51,9 +47,9 @@ class TestSickness:
         server.kill()
         with pytest.raises(TierUnavailable):
             load(remote)
-        assert not self.back(remote)
+        assert not is_back(remote)
         server.start()
-        assert until(lambda: self.back(remote)) < 2
+        assert until(lambda: is_back(remote)) < 2
         assert load(remote) is None  # no persistence
         assert remote.store(KEY, 0, payload)
         assert load(remote) == payload
@@ -76,7 +72,7 @@ class TestSickness:
         # Not a matter of speed: a hundred deadlines would be 50 s.
         assert time.monotonic() - start < DEADLINE * 10
         server.thaw()
-        assert until(lambda: self.back(remote)) < 2
+        assert until(lambda: is_back(remote)) < 2
         assert load(remote) == b"x"
 
     def test_frozen_in_the_middle_of_a_value(self, remote, server):
@@ -85,7 +81,7 @@ class TestSickness:
         with pytest.raises(TierUnavailable):
             remote.store(KEY[::-1], 0, memoryview(pattern(3 * PART_BYTES)))
         server.thaw()
-        until(lambda: self.back(remote))
+        until(lambda: is_back(remote))
         # The half-sent value died with its connection.
         assert load(remote) == pattern(PART_BYTES)
         assert load(remote, key=KEY[::-1]) is None

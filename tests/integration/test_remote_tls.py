@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from tests.harness.certificates import make_certificates
-from tests.harness.remote_objects import KEY, load, pattern, until
+from tests.harness.remote_objects import KEY, is_back, load, pattern, until
 from tools.processes import BINARY, RedisServer
 
 pytestmark = [
@@ -103,23 +101,19 @@ def test_a_server_without_tls(server):
 
 
 def test_frozen_and_thawed_killed_and_restarted(remote, server):
-    def back() -> bool:
-        time.sleep(remote.breaker.seconds_to_trial)
-        return remote.try_again()
-
     remote.store(KEY, 0, memoryview(b"x"))
     server.freeze()
     with pytest.raises(TierUnavailable, match=r"within 1\.0 s"):
         load(remote)
-    assert not back()
+    assert not is_back(remote)
     server.thaw()
-    assert until(back) < 2
+    assert until(lambda: is_back(remote)) < 2
     assert load(remote) == b"x"
     server.kill()
     with pytest.raises(TierUnavailable):
         load(remote)
     server.start()
-    assert until(back) < 2
+    assert until(lambda: is_back(remote)) < 2
     assert load(remote) is None
 
 

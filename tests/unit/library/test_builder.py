@@ -65,6 +65,7 @@ def test_workers_have_directories_of_their_own(tmp_path):
     for worker, each in enumerate(metadata):
         each.world_size, each.worker_id = 2, worker
     backends = [CreateStorageBackend(make_config(str(tmp_path)), each, "cpu") for each in metadata]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1"]
     for backend in backends:
         backend.close()
 

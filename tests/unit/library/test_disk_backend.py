@@ -184,6 +184,8 @@ def test_defect_10_a_key_can_be_removed_before_its_file_is_written(backend):
         backend.remove(make_key(str(index)))
     backend.put(make_key("last"), make_chunk(), blocking=False)
     wait_until(lambda: backend.contains(make_key("last")))
+    assert not any(backend.contains(make_key(str(index))) for index in range(20))
+    assert backend.num_faults == 0
 
 
 def test_defect_08_a_bad_put_ends_neither_the_worker_nor_the_backend(backend):

@@ -6,9 +6,10 @@ import re
 
 import pytest
 from lmcache_sidecar.__main__ import main
-from lmcache_sidecar.config import Config, ConfigError, load, options, parse_size, suspect_variables
+from lmcache_sidecar.config import Config, ConfigError, load, options, suspect_variables
 
 from lmcache.tiers.address import Address
+from lmcache.units import parse_size
 
 
 @pytest.mark.parametrize(
