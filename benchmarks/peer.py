@@ -22,7 +22,7 @@ import torch
 from benchmarks import engine as ours
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tools.cache import cache_root
+from tools.cache import cache_root, uv
 from tools.processes import RedisServer
 
 CHILDREN = Path(__file__).parent / "peers"
@@ -42,10 +42,9 @@ def environment(version: str) -> Path:
     stamp = folder / "made"
     if not stamp.exists():
         print(f"installing lmcache {version} into {folder}", file=sys.stderr, flush=True)
-        subprocess.run(
-            ["uv", "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder], check=True
-        )
-        install = ["uv", "pip", "install", "--quiet", "--python", python, "--no-deps", *NEEDS[version]]
+        make = [uv(), "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]
+        subprocess.run(make, check=True)
+        install = [uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", *NEEDS[version]]
         subprocess.run(install, check=True, env={**os.environ, "NO_CUDA_EXT": "1"})
         site = sysconfig.get_path("purelib", vars={"base": str(folder)})
         Path(site, "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -11,37 +11,56 @@ from pathlib import Path
 
 from benchmarks.report import table
 from demo import engine, kubernetes
-from demo.show import note, step, title
+from demo.show import note, show_beside, step, title
+from tools.kube import binaries
 
 HERE = Path(__file__).resolve().parent
 LOGS = HERE / "logs"
 HALVES = ("engine", "kubernetes")
 
 
-def build_meanwhile() -> subprocess.Popen[bytes]:
+class Build:
     """Gets the Kubernetes binaries in the background; on a machine that has them it ends at once."""
-    log = (LOGS / "kubernetes-build.log").open("wb")
-    argv = [sys.executable, "-m", "tools.kube.binaries"]
-    return subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=lambda: os.nice(15))
+
+    def __init__(self) -> None:
+        self._log = LOGS / "kubernetes-build.log"
+        argv = [sys.executable, "-m", "tools.kube.binaries"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=lambda: os.nice(15))
+
+    def progress(self) -> str:
+        """One line; empty when it is over."""
+        if self._process.poll() is not None:
+            return ""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return f"building Kubernetes for part 2: {lines[-1].removeprefix('[kube]').strip() if lines else ''}"
+
+    def wait(self) -> None:
+        """Until it is done, with progress. Ends the demo when it failed."""
+        if not self._ended_within(seconds=2):
+            with step("Kubernetes is still being built from source, once"):
+                while not self._ended_within(seconds=10):
+                    note(self.progress())
+        if self._process.returncode:
+            sys.exit(self._log.read_text(errors="replace")[-3000:])
+
+    def _ended_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
-def wait_for_build(build: subprocess.Popen[bytes]) -> None:
-    """With progress: the first time, Kubernetes is compiled, which takes minutes."""
-    if not _ended_within(build, seconds=2):
-        with step("Kubernetes is being built from source, once (6-8 minutes on two cores)"):
-            while not _ended_within(build, seconds=10):
-                lines = (LOGS / "kubernetes-build.log").read_text(errors="replace").strip().splitlines()
-                note(lines[-1] if lines else "starting")
-    if build.returncode:
-        sys.exit((LOGS / "kubernetes-build.log").read_text(errors="replace")[-3000:])
-
-
-def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def expected(halves: list[str]) -> str:
+    """How long it will take, on two cores."""
+    minutes = sum({"engine": 2, "kubernetes": 1}[half] for half in halves)
+    if "kubernetes" not in halves or binaries.find():
+        return f"This takes about {minutes} minutes."
+    return (
+        f"This takes about {minutes} minutes, and up to 8 more this first time: Kubernetes is built from\n"
+        f"source while part 1 runs, and kept in {binaries.cache_directory().parent}."
+    )
 
 
 def rows(report: dict[str, dict[str, object]]) -> list[tuple[str, str]]:
@@ -64,12 +83,15 @@ def main() -> int:
     if unknown := set(halves) - set(HALVES):
         parser.error(f"unknown half {', '.join(sorted(unknown))}; there are {', '.join(HALVES)}")
     LOGS.mkdir(exist_ok=True)
-    build = build_meanwhile() if "kubernetes" in halves else None
+    print(expected(halves), flush=True)
+    build = Build() if "kubernetes" in halves else None
+    if build is not None:
+        show_beside(build.progress)
     report: dict[str, dict[str, object]] = {}
     if "engine" in halves:
         report["engine"] = engine.run(LOGS)
     if build is not None:
-        wait_for_build(build)
+        build.wait()
         report["kubernetes"] = kubernetes.run(LOGS)
     title("What you saw")
     print(table(("what", "measured"), rows(report)))

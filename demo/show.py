@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _COLOURED = sys.stdout.isatty()
+
+_beside: list[Callable[[], str]] = []
+"""Work in the background, each tells its progress in a line; an empty one when it is done."""
+
+
+def show_beside(progress: Callable[[], str]) -> None:
+    """From now on every step ends with the progress of what goes on beside it."""
+    _beside.append(progress)
 
 
 def _paint(text: str, code: str) -> str:
@@ -35,3 +43,6 @@ def step(text: str) -> Iterator[None]:
     start = time.monotonic()
     yield
     print(f"    {_paint('✓', '32')} {time.monotonic() - start:.1f} s", flush=True)
+    for progress in _beside:
+        if line := progress():
+            print(f"    {_paint('beside: ' + line, '2')}", flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from pathlib import Path
 
 
@@ -10,3 +12,15 @@ def cache_root() -> Path:
     """``$LMCACHE_CACHE_DIR``, or ``lmcache-cluster`` in the user's cache directory, as in setup.sh."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmcache-cluster"
     return Path(os.environ.get("LMCACHE_CACHE_DIR") or default)
+
+
+def uv() -> Path:
+    """The package installer: the project's own, the machine's, or the one that set-up fetched. Raises
+    FileNotFoundError with what to do.
+    """
+    own = Path(sys.executable).parent / "uv"
+    candidates = [own, *map(Path, filter(None, [shutil.which("uv")])), *cache_root().glob("uv-*/bin/uv")]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    raise FileNotFoundError("uv is not installed: run `make setup`")

@@ -1,29 +1,20 @@
 """The payload as the sidecar's image carries it: real wheels, imported by each Python that engines run on."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tools import payload
-from tools.cache import cache_root
-
-
-def uv() -> str:
-    """The installer: the machine's own, or the one that the set-up put into the cache."""
-    cached = sorted(cache_root().glob("uv-*/bin/uv"))
-    found = shutil.which("uv") or (str(cached[-1]) if cached else None)
-    assert found, "uv is not installed: run `make setup`"
-    return found
+from tools.cache import uv
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("payload") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UV", uv())
+        patch.setenv("UV", str(uv()))
         payload.make(out)
     return out
 

