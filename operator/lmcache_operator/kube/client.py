@@ -26,6 +26,13 @@ _SECONDS = 30.0
 _MAX_REQUESTS = 64
 """At the same time."""
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
+# The client would turn a body of exactly this type into ASCII itself.
+_APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
+# What YAML reads otherwise than JSON: line breaks and what it calls unprintable, and halves of pairs.
+_ESCAPED_IN_YAML = {
+    code: f"\\u{code:04x}"
+    for code in (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0xD800, 0xE000), 0xFEFF, 0xFFFE, 0xFFFF)
+}
 
 
 @asynccontextmanager
@@ -103,7 +110,8 @@ class KubeApi:
         accept: tuple[int, ...] = (),
     ) -> tuple[int, Any]:
         """One request: its status and its answer. Raises ApiError for failures that are not in `accept`."""
-        headers = {"Content-Type": "application/apply-patch+yaml" if verb == "PATCH" else "application/json"}
+        headers = {"Content-Type": _APPLY_PATCH if verb == "PATCH" else "application/json"}
+        content = apply_patch(body) if verb == "PATCH" else body
         path = f"{path}?{urlencode(query)}" if query else path
         # Without the body, which is plain already: the client would walk through all of it.
         method, url, headers, *_ = await self._client.param_serialize(
@@ -111,7 +119,9 @@ class KubeApi:
         )
         try:
             async with self._slots:
-                response = await self._client.call_api(method, url, headers, body, _request_timeout=_SECONDS)
+                response = await self._client.call_api(
+                    method, url, headers, content, _request_timeout=_SECONDS
+                )
                 status, data = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             status, data = 0, f"no answer: {error or type(error).__name__}".encode()
@@ -119,6 +129,11 @@ class KubeApi:
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:
             raise error_of(f"{verb} {path}", status, data)
         return status, json.loads(data)
+
+
+def apply_patch(body: Any) -> str:
+    """Plain data as JSON that YAML reads the same: JSON may escape surrogate pairs, YAML knows none."""
+    return json.dumps(body, ensure_ascii=False).translate(_ESCAPED_IN_YAML)
 
 
 def _path_of(wanted: Object) -> str:
