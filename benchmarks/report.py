@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -16,10 +18,14 @@ class Figure:
     unit: str
     bar: str = ""
     holds: bool | None = None
+    low: float | None = None
+    high: float | None = None
+    """The ends of the value's 95 % interval, where it was measured often enough."""
 
     def row(self) -> tuple[str, str, str, str]:
         verdict = {True: "yes", False: "NO", None: ""}[self.holds]
-        return self.what, f"{self.value:.4g} {self.unit}", self.bar, verdict
+        interval = f" ({self.low:.4g}-{self.high:.4g})" if self.low is not None else ""
+        return self.what, f"{self.value:.4g}{interval} {self.unit}", self.bar, verdict
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,50 @@ class Report:
         return asdict(self)
 
 
-def at_most(what: str, value: float, unit: str, limit: float) -> Figure:
-    return Figure(what, value, unit, f"<= {limit:g} {unit}", value <= limit)
+def at_most(what: str, value: float | Ratio, unit: str, limit: float) -> Figure:
+    figure = of(what, value, unit)
+    return replace(figure, bar=f"<= {limit:g} {unit}", holds=figure.value <= limit)
 
 
-def at_least(what: str, value: float, unit: str, limit: float) -> Figure:
-    return Figure(what, value, unit, f">= {limit:g} {unit}", value >= limit)
+def at_least(what: str, value: float | Ratio, unit: str, limit: float) -> Figure:
+    figure = of(what, value, unit)
+    return replace(figure, bar=f">= {limit:g} {unit}", holds=figure.value >= limit)
+
+
+def of(what: str, value: float | Ratio, unit: str) -> Figure:
+    """A figure without a bar; a ratio in per cent is given as a share."""
+    if not isinstance(value, Ratio):
+        return Figure(what, value, unit)
+    scale = 100 if unit == "%" else 1
+    return Figure(what, scale * value.median, unit, low=scale * value.low, high=scale * value.high)
+
+
+class Ratio(NamedTuple):
+    """A median of paired ratios with its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.low:.3g}-{self.high:.3g})"
+
+
+def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Ratios of neighbours in time, so that what else the machine does falls out.
+
+    The interval is that of the median by order statistics: no shape of the noise is assumed. It needs at
+    least 6 pairs; below 9 it is the range. Raises ValueError for fewer.
+    """
+    ratios = sorted(n / d for n, d in zip(numerators, denominators, strict=True))
+    number = len(ratios)
+    if number < 6:
+        raise ValueError(f"{number} pairs say nothing with 95 % confidence: at least 6 are needed")
+    below, rank = 0.0, 0  # the chance that fewer than `rank` ratios lie below the true median
+    while below + math.comb(number, rank) / 2**number <= 0.025:
+        below += math.comb(number, rank) / 2**number
+        rank += 1
+    return Ratio(statistics.median(ratios), ratios[max(0, rank - 1)], ratios[number - max(1, rank)])
 
 
 def spread(samples: Sequence[float]) -> str:

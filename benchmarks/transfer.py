@@ -1,29 +1,39 @@
-"""Store and load of 2,048 tokens of an 8B model's KV between paged blocks and the arena, one copy thread."""
+"""Store and load of 2,048 tokens of an 8B model's KV between paged blocks and the arena, on 1 and 2 threads.
+
+The yardsticks are C, so that they cost nothing themselves: the same pieces by memcpy, the same with stores
+past the caches, and the bytes as large pieces, which no paged KV has.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.report import Figure, Report, at_least
+from benchmarks import yardstick
+from benchmarks.report import Figure, Report, at_least, of, paired
 from lmcache.engines.vllm.copier import CpuCopier
 from lmcache.engines.vllm.layouts import Layout
 
 LAYERS, PAGE_BYTES, BLOCKS_PER_CHUNK, CHUNKS, BLOCKS = 32, 64 << 10, 16, 8, 160
 CHUNK_BYTES = LAYERS * BLOCKS_PER_CHUNK * PAGE_BYTES
 TOTAL_BYTES = CHUNKS * CHUNK_BYTES
-REPEATS = 9
+LARGE_PIECE_BYTES = 4 << 20
+REPEATS = 15
+THREADS = (1, 2)
+BARS = {"load": 80, "store": 50}  # per cent of memcpy of the same pieces, on one thread
 
 Bytes = npt.NDArray[np.uint8]
+Ways = dict[str, Callable[[], None]]
 
 
 def make_kv() -> Layout:
@@ -32,22 +42,60 @@ def make_kv() -> Layout:
     return Layout(tuple(storage), BLOCKS_PER_CHUNK)
 
 
-def memmove_pieces(kv: Layout, slots: Bytes, tables: list[list[int]], load: bool) -> Callable[[], None]:
-    """The yardstick: memcpy of the same pieces in the same order, one call each."""
-    pairs = []
+def piece_addresses(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Iterator[tuple[int, int]]:
+    """(in a slot, in the paged KV) of every piece, in the order in which they are copied."""
     for slot, blocks in zip(slots, tables, strict=True):
         address = slot.ctypes.data
         for layer in kv.pages:
             for block in blocks:
-                page = layer.data_ptr() + block * PAGE_BYTES
-                pairs.append((page, address) if load else (address, page))
+                yield address, layer.data_ptr() + block * PAGE_BYTES
                 address += PAGE_BYTES
 
-    def move() -> None:
-        for target, source in pairs:
-            ctypes.memmove(target, source, PAGE_BYTES)
 
-    return move
+def large_pieces(kv: Layout, slots: Bytes) -> Iterator[tuple[int, int]]:
+    start, page = slots.ctypes.data, kv.pages[0].data_ptr()
+    for offset in range(0, TOTAL_BYTES, LARGE_PIECE_BYTES):
+        yield start + offset, page + offset
+
+
+def yardsticks(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Ways:
+    ways: Ways = {}
+    kinds = {
+        "memcpy of the same pieces": (list(piece_addresses(kv, slots, tables)), PAGE_BYTES, False),
+        "the same, past the caches": (list(piece_addresses(kv, slots, tables)), PAGE_BYTES, True),
+        "memcpy of large pieces": (list(large_pieces(kv, slots)), LARGE_PIECE_BYTES, False),
+    }
+    for kind, (pairs, size, streaming) in kinds.items():
+        back = [(page, slot) for slot, page in pairs]
+        for threads in THREADS:
+            for what, ends in (("load", back), ("store", pairs)):
+                copy = yardstick.copy(ends, size, threads, streaming=streaming)
+                ways[f"{what}, {threads}: {kind}"] = copy
+    return ways
+
+
+def copies(copier: CpuCopier, slots: Bytes, tables: list[list[int]], pool: ThreadPoolExecutor) -> Ways:
+    """Ours: with two threads, every other chunk is copied by the second."""
+
+    def load(turn: int, step: int) -> None:
+        for slot, blocks in list(zip(slots, tables, strict=True))[turn::step]:
+            copier.load(slot, 0, blocks, None)
+
+    def store(turn: int, step: int) -> None:
+        for slot, blocks in list(zip(slots, tables, strict=True))[turn::step]:
+            copier.store(slot, blocks, None)
+
+    def both(part: Callable[[int, int], None]) -> None:
+        other = pool.submit(part, 1, 2)
+        part(0, 2)
+        other.result()
+
+    return {
+        "load, 1": lambda: load(0, 1),
+        "store, 1": lambda: store(0, 1),
+        "load, 2": lambda: both(load),
+        "store, 2": lambda: both(store),
+    }
 
 
 def timed(what: Callable[[], None]) -> float:
@@ -61,40 +109,43 @@ def run() -> Report:
     blocks = generator.permutation(BLOCKS)[: CHUNKS * BLOCKS_PER_CHUNK]
     tables = [list(map(int, part)) for part in blocks.reshape(CHUNKS, BLOCKS_PER_CHUNK)]
     shm = Path("/dev/shm")
-    with tempfile.TemporaryFile(dir=shm if shm.is_dir() else None) as file:
+    with (
+        tempfile.TemporaryFile(dir=shm if shm.is_dir() else None) as file,
+        ThreadPoolExecutor(1) as pool,
+    ):
         file.truncate(TOTAL_BYTES)
         slots = np.frombuffer(mmap.mmap(file.fileno(), TOTAL_BYTES), np.uint8).reshape(CHUNKS, CHUNK_BYTES)
-        copier = CpuCopier(kv)
-        seconds: dict[str, list[float]] = {name: [] for name in ("load", "store", "memcpy in", "memcpy out")}
-        ways: dict[str, Callable[[], None]] = {
-            "store": lambda: [copier.store(s, t, None) for s, t in zip(slots, tables, strict=True)] and None,
-            "memcpy out": memmove_pieces(kv, slots, tables, load=False),
-            "load": lambda: [copier.load(s, 0, t, None) for s, t in zip(slots, tables, strict=True)] and None,
-            "memcpy in": memmove_pieces(kv, slots, tables, load=True),
-        }
+        ways = copies(CpuCopier(kv), slots, tables, pool) | yardsticks(kv, slots, tables)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
         for repeat in range(REPEATS + 1):
-            for name, way in ways.items():
-                took = timed(way)
+            for name in random.sample(list(ways), len(ways)):
+                took = timed(ways[name])
                 if repeat:  # the first round faults the pages in
                     seconds[name].append(took)
-    return Report("transfer", _conditions(), _figures(seconds))
+    return Report("transfer", _conditions(), list(_figures(seconds)))
 
 
 def _conditions() -> str:
     shape = f"{LAYERS} layers x {BLOCKS_PER_CHUNK}-token blocks of {PAGE_BYTES >> 10} KiB, {CHUNKS} chunks"
     return (
-        f"{TOTAL_BYTES >> 20} MiB as {shape}, scattered; one thread; median of {REPEATS} interleaved rounds"
+        f"{TOTAL_BYTES >> 20} MiB as {shape}, scattered; {REPEATS} rounds in random order; medians of the\n"
+        "rounds' ratios with 95 % intervals; the yardsticks are C"
     )
 
 
-def _figures(seconds: dict[str, list[float]]) -> list[Figure]:
-    def ratio(way: str, yardstick: str) -> float:
-        pairs = zip(seconds[yardstick], seconds[way], strict=True)
-        return 100 * statistics.median(base / took for base, took in pairs)
-
-    rate = {name: TOTAL_BYTES / statistics.median(took) / 1e9 for name, took in seconds.items()}
-    return [
-        at_least("load, of memcpy of the same pieces", ratio("load", "memcpy in"), "%", 80),
-        at_least("store, of memcpy of the same pieces", ratio("store", "memcpy out"), "%", 50),
-        *(Figure(f"{name}, rate", value, "GB/s") for name, value in rate.items()),
-    ]
+def _figures(seconds: dict[str, list[float]]) -> Iterator[Figure]:
+    for threads in THREADS:
+        for what, bar in BARS.items():
+            ours = f"{what}, {threads}"
+            for name in seconds:
+                if not name.startswith(f"{ours}: "):
+                    continue
+                kind = name.partition(": ")[2]
+                share = paired(seconds[name], seconds[ours])
+                label = f"{what}, {threads} thread{'s'[: threads - 1]}, of {kind}"
+                has_bar = threads == 1 and kind == "memcpy of the same pieces"
+                yield at_least(label, share, "%", bar) if has_bar else of(label, share, "%")
+            yield Figure("    rate", TOTAL_BYTES / statistics.median(seconds[ours]) / 1e9, "GB/s")
+    for what in BARS:
+        speedup = paired(seconds[f"{what}, 1"], seconds[f"{what}, 2"])
+        yield of(f"{what}, gain of the second thread", speedup, "x")

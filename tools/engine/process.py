@@ -149,6 +149,10 @@ class EngineProcess:
         times: dict[str, list[float]] = self._call("hook_times")
         return times
 
+    def stop_hashing_kv(self) -> None:
+        """From now on ``Generated.kv`` is empty, and its time is in nobody's figures."""
+        self._call("stop_hashing_kv")
+
     def num_preemptions(self) -> int:
         """How often a request was preempted so far."""
         return int(self._call("num_preemptions"))
