@@ -118,7 +118,7 @@ class ArenaFile:
         layout = Layout.plan(self._capacity, geometry)
         first_generation = self.first_generation
         if self.geometry is not None:
-            first_generation = max(first_generation, self.table.max_generation() + 1)
+            first_generation = self.table.next_generation(first_generation)
         # Without a geometry the head disowns the table: a death from here on leaves an unformatted arena.
         self._write_head(None, first_generation)
         _allocate(self._fd, 0, layout.data_offset)
@@ -276,10 +276,13 @@ def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
     fd = _open_locked(path)
     try:
         size = os.fstat(fd).st_size
-        head = Head.parse(os.pread(fd, HEAD_BYTES, 0).ljust(HEAD_BYTES, b"\0")) if size else None
+        head = _read_head(fd, size, capacity) if size else None
         # Before anything is lost; what the file takes is there for its successor, too.
         check_room(path, capacity, os.fstat(fd).st_blocks * 512)
         if size and (head is None or head.capacity_bytes != capacity or size != capacity):
+            _log.warning(
+                "the arena %s is of another size or version, or damaged: an empty one replaces it", path
+            )
             path.unlink()
             fresh = _open_locked(path)
             os.close(fd)
@@ -293,6 +296,15 @@ def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
         raise
     # Beyond all generations of a file that was here before: an engine may still hold slots of that one.
     return fd, head or Head(capacity, epoch=0, first_generation=time.time_ns(), geometry=None)
+
+
+def _read_head(fd: int, size: int, capacity: int) -> Head | None:
+    try:
+        return Head.parse(os.pread(fd, HEAD_BYTES, 0).ljust(HEAD_BYTES, b"\0"))
+    except ArenaError:
+        if size != capacity:
+            raise
+        return None  # no stranger's file is just as long: an engine wrote over the head of ours
 
 
 def _open_locked(path: Path) -> int:

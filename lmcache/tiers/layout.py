@@ -11,6 +11,7 @@ A column's slots follow each other without gaps, so a rank maps and pins one ran
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass
 
 from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry, round_up
@@ -75,7 +76,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Head:
-    """The head page: what a file is, and how its last format laid it out."""
+    """The head page: what a file is, and how its last format laid it out. Engines map it, too, and may have
+    written over it: it has a checksum of its own."""
 
     capacity_bytes: int
     epoch: int
@@ -83,13 +85,14 @@ class Head:
     geometry: Geometry | None  # None: not formatted
 
     _MAGIC = b"LMCarena"
-    _VERSION = 1
+    _VERSION = 2
     _FIELDS = struct.Struct("<8sIIQQQQ")
+    _CHECKSUM = struct.Struct("<I")
 
     def pack(self) -> bytes:
         """Return the head page's leading bytes."""
         geometry = self.geometry or Geometry(0, 0)
-        return self._FIELDS.pack(
+        fields = self._FIELDS.pack(
             self._MAGIC,
             self._VERSION,
             geometry.num_columns,
@@ -98,17 +101,19 @@ class Head:
             self.first_generation,
             geometry.slot_bytes,
         )
+        return fields + self._CHECKSUM.pack(zlib.crc32(fields))
 
     @classmethod
     def parse(cls, page: bytes) -> Head | None:
-        """Read a head page; None when it was never written or is of another version. ArenaError: not an
-        arena."""
+        """Read a head page; None when it was never written, is damaged or of another version. ArenaError: not
+        an arena."""
         magic, version, columns, capacity, epoch, generation, slot_bytes = cls._FIELDS.unpack_from(page)
         if not any(page):
             return None
         if magic != cls._MAGIC:
             raise ArenaError("the file is not an arena: remove it or choose another path")
-        if version != cls._VERSION:
+        (checksum,) = cls._CHECKSUM.unpack_from(page, cls._FIELDS.size)
+        if version != cls._VERSION or checksum != zlib.crc32(page[: cls._FIELDS.size]):
             return None
         geometry = Geometry(slot_bytes, columns) if slot_bytes else None
         return cls(capacity, epoch, generation, geometry)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from lmcache.tiers import gate
 from lmcache.tiers.base import LowerTier, RowKey, Slot, TierUnavailable, split_row_key
-from lmcache.tiers.header import checksum
+from lmcache.tiers.header import digests, seal_of
 from lmcache.tiers.memory import MemoryTier
 from lmcache.tiers.seals import payloads
 from lmcache.tiers.stats import TieredStats, Unwritten
@@ -257,11 +257,13 @@ class Lower:
 def _load_columns(
     tier: LowerTier, key: RowKey, views: Sequence[memoryview]
 ) -> tuple[list[int], list[bytes]] | None:
-    """In a reader thread: lengths and checksums of all columns, or nothing."""
+    """In a reader thread: lengths and seals of all columns, or nothing."""
     lengths = []
     for column, view in enumerate(views):
         length = tier.load(key, column, view)
         if length is None:
             return None
         lengths.append(length)
-    return lengths, [checksum(view[:length]) for view, length in zip(views, lengths, strict=True)]
+    return lengths, [
+        seal_of(key, column, length, digests(views[column][:length])) for column, length in enumerate(lengths)
+    ]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lmcache.tiers.base import Arena, Removal, Reservation, Reserved, RowKey, Slot, StaleSlot
 from lmcache.tiers.policy import Policy
 from lmcache.tiers.rows import OpenRow, Rows, Vacated
-from lmcache.tiers.slots import State, whole_rows
+from lmcache.tiers.slots import State, next_generation, were_given, whole_rows
 from lmcache.tiers.stats import MemoryStats
 
 SIDECAR = bytes(16)  # owner of the rows that the tier's own process fills (promotions)
@@ -61,9 +61,13 @@ class MemoryTier:
         rows = self._rows
         for first in range(0, self.arena.num_rows, _ADOPT_SLICE_ROWS):
             entries = self._table.snapshot(first, min(first + _ADOPT_SLICE_ROWS, self.arena.num_rows))
-            rows.next_generation = max(rows.next_generation, int(entries["generation"].max()) + 1)
+            is_given = were_given(entries, self.arena.first_generation)
+            entries["generation"] *= is_given
+            rows.next_generation = max(
+                rows.next_generation, next_generation(entries, self.arena.first_generation)
+            )
             rows.first_generation = rows.next_generation
-            is_whole = whole_rows(entries)
+            is_whole = whole_rows(entries) & is_given.all(axis=0)
             for offset in np.flatnonzero((entries["state"] != State.FREE).any(axis=0)).tolist():
                 key = entries[0, offset]["key"].tobytes()
                 if not rows.adopt(first + offset, key, is_whole=is_whole[offset]):

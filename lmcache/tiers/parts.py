@@ -1,6 +1,7 @@
 """Objects in Redis: their names, and how one is read and written over a connection.
 
-One column of a row is stored in parts of at most 4 MiB, ``<prefix>:<namespace>:{<key>:<column>}:<part>``,
+One column of a row is stored in parts of at most 4 MiB (Redis handles one value at a time: larger ones would
+make all its other clients wait), ``<prefix>:<namespace>:{<key>:<column>}:<part>``,
 each with its own header. All writers of one name write the same bytes, so any valid set of parts makes the
 object, whoever wrote them. Part 0 is written last: it is the presence marker, and says how many parts there
 are.
@@ -14,11 +15,10 @@ from typing import NamedTuple
 
 from lmcache.tiers.address import DEFAULT_PREFIX
 from lmcache.tiers.base import RowKey, split_row_key
-from lmcache.tiers.header import HEADER_BYTES, BadHeader, Header, checksum, parse
+from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, BadHeader, Header, checksum, parse
 from lmcache.tiers.resp import Connection, ServerError
 
-PART_BYTES = 4 << 20
-"""Redis handles one value at a time: larger ones would make all its other clients wait."""
+__all__ = ["PART_BYTES", "InvalidObject", "ObjectName", "hash_tag", "load", "num_parts", "store"]
 
 
 class InvalidObject(Exception):

@@ -1,12 +1,12 @@
-"""Checksums of rows in memory: noted when a row becomes visible, compared when it outlived a restart."""
+"""Seals of rows in memory: noted when a row becomes visible, compared when it outlived a restart."""
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from lmcache.tiers.base import Arena, Slot
-from lmcache.tiers.header import checksum
+from lmcache.tiers.base import Arena, RowKey, Slot
+from lmcache.tiers.header import digests, seal_of
 from lmcache.tiers.memory import MemoryTier
 
 
@@ -18,6 +18,14 @@ def payloads(arena: Arena, slot: Slot) -> list[memoryview]:
     ]
 
 
+def seals_of(key: RowKey, columns: list[memoryview], column_digests: list[bytes]) -> list[bytes]:
+    """The seals of all columns of a row."""
+    return [
+        seal_of(key, column, len(payload), part_digests)
+        for column, (payload, part_digests) in enumerate(zip(columns, column_digests, strict=True))
+    ]
+
+
 class Seals:
     """Computes them in a thread of its own, with the row pinned."""
 
@@ -26,22 +34,28 @@ class Seals:
         self._memory = memory
         self._pool = ThreadPoolExecutor(1, "checksum")
 
-    async def seal(self, slot: Slot) -> None:
-        """Note the checksums of a row that was pinned for this, so that it outlives a restart; unpin it."""
+    async def seal(self, slot: Slot) -> list[bytes]:
+        """Note the seals of a row that was pinned for this, so that it outlives a restart; unpin it. Return
+        its columns' digests."""
         table = self._memory.arena.table
         try:
-            for column, value in enumerate(await self._checksums(slot)):
+            columns = payloads(self._memory.arena, slot)
+            found = await self._digests(columns)
+            for column, value in enumerate(seals_of(table.key(slot.row), columns, found)):
                 table.seal(slot.row, column, value)
         finally:
             self._memory.unpin(slot)
+        return found
 
     async def verify(self, slot: Slot) -> bool:
         """Compare an adopted row with what was noted. False: it is not intact, or gone."""
-        if self._memory.pin(slot) is None:
+        key = self._memory.pin(slot)
+        if key is None:
             return False
         table = self._memory.arena.table
         try:
-            found = await self._checksums(slot)
+            columns = payloads(self._memory.arena, slot)
+            found = seals_of(key, columns, await self._digests(columns))
             is_intact = found == [table.checksum(slot.row, column) for column in range(len(found))]
             self._memory.verified(slot, is_intact=is_intact)
         finally:
@@ -53,7 +67,6 @@ class Seals:
         """Wait for the thread."""
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
 
-    async def _checksums(self, slot: Slot) -> list[bytes]:
-        views = payloads(self._memory.arena, slot)
+    async def _digests(self, columns: list[memoryview]) -> list[bytes]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: [checksum(view) for view in views])
+        return await loop.run_in_executor(self._pool, lambda: list(map(digests, columns)))

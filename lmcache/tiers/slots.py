@@ -21,7 +21,7 @@ ENTRY = np.dtype(
     [
         ("key", "V64"),
         ("owner", "V16"),  # uuid of the client that reserved the slot; zeros: the sidecar itself
-        ("checksum", "V16"),  # xxh3-128 of the payload; zeros: not known
+        ("checksum", "V16"),  # the seal (``header.seal_of``); zeros: not known
         ("length", "<u8"),  # payload bytes
         ("generation", "<u8"),  # rises whenever the row is given anew; never goes back
         ("state", "<u4"),
@@ -33,6 +33,8 @@ ENTRY = np.dtype(
 
 ENTRY_BYTES = ENTRY.itemsize
 NO_CHECKSUM = bytes(16)
+_MOST_GENERATIONS = 1 << 48
+"""That one format of an arena gives out, in any number of years."""
 
 _GIVEN = struct.Struct("<64s16s16sQQ")  # key .. generation
 _KEY_BYTES = ENTRY["key"].itemsize
@@ -86,7 +88,7 @@ class SlotTable:
         self._words[(column * self.num_rows + row) * _WORDS + _STATE] = _COMMITTED
 
     def seal(self, row: int, column: int, checksum: bytes) -> None:
-        """Note the checksum of a committed payload: from now on it outlives a restart."""
+        """Note the seal of a committed payload: from now on it outlives a restart."""
         self._checksums[column, row] = checksum
 
     def unseal(self, row: int) -> None:
@@ -132,7 +134,7 @@ class SlotTable:
         self._quads[(column * self.num_rows + row) * _QUADS + _LENGTH] = length
 
     def checksum(self, row: int, column: int) -> bytes:
-        """xxh3-128 of the payload, or NO_CHECKSUM."""
+        """The seal of the payload, or NO_CHECKSUM."""
         checksum: bytes = self._checksums[column, row].tobytes()
         return checksum
 
@@ -144,9 +146,23 @@ class SlotTable:
         """Count the rows from this one on of which a column is not free."""
         return int((self._entries["state"][:, first_row:] != State.FREE).any(axis=0).sum())
 
-    def max_generation(self) -> int:
-        """Highest generation ever given out."""
-        return int(self._entries["generation"].max(initial=0))
+    def next_generation(self, first_generation: int) -> int:
+        """Return a generation above all that were given out since the arena's format, which began with
+        ``first_generation``."""
+        return next_generation(self._entries, first_generation)
+
+
+def next_generation(entries: NDArray[np.void], first_generation: int) -> int:
+    """See ``SlotTable``; of the entries of a snapshot."""
+    generations = entries["generation"][were_given(entries, first_generation)]
+    return max(first_generation, int(generations.max(initial=0)) + 1)
+
+
+def were_given(entries: NDArray[np.void], first_generation: int) -> NDArray[np.bool_]:
+    """Which entries have generations that can have been given out? An engine that writes where it must not
+    may leave any number there: it must not become the measure of those to come."""
+    given: NDArray[np.bool_] = entries["generation"] - np.uint64(first_generation) < _MOST_GENERATIONS
+    return given
 
 
 def whole_rows(entries: NDArray[np.void]) -> NDArray[np.bool_]:

@@ -7,7 +7,18 @@ import pytest
 import xxhash
 from hypothesis import given
 
-from lmcache.tiers.header import HEADER_BYTES, MAX_LABEL_BYTES, BadHeader, Header, checksum, parse
+from lmcache.tiers.header import (
+    HEADER_BYTES,
+    MAX_LABEL_BYTES,
+    PART_BYTES,
+    BadHeader,
+    Header,
+    checksum,
+    digest_of,
+    digests,
+    parse,
+    seal_of,
+)
 
 
 @st.composite
@@ -80,8 +91,18 @@ def test_what_could_not_be_read_is_not_written(fields):
         Header(**(good | fields)).pack()
 
 
-@pytest.mark.parametrize("size", [0, 1, (4 << 20) - 1, 4 << 20, (4 << 20) + 1])
-def test_checksum_in_pieces_is_that_of_the_whole(size):
-    payload = bytes(range(256)) * (size // 256 + 1)
-    assert checksum(payload[:size]) == xxhash.xxh3_128(payload[:size]).digest()
-    assert checksum(memoryview(payload)[:size]) == checksum(payload[:size])
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES])
+def test_the_checksum_of_several_parts_is_that_of_their_digests(size):
+    payload = (bytes(range(251)) * (size // 251 + 1))[:size]
+    parts = [payload[start : start + PART_BYTES] for start in range(0, max(1, size), PART_BYTES)]
+    found = digests(memoryview(payload))
+    assert [digest_of(found, part) for part in range(len(parts))] == [
+        xxhash.xxh3_128(part).digest() for part in parts
+    ]
+    assert checksum(payload) == (found if len(parts) == 1 else xxhash.xxh3_128(found).digest())
+
+
+def test_a_seal_fits_one_payload_under_one_name():
+    sealed = [(b"k" * 64, 0, 5, b"d" * 16), (b"j" * 64, 0, 5, b"d" * 16), (b"k" * 64, 1, 5, b"d" * 16)]
+    sealed += [(b"k" * 64, 0, 4, b"d" * 16), (b"k" * 64, 0, 5, b"e" * 16), (b"k" * 64, 0, 5, b"d" * 32)]
+    assert len({seal_of(*fields) for fields in sealed}) == len(sealed)
