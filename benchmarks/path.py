@@ -1,0 +1,165 @@
+"""Remote and disk on the sidecar's whole path, against bare loops on the same Redis and the same volume.
+
+Store: from the commit of rows in memory until they are sealed and written through. Load: from the first
+lookup of rows that only the lower tier has until the lookup that finds them all in memory. ``remote`` and
+``disk`` time the tiers alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.disk import scratch
+from benchmarks.remote import NUM_PARTS, SLOT_BYTES, connect, url_of
+from benchmarks.report import Figure, Report, at_least, of, paired
+from lmcache.tiers.base import Geometry, LowerTier, Reserved, RowKey
+from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.private import PrivateArena
+from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from lmcache.tiers.tiered import TieredStore
+from tools.processes import RedisServer
+
+ROUNDS, WARM_UP = 31, 2
+ARENA_ROWS = 16 * NUM_PARTS  # a lookup brings at most a quarter of them
+NAMESPACE, OWNER, ENGINE = b"n" * 32, b"o" * 16, b"e" * 16
+POLL_SECONDS = 1e-4
+DISK_CAPACITY = 8 << 30
+LIMIT_SECONDS = 30
+
+Way = Callable[[], None]
+
+
+class Sidecar:
+    """One sidecar's store with one lower tier; its rows are one part long."""
+
+    def __init__(self, tier: LowerTier) -> None:
+        self.arena = PrivateArena(Geometry(PART_BYTES, 1), ARENA_ROWS)
+        np.frombuffer(self.arena.buffer, np.uint8)[:] = 1  # takes the pages
+        self.store = TieredStore(self.arena, {"tier": tier})
+        self.store.register(NAMESPACE)
+
+    def fill(self, keys: list[RowKey]) -> list[object]:
+        """Rows that are ready to be committed; each is unlike the others."""
+        slots = []
+        for key, answer in zip(keys, self.store.reserve(keys, 0, OWNER, length=PART_BYTES), strict=True):
+            assert answer.result is Reserved.SLOT, answer
+            self.arena.view(answer.slot.row, 0)[:64] = key
+            slots.append(answer.slot)
+        return slots
+
+    async def store_all(self, keys: list[RowKey]) -> float:
+        slots = self.fill(keys)
+        start = time.perf_counter()
+        self.store.commit(slots, 0, OWNER)
+        assert await self.store.drain(LIMIT_SECONDS)
+        took = time.perf_counter() - start
+        assert self.store.lower["tier"].num_queued == 0
+        return took
+
+    async def load_all(self, keys: list[RowKey]) -> float:
+        request, start = os.urandom(8).hex(), time.perf_counter()
+        while True:
+            found = self.store.lookup((ENGINE, request), [keys])
+            if found.num_resident == len(keys):
+                break
+            if time.perf_counter() - start > LIMIT_SECONDS:
+                raise RuntimeError(f"{found.num_resident} of {len(keys)} rows came")
+            await asyncio.sleep(POLL_SECONDS)
+        took = time.perf_counter() - start
+        for key, slot in zip(keys, found.slots[0], strict=True):
+            assert bytes(self.arena.view(slot.row, 0)[:64]) == key
+        self.store.memory.release((ENGINE, request))
+        return took
+
+
+async def rounds(tier: LowerTier, bare_store: Way, bare_load: Way, clear: Way) -> dict[str, list[float]]:
+    writer, reader = Sidecar(tier), Sidecar(tier)
+    await writer.store.adopt()
+    await reader.store.adopt()
+    seconds: dict[str, list[float]] = {name: [] for name in ("store", "bare store", "load", "bare load")}
+    for turn in range(ROUNDS + WARM_UP):
+        keys = [NAMESPACE + os.urandom(32) for _ in range(NUM_PARTS)]
+        clear()
+        took = {}
+        for pair in (("store", "bare store"), ("load", "bare load")):
+            for name in random.sample(pair, 2):
+                if name.startswith("bare"):
+                    start = time.perf_counter()
+                    (bare_store if name == "bare store" else bare_load)()
+                    took[name] = time.perf_counter() - start
+                else:
+                    took[name] = await (writer.store_all(keys) if name == "store" else reader.load_all(keys))
+        for name, value in took.items():
+            if turn >= WARM_UP:
+                seconds[name].append(value)
+    for path in (writer, reader):
+        await path.store.close()
+        path.arena.close()
+    return seconds
+
+
+@contextmanager
+def bare_files(folder: Path) -> Iterator[tuple[Way, Way, Way]]:
+    """One file per part by O_DIRECT, no header, no name to rename."""
+    memory = memoryview(mmap.mmap(-1, PART_BYTES))
+    memory[:] = os.urandom(PART_BYTES)
+
+    def each(flags: int, transfer: Callable[[int, list[memoryview], int], int]) -> None:
+        for part in range(NUM_PARTS):
+            fd = os.open(folder / str(part), flags | os.O_DIRECT, 0o600)
+            transfer(fd, [memory], 0)
+            os.close(fd)
+
+    def clear() -> None:
+        for part in range(NUM_PARTS):
+            (folder / str(part)).unlink(missing_ok=True)
+
+    yield lambda: each(os.O_WRONLY | os.O_CREAT, os.pwritev), lambda: each(os.O_RDONLY, os.preadv), clear
+
+
+def _figures(what: str, seconds: dict[str, list[float]]) -> Iterator[Figure]:
+    for name in ("load", "store"):
+        share = paired(seconds[f"bare {name}"], seconds[name])
+        yield at_least(f"{name}, {what}, of the bare loop's rate", share, "%", 90)
+        yield of("    rate", SLOT_BYTES / statistics.median(seconds[name]) / 1e9, "GB/s")
+
+
+def run() -> Report:
+    figures: list[Figure] = []
+    with RedisServer() as server:
+        for kind in ("unix", "tcp"):
+            tier, bare = RemoteTier(url_of(kind, server), timeout_seconds=10), connect(kind, server)
+
+            def clear(server: RedisServer = server) -> None:
+                server.client.flushall()
+
+            figures += _figures(kind, asyncio.run(rounds(tier, bare.store, bare.load, clear)))
+            tier.close()
+    with scratch() as folder:
+        (folder / "bare").mkdir()
+        disk = DiskTier(folder / "tier", DISK_CAPACITY)
+        with bare_files(folder / "bare") as (store, load, clear):
+            figures += _figures("disk", asyncio.run(rounds(disk, store, load, clear)))
+        disk.close()
+        shutil.rmtree(folder / "tier")
+    return Report("path", _conditions(), figures)
+
+
+def _conditions() -> str:
+    return (
+        f"{NUM_PARTS} rows of {PART_BYTES >> 20} MiB, {ROUNDS} rounds, in turn with the bare loop: it moves"
+        " one part after the\nother over one connection and neither hashes nor has a header; the disk is that"
+        f" of {tempfile.gettempdir()}, O_DIRECT"
+    )
