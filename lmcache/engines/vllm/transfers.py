@@ -20,6 +20,7 @@ class LoadTransfer:
 
     def __init__(self, job: LoadJob, fence: Fence) -> None:
         self.job = job
+        self.ended = threading.Event()
         self._fence = fence
         self.bad_blocks: tuple[int, ...] = job.blocks
         """Blocks that can't be used: all, until their pieces are proven good."""
@@ -41,9 +42,10 @@ class LoadTransfer:
 class StoreTransfer:
     """A StoreJob under way. ``cancel`` may come at any time, from the engine's thread."""
 
-    def __init__(self, job: StoreJob, fence: Fence) -> None:
+    def __init__(self, job: StoreJob) -> None:
         self.job = job
-        self._fence = fence
+        self.fence: Fence = None  # set before ``run``
+        self.ended = threading.Event()
         self._lock = threading.Lock()  # protects what follows
         self._is_cancelled = False
         self._copied: list[Slot] = []
@@ -70,7 +72,7 @@ class StoreTransfer:
                 per_chunk = len(self.job.blocks) // len(self.job.hashes)
                 for chunk, slot in reserved:
                     blocks = self.job.blocks[chunk * per_chunk : (chunk + 1) * per_chunk]
-                    copier.store(session.slots[slot.row], blocks, self._fence)
+                    copier.store(session.slots[slot.row], blocks, self.fence)
                     if not self.note_copied(slot):
                         break
             finally:

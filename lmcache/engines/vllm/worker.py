@@ -7,20 +7,26 @@ every held request is reported exactly once, at most ``HOLD_SECONDS`` later.
 
 - **Finished**: blocks are held at most ``HOLD_SECONDS``, then what is not copied is aborted.
 - **Preempted**: waits at most ``PREEMPTION_SECONDS`` for copies that read the blocks, then aborts them.
+
+The blocks then go back to the engine even if a copy still reads them: its bytes may be torn, so the slot of
+an aborted copy is never committed.
+
+The engine's model runners call ``collect`` and ``start_stores`` of a step in either order (vLLM's V1 runner
+collects first when it speculates), and some ranks leave the latter out. So a step's stores count as under way
+from whichever call comes first, and begin with the next step at the latest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any
 
 from lmcache.engines.vllm.copier import EngineCopier, Fence
-from lmcache.engines.vllm.plan import IDLE_WAIT_SECONDS, EngineIdentity, StepMeta, WorkerReport
+from lmcache.engines.vllm.plan import EngineIdentity, StepMeta, WorkerReport
 from lmcache.engines.vllm.transfers import LoadTransfer, StoreTransfer
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError
@@ -30,7 +36,15 @@ logger = logging.getLogger("vllm.lmcache")
 HOLD_SECONDS = 2.0
 PREEMPTION_SECONDS = 0.005
 
+LOAD_WAIT_SECONDS = 0.005
+"""Of an engine with nothing to do but to wait for a load: most end within one step then, where a step without
+a wait costs the engine 1 ms of sleep and the loading thread its GIL. A new request can be delayed by as much.
+"""
+
 Attach = Callable[[Mapping[str, Any]], tuple[SidecarClient, EngineCopier, EngineIdentity]]
+
+
+_NO_STEP = StepMeta()
 
 
 class Worker:
@@ -47,7 +61,9 @@ class Worker:
         self._storer = futures.ThreadPoolExecutor(1, "lmcache-store")
         self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
         self._loading: set[str] = set()
-        self._stores: dict[str, dict[StoreTransfer, futures.Future[None]]] = {}  # by request, not ended
+        self._stores: dict[str, dict[int, StoreTransfer]] = {}  # by request and job: those that did not end
+        self._step = StepMeta()  # whose stores were announced last
+        self._waiting: list[StoreTransfer] = []  # of that step, not begun
         self._held: dict[str, float] = {}  # request id -> when it was first asked for
         self._bad_blocks: set[int] = set()
         self._report = WorkerReport()
@@ -63,22 +79,25 @@ class Worker:
     def go_offline(self) -> None:
         """Copy nothing any more. What is under way is still reported."""
         self._client = None
-        for stores in self._stores.values():
-            for transfer in stores:
-                transfer.cancel()
+        for transfers in self._stores.values():
+            _cancel(transfers.values())
 
     def handle_preemptions(self, meta: Any) -> None:
         """Blocks of preempted requests are about to be overwritten."""
-        stores: dict[StoreTransfer, futures.Future[None]] = {}
-        for request_id in _step(meta).preempted:
-            stores |= self._stores.get(request_id, {})
-        futures.wait(stores.values(), PREEMPTION_SECONDS)
-        for transfer in stores:
-            transfer.cancel()
+        if not (preempted := _step(meta).preempted):
+            return
+        transfers = [t for name in preempted for t in self._stores.get(name, {}).values()]
+        deadline = self._clock() + PREEMPTION_SECONDS
+        for transfer in transfers:
+            if transfer not in self._waiting:
+                transfer.ended.wait(max(0.0, deadline - self._clock()))
+        _cancel(transfers)
 
     def start_loads(self, meta: Any) -> None:
         """Begin the step's loads. A load that was begun already is not begun again."""
-        loads = [job for job in _step(meta).loads if job.request_id not in self._loading]
+        if not (jobs := _step(meta).loads):
+            return
+        loads = [job for job in jobs if job.request_id not in self._loading]
         fence = self._fence() if loads else None
         for job in loads:
             self._loading.add(job.request_id)
@@ -86,24 +105,21 @@ class Worker:
 
     def start_stores(self, meta: Any) -> None:
         """Begin the step's stores: its forward is done or, on a GPU, queued before the fence."""
-        stores = _step(meta).stores
-        fence = self._fence() if stores else None
-        for job in stores:
-            transfer = StoreTransfer(job, fence)
-            under_way = self._stores.setdefault(job.request_id, {})
-            under_way[transfer] = self._storer.submit(self._run, transfer)
+        self._announce(_step(meta))
+        self._begin_waiting()
 
     def collect(self, meta: Any) -> tuple[set[str], set[str]]:
         """Return (requests whose blocks are not needed any more, requests whose load ended)."""
         step = _step(meta)
-        self._held |= dict.fromkeys(step.held, self._clock())
-        patience = IDLE_WAIT_SECONDS if step.is_idle and self._loading else 0.0
+        self._announce(step)
+        if step.held:
+            self._held |= dict.fromkeys(step.held, self._clock())
         loaded: set[str] = set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._note_ended(self._ended.get(timeout=patience), loaded)
-                patience = 0.0
-        return self._let_go(), loaded
+        while not self._ended.empty():
+            self._note_ended(self._ended.get(), loaded)
+        if step.is_idle and self._loading and not loaded:
+            self._wait_for_a_load(loaded)
+        return (self._let_go() if self._held else set()), loaded
 
     def take_bad_blocks(self) -> set[int]:
         """Blocks of the ended loads that hold no KV."""
@@ -112,9 +128,12 @@ class Worker:
 
     def take_report(self, meta: Any) -> WorkerReport | None:
         """What the scheduler half has to know."""
+        timed_step = _step(meta).timed_step
+        if not (timed_step or self._report):
+            return None
         report, self._report = self._report, WorkerReport()
-        report.timed_step = _step(meta).timed_step
-        return report or None
+        report.timed_step = timed_step
+        return report
 
     def close(self) -> None:
         """End the threads and detach; waits for the copy and the call under way."""
@@ -124,6 +143,35 @@ class Worker:
             thread.shutdown()
         if client is not None:
             client.close()
+
+    def _announce(self, step: StepMeta) -> None:
+        """Count the step's stores as under way, once; first begin those of the step before if nobody did."""
+        if step is self._step:
+            return
+        self._begin_waiting()
+        self._step = step
+        for job in step.stores:
+            transfer = StoreTransfer(job)
+            self._stores.setdefault(job.request_id, {})[job.job_id] = transfer
+            self._waiting.append(transfer)
+
+    def _begin_waiting(self) -> None:
+        if not self._waiting:
+            return
+        fence = self._fence()
+        while self._waiting:
+            transfer = self._waiting.pop(0)
+            transfer.fence = fence
+            self._storer.submit(self._run, transfer)
+
+    def _wait_for_a_load(self, loaded: set[str]) -> None:
+        deadline = time.monotonic() + LOAD_WAIT_SECONDS
+        while not loaded:
+            try:
+                ended = self._ended.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return
+            self._note_ended(ended, loaded)
 
     def _fence(self) -> Fence:
         return self._copier.fence() if self._client is not None and self._copier is not None else None
@@ -139,13 +187,14 @@ class Worker:
         except Exception:
             logger.exception("A copy failed; the cache goes on without it")
         finally:
+            transfer.ended.set()
             self._ended.put(transfer)
 
     def _note_ended(self, transfer: LoadTransfer | StoreTransfer, loaded: set[str]) -> None:
         request_id = transfer.job.request_id
         if isinstance(transfer, StoreTransfer):
             self._report.stores_ended[transfer.job.job_id] += 1
-            del self._stores[request_id][transfer]
+            del self._stores[request_id][transfer.job.job_id]
             if not self._stores[request_id]:
                 del self._stores[request_id]
             return
@@ -160,11 +209,15 @@ class Worker:
         free = {name for name, since in self._held.items() if name not in self._stores or since <= ended_by}
         for request_id in free:
             del self._held[request_id]
-            for transfer in self._stores.get(request_id, ()):
-                transfer.cancel()
+            _cancel(self._stores.get(request_id, {}).values())
         return free
+
+
+def _cancel(transfers: Iterable[StoreTransfer]) -> None:
+    for transfer in transfers:
+        transfer.cancel()
 
 
 def _step(meta: Any) -> StepMeta:
     """The scheduler half's message; an empty one when that half does not run."""
-    return meta if isinstance(meta, StepMeta) else StepMeta()
+    return meta if isinstance(meta, StepMeta) else _NO_STEP
