@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,12 +66,15 @@ def _images(arguments: argparse.Namespace) -> Images:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # The client asks for a home at its import, and the user of a pod need not have one.
+    os.environ.setdefault("HOME", "/")
     from .app import run  # kopf and the client take half a second to import
 
     handler = logging.StreamHandler()
     handler.setFormatter(_formatter(arguments.log_format))
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else one line for every event
+    for name in ("kopf.objects", "aiohttp.access"):  # one line for every event, and for every probe
+        logging.getLogger(name).setLevel(logging.WARNING)
     asyncio.run(
         run(
             images=_images(arguments),

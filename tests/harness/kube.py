@@ -1,7 +1,8 @@
 """The control plane, the installed chart and the operator process, as fixtures.
 
-One control plane for the whole run and one namespace per test. The operator runs beside it with the token of
-the chart's ServiceAccount, so the chart's RBAC is what is tested.
+One control plane for the whole run and one namespace per test. The operator runs beside it as it does in its
+pod: with the token, the flags and the rights that the chart gives it, as a user without a name and without a
+home, on a root file system that nobody can write to.
 """
 
 import contextlib
@@ -32,8 +33,26 @@ SYSTEM_NAMESPACE, RELEASE = "lmcache-system", "lmcache"
 SERVICE_ACCOUNT = "lmcache-lmcache-operator"
 
 
+_USER = 65532
+"""Of the operator's image; it has no entry in /etc/passwd."""
+# Interpreter and checkout stand for the image's own files; they may lie where only root may read.
+_AS_IN_ITS_POD = f"""
+mount -t tmpfs tmpfs /run
+mkdir -p /run/secrets/kubernetes.io/serviceaccount
+cp "$TOKEN" /run/secrets/kubernetes.io/serviceaccount/token
+cp "$CA" /run/secrets/kubernetes.io/serviceaccount/ca.crt
+mount -o remount,bind,ro /
+unset TOKEN CA
+exec setpriv --pdeathsig KILL --reuid {_USER} --regid {_USER} --clear-groups --no-new-privs \\
+  --inh-caps=-all,+dac_read_search --ambient-caps=-all,+dac_read_search "$@"
+"""
+
+
 class Operator:
-    """``lmcache-operator run`` as a process of ours, under a ServiceAccount of the cluster."""
+    """``lmcache-operator run`` as a process of ours, under a ServiceAccount of the cluster.
+
+    Without root it can't be made to look like its pod: it is then a process of this user with a kubeconfig.
+    """
 
     def __init__(self, plane: Cluster, directory: Path, account: str, *flags: str) -> None:
         self.user = f"system:serviceaccount:{account.replace('/', ':')}"
@@ -48,16 +67,27 @@ class Operator:
     def is_running(self) -> bool:
         return self._process is not None
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         namespace, _, name = self._account.partition("/")
         token = self._plane.service_account_token(namespace, name)
-        config = self._plane.kubeconfig(self._account, token=token)
-        argv = [sys.executable, "-m", "lmcache_operator", "run", f"--kubeconfig={config}", *self._flags]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "operator")])
+        argv = [sys.executable, "-m", "lmcache_operator", "run", *self._flags]
+        env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "operator")]), "PYTHONUNBUFFERED": "1"}
+        if os.getuid() == 0:
+            token_file = self.log.with_suffix(".token")
+            token_file.write_text(token)
+            host, _, port = self._plane.url.removeprefix("https://").partition(":")
+            env |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+            env |= {"TOKEN": str(token_file), "CA": str(self._plane.ca), "PATH": os.environ["PATH"]}
+            argv = ["unshare", "--mount", "--propagation=private", "sh", "-ec", _AS_IN_ITS_POD, "sh", *argv]
+        else:
+            argv.append(f"--kubeconfig={self._plane.kubeconfig(self._account, token=token)}")
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                argv, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}
-            )
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
         wait_for(self._is_healthy)
 
     def stop(self) -> int:
@@ -146,7 +176,10 @@ def chart(plane: Cluster) -> str:
 def operator_process(
     plane: Cluster, chart: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Operator]:
-    process = Operator(plane, tmp_path_factory.mktemp("operator"), chart)
+    pod = plane.api.get("apps/v1/deployments", SERVICE_ACCOUNT, SYSTEM_NAMESPACE)["spec"]["template"]["spec"]
+    command, *flags = pod["containers"][0]["args"]
+    assert (command, pod["securityContext"]["runAsUser"]) == ("run", _USER)
+    process = Operator(plane, tmp_path_factory.mktemp("operator"), chart, *flags)
     yield process
     if process.is_running:
         process.kill()

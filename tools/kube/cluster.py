@@ -91,7 +91,7 @@ class Cluster:
     def kubeconfig(self, user: str = "admin", *, token: str = "") -> Path:
         """A kubeconfig file for one of `pki.USERS`, or for ``user`` with a token of its own."""
         path = self.directory / f"{user.replace(':', '-').replace('/', '-')}.kubeconfig"
-        cluster = {"server": self.url, "certificate-authority": str(self._ca)}
+        cluster = {"server": self.url, "certificate-authority": str(self.ca)}
         context = {"cluster": "local", "user": user, "namespace": "default"}
         config = {
             "apiVersion": "v1", "kind": "Config", "current-context": "local",
@@ -173,12 +173,12 @@ class Cluster:
     def _start(self) -> None:
         begin = time.monotonic()
         self._tokens = pki.make(self.directory / "pki")
-        self._ca = self.directory / "pki" / "ca.crt"
+        self.ca = self.directory / "pki" / "ca.crt"
         self._audit = self.directory / "audit.jsonl"
         self._audit.touch()
         etcd_port, peer_port, api_port, manager_port, scheduler_port, kwok_port = free_ports(6)
         self.url = f"https://127.0.0.1:{api_port}"
-        self.api = Api(self.url, self._ca, self._tokens["admin"])
+        self.api = Api(self.url, self.ca, self._tokens["admin"])
         self._launch("etcd", *self._etcd_flags(etcd_port, peer_port))
         self._launch("kube-apiserver", *self._api_server_flags(api_port, etcd_port))
         # /readyz and not /livez: before the RBAC roles are made, the other components are refused and exit.
@@ -239,12 +239,12 @@ class Cluster:
         ]  # fmt: skip
 
     def _api_server_flags(self, port: int, etcd_port: int) -> list[str]:
-        keys = self._ca.parent
+        keys = self.ca.parent
         return [
             "--bind-address=127.0.0.1", f"--secure-port={port}", "--advertise-address=127.0.0.1",
             "--endpoint-reconciler-type=none", f"--etcd-servers=http://127.0.0.1:{etcd_port}",
             f"--tls-cert-file={keys}/api.crt", f"--tls-private-key-file={keys}/api.key",
-            f"--client-ca-file={self._ca}", f"--token-auth-file={keys}/tokens.csv",
+            f"--client-ca-file={self.ca}", f"--token-auth-file={keys}/tokens.csv",
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={keys}/sa.pub",
             f"--service-account-signing-key-file={keys}/sa.key",
@@ -264,12 +264,12 @@ class Cluster:
         ]  # fmt: skip
 
     def _controller_manager_flags(self, port: int) -> list[str]:
-        keys = self._ca.parent
+        keys = self.ca.parent
         return [
             *self._client_flags(pki.CONTROLLER_MANAGER, port), "--controllers=*",
-            "--use-service-account-credentials=true", f"--root-ca-file={self._ca}",
+            "--use-service-account-credentials=true", f"--root-ca-file={self.ca}",
             f"--service-account-private-key-file={keys}/sa.key",
-            f"--cluster-signing-cert-file={self._ca}", f"--cluster-signing-key-file={keys}/ca.key",
+            f"--cluster-signing-cert-file={self.ca}", f"--cluster-signing-key-file={keys}/ca.key",
         ]  # fmt: skip
 
 
