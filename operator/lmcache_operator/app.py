@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import kopf
 from prometheus_client import start_http_server
@@ -17,6 +17,7 @@ from prometheus_client import start_http_server
 from . import metrics
 from .api import GROUP, KIND
 from .kube.client import connect
+from .kube.watch import login
 from .queue import KeyedQueue
 from .reconcile.loop import ClusterKey, Reconciler
 from .specs import Images
@@ -44,6 +45,8 @@ async def run(
             registry=build_registry(queue),
             settings=_kopf_settings(),
             standalone=True,
+            # Made up by kopf it would hold the user's name, and a pod's user has none.
+            identity=cast(Any, FIELD_MANAGER),
             clusterwide=not namespaces,
             namespaces=namespaces,
             liveness_endpoint=f"http://0.0.0.0:{health_port}/healthz",
@@ -71,7 +74,7 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
     async def stop_working(**_: Any) -> None:
         await queue.close()  # else kopf waits for our tasks as for hanging ones of its own
 
-    kopf.on.login(registry=registry)(_login)
+    kopf.on.login(registry=registry)(login)
     kopf.on.cleanup(registry=registry)(stop_working)
     kopf.on.probe(registry=registry, id="longest_run_seconds")(look_for_hanging_work)
     kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(cluster_changed)
@@ -88,13 +91,6 @@ def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
         if owner.get("controller") and owner["kind"] == KIND and owner["apiVersion"].startswith(f"{GROUP}/"):
             return ClusterKey(namespace, owner["name"], owner["uid"])
     return None
-
-
-def _login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-    """A kubeconfig where one is named or found, else the pod's ServiceAccount."""
-    if "KUBECONFIG" in os.environ:
-        return kopf.login_with_kubeconfig(**kwargs)
-    return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
 
 
 def _kopf_settings() -> kopf.OperatorSettings:

@@ -1,5 +1,6 @@
 """The operator against a real API server, controllers and scheduler; kwok plays the kubelet."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from subprocess import CalledProcessError
@@ -307,6 +308,25 @@ def test_missing_secret_is_named_and_heals(plane, operator, namespace):
     plane.api.create("v1/secrets", {"metadata": {"name": "hub"}, "stringData": {"token": "x"}}, namespace)
     wait_ready(plane, namespace)
     assert condition(plane, namespace, "Degraded")["status"] == "False"
+
+
+@pytest.mark.parametrize("levels", [100, 700, 1500])
+def test_an_object_of_any_depth_is_that_objects_problem_alone(plane, operator, namespace, levels):
+    resource = example()
+    resource["metadata"]["name"] = "deep"
+    text = json.dumps(resource | {"spec": resource["spec"] | {"engine": {"podTemplate": "DEEP"}}})
+    text = text.replace('"DEEP"', '{"a":' * levels + "1" + "}" * levels)
+    plane.kubectl("create", "--namespace", namespace, "--filename", "-", stdin=text)
+    # Both by the watch and by the list of a new start.
+    for name in ("after", "at-start"):
+        resource["metadata"]["name"] = name
+        plane.api.create(CLUSTERS, resource, namespace)
+        plane.wait(
+            lambda name=name: plane.api.get(CLUSTERS, name, namespace).get("status", {}).get("readyReplicas")
+        )
+        assert operator.stop() == 0
+        operator.start()
+    plane.kubectl("delete", "--namespace", namespace, "lmcluster/deep")  # this client can't even list it
 
 
 def test_operator_lives_through_a_restart_of_the_api_server(plane, operator, shared):

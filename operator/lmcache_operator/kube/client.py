@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -20,6 +19,8 @@ from ..specs import Object
 from ..specs.kinds import BY_NAME, POD, SECRET, Kind
 from ..specs.names import FIELD_MANAGER
 from .errors import Refused, error_of
+from .shallow import loads
+from .watch import is_in_cluster
 
 _SECONDS = 30.0
 """For one request."""
@@ -39,7 +40,7 @@ _ESCAPED_IN_YAML = {
 async def connect(kubeconfig: str | None) -> AsyncIterator[KubeApi]:
     """A client for the cluster named by a kubeconfig, or for the one this pod runs in."""
     configuration = Configuration()
-    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+    if kubeconfig is None and is_in_cluster():
         kube_config.load_incluster_config(client_configuration=configuration)
     else:
         await kube_config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
@@ -128,7 +129,7 @@ class KubeApi:
         metrics.API_REQUESTS.labels(verb=verb, code=str(status)).inc()
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:
             raise error_of(f"{verb} {path}", status, data)
-        return status, json.loads(data)
+        return status, loads(data)
 
 
 def apply_patch(body: Any) -> str:
