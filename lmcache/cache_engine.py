@@ -26,7 +26,7 @@ from lmcache.storage_backend.chunk_source import ChunkSource
 from lmcache.storage_backend.output_pool import OutputPool
 from lmcache.utils import CacheEngineKey, KVCache, _lmcache_nvtx_annotate
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 _TOKEN_DIMS = {"vllm": 0, "huggingface": 1}  # of one layer's K or V
 
@@ -70,7 +70,8 @@ class LMCacheEngine:
         as the call is over, whether ``blocking`` or not.
 
         Raises AssertionError when lengths don't fit together, and ValueError for a mask with a hole, for
-        layers that differ in shape or dtype, and for a format that is unknown. A fault of the storage is a
+        layers that differ in shape or dtype, for KV that is not of ``metadata.kv_shape`` (whatever its number
+        of tokens), and for a format that is unknown. A fault of the storage is a
         chunk that is not stored, never an exception.
         """
         num_masked = _num_masked(tokens, kv_tensors_mask)
@@ -97,7 +98,7 @@ class LMCacheEngine:
             num_put = self.engine_.put_chunks(
                 zip(keys[first:], sources, strict=True), blocking=blocking, request=request
             )
-        _log.debug("Stored %d chunks, %d were there", num_put, first - num_chunks_masked)
+        logger.debug("Stored %d chunks, %d were there", num_put, first - num_chunks_masked)
 
     @_lmcache_nvtx_annotate
     def retrieve(
@@ -123,13 +124,13 @@ class LMCacheEngine:
             if num_masked < len(tokens):
                 request = keys[-1].chunk_hash
                 with self.engine_.prefix(keys[first:], request) as chunks:
-                    usable = self._usable(chunks, len(tokens) - first * self.chunk_size, dim)
+                    usable = self._usable(chunks, len(tokens) - first * self.chunk_size)
                     blob = self._join(usable, num_dropped, dim)
                 self.engine_.touch(keys[:first], request)  # last: they are the head
             num_found = 0 if blob is None else blob.shape[dim]
             found[num_masked : num_masked + num_found] = True
         self._count(num_found, len(tokens) - num_masked - num_found)
-        _log.debug("Retrieved %d of %d tokens", num_found, len(tokens) - num_masked)
+        logger.debug("Retrieved %d of %d tokens", num_found, len(tokens) - num_masked)
         if blob is None:
             return (), found
         return self._blob_to_tuple_kv(blob) if return_tuple else blob, found
@@ -190,24 +191,27 @@ class LMCacheEngine:
             raise ValueError("all layers' K and V must have the same shape and dtype")
         dim = _token_dim(self.metadata.fmt)
         num_left = parts[0].shape[dim] - first_token
+        shape = [len(kv), 2, *parts[0].shape]
+        if shape != self._shape(parts[0].shape[dim]):
+            raise ValueError(f"KV {shape} is not what metadata.kv_shape says: {self.metadata.kv_shape}")
         pieces = [
             torch.split(part.narrow(dim, first_token, num_left), self.chunk_size, dim) for part in parts
         ]
         return map(ChunkSource.of_layers, zip(*pieces, strict=True))
 
-    def _usable(self, chunks: Sequence[torch.Tensor], num_tokens: int, dim: int) -> list[torch.Tensor]:
-        """Return the leading chunks that have the tokens that their keys say, and fit together."""
+    def _shape(self, num_tokens: int) -> list[int]:
+        """Return the shape of one tensor with the KV of so many tokens."""
+        num_layers, halves, _, num_heads, head_size = self.metadata.kv_shape
+        inner = [num_tokens, num_heads] if _token_dim(self.metadata.fmt) == 0 else [num_heads, num_tokens]
+        return [num_layers, halves, *inner, head_size]
+
+    def _usable(self, chunks: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
+        """Return the leading chunks that are KV of this model, for the tokens that their keys say."""
         usable: list[torch.Tensor] = []
         for index, chunk in enumerate(chunks):
             length = min(self.chunk_size, num_tokens - index * self.chunk_size)
-            model = usable[0] if usable else chunk
-            fits = chunk.dim() == 5 and list(chunk.shape) == [
-                *model.shape[:dim],
-                length,
-                *model.shape[dim + 1 :],
-            ]
-            if not fits or chunk.dtype != model.dtype:
-                _log.warning("Taken as a miss: %s of %s for %d tokens", chunk.shape, chunk.dtype, length)
+            if list(chunk.shape) != self._shape(length) or chunk.dtype != chunks[0].dtype:
+                logger.warning("Taken as a miss: %s of %s for %d tokens", chunk.shape, chunk.dtype, length)
                 break
             usable.append(chunk)
         return usable

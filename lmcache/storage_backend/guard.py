@@ -11,6 +11,7 @@ from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.resilience import CircuitBreaker
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 
 class Guard:
@@ -33,7 +34,7 @@ class Guard:
         """Is the medium left alone?"""
         return self._breaker.is_open or self._closed.is_set()
 
-    def call(self, what: str, operation: Callable[[], T], otherwise: T) -> T:
+    def call(self, what: str, operation: Callable[[], T], otherwise: D) -> T | D:
         """Return what ``operation`` returns, or ``otherwise`` after a fault and while the circuit is open;
         both are counted.
 

@@ -6,15 +6,17 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.logging import init_logger
+from lmcache.storage_backend.chunk_source import Keys
 from lmcache.storage_backend.connector import CreateConnector
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.queued_backend import QueuedBackend
@@ -24,11 +26,15 @@ from lmcache.utils import CacheEngineKey
 
 _log = init_logger(__name__)
 
-_WINDOW = 4  # chunks fetched ahead of the one that is asked for
+_WINDOW = 4  # chunks fetched at once, the one that is asked for and those behind it
+_MAX_LOOKS = 64  # at once
+_MAX_UNREADABLE = 4096  # that are remembered
 
 _TRIAL_KEY = "lmcache@trial@0@0@"
 
 _Answer: TypeAlias = "Future[torch.Tensor | None]"
+_Asked: TypeAlias = tuple[CacheEngineKey, _Answer]
+_Fetched: TypeAlias = tuple[CacheEngineKey, "bytes | None", _Answer]
 
 
 class RemoteBackendEndSignal:
@@ -36,7 +42,12 @@ class RemoteBackendEndSignal:
 
 
 class LMCRemoteBackend(QueuedBackend):
-    """A server that does not answer is left alone until it does."""
+    """A server that does not answer is left alone until it does.
+
+    What is written is bound to its key and to the model's geometry (layers, heads, head size): the value of
+    another chunk or of another model is a miss, counted. A value that could not be read counts as absent
+    until it was put again.
+    """
 
     def __init__(
         self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, dst_device: str = "cuda"
@@ -50,35 +61,58 @@ class LMCRemoteBackend(QueuedBackend):
         if config.remote_url is None or config.remote_serde is None:
             raise AssertionError("a remote backend needs remote_url and remote_serde")
         self._serializer, self._deserializer = CreateSerde(config.remote_serde, config, metadata)
+        self._geometry = _geometry(metadata)
+        self._unreadable: OrderedDict[CacheEngineKey, None] = OrderedDict()
         self._connector = CreateConnector(config.remote_url)
         self._breaker = CircuitBreaker(base=0.1, cap=2.0)
         self._guard = Guard(self._breaker, self._try_again, self._faults)
 
     def contains(self, key: CacheEngineKey) -> bool:
         """Is the chunk on the server? False also when that can't be known."""
-        return self._guard.call("A look", lambda: self._connector.exists(key.to_string()), False)
+        return self.prefix_length([key]) == 1
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return the chunk on ``dst_device``; None: a miss, a fault, or bytes that are no chunk."""
-        return self._deserialize(self._fetch(key))
+        return self._deserialize(key, self._fetch([key])[0])
 
-    def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterable[torch.Tensor | None]:
-        """Yield one answer per key, in their order, each fetched only when it is asked for."""
-        return map(self.get, keys)
+    def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterator[torch.Tensor | None]:
+        """Yield one answer per key, in their order. Four are fetched at once; who stops asking leaves at most
+        three for nothing."""
+        rest = iter(keys)
+        while batch := list(itertools.islice(rest, _WINDOW)):
+            yield from map(self._deserialize, batch, self._fetch(batch))
 
     def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
         """Put one chunk now."""
         self._puts.supersede(key)
         self._guard.call(
             "A put",
-            lambda: self._connector.set(key.to_string(), self._serializer.to_bytes(kv_chunk)),
+            lambda: self._connector.set(
+                key.to_string(), self._serializer.to_bytes(kv_chunk, self._label(key))
+            ),
             None,
         )
+        self._unreadable.pop(key, None)
 
     def list(self) -> list[CacheEngineKey]:
         """Return the keys of the chunks on the server; what else it holds is none of ours."""
         names: Sequence[str] = self._guard.call("A listing", self._connector.list, [])
-        return list(map(CacheEngineKey.from_string, names))
+        keys: dict[CacheEngineKey, None] = {}
+        for name in names:
+            with contextlib.suppress(ValueError):
+                keys[CacheEngineKey.from_string(name)] = None
+        return [*keys]
+
+    def prefix_length(self, keys: Keys) -> int:
+        """See LMCBackendInterface. A round trip per 64 chunks, where the connector can."""
+        for start in range(0, len(keys), _MAX_LOOKS):
+            batch = keys[start : start + _MAX_LOOKS]
+            names = [key.to_string() for key in batch]
+            are_there = self._guard.call("A look", partial(self._connector.exists_many, names), ())
+            for number, key in enumerate(batch):
+                if number >= len(are_there) or not are_there[number] or key in self._unreadable:
+                    return start + number
+        return len(keys)
 
     def _release(self) -> None:
         self._guard.close()
@@ -94,15 +128,31 @@ class LMCRemoteBackend(QueuedBackend):
         self._breaker.trial_succeeded()
         _log.info("The remote server answers again")
 
-    def _fetch(self, key: CacheEngineKey) -> bytes | None:
-        return self._guard.call("A get", lambda: self._connector.get(key.to_string()), None)
+    def _label(self, key: CacheEngineKey) -> bytes:
+        return f"{key.to_string()} {self._geometry}".encode()
 
-    def _deserialize(self, content: bytes | None) -> torch.Tensor | None:
+    def _fetch(self, keys: Keys) -> Sequence[bytes | None]:
+        names = [key.to_string() for key in keys]
+        if len(names) > 1:
+            found = self._guard.call("A get", partial(self._connector.get_many, names), ())
+            if len(found) == len(names):
+                return found
+        # Alone: of several, one that is refused would have taken the others with it.
+        return [self._guard.call("A get", partial(self._connector.get, name), None) for name in names]
+
+    def _deserialize(self, key: CacheEngineKey, content: bytes | None) -> torch.Tensor | None:
+        if content is None:
+            return None
         try:
-            return None if content is None else self._deserializer.from_bytes(content).to(self.dst_device)
+            chunk = self._deserializer.from_bytes(content, self._label(key)).to(self.dst_device)
         except Exception as error:  # neither may the worker end, nor the engine, by whatever was sent to it
             self._faults.note("A chunk from the server can't be read", error)
+            self._unreadable[key] = None
+            if len(self._unreadable) > _MAX_UNREADABLE:
+                self._unreadable.popitem(last=False)
             return None
+        self._unreadable.pop(key, None)
+        return chunk
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
@@ -113,8 +163,8 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
     ) -> None:
         """As for ``LMCRemoteBackend``."""
         super().__init__(config, metadata, dst_device)
-        self._to_fetch: queue.SimpleQueue[tuple[CacheEngineKey, _Answer] | None] = queue.SimpleQueue()
-        self._to_deserialize: queue.SimpleQueue[tuple[bytes | None, _Answer] | None] = queue.SimpleQueue()
+        self._to_fetch: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._to_deserialize: queue.SimpleQueue[_Fetched | None] = queue.SimpleQueue()
         self._closing = threading.Lock()  # protects _closed: nothing is queued behind the end
         self._closed = False
         self._workers = [
@@ -141,16 +191,17 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
     def network_worker(self) -> None:
         """Fetch what is asked for, until the end: the body of a thread."""
         while (work := self._to_fetch.get()) is not None:
-            key, answer = work
-            if answer.set_running_or_notify_cancel():
-                self._to_deserialize.put((self._fetch(key), answer))
+            works = [work for work in (work, *self._also_asked()) if work[1].set_running_or_notify_cancel()]
+            contents = self._fetch([key for key, _ in works])
+            for (key, answer), content in zip(works, contents, strict=True):
+                self._to_deserialize.put((key, content, answer))
         self._to_deserialize.put(None)
 
     def deserialize_worker(self) -> None:
         """Make tensors of what was fetched, until the end: the body of a thread."""
         while (work := self._to_deserialize.get()) is not None:
-            content, answer = work
-            answer.set_result(self._deserialize(content))
+            key, content, answer = work
+            answer.set_result(self._deserialize(key, content))
 
     def close(self) -> None:
         """Answer what was asked, end the threads, then close the connection."""
@@ -162,6 +213,18 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
             thread.join()
         super().close()
 
+    def _also_asked(self) -> Iterator[_Asked]:
+        """Take what else is queued, of one batch at most."""
+        for _ in range(_WINDOW - 1):
+            try:
+                work = self._to_fetch.get_nowait()
+            except queue.Empty:
+                return
+            if work is None:
+                self._to_fetch.put(None)  # nothing is queued behind it
+                return
+            yield work
+
     def _ask(self, key: CacheEngineKey) -> _Answer:
         answer: _Answer = Future()
         with self._closing:
@@ -170,6 +233,12 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
             else:
                 self._to_fetch.put((key, answer))
         return answer
+
+
+def _geometry(metadata: LMCacheEngineMetadata) -> str:
+    """Return what all chunks of a model have in common, whatever the number of their tokens."""
+    shape = metadata.kv_shape
+    return "" if shape is None else f"{shape[0]} layers, {shape[3]} heads of {shape[4]}"
 
 
 def create_remote_backend(

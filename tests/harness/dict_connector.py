@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector, chunk_keys
+from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector
 
 
 class DictConnector(RemoteBytesConnector):
@@ -36,7 +36,7 @@ class DictConnector(RemoteBytesConnector):
 
     def list(self) -> list[str]:
         self._called("list", "")
-        return chunk_keys(self.values)
+        return [*self.values]
 
     def close(self) -> None:
         self.is_closed = True

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from lmcache.config import GlobalConfig
 from lmcache.storage_backend.connector import CreateConnector, redis_connector
 from tests.harness.certificates import make_certificates
 from tests.harness.redis_topologies import SERVICE, cluster, sentinel_set
@@ -37,7 +38,24 @@ def check_everything(connector):
     assert not connector.exists("absent")
     assert connector.get(KEYS[3]) == payload
     assert connector.get(KEYS[4]) == KEYS[4].encode()
-    assert sorted(connector.list()) == KEYS
+    assert set(KEYS) <= set(connector.list())
+    asked = ["absent", *KEYS[3:9], "absent too"]
+    assert connector.exists_many(asked) == [False, *[True] * 6, False]
+    assert connector.get_many(asked) == [None, payload, *(key.encode() for key in KEYS[4:9]), None]
+    assert connector.get_many([]) == []
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_many_keys_are_one_round_trip(debug, monkeypatch):
+    monkeypatch.setattr(GlobalConfig, "enable_debug", debug)
+    with RedisServer() as server, server.client as client:
+        connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
+        connector.set(KEYS[0], b"x")
+        before = client.info("stats")["total_reads_processed"]
+        assert connector.exists_many(KEYS) == [True, *[False] * (len(KEYS) - 1)]
+        # The server's own count of reads: one for all questions, and one for the INFO itself.
+        assert client.info("stats")["total_reads_processed"] - before <= 2
+        connector.close()
 
 
 def test_defect_19_one_server_with_password_and_database():

@@ -94,6 +94,36 @@ def test_foreign_keys_do_no_harm(redis_server):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("serde", [*SERDES, "cachegen"])
+def test_values_swapped_on_the_server_are_misses_and_heal(redis_server, serde, pipelined):
+    tokens, kv = make_tokens(4 * CHUNK), make_kv(4 * CHUNK)
+    url = f"redis://127.0.0.1:{redis_server.port}"
+    with redis_server.client as client, engine_over(url, serde=serde, pipelined_backend=pipelined) as engine:
+        client.flushall()
+        engine.store(tokens, kv)
+        names = [key.to_string() for key in engine._keys(tokens)]
+        first, second = client.get(names[1]), client.get(names[2])
+        client.mset({names[1]: second, names[2]: first})
+        assert engine.retrieve(tokens)[1].sum() == CHUNK
+        assert engine.engine_.num_faults > 0
+        engine.store(tokens, kv)
+        assert engine.retrieve(tokens)[1].all()
+        if serde != "cachegen":
+            assert is_same(engine.retrieve(tokens)[0], kv)
+
+
+def test_a_long_model_name_is_cached(url):
+    metadata = make_metadata()
+    metadata.model_name = "/models/" + "snapshots/" * 20
+    tokens, kv = make_tokens(3 * CHUNK), make_kv(3 * CHUNK)
+    engine = LMCacheEngine(make_config(None, remote_url=url, remote_serde="torch"), metadata)
+    engine.store(tokens, kv)
+    assert engine.lookup(tokens) == 3 * CHUNK
+    assert is_same(engine.retrieve(tokens)[0], kv)
+    engine.close()
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
 def test_defect_12_a_killed_server_is_misses_and_is_used_again(pipelined):
     tokens, kv = make_tokens(6 * CHUNK), make_kv(6 * CHUNK)
     with (

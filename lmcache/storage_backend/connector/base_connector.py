@@ -9,16 +9,14 @@ a miss or a counted drop, so that no fault reaches the engine.
 from __future__ import annotations
 
 import abc
-import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from lmcache.logging import init_logger
-from lmcache.utils import CacheEngineKey
 
 _log = init_logger(__name__)
 
@@ -51,11 +49,19 @@ class RemoteConnector(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def list(self) -> list[str]:
-        """Return the keys that are those of chunks; what others have put into the store is skipped."""
+        """Return the names of all values, each once, whoever has put them there."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Close connections; the threads that used them must have ended."""
+
+    def exists_many(self, keys: Sequence[str]) -> Sequence[bool]:
+        """Return ``exists`` of each key, in one round trip where the store offers that."""
+        return [self.exists(key) for key in keys]
+
+    def get_many(self, keys: Sequence[str]) -> Sequence[V | None]:
+        """Return ``get`` of each key, in one round trip where the store offers that."""
+        return [self.get(key) for key in keys]
 
 
 class RemoteBytesConnector(RemoteConnector[bytes]):
@@ -92,6 +98,14 @@ class RemoteConnectorDebugWrapper(RemoteConnector[Any]):
         """See RemoteConnector."""
         self.connector.close()
 
+    def exists_many(self, keys: Sequence[str]) -> Sequence[bool]:
+        """See RemoteConnector."""
+        return self._timed("exists_many", self.connector.exists_many, keys)
+
+    def get_many(self, keys: Sequence[str]) -> Sequence[Any]:
+        """See RemoteConnector."""
+        return self._timed("get_many", self.connector.get_many, keys)
+
     def _timed(self, name: str, call: Callable[..., T], *arguments: object) -> T:
         started = time.perf_counter()
         try:
@@ -109,14 +123,3 @@ def check_connector_type(connector: RemoteConnector[Any]) -> ConnectorType:
     if isinstance(connector, RemoteTensorConnector):
         return ConnectorType.TENSOR
     raise ValueError(f"Unknown connector type: {type(connector).__name__}")
-
-
-def chunk_keys(names: Iterable[bytes | str]) -> list[str]:
-    """Return the names that are keys of chunks, each once; others may have put anything into the store."""
-    keys: dict[str, None] = {}
-    for name in names:
-        with contextlib.suppress(ValueError):  # not UTF-8, or not a key
-            text = name if isinstance(name, str) else name.decode()
-            CacheEngineKey.from_string(text)
-            keys[text] = None
-    return list(keys)

@@ -1,8 +1,9 @@
 """Redis and Valkey: alone, behind Sentinel, as a Cluster. One value per chunk.
 
-Of redis-py's client only get, set, exists, scan and close are used, so that any object that offers these will
-do. Its classes are looked up in the module when a connector is made, and get a time-out where they take one.
-``rediss://`` trusts the system's authorities, and those in the file that SSL_CERT_FILE names.
+Of redis-py's client only get, set, exists, scan and close are used, and pipeline if it has one, so that any
+object that offers these will do. Its classes are looked up in the module when a connector is made, and get a
+time-out where they take one. ``rediss://`` trusts the system's authorities, and those in the file that
+SSL_CERT_FILE names.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import redis.cluster
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector, chunk_keys
+from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ _PATIENCE = {
     # Once more for a connection that broke while idle, but not after a time-out: that costs a request enough.
     "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
 }
-_SCAN = {"match": "*@*@*@*@*", "count": 1000}
+_SCAN = {"count": 1000}
 
 
 class _ClientConnector(RemoteBytesConnector):
@@ -59,12 +60,30 @@ class _ClientConnector(RemoteBytesConnector):
 
     def list(self) -> list[str]:
         """See RemoteConnector."""
-        return _guarded(lambda: chunk_keys(self._scan()))
+        return _guarded(lambda: list(dict.fromkeys(map(_text, self._scan()))))
+
+    def exists_many(self, keys: Sequence[str]) -> Sequence[bool]:
+        """See RemoteConnector."""
+        return _guarded(lambda: list(map(bool, self._batch("exists", keys))))
+
+    def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        """See RemoteConnector."""
+        return _guarded(lambda: self._batch("get", keys))
 
     def close(self) -> None:
         """See RemoteConnector."""
         if "connection" in self.__dict__:
             self.connection.close()
+
+    def _batch(self, command: str, keys: Sequence[str]) -> Sequence[Any]:
+        """Send a command per key, in one round trip if the client can (MGET can't span a Cluster's slots)."""
+        if len(keys) < 2 or not hasattr(self.connection, "pipeline"):
+            return [getattr(self.connection, command)(key) for key in keys]
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                getattr(pipeline, command)(key)
+            answers: Sequence[Any] = pipeline.execute()
+        return answers
 
     def _scan(self) -> Iterable[bytes | str]:
         scan = self.connection.scan
@@ -114,6 +133,10 @@ class RedisClusterConnector(_ClientConnector):
 
     def _scan(self) -> Iterable[bytes | str]:
         yield from self.connection.scan_iter(**_SCAN)  # a cursor per node
+
+
+def _text(name: bytes | str) -> str:
+    return name if isinstance(name, str) else name.decode(errors="surrogateescape")
 
 
 def _guarded(call: Callable[[], T]) -> T:

@@ -9,8 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lmcache.logging import init_logger
 from lmcache.storage_backend.mem_pool import KVObj
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
+
+logger = init_logger(__name__)  # one of the documents' names
 
 Key: TypeAlias = CacheEngineKey | str
 CacheDict: TypeAlias = "OrderedDict[Any, Any]"

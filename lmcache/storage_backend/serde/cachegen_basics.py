@@ -115,12 +115,12 @@ class CacheGenEncoderOutput:
             layer.copy_(numbers.mul_(scale[..., None, None]))
         return kv
 
-    def to_bytes(self) -> bytes:
-        """Return the container."""
+    def to_bytes(self, label: bytes = b"") -> bytes:
+        """Return the container, bound to ``label`` if that is given."""
         fields = _FIELDS.pack(self.token_axis, self.top)
         lengths = np.array([len(stream) for stream in self.streams], _LENGTH).tobytes()
         parts = [fields, lengths, tensor_bytes(self.scales), *self.streams]
-        return pack(Kind.CACHEGEN, self.dtype, self.shape, parts)
+        return pack(Kind.CACHEGEN, self.dtype, self.shape, parts, label)
 
     @staticmethod
     def from_bytes(bs: Buffer) -> CacheGenEncoderOutput:

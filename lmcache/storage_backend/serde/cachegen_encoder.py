@@ -35,12 +35,12 @@ class CacheGenSerializer(Serializer):
         self.num_raw = 0  # chunks that were stored raw, because the codec can't hold their values
         self._token_axis = _TOKEN_AXES[metadata.fmt]
 
-    def to_bytes(self, t: torch.Tensor) -> bytes:
+    def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """Encode a chunk. What can't be encoded (not finite, integers, 8-bit floats, empty, other shapes) is
         stored raw, without loss, and counted in ``num_raw``. Raises ValueError as Serializer does."""
         if is_encodable(t.dtype, t.shape):
             output = CacheGenEncoderOutput.encode(t, self._token_axis, self.bins)
             if output is not None:
-                return output.to_bytes()
+                return output.to_bytes(label)
         self.num_raw += 1
-        return TorchSerializer().to_bytes(t)
+        return TorchSerializer().to_bytes(t, label)

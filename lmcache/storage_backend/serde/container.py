@@ -1,19 +1,21 @@
 """The container around every payload that the library writes to a remote store.
 
-What stands in front of a payload says all that its reader needs, and is checked before anything is allocated:
+What stands in front of a payload says all that its reader needs, and is checked before anything is allocated.
+Whose payload it is does not stand there: a container may be **bound** to a label (a key, say), and then its
+checksum holds for a reader who names the same label only.
 
 ======  =====  ==================================================================
 offset  bytes  field (little-endian)
 ======  =====  ==================================================================
 0       8      magic "LMCserde"
-8       2      version, 1
+8       2      version: 1, or 2 when the container is bound to a label
 10      1      kind of the payload: 1 raw, 2 safetensors, 3 cachegen
 11      1      dtype, index into DTYPES
 12      1      number of dimensions, at most 8
 13      3      zero
 16      8      length of the payload
 24      32     8 dimensions; zero beyond the number of dimensions
-56      16     xxh3-128 of (bytes 0 to 55, xxh3-128 of the payload)
+56      16     xxh3-128 of (bytes 0 to 55, xxh3-128 of the payload, the label)
 72      8      the magic again
 80             the payload
 ======  =====  ==================================================================
@@ -37,7 +39,7 @@ from lmcache.tiers.header import Buffer, checksum
 from lmcache.tiers.pages import prefer_huge_pages
 
 MAGIC = b"LMCserde"
-VERSION = 1
+_PLAIN, _BOUND = 1, 2  # versions
 MAX_DIMENSIONS = 8
 
 DTYPES = (
@@ -96,8 +98,10 @@ class Container(NamedTuple):
     payload: memoryview
 
 
-def pack(kind: Kind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[Buffer]) -> bytes:
-    """Return a container whose payload is ``parts`` one after another.
+def pack(
+    kind: Kind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[Buffer], label: bytes = b""
+) -> bytes:
+    """Return a container whose payload is ``parts`` one after another, bound to ``label`` if that is given.
 
     Raises ValueError for dtypes and shapes that the format does not hold.
     """
@@ -105,10 +109,11 @@ def pack(kind: Kind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[B
         raise ValueError(f"a tensor of {dtype} and shape {tuple(shape)} can't be stored")
     dims = (*shape, *[0] * (MAX_DIMENSIONS - len(shape)))
     payload_bytes = sum(len(part) for part in parts)
-    fields = _FIELDS.pack(MAGIC, VERSION, kind, DTYPES.index(dtype), len(shape), payload_bytes, *dims)
+    what = (MAGIC, _version(label), kind, DTYPES.index(dtype))
+    fields = _FIELDS.pack(*what, len(shape), payload_bytes, *dims)
     blob, memory = _new_bytes(HEADER_BYTES + payload_bytes)
     np.concatenate([np.frombuffer(part, np.uint8) for part in (bytes(HEADER_BYTES), *parts)], out=memory)
-    header = fields + _check(fields, memory.data[HEADER_BYTES:]) + MAGIC
+    header = fields + _check(fields, memory.data[HEADER_BYTES:], label) + MAGIC
     np.copyto(memory[:HEADER_BYTES], np.frombuffer(header, np.uint8))
     return blob
 
@@ -141,8 +146,9 @@ def is_container(blob: Buffer) -> bool:
     return MAGIC.startswith(bytes(view[: len(MAGIC)])) or bytes(view[_END_MARK:HEADER_BYTES]) == MAGIC
 
 
-def parse(blob: Buffer) -> Container:
-    """Check a container and take it apart, without a copy. Raises BadContainer."""
+def parse(blob: Buffer, label: bytes = b"") -> Container:
+    """Check a container and take it apart, without a copy. Raises BadContainer, also for one that is bound to
+    another label, and for one that is not bound when ``label`` is given."""
     view = memoryview(blob)
     if len(view) < HEADER_BYTES:
         raise BadContainer(f"{len(view)} bytes are no container: its header has {HEADER_BYTES}")
@@ -150,12 +156,12 @@ def parse(blob: Buffer) -> Container:
     magic, version, kind, dtype, num_dims, payload_bytes, *dims = _FIELDS.unpack(fields)
     if magic != MAGIC or view[_END_MARK:HEADER_BYTES] != MAGIC:
         raise BadContainer("wrong magic: not a container, or a damaged one")
-    if version != VERSION:
-        raise BadContainer(f"container of version {version}, not {VERSION}")
+    if version != _version(label):
+        raise BadContainer(f"container of version {version}, not {_version(label)}")
     if payload_bytes != len(payload):
         raise BadContainer(f"payload has {len(payload)} bytes, not {payload_bytes}")
-    if view[_FIELDS.size : _END_MARK] != _check(fields, payload):
-        raise BadContainer("checksum does not fit")
+    if view[_FIELDS.size : _END_MARK] != _check(fields, payload, label):
+        raise BadContainer("checksum does not fit: damaged, or the value of another key")
     if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS:
         raise BadContainer(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
     if any(dims[num_dims:]) or any(fields[_ZEROS]):
@@ -166,8 +172,12 @@ def parse(blob: Buffer) -> Container:
     return Container(Kind(kind), DTYPES[dtype], shape, payload)
 
 
-def _check(fields: Buffer, payload: Buffer) -> bytes:
-    return xxhash.xxh3_128(bytes(fields) + checksum(payload)).digest()
+def _version(label: bytes) -> int:
+    return _BOUND if label else _PLAIN
+
+
+def _check(fields: Buffer, payload: Buffer, label: bytes) -> bytes:
+    return xxhash.xxh3_128(bytes(fields) + checksum(payload) + label).digest()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,13 +1,12 @@
-"""Serde "fast": the elements as they are. It writes what "torch" writes, and reads other legacy bytes."""
+"""Serde "fast": the elements as they are. It writes and reads what "torch" writes.
+
+Its legacy bytes are not read: they had neither a shape nor a checksum, so that anything would have passed.
+"""
 
 from __future__ import annotations
 
-import torch
-
-from lmcache.storage_backend.serde.container import tensor_from_bytes
 from lmcache.storage_backend.serde.reading import ContainerDeserializer
 from lmcache.storage_backend.serde.torch_serde import TorchSerializer
-from lmcache.tiers.header import Buffer
 
 
 class FastSerializer(TorchSerializer):
@@ -15,7 +14,4 @@ class FastSerializer(TorchSerializer):
 
 
 class FastDeserializer(ContainerDeserializer):
-    """Container to tensor; legacy bytes (no shape, no checksum) to a tensor of one dimension."""
-
-    def _read_legacy(self, bs: Buffer) -> torch.Tensor:
-        return tensor_from_bytes(bs, self.dtype, [len(bs) // self.dtype.itemsize])
+    """Container to tensor."""

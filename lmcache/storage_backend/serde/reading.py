@@ -15,16 +15,16 @@ class ContainerDeserializer(Deserializer):
     """Reads every container, whichever serde wrote it, and the legacy bytes of its own serde."""
 
     @torch.inference_mode(False)
-    def from_bytes(self, bs: Buffer) -> torch.Tensor:
+    def from_bytes(self, bs: Buffer, label: bytes = b"") -> torch.Tensor:
         """See Deserializer."""
-        return _cast(_read(bs) if is_container(bs) else self._read_legacy(bs), self.dtype)
+        return _cast(_read(bs, label) if is_container(bs) else self._read_legacy(bs), self.dtype)
 
     def _read_legacy(self, bs: Buffer) -> torch.Tensor:
         raise BadContainer("wrong magic: not a container")
 
 
-def _read(bs: Buffer) -> torch.Tensor:
-    kind, dtype, shape, payload = container = parse(bs)
+def _read(bs: Buffer, label: bytes) -> torch.Tensor:
+    kind, dtype, shape, payload = container = parse(bs, label)
     if kind is Kind.RAW:
         return tensor_from_bytes(payload, dtype, shape)
     if kind is Kind.CACHEGEN:

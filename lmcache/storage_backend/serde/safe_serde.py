@@ -15,10 +15,10 @@ from lmcache.tiers.header import Buffer
 class SafeSerializer(Serializer):
     """Tensor to a container with ``{"tensor_bytes": tensor}``."""
 
-    def to_bytes(self, t: torch.Tensor) -> bytes:
+    def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """See Serializer."""
         file = safetensors.torch.save({legacy.TENSOR_NAME: t.detach().cpu().contiguous()})
-        return pack(Kind.SAFETENSORS, t.dtype, t.shape, [file])
+        return pack(Kind.SAFETENSORS, t.dtype, t.shape, [file], label)
 
 
 class SafeDeserializer(ContainerDeserializer):

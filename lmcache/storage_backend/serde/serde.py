@@ -17,8 +17,9 @@ class Serializer(abc.ABC):
     """Tensor to bytes."""
 
     @abc.abstractmethod
-    def to_bytes(self, t: torch.Tensor) -> bytes:
-        """Return a container with the tensor (any strides, any device); it is not changed.
+    def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
+        """Return a container with the tensor (any strides, any device), which is not changed; bound to
+        ``label`` if that is given (``container``).
 
         Raises ValueError for a dtype that ``container.DTYPES`` does not list, or more than 8 dimensions.
         """
@@ -31,12 +32,13 @@ class Deserializer(abc.ABC):
         self.dtype = dtype
 
     @abc.abstractmethod
-    def from_bytes(self, bs: Buffer) -> torch.Tensor:
+    def from_bytes(self, bs: Buffer, label: bytes = b"") -> torch.Tensor:
         """Return a tensor of ``dtype`` on the CPU that owns its memory and may be written, in inference mode
         or not.
 
         What has another dtype is cast if both are floating point and every finite value is in its range.
-        Raises BadContainer for everything that can't be read, or not be cast.
+        Raises BadContainer for everything that can't be read, or not be cast, and for a container that is
+        not bound to ``label``; legacy bytes, which nothing binds, are read whatever it is.
         """
 
 
@@ -46,10 +48,10 @@ class SerializerDebugWrapper(Serializer):
     def __init__(self, serializer: Serializer) -> None:
         self.serializer = serializer
 
-    def to_bytes(self, t: torch.Tensor) -> bytes:
+    def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """See Serializer."""
         start = time.perf_counter()
-        bs = self.serializer.to_bytes(t)
+        bs = self.serializer.to_bytes(t, label)
         _log.debug("Serialized %d bytes in %.3f s", len(bs), time.perf_counter() - start)
         return bs
 
@@ -61,9 +63,9 @@ class DeserializerDebugWrapper(Deserializer):
         super().__init__(deserializer.dtype)
         self.deserializer = deserializer
 
-    def from_bytes(self, bs: Buffer) -> torch.Tensor:
+    def from_bytes(self, bs: Buffer, label: bytes = b"") -> torch.Tensor:
         """See Deserializer."""
         start = time.perf_counter()
-        tensor = self.deserializer.from_bytes(bs)
+        tensor = self.deserializer.from_bytes(bs, label)
         _log.debug("Deserialized %d bytes in %.3f s", len(bs), time.perf_counter() - start)
         return tensor

@@ -18,9 +18,9 @@ from lmcache.tiers.header import Buffer
 class TorchSerializer(Serializer):
     """Tensor to raw container: one copy and one checksum."""
 
-    def to_bytes(self, t: torch.Tensor) -> bytes:
+    def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """See Serializer."""
-        return pack(Kind.RAW, t.dtype, t.shape, [tensor_bytes(t)])
+        return pack(Kind.RAW, t.dtype, t.shape, [tensor_bytes(t)], label)
 
 
 class TorchDeserializer(ContainerDeserializer):

@@ -189,6 +189,23 @@ def test_unequal_layers_are_refused(engine, fmt):
         engine.store(make_tokens(40), (*kv[:-1], (kv[-1][0], kv[-1][1][..., :1])))
 
 
+@pytest.mark.parametrize(("dimension", "size"), [(0, LAYERS + 1), (3, HEADS + 1), (4, HEAD_SIZE // 2)])
+def test_kv_of_another_geometry_is_neither_stored_nor_served(engine, fmt, dimension, size):
+    theirs = list(make_metadata().kv_shape)
+    theirs[dimension] = size
+    if fmt == "huggingface":
+        theirs[2], theirs[3] = theirs[3], theirs[2]
+    blob = torch.zeros(theirs, dtype=torch.float16)
+    tokens = make_tokens(CHUNK)
+    with pytest.raises(ValueError, match=r"is not what metadata\.kv_shape says"):
+        engine.store(tokens, engine._blob_to_tuple_kv(blob))
+    engine.engine_.put(engine._keys(tokens)[0], blob)  # somebody else's engine wrote it
+    assert engine.lookup(tokens) == CHUNK
+    retrieved, found = engine.retrieve(tokens)
+    assert retrieved == ()
+    assert not found.any()
+
+
 def test_unknown_formats_are_refused():
     engine = make_engine("other")
     with pytest.raises(ValueError, match="Invalid format: other"):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmcache.utils import CacheEngineKey
 from tests.harness.lm_server import (
     EXIST,
     GET,
@@ -64,10 +65,39 @@ def test_an_object_may_be_empty_and_is_replaced(connector):
     assert connector.get(key(1)) == b"more"
 
 
-def test_list_names_chunks_and_skips_what_is_none(connector):
-    for name in (key(1), key(2), "foreign", "a@b", "ключ@é"):
+def test_list_names_every_value(connector):
+    assert connector.list() == []
+    names = [key(1), key(2), "foreign", "a@b", "ключ@é"]
+    for name in names:
         connector.set(name, b"x")
-    assert sorted(connector.list()) == [key(1), key(2)]
+    assert sorted(connector.list()) == sorted(names)
+
+
+def test_keys_with_long_model_names_are_stored_and_told_apart(connector):
+    names = [f"vllm@/models/{'x' * 120}/{number}@1@0@{7:064x}" for number in range(3)]
+    for number, name in enumerate(names):
+        connector.set(name, bytes([number]))
+    assert [connector.get(name) for name in names] == [b"\0", b"\1", b"\2"]
+    assert all(connector.exists(name) for name in names)
+    listed = [CacheEngineKey.from_string(name) for name in connector.list()]
+    assert {listed_key.chunk_hash for listed_key in listed} == {f"{7:064x}"}
+    assert len(listed) == 3
+
+
+def test_a_key_of_exactly_the_longest_length_keeps_its_name(connector):
+    name = f"vllm@{'m' * (150 - len('vllm@@1@0@') - 64)}@1@0@{1:064x}"
+    assert len(name) == 150
+    connector.set(name, b"x")
+    assert connector.list() == [name]
+
+
+def test_several_keys_are_asked_for_at_once(connector):
+    for number in range(0, 20, 2):
+        connector.set(key(number), bytes([number]))
+    names = [key(number) for number in range(20)]
+    assert connector.exists_many(names) == [number % 2 == 0 for number in range(20)]
+    assert connector.get_many(names) == [bytes([number]) if number % 2 == 0 else None for number in range(20)]
+    assert connector.get_many([]) == []
 
 
 def test_defect_01_threads_on_one_connector_get_their_own_payloads(connector):

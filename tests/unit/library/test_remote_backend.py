@@ -8,6 +8,7 @@ import torch
 
 from lmcache.storage_backend import put_queue, remote_backend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
+from lmcache.storage_backend.serde.torch_serde import TorchSerializer
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
 from tools.processes import wait_until
@@ -63,7 +64,8 @@ def test_needs_a_url_and_a_serde():
 
 def test_list_skips_what_is_no_chunk(backend, connector):
     put_chunks(backend, "ab")
-    connector.values["somebody else's"] = b""
+    for name in ("somebody else's", "", "a@b@c@d@e", "\udcff@m@1@0"):
+        connector.values[name] = b""
     assert sorted(backend.list()) == keys_of("ab")
 
 
@@ -179,7 +181,7 @@ def test_a_full_queue_drops_and_counts(backend, connector, monkeypatch):
 def test_defect_09_a_deserializer_that_raises_anything_ends_in_misses(backend, monkeypatch):
     put_chunks(backend, "ab")
 
-    def fail(content):
+    def fail(content, label):
         raise RuntimeError("out of memory, say")
 
     monkeypatch.setattr(backend._deserializer, "from_bytes", fail)
@@ -189,7 +191,7 @@ def test_defect_09_a_deserializer_that_raises_anything_ends_in_misses(backend, m
 
 
 def test_a_serde_that_refuses_drops_the_chunk(backend, monkeypatch):
-    def refuse(chunk):
+    def refuse(chunk, label):
         raise ValueError("not this one")
 
     monkeypatch.setattr(backend._serializer, "to_bytes", refuse)
@@ -230,3 +232,110 @@ def test_a_later_put_is_not_undone_by_one_that_waits_for_the_worker(backend, con
     backend.put(make_key("last"), newer, blocking=False)
     wait_until(lambda: backend.contains(make_key("last")))
     assert names_of([backend.get(make_key(name)) for name in ("begun", "queued")]) == ["b", "b"]
+
+
+# ---- whose bytes these are ----
+
+
+@pytest.mark.parametrize("serde", ["torch", "safetensor", "fast", "cachegen"])
+def test_values_that_were_swapped_are_misses_and_are_written_again(connector, serde):
+    backend = LMCRemoteBackend(make_config(None, remote_url=URL, remote_serde=serde), make_metadata(), "cpu")
+    put_chunks(backend, "ab")
+    one, other = (key.to_string() for key in keys_of("ab"))
+    connector.values[one], connector.values[other] = connector.values[other], connector.values[one]
+    assert list(backend.batched_get(keys_of("ab"))) == [None, None]
+    assert backend.num_faults == 2
+    assert backend.prefix_length(keys_of("ab")) == 0, "who stores looks first: it must not find them there"
+    put_chunks(backend, "ab")
+    assert backend.prefix_length(keys_of("ab")) == 2
+    assert None not in list(backend.batched_get(keys_of("ab")))
+    backend.close()
+
+
+@pytest.mark.parametrize(("dimension", "size"), [(0, 5), (3, 9), (4, 64)])
+def test_chunks_of_another_geometry_are_misses(connector, dimension, size):
+    config, theirs = make_config(None, remote_url=URL, remote_serde="torch"), make_metadata()
+    theirs.kv_shape = tuple(size if dim == dimension else n for dim, n in enumerate(theirs.kv_shape))
+    chunk = torch.ones(theirs.kv_shape, dtype=torch.float16)
+    one, other = LMCRemoteBackend(config, theirs, "cpu"), LMCRemoteBackend(config, make_metadata(), "cpu")
+    one.put(make_key("a"), chunk)
+    assert torch.equal(one.get(make_key("a")), chunk)
+    assert other.get(make_key("a")) is None
+    assert other.num_faults == 1
+    one.close()
+    other.close()
+
+
+def test_engines_whose_chunks_differ_in_length_share_what_fits_both(connector):
+    config, theirs = make_config(None, remote_url=URL, remote_serde="torch"), make_metadata()
+    theirs.kv_shape = (*theirs.kv_shape[:2], 4 * theirs.kv_shape[2], *theirs.kv_shape[3:])
+    one, other = LMCRemoteBackend(config, theirs, "cpu"), LMCRemoteBackend(config, make_metadata(), "cpu")
+    one.put(make_key("a"), make_chunk(3))
+    assert torch.equal(other.get(make_key("a")), make_chunk(3))
+    one.close()
+    other.close()
+
+
+def test_a_value_of_the_format_before_is_a_miss(backend, connector):
+    connector.values[make_key("a").to_string()] = TorchSerializer().to_bytes(make_chunk())
+    assert backend.get(make_key("a")) is None
+    assert backend.num_faults == 1
+
+
+# ---- round trips ----
+
+
+class BatchConnector(DictConnector):
+    """Answers several questions at once, and counts that as one call."""
+
+    def exists_many(self, keys):
+        self._called("exists_many", "")
+        return [key in self.values for key in keys]
+
+    def get_many(self, keys):
+        self._called("get_many", "")
+        return [self.values.get(key) for key in keys]
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    connector = BatchConnector()
+    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
+    return connector
+
+
+def test_a_look_at_many_chunks_is_one_round_trip(batches):
+    backend = LMCRemoteBackend(
+        make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu"
+    )
+    put_chunks(backend, "abcdefg")
+    assert backend.prefix_length(keys_of("abcdefgh")) == 7
+    assert batches.calls["exists_many"] == 1
+    assert backend.prefix_length(keys_of("haaaaa")) == 0
+    assert backend.prefix_length(keys_of("a" * 100 + "h")) == 100
+    assert batches.calls["exists_many"] == 4
+    assert batches.calls["exists"] == 0
+    backend.close()
+
+
+def test_four_chunks_are_one_round_trip(batches):
+    backend = LMCRemoteBackend(
+        make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu"
+    )
+    put_chunks(backend, "abcdefgh")
+    assert names_of(backend.batched_get(keys_of("abcdefgh"))) == [*"abcdefgh"]
+    assert (batches.calls["get_many"], batches.calls["get"]) == (2, 0)
+    backend.close()
+
+
+def test_one_key_that_is_refused_takes_no_other_with_it(backend, connector, monkeypatch):
+    put_chunks(backend, "abcd")
+    get = connector.get
+
+    def refuse(key):
+        if key == make_key("b").to_string():
+            raise ValueError("a list, not a value")
+        return get(key)
+
+    monkeypatch.setattr(connector, "get", refuse)
+    assert names_of(backend.batched_get(keys_of("abcd"))) == ["a", None, "c", "d"]
