@@ -8,6 +8,9 @@ is free meanwhile. One call never takes longer than the time-out.
   part.
 - **TLS** keeps Python's time-outs, since a blocking SSLSocket would wait for ever. OpenSSL gives and takes
   one record of 16 KiB at a time.
+
+Names are resolved by the C library, which knows no deadline: in threads of their own, of which one that is
+never answered keeps nobody but itself waiting.
 """
 
 from __future__ import annotations
@@ -15,9 +18,18 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any
 
 from lmcache.tiers.address import Endpoint, Tls
+
+_Found = list[tuple[int, tuple[Any, ...]]]
+_resolving: dict[Endpoint, Future[_Found]] = {}
+_resolving_lock = threading.Lock()
 
 
 class Stream:
@@ -69,15 +81,11 @@ def open_stream(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> 
 
 def _open(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream:
     if endpoint.host.startswith("/"):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = _connect(socket.AF_UNIX, endpoint.host, timeout_seconds)
     else:
-        connection = socket.create_connection(endpoint, timeout_seconds)
+        connection = _connect_to_host(endpoint, timeout_seconds)
     try:
-        if endpoint.host.startswith("/"):
-            connection.settimeout(timeout_seconds)
-            connection.connect(endpoint.host)
-        else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(timeout_seconds)
         if tls:
             return TlsStream(_shake_hands(connection, endpoint.host, tls))
     except BaseException:
@@ -88,6 +96,64 @@ def _open(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     return Stream(connection)
+
+
+def _connect(family: int, address: str | tuple[Any, ...], timeout_seconds: float) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_seconds)
+        connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect_to_host(endpoint: Endpoint, timeout_seconds: float) -> socket.socket:
+    """By the first of its addresses that answers; all of them together have the time-out."""
+    deadline = time.monotonic() + timeout_seconds
+    problem: OSError = ConnectionError(f"{endpoint.host} has no address")
+    for family, address in _resolve(endpoint, timeout_seconds):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"no connection within {timeout_seconds} s")
+        try:
+            connection = _connect(family, address, left)
+        except OSError as error:
+            problem = error
+            continue
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    raise problem
+
+
+def _resolve(endpoint: Endpoint, timeout_seconds: float) -> _Found:
+    """One look-up of a name at a time, however many wait for it, or gave up."""
+    with _resolving_lock:
+        lookup = _resolving.get(endpoint)
+        if lookup is None:
+            lookup = Future()
+            thread = threading.Thread(target=_look_up, args=(endpoint, lookup), name="resolver", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # too many
+                raise ConnectionError(str(error)) from error
+            _resolving[endpoint] = lookup
+    try:
+        return lookup.result(timeout_seconds)
+    except NotYet:
+        raise TimeoutError(f"the name {endpoint.host} was not resolved within {timeout_seconds} s") from None
+
+
+def _look_up(endpoint: Endpoint, lookup: Future[_Found]) -> None:
+    try:
+        found = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)
+        lookup.set_result([(family, address) for family, _, _, _, address in found])
+    except Exception as error:  # UnicodeError of a name that none can have, too
+        lookup.set_exception(error)
+    finally:
+        with _resolving_lock:
+            del _resolving[endpoint]
 
 
 def _shake_hands(connection: socket.socket, host: str, tls: Tls) -> ssl.SSLSocket:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import binascii
+import socket
+import threading
 from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
+from lmcache.tiers import stream
 from lmcache.tiers.address import Endpoint
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.cluster import Cluster
@@ -17,6 +20,7 @@ from lmcache.tiers.remote import RemoteTier
 from lmcache.tiers.resp import ServerError
 from lmcache.tiers.server import Server
 from lmcache.tiers.topology import ShardList, Shards, endpoint_of
+from tools.processes import wait_until
 
 ENDPOINTS = [Endpoint(f"shard-{number}.cache", 6379) for number in range(6)]
 KEYS = [number.to_bytes(64, "big") for number in range(600)]
@@ -179,3 +183,30 @@ def test_an_error_while_connecting_is_a_sickness():
         server.run(lambda connection: None)
     assert not server.try_again()
     server.close()
+
+
+def test_a_resolver_that_never_answers_costs_a_deadline_and_one_thread(monkeypatch):
+    answering, asked = threading.Event(), []
+
+    def hang(*arguments, **_):
+        asked.append(arguments)
+        assert answering.wait(20)
+        raise socket.gaierror("too late")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    remote = RemoteTier("redis://cache.example:1", timeout_seconds=0.1)
+    with pytest.raises(TierUnavailable, match=r"cache\.example was not resolved within 0\.1 s"):
+        remote.probe(KEYS[:1], 1)
+    assert not remote.try_again()
+    assert asked == [("cache.example", 1)]
+    remote.close()
+    answering.set()
+    wait_until(lambda: not stream._resolving)
+
+
+def test_the_next_address_of_a_name_is_tried(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        found = [(socket.AF_INET, 0, 0, "", ("127.0.0.1", 1)), (socket.AF_INET, 0, 0, "", address)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        stream.open_stream(Endpoint("cache.example", 1), 5, None).close()
