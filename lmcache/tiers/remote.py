@@ -18,6 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from lmcache.tiers import parts
@@ -46,12 +47,21 @@ class RemoteTier:
     """Thread-safe. Every method but ``close`` and ``set_shards`` blocks up to the deadline.
 
     ``timeout_seconds`` is the deadline of one step: a connection, a window of a probe, or one part.
+    ``credentials``: user name and password, asked for at every new connection since they are changed while we
+    run; not given: the URL's. May raise OSError.
     """
 
-    def __init__(self, url: str, *, timeout_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float = 1.0,
+        credentials: Callable[[], tuple[str, str]] | None = None,
+    ) -> None:
         self.address = Address.parse(url)
         self.stats = RemoteStats()
         self._timeout = timeout_seconds
+        self._credentials = credentials
         self._topology = self._make_topology()
         self.breaker: CircuitBreaker = JointBreaker(
             lambda: [server.breaker for server in self._topology.servers()]
@@ -236,15 +246,23 @@ class RemoteTier:
         with self._lock:
             self.stats.failures += 1
 
+    def _present_address(self) -> Address:
+        if self._credentials is None:
+            return self.address
+        username, password = self._credentials()
+        if not username and not password:
+            return self.address
+        return replace(self.address, username=username, password=password)
+
     def _make_topology(self) -> Topology:
-        def connect(endpoint: Endpoint, address: Address = self.address) -> Connection:
-            return Connection(endpoint, address, self._timeout)
+        def connect(endpoint: Endpoint, address: Address | None = None) -> Connection:
+            return Connection(endpoint, address or self._present_address(), self._timeout)
 
         def make_server(endpoint: Endpoint) -> Server:
             return Server(str(endpoint), lambda: connect(endpoint), self._note_failure)
 
         if self.address.kind is Kind.SENTINEL:
-            return SentinelMaster(self.address, connect, self._note_failure)
+            return SentinelMaster(self.address, self._present_address, connect, self._note_failure)
         if self.address.kind is Kind.CLUSTER:
             return Cluster(self.address.endpoints, connect, self._note_failure)
         return Shards(ShardList(self.address.endpoints), make_server)

@@ -108,16 +108,19 @@ class SentinelMaster(Topology):
     """The master of a service: reads and writes go there only, since a replica may be behind.
 
     Every new connection asks the Sentinels, and connections are dropped when the server fails or says that it
-    is read-only: so the master of after a failover is found by itself.
+    is read-only: so the master of after a failover is found by itself. ``present``: the address with the
+    credentials of now.
     """
 
     def __init__(
         self,
         address: Address,
+        present: Callable[[], Address],
         connect: Callable[[Endpoint, Address], Connection],
         on_failure: Callable[[], None],
     ) -> None:
         self._address = address
+        self._present = present
         self._stranger = replace(address, username="", password="", database=0)
         self._connect = connect
         self._sentinels = list(address.endpoints)
@@ -137,7 +140,7 @@ class SentinelMaster(Topology):
 
     def _connect_to_master(self) -> Connection:
         endpoint = self._find_master()
-        connection = self._connect(endpoint, self._address)
+        connection = self._connect(endpoint, self._present())
         try:
             role = connection.call("ROLE")
             if not isinstance(role, list) or role[:1] != [b"master"]:
@@ -169,7 +172,8 @@ class SentinelMaster(Topology):
             except ServerError as error:
                 if error.code != "NOAUTH":
                     raise
-                connection.authenticate(self._address.username, self._address.password)
+                present = self._present()
+                connection.authenticate(present.username, present.password)
                 reply = connection.call(*words)
         if reply is None:
             raise ConnectionError(f"it knows no service {self._address.service!r}")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
 from lmcache.tiers.address import Address
@@ -124,14 +123,16 @@ class Config:
         return self.arena or str(Path(self.socket).parent / "arena")
 
     @property
-    def full_remote_url(self) -> str:
-        """The URL of the remote tier with what its files say, never to be logged. Raises ConfigError."""
-        username = _read_secret("remote_username_file", self.remote_username_file)
-        password = _read_secret("remote_password_file", self.remote_password_file)
-        if not username and not password:
-            return self.remote_url
-        scheme, _, rest = self.remote_url.partition("://")
-        return f"{scheme}://{quote(username, safe='')}:{quote(password, safe='')}@{rest.rpartition('@')[2]}"
+    def has_credential_files(self) -> bool:
+        """Are user name or password of the remote tier in files?"""
+        return bool(self.remote_username_file or self.remote_password_file)
+
+    def read_credentials(self) -> tuple[str, str]:
+        """User name and password of the remote tier as its files say now. Raises ConfigError."""
+        return (
+            _read_secret("remote_username_file", self.remote_username_file),
+            _read_secret("remote_password_file", self.remote_password_file),
+        )
 
 
 def _read_secret(name: str, path: str) -> str:
@@ -194,7 +195,7 @@ def load(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Con
                     raise ConfigError(f"{source}: {error}") from error
                 break
     config = Config(**values)
-    if not config.remote_url and (config.remote_username_file or config.remote_password_file):
+    if not config.remote_url and config.has_credential_files:
         raise ConfigError("a user name or password for the remote tier was given, but no --remote-url")
     return config
 

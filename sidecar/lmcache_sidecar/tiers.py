@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lmcache.tiers.base import TierError
 from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.remote import RemoteTier
-from lmcache_sidecar.config import Config
+from lmcache_sidecar.config import Config, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,26 @@ def open_tiers(config: Config) -> dict[str, Configured]:
     if config.disk_path:
         tiers["disk"] = _open_disk(config)
     if config.remote_url:
-        remote = RemoteTier(config.full_remote_url, timeout_seconds=config.remote_timeout_seconds)
-        tiers["remote"] = Configured(str(remote.address), remote)
+        tiers["remote"] = _make_remote(config)
     return tiers
+
+
+def _make_remote(config: Config) -> Configured:
+    def credentials() -> tuple[str, str]:
+        """Read anew for every connection: mounted secrets are rotated while we run."""
+        try:
+            return config.read_credentials()
+        except ConfigError as error:
+            raise ConnectionError(str(error)) from error
+
+    if config.has_credential_files:
+        config.read_credentials()  # a wrong path is a mistake that shows at the start
+    remote = RemoteTier(
+        config.remote_url,
+        timeout_seconds=config.remote_timeout_seconds,
+        credentials=credentials if config.has_credential_files else None,
+    )
+    return Configured(str(remote.address), remote)
 
 
 def _open_disk(config: Config) -> Configured:
