@@ -8,6 +8,7 @@ Connecting is ours as well, though redis-py could do it on the same socket: docs
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
@@ -25,16 +26,20 @@ Reply: TypeAlias = "int | bytes | list[Reply] | None"
 """A number, a string of either kind, nil or an array."""
 
 _MAX_LINE_BYTES = 4096
+_MAX_MESSAGE = 200
+_AUTH_CODES = frozenset({"BUSY", "ERR", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS"})
 _MAX_LENGTH = 1 << 16  # of strings and arrays that are kept here; parts are read into their place
 _MAX_DEPTH = 5  # CLUSTER SLOTS: list of ranges, range, server, names of its host, name
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class ServerError(TierError):
-    """An error reply; ``code`` is its first word (``LOADING``, ``OOM``, ...)."""
+    """An error reply; ``code`` is its first word (``LOADING``, ``OOM``, ...). What it repeats of the command
+    is cut off: that may be anything, and the message goes to the log."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        message = message.partition(", with args beginning with")[0]
+        super().__init__(message[:_MAX_MESSAGE])
         self.code = message.split(" ", 1)[0]
 
 
@@ -74,8 +79,17 @@ class Connection:
         self._stream.close()
 
     def authenticate(self, username: str, password: str) -> None:
-        """Say who we are; without a user name: the default user."""
-        self.call("AUTH", *((username, password) if username else (password,)))
+        """Say who we are; without a user name: the default user. Of the answer no word but a known error's
+        code is repeated: it may hold the password."""
+        try:
+            self.call("AUTH", *((username, password) if username else (password,)))
+        except ServerError as error:
+            code = error.code if error.code in _AUTH_CODES else "an error"
+            raise ServerError(f"{code} was the answer to AUTH") from None
+        except (TimeoutError, ConnectionResetError):
+            raise
+        except ConnectionError:
+            raise ConnectionError("the answer to AUTH can't be read") from None
 
     def call(self, *words: str) -> Reply:
         """Send one command of small words and read its reply."""
@@ -191,8 +205,20 @@ class Connection:
         """The deadline of all that follows until the next ``_send`` starts here."""
         self._deadline = time.monotonic() + self._timeout
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        while views:
-            views = _rest(views, self._in_time(self._stream.send, views))
+        try:
+            while views:
+                views = _rest(views, self._in_time(self._stream.send, views))
+        except ConnectionError:
+            self._read_farewell()
+            raise
+
+    def _read_farewell(self) -> None:
+        """A server that closes the connection over what it will not take has mostly said why: raise that
+        ServerError."""
+        self._num_due += 1  # whatever it said: this connection is of no use any more
+        with contextlib.suppress(OSError):
+            while True:  # answers to what was sent before
+                self._read_line(b"+")
 
     def _in_time(self, call: Callable[[T], R], argument: T) -> R:
         try:

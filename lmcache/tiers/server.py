@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _RETRY = RetryStale()
+_SILENT_SECONDS = 60.0
 
 
 class Server:
@@ -26,7 +28,10 @@ class Server:
     """
 
     errors_when_well = frozenset({"MISCONF", "NOPERM", "NOREPLICAS", "OOM", "READONLY", "WRONGTYPE"})
-    """Error replies that are about what was asked; all others (LOADING, NOAUTH, ...) are a sickness."""
+    """Error replies that are about what was asked."""
+
+    errors_when_sick = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOAUTH", "WRONGPASS"})
+    """Error replies that whatever is asked would get. What any other says of the server, PING tells."""
 
     def __init__(self, name: str, connect: Callable[[], Connection], on_failure: Callable[[], None]) -> None:
         self.name = name
@@ -37,6 +42,9 @@ class Server:
         self._idle: list[Connection] = []
         self._is_closed = False
         self._is_on_trial = False
+        self._said = ""  # in the log, of why it is away
+        self._silent_until = 0.0  # of the same
+        self._is_said = False  # and not yet that it is back
 
     def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
         """Do this on a connection. Raises TierUnavailable when the server is sick or its circuit is open, and
@@ -47,13 +55,13 @@ class Server:
         try:
             result = self._attempt(operation, asking=asking)
         except (OSError, ServerError) as error:
-            if self._is_well(error):
+            if self._is_about_the_call(error) or self._answers_otherwise(error):
                 if getattr(error, "code", "") == "READONLY":  # the master is another one by now: look for it
                     self._drop_idle()
                 raise
             self._note_failure()
             self._on_failure()
-            _log.warning("remote tier %s: %s", self.name, error)
+            self._say(str(error))
             raise TierUnavailable(f"remote tier {self.name}: {error}") from error
         self.breaker.success()
         return result
@@ -63,13 +71,14 @@ class Server:
         try:
             self._attempt(lambda connection: connection.call("PING"))
         except (OSError, ServerError) as error:
-            if not self._is_well(error):
+            if not self._is_about_the_call(error):
                 self._note_failure()
                 _log.debug("remote tier %s is still away: %s", self.name, error)
                 return False
         if self.breaker.is_open:
             self.breaker.trial_succeeded()
-            _log.info("remote tier %s is back", self.name)
+            _log.log(logging.INFO if self._is_said else logging.DEBUG, "remote tier %s is back", self.name)
+            self._is_said = False
         return True
 
     def close(self) -> None:
@@ -78,8 +87,26 @@ class Server:
             self._is_closed = True
         self._drop_idle()
 
-    def _is_well(self, error: Exception) -> bool:
+    def _is_about_the_call(self, error: Exception) -> bool:
         return isinstance(error, ServerError) and error.code in self.errors_when_well
+
+    def _answers_otherwise(self, error: Exception) -> bool:
+        """One row may be more than a server takes: ERR, and the connection closed."""
+        if not isinstance(error, ServerError) or error.code in self.errors_when_sick:
+            return False
+        try:
+            self._attempt(lambda connection: connection.call("PING"))
+        except (OSError, ServerError):
+            return False
+        return True
+
+    def _say(self, problem: str) -> None:
+        """A server that answers trials and fails at work would fill the log."""
+        now = time.monotonic()
+        level = logging.DEBUG if problem == self._said and now < self._silent_until else logging.WARNING
+        if level == logging.WARNING:
+            self._said, self._silent_until, self._is_said = problem, now + _SILENT_SECONDS, True
+        _log.log(level, "remote tier %s: %s", self.name, problem)
 
     def _start_trial(self) -> None:
         with self._lock:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
-import time
 
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from lmcache.tiers.server import Server
 from tests.harness.remote_objects import KEY, is_back, load, pattern, until
 from tools.processes import RedisServer, free_port
 
@@ -60,17 +61,19 @@ class TestSickness:
         assert load(remote) is None
         assert not remote.breaker.is_open
 
-    def test_frozen_costs_one_deadline_once(self, remote, server):
+    def test_frozen_costs_one_deadline_once(self, remote, server, monkeypatch):
         remote.store(KEY, 0, memoryview(b"x"))
         server.freeze()
         with pytest.raises(TierUnavailable, match=r"within 1\.0 s"):
             load(remote)
-        start = time.monotonic()
-        for _ in range(100):
-            with pytest.raises(TierUnavailable, match="is away"):
-                load(remote)
-        # Not a matter of speed: a hundred deadlines would be 50 s.
-        assert time.monotonic() - start < DEADLINE * 10
+        with monkeypatch.context() as patch:
+            asked: list[object] = []
+            patch.setattr(Server, "_attempt", lambda _, operation, **__: asked.append(operation))
+            patch.setattr(Server, "_start_trial", lambda _: None)
+            for _ in range(100):
+                with pytest.raises(TierUnavailable, match="is away"):
+                    load(remote)
+            assert not asked
         server.thaw()
         assert until(lambda: is_back(remote)) < 2
         assert load(remote) == b"x"
@@ -152,9 +155,42 @@ class TestSickness:
     def test_readonly_replica_takes_no_stores(self, remote, server):
         remote.store(KEY, 0, memoryview(b"x"))
         server.client.replicaof("127.0.0.1", "1")
-        assert load(remote) in (b"x", None)
+        assert load(remote) == b"x"
         assert not remote.store(KEY[::-1], 0, memoryview(b"x"))
         assert remote.stats.refused == {"READONLY": 1}
+
+    def test_a_row_that_is_too_much_for_the_server_is_refused_and_nobody_else_notices(self, remote, server):
+        """Redis answers ERR, and closes the connection in the middle of the value."""
+        server.client.config_set("proto-max-bulk-len", 1 << 20)
+        assert remote.store(KEY, 0, memoryview(b"x"))
+        for _ in range(5):
+            assert not remote.store(KEY[::-1], 0, memoryview(pattern(PART_BYTES)))
+            assert load(remote) == b"x"
+        assert remote.stats.refused == {"ERR": 5}
+        assert not remote.stats.failures
+
+    def test_a_command_that_a_server_does_not_know_is_no_sickness_either(self, server, tmp_path):
+        (tmp_path / "conf").write_text('rename-command TOUCH ""\n')
+        with RedisServer(include=tmp_path / "conf") as limited:
+            remote = RemoteTier(limited.url)
+            assert not remote.store(KEY, 0, memoryview(b"x"))
+            assert load(remote) is None
+            assert remote.stats.refused == {"ERR": 1}
+            assert not remote.breaker.is_open
+            remote.close()
+
+    def test_a_server_that_answers_trials_and_fails_at_work_fills_no_log(self, server, caplog):
+        caplog.set_level(logging.INFO)
+        server.client.execute_command("ACL", "SETUSER", "default", "-GET")
+        remote = RemoteTier(server.url)
+        remote._topology.servers()[0].errors_when_well = frozenset()
+        remote._topology.servers()[0].errors_when_sick = frozenset({"NOPERM"})
+        for _ in range(5):
+            with pytest.raises(TierUnavailable):
+                load(remote)
+            until(lambda: is_back(remote))
+        assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+        remote.close()
 
 
 class TestBrokenServer:

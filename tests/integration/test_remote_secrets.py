@@ -1,0 +1,123 @@
+"""The password of the remote tier: in no log, whatever the server says, and read again when it is rotated."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+
+import pytest
+
+from lmcache.rpc.client import SidecarClient
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.remote import RemoteTier
+from tests.harness.engine import store
+from tests.harness.remote_objects import KEY, is_back, load, until
+from tests.harness.wire import attached, make_hello, usable
+from tools.processes import RedisServer, SidecarProcess
+
+SECRETS = ("us3r", "S3cr3t")
+
+
+@pytest.fixture
+def echoing():
+    """Return a function: serve a server that answers everything as it is told, the words in it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as peers:
+
+        def serve(answer: str) -> int:
+            def run() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        peer = peers.enter_context(listener.accept()[0])
+                        peer.recv(65536)
+                        peer.sendall(answer.encode())
+
+            threading.Thread(target=run, daemon=True).start()
+            return listener.getsockname()[1]
+
+        yield serve
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "-ERR unknown command 'AUTH', with args beginning with: 'us3r' 'S3cr3t' \r\n",
+        "-ERR unknown command `AUTH us3r S3cr3t`\r\n",
+        "-WRONGPASS no such pair: us3r, S3cr3t\r\n",
+        "-S3cr3t is not the password\r\n",
+        "AUTH us3r S3cr3t\r\n",
+        "$S3cr3t\r\n",
+    ],
+)
+def test_a_server_that_repeats_what_it_was_told_tells_no_log(echoing, caplog, answer):
+    caplog.set_level(logging.DEBUG)
+    remote = RemoteTier(f"redis://us3r:S3cr3t@127.0.0.1:{echoing(answer)}", timeout_seconds=0.5)
+    with pytest.raises(TierUnavailable, match="AUTH") as caught:
+        load(remote)
+    assert not remote.try_again()
+    assert "AUTH" in caplog.text
+    for secret in SECRETS:
+        assert secret not in caplog.text + repr(caught.value)
+    remote.close()
+
+
+def test_no_payload_and_no_name_is_repeated_either(echoing, caplog):
+    answer = f"-ERR unknown command 'GET', with args beginning with: '{KEY.hex()}' \r\n"
+    remote = RemoteTier(f"redis://127.0.0.1:{echoing(answer)}", timeout_seconds=0.5)
+    with pytest.raises(TierUnavailable, match="unknown command 'GET'") as caught:
+        load(remote)
+    assert KEY.hex() not in caplog.text + repr(caught.value)
+    remote.close()
+
+
+@pytest.mark.redis
+def test_a_redis_without_auth_tells_no_sidecar_s_log(tmp_path):
+    (tmp_path / "conf").write_text('rename-command AUTH ""\n')
+    with RedisServer(include=tmp_path / "conf") as server:
+        url = f"redis://us3r:S3cr3t@127.0.0.1:{server.port}"
+        with SidecarProcess(remote_url=url, log_level="debug") as sidecar:
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+            assert "ERR was the answer to AUTH" in sidecar.log
+            pages = sidecar.log + sidecar.get("/stats") + sidecar.get("/metrics")
+            assert not any(secret in pages for secret in SECRETS)
+
+
+@pytest.mark.redis
+def test_a_rotated_password_is_asked_for_again():
+    passwords = ["old"]
+    with RedisServer(password="old") as server:
+        remote = RemoteTier(f"redis://127.0.0.1:{server.port}", credentials=lambda: ("", passwords[-1]))
+        assert remote.store(KEY, 0, memoryview(b"x"))
+        server.password = "new"
+        server.restart()
+        with pytest.raises(TierUnavailable, match="WRONGPASS was the answer to AUTH"):
+            load(remote)
+        assert not is_back(remote)
+        passwords.append("new")
+        until(lambda: is_back(remote))
+        assert remote.store(KEY, 0, memoryview(b"x"))
+        remote.close()
+
+
+@pytest.mark.redis
+def test_a_sidecar_reads_the_file_of_a_rotated_password_again(tmp_path):
+    file = tmp_path / "password"
+    file.write_text("old\n")
+    with RedisServer(password="new") as server:
+        options = {"remote_url": f"redis://127.0.0.1:{server.port}", "remote_password_file": file}
+        with SidecarProcess(**options) as sidecar:
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+            assert "WRONGPASS was the answer to AUTH" in sidecar.log
+            client = SidecarClient(sidecar.socket_path, make_hello())
+            client.start()
+            session = attached(client)
+            usable(sidecar)
+            store(session, 1)
+            file.write_text("new\n")
+            sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] == 1)
+            file.unlink()  # a secret that is being replaced: what is connected goes on
+            store(session, 2)
+            sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] == 2)
+            client.close()
