@@ -16,6 +16,7 @@ from typing import Union
 CHUNK_TAG = b"lmcache chunk 1"
 NAMESPACE_TAG = b"lmcache namespace 1"
 TENANT_TAG = b"lmcache tenant 1"
+MEDIA_TAG = b"lmcache media 1"
 
 Listed = Union[None, bool, int, float, str, bytes, "Sequence[Listed]", "Mapping[str, Listed]"]
 """What a namespace may be made of."""
@@ -36,7 +37,12 @@ def chunk_key(
 def chunk_preimage(block_hash: bytes, lora_fingerprint: bytes, cache_salt: str, group: int) -> bytes:
     """Return what ``chunk_key`` hashes: injective in its arguments."""
     fields = (CHUNK_TAG, block_hash, lora_fingerprint, _utf8(cache_salt), _integer(group))
-    return b"".join(map(_sized, fields))
+    return b"".join(map(sized, fields))
+
+
+def content_mark(lora_fingerprint: bytes, media: Sequence[bytes]) -> bytes:
+    """Stand in for the LoRA fingerprint in keys of chunks that depend on ``media`` too (digests)."""
+    return hashlib.sha256(b"".join(map(sized, (MEDIA_TAG, lora_fingerprint, *media)))).digest()
 
 
 def namespace(listing: Mapping[str, Listed]) -> bytes:
@@ -51,7 +57,7 @@ def namespace(listing: Mapping[str, Listed]) -> bytes:
 
 def namespace_preimage(listing: Mapping[str, Listed]) -> bytes:
     """Return what ``namespace`` hashes: injective in the listing (sequences of one content are equal)."""
-    return _sized(NAMESPACE_TAG) + _canonical(listing, "listing")
+    return sized(NAMESPACE_TAG) + _canonical(listing, "listing")
 
 
 def tenant(cache_salt: str, secret: bytes = b"") -> bytes:
@@ -61,28 +67,28 @@ def tenant(cache_salt: str, secret: bytes = b"") -> bytes:
     """
     if not cache_salt:
         return b""
-    return hmac.new(secret, _sized(TENANT_TAG) + _utf8(cache_salt), hashlib.sha256).digest()
+    return hmac.new(secret, sized(TENANT_TAG) + _utf8(cache_salt), hashlib.sha256).digest()
 
 
 def _canonical(value: object, where: str) -> bytes:
     """One type letter, then the sized content; containers hold the canonical forms of what is in them."""
     if value is None:
-        return b"n" + _sized(b"")
+        return b"n" + sized(b"")
     if isinstance(value, bool):  # before int: True is an int
-        return b"t" + _sized(b"\1" if value else b"\0")
+        return b"t" + sized(b"\1" if value else b"\0")
     if isinstance(value, int):
-        return b"i" + _sized(_integer(value))
+        return b"i" + sized(_integer(value))
     if isinstance(value, float):
-        return b"f" + _sized(struct.pack("<d", value))
+        return b"f" + sized(struct.pack("<d", value))
     if isinstance(value, str):
-        return b"s" + _sized(_utf8(value))
+        return b"s" + sized(_utf8(value))
     if isinstance(value, bytes):
-        return b"b" + _sized(value)
+        return b"b" + sized(value)
     if isinstance(value, Mapping):
-        return b"m" + _sized(_canonical_items(value, where))
+        return b"m" + sized(_canonical_items(value, where))
     if isinstance(value, (list, tuple)):
         items = (_canonical(item, f"{where}[{index}]") for index, item in enumerate(value))
-        return b"l" + _sized(b"".join(items))
+        return b"l" + sized(b"".join(items))
     raise TypeError(f"{where}: a {type(value).__name__} has no canonical form")
 
 
@@ -91,10 +97,11 @@ def _canonical_items(mapping: Mapping[str, object], where: str) -> bytes:
         if not isinstance(key, str):
             raise TypeError(f"{where}: key {key!r} is a {type(key).__name__}, not a string")
     ordered = sorted(mapping, key=_utf8)
-    return b"".join(_sized(_utf8(key)) + _canonical(mapping[key], f"{where}.{key}") for key in ordered)
+    return b"".join(sized(_utf8(key)) + _canonical(mapping[key], f"{where}.{key}") for key in ordered)
 
 
-def _sized(content: bytes) -> bytes:
+def sized(content: bytes) -> bytes:
+    """Put its length in front, as in every pre-image."""
     return struct.pack("<Q", len(content)) + content
 
 

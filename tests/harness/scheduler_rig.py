@@ -41,12 +41,16 @@ class Rig:
     def __init__(self, num_ranks=1):
         self.now = 0.0
         self.session = SessionDouble()
-        self.lora = {None: b""}
+        self.marks = {None: ()}
         self.scheduler = Scheduler(
-            num_ranks, lambda _: self.session, self.lora.__getitem__, ANSWER_SECONDS, lambda: self.now
+            num_ranks, lambda _: self.session, self._find_marks, ANSWER_SECONDS, lambda: self.now
         )
         self.scheduler.adopt(["another connector's message", IDENTITY])
         self.lookups = self.scheduler._lookups
+
+    def _find_marks(self, request, chunk_tokens):
+        assert chunk_tokens == GRID.chunk_tokens
+        return self.marks[request.lora_request]
 
     def stored(self, num_chunks, **context):
         """Let the sidecar have the first chunks of the default prompt."""

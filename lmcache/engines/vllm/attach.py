@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache import keys
-from lmcache.engines.vllm import fingerprint
+from lmcache.engines.vllm import files, fingerprint
 from lmcache.engines.vllm.copier import EngineCopier, make_copier
-from lmcache.engines.vllm.layouts import Layout, Unsupported, check_supported, content_id, page_views
+from lmcache.engines.vllm.layouts import (
+    Layout,
+    Unsupported,
+    check_stages,
+    check_supported,
+    content_id,
+    page_views,
+)
 from lmcache.engines.vllm.plan import GROUP, EngineIdentity, Grid
 from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
 from lmcache.rpc.service import DEFAULT_SOCKET
@@ -49,7 +56,10 @@ class Settings(NamedTuple):
 def attach_worker(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[SidecarClient, EngineCopier, EngineIdentity]:
-    """Find out who this rank is and start its client. Raises Unsupported and ValueError."""
+    """Find out who this rank is and start its client. May read all weights.
+
+    Raises Unsupported and ValueError.
+    """
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     check_supported(vllm_config, kv_cache_config)
     group, num_blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
@@ -57,28 +67,40 @@ def attach_worker(
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
     grid = Grid.fit(settings.chunk_tokens, block_tokens, hash_tokens)
     layout = Layout(tuple(page_views(group.layer_names, kv_caches, num_blocks)), grid.blocks_per_chunk)
-    contents = [_content_id(vllm_config, layer, kv_caches[layer], num_blocks) for layer in group.layer_names]
-    identity = _identity(vllm_config, grid, layout, contents)
+    check_stages(vllm_config, layout)
+    contents = [
+        (layer, _content_id(vllm_config, layer, kv_caches[layer], num_blocks)) for layer in group.layer_names
+    ]
     copier = make_copier(layout)
+    identity = _identity(vllm_config, grid, layout, contents)
     column, gpu_uuid = _column(vllm_config), _gpu_uuid(layout.pages[0].device)
     client = start_client(vllm_config, settings.socket, identity, Role.WORKER, column, gpu_uuid)
     return client, copier, identity
 
 
-def _identity(vllm_config: Any, grid: Grid, layout: Layout, contents: list[str]) -> EngineIdentity:
+def _identity(
+    vllm_config: Any, grid: Grid, layout: Layout, contents: list[tuple[str, str]]
+) -> EngineIdentity:
     from vllm.v1.core import kv_cache_utils
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    weights = fingerprint.weights_fingerprint(fingerprint.model_dir(model.model, model.revision))
-    has_fixed_seed = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
-    reason = fingerprint.private_reason(vllm_config, weights, has_fixed_seed)
+    parallel = vllm_config.parallel_config
+    reason = fingerprint.private_reason(vllm_config, hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"))
+    weights = None
+    if not reason:
+        try:
+            weights = files.in_background(
+                fingerprint.weights_fingerprint, vllm_config, files.process_began()
+            ).result()
+        except files.Unnamed as error:
+            reason = f"the weights can't be fingerprinted: {error}"
     listing = fingerprint.listing(vllm_config, weights, contents, astuple(grid))
     if reason:
         listing["private_to"] = _engine_uuid(vllm_config)
         logger.warning("Cached KV stays private to this engine: %s", reason)
     num_columns = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     chunk_bytes = _largest_column_bytes(vllm_config, layout)
-    return EngineIdentity(keys.namespace(listing), reason, grid, chunk_bytes, num_columns, model.model)
+    model = vllm_config.model_config.model
+    return EngineIdentity(keys.namespace(listing), reason, grid, chunk_bytes, num_columns, model)
 
 
 def start_client(
@@ -128,16 +150,11 @@ def _gpu_uuid(device: torch.device) -> str:
 
 def _largest_column_bytes(vllm_config: Any, layout: Layout) -> int:
     """Pipeline stages may differ in layers; all columns of a row have the size of the largest."""
-    num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    if num_stages == 1:
+    stages = fingerprint.stages(vllm_config)
+    if not stages:
         return layout.chunk_bytes
-    from vllm.distributed.utils import get_pp_indices
-
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    stages = [get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)]
     most = max(end - start for start, end in stages)
-    page_bytes = layout.pages[0].shape[1]
-    return layout.blocks_per_chunk * page_bytes * int(most)
+    return layout.blocks_per_chunk * layout.pages[0].shape[1] * most
 
 
 def _engine_uuid(vllm_config: Any) -> bytes:

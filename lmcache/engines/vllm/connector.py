@@ -173,13 +173,13 @@ def _check_version(version: str) -> None:
 
 def _make_scheduler(vllm_config: Any) -> Scheduler:
     from lmcache.engines.vllm.attach import Settings, start_client
-    from lmcache.engines.vllm.fingerprint import lora_fingerprint
+    from lmcache.engines.vllm.marks import Marker
     from lmcache.engines.vllm.scheduler import Scheduler
 
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     connect = partial(start_client, vllm_config, settings.socket)
     num_ranks = vllm_config.parallel_config.world_size
-    return Scheduler(num_ranks, connect, lora_fingerprint, settings.answer_seconds)
+    return Scheduler(num_ranks, connect, Marker().marks, settings.answer_seconds)
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> Worker:

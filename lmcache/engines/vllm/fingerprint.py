@@ -1,70 +1,52 @@
-"""What makes KV comparable: the listing that becomes the namespace, fingerprints of weights and adapters."""
+"""What makes KV comparable: the listing that becomes the namespace."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache.engines.vllm import files
 from lmcache.keys import Listed
 
-_SAMPLE_BYTES = 4096
-"""Of every tensor: fine-tunes of a model have equal headers and equal sizes."""
+_FILE_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes", "mistral"}
+"""``load_format``s that read the safetensors files of the model's folder."""
 
-_MAX_HEADER_BYTES = 100 << 20
 _VOLATILE_CONFIG = {"_name_or_path", "_commit_hash", "transformers_version"}
 
 
-def weights_fingerprint(model_dir: Path) -> str | None:
-    """Fingerprint the safetensors files of a directory; None when there are none or one can't be read.
-
-    Files of a Hugging Face cache are links to blobs that are named by the hash of all their bytes. Else 4 KiB
-    of every tensor are read: milliseconds for any model.
-    """
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    try:
-        for file in files:
-            name, content = file.name.encode(), _blob_hash(file) or _sampled_hash(file)
-            digest.update(struct.pack("<QQ", len(name), len(content)) + name + content)
-    except (OSError, ValueError):
-        return None
-    return digest.hexdigest()
+def weights_fingerprint(vllm_config: Any, began: float) -> str:
+    """Fingerprint what the engine loaded since ``began``. May read all weights. Raises files.Unnamed."""
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        raise files.Unnamed("they are dummies")
+    if load_format not in _FILE_FORMATS:
+        raise files.Unnamed(f"load format {load_format} does not read the model's safetensors files")
+    return files.fingerprint(model_dir(vllm_config), began)
 
 
-def lora_fingerprint(lora_request: Any) -> bytes | None:
-    """Fingerprint the adapter of a request: empty without one, None when it can't be told from others."""
-    if lora_request is None:
-        return b""
-    adapter_dir = Path(lora_request.lora_path or "")
-    weights = weights_fingerprint(adapter_dir)
-    try:
-        config = (adapter_dir / "adapter_config.json").read_bytes()
-    except OSError:
-        return None
-    return hashlib.sha256(weights.encode() + config).digest() if weights else None
-
-
-def model_dir(model: str, revision: str | None) -> Path:
+def model_dir(vllm_config: Any) -> Path:
     """Find where the engine has the model's files. May return a directory that does not exist."""
-    if os.path.isdir(model):
-        return Path(model)
+    model = vllm_config.model_config
+    if os.path.isdir(model.model):
+        return Path(model.model)
+    # What a branch's name means may have changed since: the configuration knows its commit.
+    revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        folder = vllm_config.load_config.download_dir
+        return Path(
+            snapshot_download(model.model, revision=revision, cache_dir=folder, local_files_only=True)
+        )
     except Exception:  # not installed, not in its cache, not a repository's name: all mean "not found"
-        return Path(model)
+        return Path(model.model)
 
 
-def private_reason(vllm_config: Any, weights: str | None, has_fixed_hash_seed: bool) -> str:
+def private_reason(vllm_config: Any, has_fixed_hash_seed: bool) -> str:
     """Say why chunk keys mean nothing outside this engine process; empty when they do.
 
     Of vLLM's hash algorithms only ``sha256_cbor`` is accepted: the pickles that ``sha256`` hashes depend on
@@ -78,33 +60,50 @@ def private_reason(vllm_config: Any, weights: str | None, has_fixed_hash_seed: b
         )
     if "PYTHONHASHSEED" not in os.environ and not has_fixed_hash_seed:
         return "block hashes are seeded at random: set PYTHONHASHSEED=0"
-    if vllm_config.load_config.load_format == "dummy":
-        return "the weights are dummies"
-    if weights is None:
-        return "the weights can't be fingerprinted: no readable safetensors files"
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "KV scales are calculated at run time (calculate_kv_scales)"
     return ""
 
 
 def listing(
-    vllm_config: Any, weights: str | None, contents: Iterable[str], grid_tokens: tuple[int, int, int]
+    vllm_config: Any,
+    weights: str | None,
+    contents: Sequence[tuple[str, str]],
+    grid_tokens: tuple[int, int, int],
 ) -> dict[str, Listed]:
-    """List what makes the bytes of chunks comparable. The engine's version is not in it, see ``layouts``."""
+    """List what makes the bytes of chunks comparable. The engine's version is not in it, see ``layouts``.
+
+    ``contents``: name and content id of this rank's layers in the order of their bytes. All ranks must make
+    the same listing, so with pipeline stages the names give way to where the stages are cut.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    cuts = stages(vllm_config)
     return {
         "weights": weights,
         "config": effective_config(model.hf_config.to_dict(), model.max_model_len),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
-        "contents": sorted(set(contents)),
+        "kv_dtype_skip_layers": list(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
+        "contents": sorted({content for _, content in contents}) if cuts else list(map(list, contents)),
+        "stages": cuts,
+        "draft_model": _draft_model(vllm_config),
+        "media": _media_options(model),
         "grid": list(grid_tokens),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "hash": cache.prefix_caching_hash_algo,
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
     }
+
+
+def stages(vllm_config: Any) -> list[list[int]]:
+    """Return first and last layer of each pipeline stage; empty when there is one."""
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    if num_stages == 1:
+        return []
+    from vllm.distributed.utils import get_pp_indices
+
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return [list(map(int, get_pp_indices(num_layers, stage, num_stages))) for stage in range(num_stages)]
 
 
 def effective_config(config: Mapping[str, Any], max_model_len: int) -> str:
@@ -115,33 +114,17 @@ def effective_config(config: Mapping[str, Any], max_model_len: int) -> str:
     return json.dumps(kept, sort_keys=True, default=str)
 
 
-def _blob_hash(file: Path) -> bytes | None:
-    if not file.is_symlink():
-        return None
-    blob = Path(os.readlink(file))
-    is_hash = re.fullmatch(r"[0-9a-f]{64}", blob.name) and blob.parent.name == "blobs"
-    return bytes.fromhex(blob.name) if is_hash else None
+def _draft_model(vllm_config: Any) -> list[str]:
+    """Name the model that drafts: its layers may lie among the others."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if speculative is None or draft is None or draft.model == vllm_config.model_config.model:
+        return []
+    return [str(speculative.method), str(draft.model), str(draft.revision)]
 
 
-def _sampled_hash(file: Path) -> bytes:
-    """Hash name, type, shape and first bytes of every tensor. Raises OSError and ValueError."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        (header_bytes,) = struct.unpack("<Q", _read(stream, 8))
-        if header_bytes > _MAX_HEADER_BYTES:
-            raise ValueError(f"{file} is not a safetensors file")
-        header = json.loads(_read(stream, header_bytes))
-        header.pop("__metadata__", None)
-        for name in sorted(header):
-            start, end = header[name]["data_offsets"]
-            digest.update(json.dumps([name, header[name]["dtype"], header[name]["shape"]]).encode())
-            stream.seek(8 + header_bytes + start)
-            digest.update(_read(stream, min(end - start, _SAMPLE_BYTES)))
-    return digest.digest()
-
-
-def _read(stream: Any, num_bytes: int) -> bytes:
-    content: bytes = stream.read(num_bytes)
-    if len(content) != num_bytes:
-        raise ValueError("the file ends too early")
-    return content
+def _media_options(model: Any) -> str:
+    """Options that change what the model makes of media. Media are named by their processed data (marks)."""
+    options = getattr(model, "multimodal_config", None)
+    names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
+    return json.dumps([getattr(options, name, None) for name in names], sort_keys=True, default=str)

@@ -67,6 +67,16 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
+def check_stages(vllm_config: Any, layout: Layout) -> None:
+    """Raise Unsupported when pipeline stages can't be told to agree: each rank sees only its own layers."""
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return
+    if len({pages.shape[1] for pages in layout.pages}) != 1:
+        raise Unsupported("with pipeline stages all layers must have blocks of one size")
+    if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
+        raise Unsupported("kv_cache_dtype_skip_layers can't be cached with pipeline stages")
+
+
 def page_views(
     layers: Sequence[str], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache import keys
-from lmcache.engines.vllm.plan import GROUP, KeyContext
+from lmcache.engines.vllm.plan import GROUP, KeyContext, Marks
 from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
 from lmcache.tiers.base import Slot
@@ -43,7 +43,7 @@ class Ticket:
     request_id: str
     hashes: list[bytes]  # one per chunk to look up
     cache_salt: str
-    fingerprint_lora: Callable[[], bytes | None]  # may do I/O; None means: do not cache
+    marks: Callable[[], Marks | None]  # may do I/O; None means: do not cache
     context: KeyContext | None = None  # None: not known yet, or not cacheable
     answer: Answer | None = None  # None: not answered yet
     is_settled: bool = False  # the scheduler decided: no more questions
@@ -88,9 +88,9 @@ class LookupThread:
 
     def _serve(self, ticket: Ticket) -> None:
         try:
-            if ticket.context is None and (lora := ticket.fingerprint_lora()) is not None:
+            if ticket.context is None and (marks := ticket.marks()) is not None:
                 tenant = keys.tenant(ticket.cache_salt, self._namespace)
-                ticket.context = KeyContext(lora, ticket.cache_salt, tenant)
+                ticket.context = KeyContext(marks, ticket.cache_salt, tenant)
             if ticket.context is not None and ticket.hashes and not ticket.is_settled:
                 ticket.answer = self._look_up(ticket, ticket.context)
         finally:

@@ -9,6 +9,7 @@ and end inside a chunk.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -103,18 +104,27 @@ def deferral_seconds(num_missing_tokens: int, prefill_tokens_per_second: float) 
     return min(num_missing_tokens / prefill_tokens_per_second, MAX_DEFERRAL_SECONDS)
 
 
+Marks = tuple[tuple[int, bytes], ...]
+"""What chunks depend on beside their tokens, LoRA and media: (first chunk, fingerprint), ascending."""
+
+
 @dataclass(frozen=True)
 class KeyContext:
     """What a request adds to the engine's block hashes to make chunk keys."""
 
-    lora_fingerprint: bytes = b""
+    marks: Marks = ()
     cache_salt: str = ""
     tenant: bytes = b""
 
-    def chunk_keys(self, hashes: Iterable[bytes]) -> bytes:
-        """Join the keys of chunks, which are named by the hashes of their last blocks."""
+    def chunk_keys(self, hashes: Iterable[bytes], first_chunk: int = 0) -> bytes:
+        """Join the keys of chunks from ``first_chunk`` on, which are named by the hashes of their last
+        blocks.
+        """
+        edges = [chunk for chunk, _ in self.marks]
+        fingerprints = [b"", *(fingerprint for _, fingerprint in self.marks)]
         return b"".join(
-            keys.chunk_key(name, self.lora_fingerprint, self.cache_salt, GROUP) for name in hashes
+            keys.chunk_key(name, fingerprints[bisect_right(edges, chunk)], self.cache_salt, GROUP)
+            for chunk, name in enumerate(hashes, first_chunk)
         )
 
 

@@ -26,6 +26,7 @@ from lmcache.engines.vllm.plan import (
     Grid,
     KeyContext,
     LoadJob,
+    Marks,
     Offer,
     PrefillRate,
     StepMeta,
@@ -64,17 +65,18 @@ class Scheduler:
         self,
         num_ranks: int,
         connect: Callable[[EngineIdentity], SidecarClient],
-        fingerprint_lora: Callable[[Any], bytes | None],
+        find_marks: Callable[[Any, int], Marks | None],
         answer_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``connect`` starts a client; ``fingerprint_lora`` takes a LoRA request, on the lookup thread.
+        """``connect`` starts a client; ``find_marks`` takes a request and the size of chunks, on the lookup
+        thread.
 
         A request that was not answered ``answer_seconds`` after it arrived is computed.
         """
         self._num_ranks = num_ranks
         self._connect = connect
-        self._fingerprint_lora = fingerprint_lora
+        self._find_marks = find_marks
         self._answer_seconds = answer_seconds
         self._clock = clock
         self._lookups: LookupThread | None = None
@@ -218,7 +220,7 @@ class Scheduler:
             request.request_id,
             self._grid.chunk_hashes(request.block_hashes, 0, num_chunks),
             request.cache_salt or "",
-            lambda: self._fingerprint_lora(request.lora_request),
+            lambda: self._find_marks(request, self._grid.chunk_tokens),
         )
         lookups.ask(ticket)
         return RequestState(request, ticket, self._clock())

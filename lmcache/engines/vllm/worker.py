@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
@@ -35,6 +36,10 @@ logger = logging.getLogger("vllm.lmcache")
 
 HOLD_SECONDS = 2.0
 PREEMPTION_SECONDS = 0.005
+
+ATTACH_WAIT_SECONDS = 0.5
+"""Of the engine's start for the cache: time enough for weights whose hashes are known, so that the first
+request is cached."""
 
 LOAD_WAIT_SECONDS = 0.005
 """Of an engine with nothing to do but to wait for a load: most end within one step then, where a step without
@@ -53,8 +58,11 @@ class Worker:
     def __init__(self, attach: Attach, clock: Callable[[], float] = time.monotonic) -> None:
         """``attach`` takes the engine's KV tensors by layer; what it raises says why nothing is cached."""
         self.identity: EngineIdentity | None = None
+        self._is_told = False  # the scheduler half knows the identity
         self._attach = attach
         self._clock = clock
+        self._lock = threading.Lock()  # protects the next two against the thread that attaches
+        self._is_offline = False
         self._client: SidecarClient | None = None  # None: nothing is copied
         self._copier: EngineCopier | None = None
         self._loader = futures.ThreadPoolExecutor(1, "lmcache-load")
@@ -69,16 +77,19 @@ class Worker:
         self._report = WorkerReport()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Begin to work on these tensors; on a reason not to, log it and stay idle."""
-        try:
-            self._client, self._copier, self.identity = self._attach(kv_caches)
-        except Exception as error:  # of any kind: an engine that we don't understand must run untouched
-            logger.warning("LMCache Cluster does not cache this engine: %s", error)
-        self._report.identity = self.identity
+        """Begin to work on these tensors; on a reason not to, log it and stay idle.
+
+        Naming the weights may take minutes: after ``ATTACH_WAIT_SECONDS`` the engine starts without a cache.
+        """
+        thread = threading.Thread(target=self._begin, args=(kv_caches,), name="lmcache-begin", daemon=True)
+        thread.start()
+        thread.join(ATTACH_WAIT_SECONDS)
 
     def go_offline(self) -> None:
         """Copy nothing any more. What is under way is still reported."""
-        self._client = None
+        with self._lock:
+            self._is_offline = True
+            self._client = None
         for transfers in self._stores.values():
             _cancel(transfers.values())
 
@@ -129,6 +140,8 @@ class Worker:
     def take_report(self, meta: Any) -> WorkerReport | None:
         """What the scheduler half has to know."""
         timed_step = _step(meta).timed_step
+        if not self._is_told and self.identity is not None:
+            self._is_told, self._report.identity = True, self.identity
         if not (timed_step or self._report):
             return None
         report, self._report = self._report, WorkerReport()
@@ -143,6 +156,18 @@ class Worker:
             thread.shutdown()
         if client is not None:
             client.close()
+
+    def _begin(self, kv_caches: Mapping[str, Any]) -> None:
+        try:
+            client, copier, identity = self._attach(kv_caches)
+        except Exception as error:  # of any kind: an engine that we don't understand must run untouched
+            logger.warning("LMCache Cluster does not cache this engine: %s", error)
+            return
+        with self._lock:
+            if not self._is_offline:
+                self._copier, self.identity, self._client = copier, identity, client
+                return
+        client.close()
 
     def _announce(self, step: StepMeta) -> None:
         """Count the step's stores as under way, once; first begin those of the step before if nobody did."""

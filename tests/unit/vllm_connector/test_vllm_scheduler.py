@@ -126,7 +126,7 @@ def test_a_request_that_skips_reads_is_stored_but_not_loaded(rig):
 def test_salt_and_adapter_are_part_of_the_key_and_an_unknown_adapter_is_not_cached(rig):
     rig.stored(1)
     rig.stored(2, lora_fingerprint=b"L", cache_salt="s")
-    rig.lora |= {"known": b"L", "unknown": None}
+    rig.marks |= {"known": ((0, b"L"),), "unknown": None}
     known = rig.arrive(make_request(200, "a", cache_salt="s", lora_request="known"))
     assert rig.match(known) == (128, True)
     rig.step(new=[("a", blocks(7), 0, 200)])

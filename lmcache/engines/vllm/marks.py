@@ -1,0 +1,134 @@
+"""What the KV of a request depends on beside its tokens and the model: its LoRA adapter and its media.
+
+The engine's block hashes hold a name and a path of the adapter and an identifier of each image, which a
+client may have chosen or a counter made. Here both are named by their content, as far as the engine has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import weakref
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmcache import keys
+from lmcache.engines.vllm import files
+from lmcache.engines.vllm.plan import Marks
+
+logger = logging.getLogger("vllm.lmcache")
+
+_MAX_IDENTIFIERS = 1 << 16
+"""Remembered; far more than the engine keeps outputs of its media encoder."""
+
+_COUNTED = re.compile(r"renderer\d+-mm-\d+-")
+"""How vLLM calls media that it does not hash. Never the same again: storing such chunks is of no use."""
+
+
+class Marker:
+    """Finds the marks of requests. One thread calls it."""
+
+    def __init__(self, began: float | None = None) -> None:
+        """``began``: when the engine could load the first adapter; by default when this process began."""
+        self._began = files.process_began() if began is None else began
+        self._adapters: dict[str, futures.Future[bytes | None]] = {}
+        self._media: dict[int, bytes] = {}  # id of an item of the engine's -> digest, as long as it lives
+        self._identifiers: dict[str, bytes | None] = {}  # None: the engine may mix up two contents
+
+    def marks(self, request: Any, chunk_tokens: int) -> Marks | None:
+        """Return what the request's chunks depend on; None: don't cache it, or not yet."""
+        lora = self._adapter(request.lora_request)
+        if lora is None:
+            return None
+        found = [(0, lora)] if lora else []
+        digests: list[bytes] = []
+        for feature in getattr(request, "mm_features", None) or ():
+            digest = self._medium(feature)
+            if digest is None:
+                return None
+            digests.append(digest)
+            found.append((feature.mm_position.offset // chunk_tokens, keys.content_mark(lora, digests)))
+        return tuple(found)
+
+    def _adapter(self, lora_request: Any) -> bytes | None:
+        if lora_request is None:
+            return b""
+        if getattr(lora_request, "tensorizer_config_dict", None):
+            return None  # it is loaded from elsewhere
+        path = Path(lora_request.lora_path or "")
+        known = self._adapters.get(str(path))
+        if known is None:
+            known = self._adapters[str(path)] = files.in_background(_adapter_fingerprint, path, self._began)
+        if not known.done():
+            return None
+        try:
+            for file in _adapter_files(path):
+                files.check_unchanged(file, self._began)
+        except (OSError, files.Unnamed):
+            return None
+        return known.result()
+
+    def _medium(self, feature: Any) -> bytes | None:
+        if feature.data is None or _COUNTED.match(feature.identifier):
+            return None
+        digest = self._media.get(id(feature.data))
+        if digest is None:
+            try:
+                digest = _item_digest(feature)
+            except TypeError as error:
+                logger.debug("A request is not cached: %s", error)
+                return None
+            self._media[id(feature.data)] = digest
+            weakref.finalize(feature.data, self._media.pop, id(feature.data), None)
+        # The engine keeps its encoder's outputs by identifier: under one it has to be one content.
+        if self._identifiers.setdefault(feature.identifier, digest) != digest:
+            self._identifiers[feature.identifier] = digest = None
+        if len(self._identifiers) > _MAX_IDENTIFIERS:
+            del self._identifiers[next(iter(self._identifiers))]
+        return digest
+
+
+def _adapter_files(path: Path) -> list[Path]:
+    return [path / "adapter_config.json", *sorted(path.glob("*.safetensors"))]
+
+
+def _adapter_fingerprint(path: Path, began: float) -> bytes | None:
+    try:
+        config = (path / "adapter_config.json").read_bytes()
+        return hashlib.sha256(files.fingerprint(path, began).encode() + config).digest()
+    except (OSError, files.Unnamed) as error:
+        logger.warning("Requests with the adapter at %s are not cached: %s", path, error)
+        return None
+
+
+def _item_digest(feature: Any) -> bytes:
+    """Digest the processed data of an image, a video or a sound. Raises TypeError for what it can't read."""
+    digest = hashlib.sha256(keys.sized(feature.modality.encode()))
+    data = feature.data.get_data()
+    for name in sorted(data):
+        digest.update(keys.sized(name.encode()))
+        for part in _parts(data[name]):
+            digest.update(part)
+    return digest.digest()
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Nested lists of tensors and numbers as bytes, injectively."""
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        content = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        yield keys.sized(f"{value.dtype} {tuple(value.shape)}".encode())
+        yield content.data
+    elif isinstance(value, (list, tuple)):
+        yield keys.sized(b"list %d" % len(value))
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, (bool, int, float, str)):
+        yield keys.sized(json.dumps([type(value).__name__, value]).encode())
+    else:
+        raise TypeError(f"media data of type {type(value).__name__} can't be named by its content")
