@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,40 +27,74 @@ POLL_SECONDS = 0.25
 class LockProbe:
     """One client's lock file, by a descriptor of our own: it names that file even when the path is gone."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError when the file can't be opened."""
+    def __init__(self, path: Path, *, is_resting: bool = False) -> None:
+        """Raises OSError when the file can't be opened. A resting probe opens it when it is asked, and keeps
+        it open once the lock was held: the files of dead clients may be more than our descriptors.
+        """
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = -1 if is_resting else _open(path)
 
     def is_held(self) -> bool:
-        """Does the client hold its lock?"""
+        """Does the client hold its lock, as far as can be told?"""
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        fcntl.lockf(self._fd, fcntl.LOCK_UN)
-        return False
+            fd = self._fd if self._fd >= 0 else _open(self._path)
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)  # it said goodbye; or nothing is proven
+        is_held = _is_held(fd)
+        if is_held:
+            self._fd = fd
+        elif fd != self._fd:
+            os.close(fd)
+        return is_held
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def remove(self) -> None:
         """The client is dead: remove its file, unless somebody put another there."""
         with contextlib.suppress(OSError):  # gone already, or not ours to remove: it only takes an inode
-            if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
+            if self._fd < 0 or os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
                 self._path.unlink()
         self.close()
 
 
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _is_held(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    fcntl.lockf(fd, fcntl.LOCK_UN)
+    return False
+
+
 def probes_in(directory: Path) -> dict[bytes, LockProbe]:
-    """Probes of all lock files that are there, by client uuid. Raises OSError when one can't be opened."""
-    probes = {}
+    """Probes of all lock files that are there, by client uuid.
+
+    What can't be opened as one is left alone: a client whose lock can't be seen is never attached.
+    """
+    probes, num_odd = {}, 0
     for path in directory.glob("*.lock"):
         if re.fullmatch(r"[0-9a-f]{32}", path.stem):
-            with contextlib.suppress(FileNotFoundError):  # its client has just said goodbye
-                probes[bytes.fromhex(path.stem)] = LockProbe(path)
+            if _is_lock_file(path):
+                probes[bytes.fromhex(path.stem)] = LockProbe(path, is_resting=True)
+            else:
+                num_odd += 1
+    if num_odd:
+        logger.warning("%d entries of %s are no clients' lock files, and left alone", num_odd, directory)
     return probes
+
+
+def _is_lock_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode) and os.access(path, os.R_OK | os.W_OK)
+    except FileNotFoundError:  # its client has just said goodbye: the probe will find that out
+        return True
 
 
 class DeathWatch:

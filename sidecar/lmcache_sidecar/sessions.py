@@ -92,7 +92,7 @@ class Sessions:
         self._forming = asyncio.Lock()  # protects the change of the arena's format, which awaits
 
     async def start(self) -> None:
-        """Adopt what an earlier sidecar left in the arena. Raises OSError for a lock file out of reach."""
+        """Adopt what an earlier sidecar left in the arena."""
         for uuid, probe in probes_in(self._locks_directory).items():
             self.from_before.add(uuid)
             self.deaths.watch(uuid, probe)
@@ -116,7 +116,7 @@ class Sessions:
         if (older := self.clients.get(peer.uuid)) is not None:
             self.detach(older)
         self.deaths.forget(peer.uuid)
-        self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # also above those of earlier sidecars
+        self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # differs from all earlier sidecars'
         client = self.clients[peer.uuid] = Client(peer, probe, self._last_epoch)
         store.register(peer.hello.namespace, label=hello.model.encode(), private=bool(hello.private_reason))
         logger.info("Client %s attached, epoch %d: %s", peer.uuid.hex(), client.epoch, _describe(peer))

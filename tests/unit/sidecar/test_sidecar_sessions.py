@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from lmcache_sidecar import liveness
 from lmcache_sidecar.liveness import GRACE_SECONDS, DeathWatch
@@ -130,14 +132,27 @@ def test_death_takes_the_lock_and_the_grace(tmp_path):
     assert deaths == [b"a"]
 
 
-def test_a_lock_file_that_vanishes_while_it_is_looked_for_is_nobody(tmp_path, monkeypatch):
-    def vanish(path):
-        path.unlink()
-        raise FileNotFoundError(path)
+def lock_name(number: int) -> str:
+    return f"{number:032x}.lock"
 
-    (tmp_path / f"{'ab' * 16}.lock").touch()
-    monkeypatch.setattr(liveness, "LockProbe", vanish)
-    assert liveness.probes_in(tmp_path) == {}
+
+def test_a_lock_file_that_vanishes_is_nobody_s(tmp_path):
+    (tmp_path / lock_name(1)).touch()
+    (probe,) = liveness.probes_in(tmp_path).values()
+    (tmp_path / lock_name(1)).unlink()
+    assert not probe.is_held()
+    probe.remove()
+
+
+def test_what_is_no_lock_file_never_stops_the_start(tmp_path, caplog):
+    (tmp_path / lock_name(1)).touch()
+    (tmp_path / lock_name(2)).mkdir()
+    (tmp_path / lock_name(3)).symlink_to(tmp_path / lock_name(1))
+    os.mkfifo(tmp_path / lock_name(4))
+    (tmp_path / "x.lock").touch()
+    assert list(liveness.probes_in(tmp_path)) == [(1).to_bytes(16)]
+    assert len(caplog.messages) == 1
+    assert "3 entries of" in caplog.text
 
 
 def test_who_comes_back_in_time_is_not_dead(tmp_path):
