@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError, Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
@@ -24,6 +25,7 @@ from lmcache_sidecar.wire import Refused, invalid
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -57,7 +59,6 @@ class Server:
         }
         methods["Attach"] = grpc.stream_stream_rpc_method_handler(
             self._attach,
-            request_deserializer=pb.AttachRequest.FromString,
             response_serializer=pb.AttachReply.SerializeToString,
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.SERVICE, methods),))
@@ -83,20 +84,16 @@ class Server:
         self._grown = asyncio.Event()
 
     def _unary(self, method: service.Method, call: Callable[[Any], Any]) -> grpc.RpcMethodHandler[Any, Any]:
-        async def work(request: Any) -> Any:
+        async def work(data: bytes) -> Any:
             started = time.perf_counter()
-            reply = call(request)
+            reply = call(_parse(method.request, data))
             self._calls.took(method.name, time.perf_counter() - started)
             return reply
 
-        async def handle(request: Any, context: _Context) -> Any:
-            return await self._answer(method.name, context, work(request))
+        async def handle(data: bytes, context: _Context) -> Any:
+            return await self._answer(method.name, context, work(data))
 
-        return grpc.unary_unary_rpc_method_handler(
-            handle,
-            request_deserializer=method.request.FromString,
-            response_serializer=method.reply.SerializeToString,
-        )
+        return grpc.unary_unary_rpc_method_handler(handle, response_serializer=method.reply.SerializeToString)
 
     async def _attach(self, _: object, context: _Context) -> None:
         await self._answer("Attach", context, self._serve(context))
@@ -119,8 +116,8 @@ class Server:
 
     async def _serve(self, context: _Context) -> None:
         """From Hello to the end of the stream, whoever ends it."""
-        message = await context.read()
-        if not isinstance(message, pb.AttachRequest) or message.WhichOneof("message") != "hello":
+        message = await _read(context)
+        if message is None or message.WhichOneof("message") != "hello":
             raise invalid("the first message of Attach must be hello")
         client = await self._sessions.attach(message.hello)
         growth: asyncio.Task[None] | None = None
@@ -128,7 +125,7 @@ class Server:
             attached = self._sessions.attached_message(client)
             await context.write(pb.AttachReply(attached=attached))
             growth = asyncio.create_task(self._announce_growth(context, attached.ready_rows))
-            while isinstance(message := await context.read(), pb.AttachRequest):
+            while (message := await _read(context)) is not None:
                 kind = message.WhichOneof("message")
                 if kind == "extents_mapped":
                     self._sessions.mapped(client, message.extents_mapped)
@@ -150,6 +147,21 @@ class Server:
                 ready_rows = arena.ready_rows
                 await context.write(pb.AttachReply(extents=pb.Extents(ready_rows=ready_rows)))
             await grown.wait()
+
+
+async def _read(context: _Context) -> pb.AttachRequest | None:
+    """The next message of a stream, None at its end."""
+    data = await context.read()
+    return _parse(pb.AttachRequest, data) if isinstance(data, bytes) else None
+
+
+def _parse(kind: type[M], data: bytes) -> M:
+    """Here and not in gRPC, which calls bad bytes an unknown error, with a traceback for each."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        logger.warning("A client sent %d bytes that are no %s", len(data), kind.__name__)
+        raise invalid(f"these {len(data)} bytes are no {kind.__name__}") from None
 
 
 def claim_socket(path: str) -> None:
