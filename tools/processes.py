@@ -212,6 +212,7 @@ class SidecarProcess(Server):
         self.arena_path = self.folder / "arena"
         self.log_path = self.folder / "log"
         self.options = {"memory_size": "64Mi", "http_host": "127.0.0.1", "http_port": 0} | options
+        self.max_descriptors = 0  # 0: as many as we may have
         self.http_port = 0
         self._log_start = 0
 
@@ -232,9 +233,11 @@ class SidecarProcess(Server):
         ]
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
+        limit = f'ulimit -n {self.max_descriptors}; exec "$@"'
+        limited = ["sh", "-c", limit, "sh"] if self.max_descriptors else []
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
+                [*limited, sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
                 stdout=log,
                 stderr=log,
                 cwd=REPOSITORY,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import lmcache
 from lmcache_sidecar import config as configuration
 from lmcache_sidecar import logs
-from lmcache_sidecar.config import ConfigError
+from lmcache_sidecar.config import ConfigError, Reading
 
 _SERVE = """\
 Keep the KV cache of the engines in this pod: in host memory, on disk, and in a Redis tier that all pods
@@ -23,16 +23,19 @@ by --config (keys as the flags, with _ for -), else it has its default.
 """
 
 _EXIT = """\
-exit status: 0 after SIGTERM or SIGINT, 2 when the configuration can't be used (one line says why).
+exit status: 0 after SIGTERM or SIGINT, 2 when it can't run (one line says why; with --stay-up true it stays).
 
 example: lmcache-sidecar serve --memory-size 64Gi --remote-url redis://kv-remote:6379/0
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}: see {self.prog} --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lmcache-sidecar", description="The KV-cache sidecar of an LLM engine."
-    )
+    parser = _Parser(prog="lmcache-sidecar", description="The KV-cache sidecar of an LLM engine.")
     parser.add_argument("--version", action="version", version=f"lmcache-sidecar {lmcache.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser(
@@ -47,18 +50,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _read(arguments: Sequence[str] | None) -> Reading:
+    """What the command line and all other sources say. Raises ConfigError, unless the sidecar stays up."""
+    flags: dict[str, str | None] = {}
+    mistakes, unknown = [], []
+    try:
+        known, others = _parser().parse_known_args(arguments)
+        flags = vars(known)
+        # Without values, which may be secrets.
+        names = sorted({other.partition("=")[0] for other in others if other.startswith("--")})
+        unknown = [f"argument {' '.join(names)} is unknown"] if others else []
+    except ConfigError as error:
+        mistakes = [str(error)]
+    reading = configuration.read(flags, os.environ)
+    mistakes += reading.mistakes
+    if reading.config.stay_up:  # and reads on: a newer operator may have written it
+        return reading._replace(mistakes=tuple(mistakes), warnings=(*unknown, *reading.warnings))
+    if mistakes := mistakes + unknown:
+        raise ConfigError("; ".join(mistakes))
+    return reading
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    flags = vars(_parser().parse_args(arguments))
     try:
-        config = configuration.load(flags, os.environ)
-        logs.set_up(config.log_format, config.log_level)
-        for sentence in configuration.suspect_variables(os.environ):
-            logging.getLogger(__name__).warning("%s", sentence)
+        reading = _read(arguments)
+        logs.set_up(reading.config.log_format, reading.config.log_level)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which we never use, cost 50 ms
         from lmcache_sidecar.daemon import serve
 
-        asyncio.run(serve(config))
+        asyncio.run(serve(reading, lambda: _read(arguments)))
     except ConfigError as error:
         print(f"lmcache-sidecar: error: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
 from lmcache.tiers.address import Address
@@ -67,6 +67,7 @@ _PORT = _number(int, 65535, "a port: write a number from 1 to 65535, or 0 for an
 _DEADLINE = _number(float, 60, "a number of seconds from 0.01 to 60", least=0.01)
 _NODE = _number(int, 1023, "a NUMA node: write its number, 0 is the first")
 _SECONDS = _number(float, 3600, "a number of seconds from 0 to 3600")
+_NICENESS = _number(int, 19, "a niceness from 0 to 19")
 
 
 def _option(metavar: str, default: str, parse: Callable[[str], Any], about: str) -> Any:
@@ -109,6 +110,9 @@ class Config:
         "file with the password for the remote tier; empty: no password")
     drain_grace_seconds: float = _option("SECONDS", "20", _SECONDS,
         "how long a stopping sidecar goes on writing what is queued for disk and remote tier")
+    stay_up: bool = _option("BOOL", "false", _switch,
+        "true, as in the image: a sidecar that can't run does not exit, since that would take its pod out of"
+        " service; it says why in /readyz, and tries again")
     http_host: str = _option("ADDRESS", "0.0.0.0", str, "address of the read-only HTTP server")
     http_port: int = _option("PORT", "9464", _PORT,
         "port of /metrics, /stats, /healthz and /readyz; 0: any free one, see the log")
@@ -174,13 +178,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag_of(name), metavar=about["metavar"], help=about_all)
 
 
-def load(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Config:
-    """Merge all sources. ``arguments`` maps field names, and ``config``, to what the flags said.
+class Reading(NamedTuple):
+    """What all sources say together."""
 
-    Raises ConfigError.
-    """
-    path = arguments.get("config") or environ.get(f"{ENV_PREFIX}CONFIG")
-    in_file = _read_file(path) if path else {}
+    config: Config  # with defaults in place of mistakes
+    mistakes: tuple[str, ...] = ()  # values that can't be used
+    warnings: tuple[str, ...] = ()  # what is not understood, and ignored: a newer operator may know more
+
+
+def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Reading:
+    """Merge all sources. ``arguments`` maps field names, and ``config``, to what the flags said."""
+    mistakes: list[str] = []
+    path = arguments.get("config") or environ.get(f"{ENV_PREFIX}CONFIG") or ""
+    in_file: Mapping[str, Any] = {}
+    try:
+        in_file = _read_file(path) if path else {}
+    except ConfigError as error:
+        mistakes.append(str(error))
     values: dict[str, Any] = {}
     for name, option in options().items():
         for source, text in (
@@ -190,14 +204,29 @@ def load(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Con
         ):
             if text is not None:
                 try:
-                    values[name] = option.metadata["parse"](text)
+                    values[name] = option.metadata["parse"](_single(text))
                 except ValueError as error:
-                    raise ConfigError(f"{source}: {error}") from error
+                    mistakes.append(f"{source}: {error}")
                 break
     config = Config(**values)
     if not config.remote_url and config.has_credential_files:
-        raise ConfigError("a user name or password for the remote tier was given, but no --remote-url")
-    return config
+        mistakes.append("a user name or password for the remote tier was given, but no --remote-url")
+    warnings = (*_unknown_keys(path, in_file), *suspect_variables(environ))
+    return Reading(config, tuple(mistakes), warnings)
+
+
+def _single(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("this must be a single value")
+    return value
+
+
+def load(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Config:
+    """Do as ``read`` does, and raise ConfigError for mistakes."""
+    reading = read(arguments, environ)
+    if reading.mistakes:
+        raise ConfigError("; ".join(reading.mistakes))
+    return reading.config
 
 
 def suspect_variables(environ: Mapping[str, str]) -> Iterator[str]:
@@ -212,21 +241,29 @@ def suspect_variables(environ: Mapping[str, str]) -> Iterator[str]:
                 yield f"environment variable {name} is not known; did you mean {nearest}?"
 
 
-def _read_file(path: str) -> dict[str, str]:
+def _unknown_keys(path: str, in_file: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences; a key that is no word may be anything, even a secret on the wrong side of a colon."""
+    for key in in_file.keys() - options().keys():
+        if not re.fullmatch(r"[\w-]{1,64}", key):
+            yield f"{path}: a key that is no word is ignored"
+            continue
+        nearest = difflib.get_close_matches(key.replace("-", "_"), options(), n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        yield f"{path}: key {key!r} is unknown, and ignored{hint}"
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """Keys and values as they are written: the parsers of the options know what they mean."""
     import yaml  # a twentieth of the start, for those who have a file
 
     text = _read(path)
     try:
-        loaded = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    loaded = {} if loaded is None else loaded
-    if not isinstance(loaded, dict):
+        loaded = yaml.load(text, yaml.BaseLoader)  # makes nothing but text
+    except (yaml.YAMLError, RecursionError) as error:
+        # The parser's own words may quote the file, which may hold a password.
+        mark = getattr(error, "problem_mark", None)
+        where = f", look at line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path} is not YAML{where}") from None
+    if not isinstance(loaded or {}, dict):
         raise ConfigError(f"{path} must hold keys and values, as in 'memory_size: 4Gi'")
-    for key, value in loaded.items():
-        if key not in options():
-            nearest = difflib.get_close_matches(str(key).replace("-", "_"), options(), n=1, cutoff=0.0)
-            raise ConfigError(f"{path}: unknown key {key!r}; did you mean {nearest[0]!r}?")
-        if value is None or isinstance(value, dict | list):
-            raise ConfigError(f"{path}: {key} must be a single value")
-    return {key: str(value) for key, value in loaded.items()}
+    return loaded or {}

@@ -1,129 +1,179 @@
-"""The parts of the sidecar put together, from start to SIGTERM."""
+"""The process: from its start to SIGTERM, whether a sidecar can run in it or not.
+
+Where it is told to stay up, a sidecar that can't run is up and not ready: a container that ends again and
+again would take its pod, and so a healthy engine, out of service.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import importlib
 import json
 import logging
 import os
 import signal
+import threading
 import time
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import lmcache
 from lmcache.rpc import service
-from lmcache.tiers.arena import ArenaFile
-from lmcache.tiers.base import ArenaError
-from lmcache.tiers.remote import RemoteTier
-from lmcache.tiers.tiered import Admit, TieredStore
-from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallCounts
-from lmcache_sidecar.config import Config, ConfigError
-from lmcache_sidecar.pages import Page
-from lmcache_sidecar.server import Server, claim_socket
-from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.tiers import open_tiers
-
-if TYPE_CHECKING:
-    from lmcache_sidecar.http import HttpServer
+from lmcache_sidecar.config import Config, ConfigError, Reading
+from lmcache_sidecar.http import HttpServer, Page
+from lmcache_sidecar.sidecar import Sidecar
 
 logger = logging.getLogger(__name__)
 
+_RETRY_SECONDS = 2.0
+_END_SECONDS = 2.0
+"""A stopping sidecar has these beyond its grace, to let go of everything."""
 
-async def serve(config: Config) -> None:
-    """Run until SIGTERM or SIGINT. Raises ConfigError when it can't start."""
-    sidecar = Sidecar(config)
-    loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+
+async def serve(reading: Reading, read_again: Callable[[], Reading]) -> None:
+    """Run until SIGTERM or SIGINT. Raises ConfigError when it can't run, unless it is to stay up."""
+    daemon = Daemon(reading)
+    # Not by the loop, which may hang.
+    before = {number: signal.signal(number, daemon.end_soon) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        await sidecar.start()
-        await stopping.wait()
-        logger.info("Stopping")
+        await daemon.run(read_again)
     finally:
-        await sidecar.stop()
+        await daemon.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    logger.info("Stopped")
 
 
-class Sidecar:
-    """One daemon: arena, sessions, gRPC and HTTP servers."""
+class Daemon:
+    """The HTTP face, and behind it a sidecar as soon as one can run."""
 
-    def __init__(self, config: Config) -> None:
-        """Take the socket and the arena. Raises ConfigError."""
-        self._config = config
-        claim_socket(config.socket)
-        locks = _make_locks_directory(config.socket)
-        self._arena = _open_arena(config)
-        self._configured = open_tiers(config)
-        self._tiers = {name: lower.tier for name, lower in self._configured.items() if lower.tier}
-        self._sessions = Sessions(self._arena, config.arena_path, locks, self._make_store)
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
+        self._stopping = asyncio.Event()
         self._calls = CallCounts()
-        self._server = Server(self._sessions, config.socket, self._calls)
-        self._pages = {
+        self._sidecar: Sidecar | None = None
+        self._reason = ""  # why there is none
+        self._http: HttpServer | None = None
+        self._http_address = ("", 0)  # as configured
+        self._http_port = 0  # as it is
+
+    def end_soon(self, *_: object) -> None:
+        """Begin to stop; a signal handler. Whatever hangs then, the process ends."""
+        seconds = self._reading.config.drain_grace_seconds + _END_SECONDS
+        watchdog = threading.Timer(seconds, _end_now)
+        watchdog.daemon = True
+        watchdog.start()
+        faulthandler.dump_traceback_later(seconds + 1, exit=True)  # needs neither the GIL nor the log's lock
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def run(self, read_again: Callable[[], Reading]) -> None:
+        """Start, as often as it takes, and wait for the end. Raises ConfigError unless it is to stay up."""
+        for sentence in self._reading.warnings:
+            logger.warning("%s", sentence)
+        while not await self._try_to_start() and not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _RETRY_SECONDS)
+            with contextlib.suppress(ConfigError):  # it is not to stay up any more: it did until now
+                self._reading = read_again()
+        await self._stopping.wait()
+        logger.info("Stopping")
+
+    async def stop(self) -> None:
+        """Let go of everything."""
+        if self._sidecar is not None:
+            await self._sidecar.stop()
+        if self._http is not None:
+            await self._http.stop()
+
+    # ---- starting ----
+
+    async def _try_to_start(self) -> bool:
+        config = self._reading.config
+        try:
+            if self._reading.mistakes:
+                raise ConfigError("; ".join(self._reading.mistakes))
+            await self._start_sidecar(config)
+            await self._listen(config)
+        except Exception as error:
+            if not config.stay_up:
+                raise
+            await self._stay_up(config, error)
+            return False
+        self._reason = ""
+        logger.info(
+            "LMCache sidecar %s serves %s, arena %s of %d bytes, http port %d",
+            lmcache.__version__, config.socket, config.arena_path, config.memory_size, self._http_port,
+        )  # fmt: skip
+        return True
+
+    async def _start_sidecar(self, config: Config) -> None:
+        if self._sidecar is None:
+            sidecar = Sidecar(config, self._calls)
+            try:
+                await sidecar.start()
+            except BaseException:
+                await sidecar.stop()
+                raise
+            self._sidecar = sidecar
+
+    async def _listen(self, config: Config) -> None:
+        """Serve the pages where the configuration says, and nowhere else."""
+        address = config.http_host, config.http_port
+        if self._http is not None:
+            if self._http_address == address:
+                return
+            await self._http.stop()
+        self._http, self._http_address = HttpServer(self._pages), address
+        try:
+            self._http_port = self._http.start(*address)
+        except (OSError, UnicodeError) as error:
+            self._http = None
+            raise ConfigError(f"--http-port: can't listen on {address[0]}:{address[1]}: {error}") from error
+
+    async def _stay_up(self, config: Config, error: Exception) -> None:
+        """Say why there is no sidecar: once in the log, and over HTTP until there is one."""
+        bug = None if isinstance(error, ConfigError) else error
+        reason, known = repr(bug) if bug else str(error), self._reason
+        self._reason = reason
+        with contextlib.suppress(ConfigError):
+            await self._listen(config)
+        if reason != known:
+            logger.error(
+                "The sidecar can't run, says so at http port %d, and tries again: %s",
+                self._http_port, reason, exc_info=bug,
+            )  # fmt: skip
+
+    # ---- pages ----
+
+    @property
+    def _pages(self) -> dict[str, Callable[[], Awaitable[Page]]]:
+        return {
             "/metrics": self._metrics_page,
             "/stats": self._stats_page,
             "/healthz": self._healthz_page,
             "/readyz": self._readyz_page,
         }
-        self._http: HttpServer | None = None
-        self._deaths: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Listen; populating goes on in the background. Raises ConfigError."""
-        config, loop = self._config, asyncio.get_running_loop()
-        try:
-            await self._sessions.start()
-        except OSError as error:
-            raise ConfigError(f"--socket: a client's lock file can't be opened: {error}") from error
-        await self._server.start()
+    @property
+    def _not_ready_reason(self) -> str:
+        return self._reason or (self._sidecar.not_ready_reason if self._sidecar else "starting, or stopping")
 
-        def on_growth() -> None:
-            loop.call_soon_threadsafe(self._server.arena_grew)
-
-        self._arena.start(on_growth)
-        self._deaths = asyncio.create_task(self._sessions.deaths.run())
-        if isinstance(remote := self._tiers.get("remote"), RemoteTier):
-            loop.run_in_executor(None, remote.check)  # a wrong URL shows in the log before an engine comes
-        try:
-            http = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.http")
-            self._http = http.HttpServer(self._pages)
-            port = await self._http.start(config.http_host, config.http_port)
-        except OSError as error:
-            raise ConfigError(
-                f"--http-port: can't listen on {config.http_host}:{config.http_port}: {error}"
-            ) from error
-        logger.info(
-            "LMCache sidecar %s serves %s, arena %s of %d bytes, http port %d",
-            lmcache.__version__, config.socket, config.arena_path, config.memory_size, port,
-        )  # fmt: skip
-
-    async def stop(self) -> None:
-        """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
-        await self._server.stop()
-        if self._deaths is not None:
-            self._deaths.cancel()
-        if (store := self._sessions.store) is not None:
-            if not await store.drain(self._config.drain_grace_seconds):
-                logger.warning(
-                    "%d rows were not written through within the grace period", store.num_unsettled
-                )
-            await store.close()
-        for tier in self._tiers.values():
-            await asyncio.to_thread(tier.close)
-        if self._http is not None:
-            await self._http.stop()
-        self._arena.close()
-        logger.info("Stopped")
-
-    def _make_store(self) -> TieredStore:
-        return TieredStore(self._arena, self._tiers, admit=Admit(self._config.admit))
-
-    def _stats(self) -> dict[str, object]:
-        return stats.collect(self._sessions, self._configured, time.monotonic() - self._started)
+    def _stats(self) -> dict[str, Any]:
+        reason, sidecar = self._not_ready_reason, self._sidecar
+        return {
+            "version": lmcache.__version__,
+            "protocol_version": service.PROTOCOL_VERSION,
+            "pid": os.getpid(),
+            "uptime_seconds": round(time.monotonic() - self._started, 3),
+            "is_ready": not reason,
+            "not_ready_reason": reason,
+        } | (sidecar.stats() if sidecar else {})
 
     async def _metrics_page(self) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")
@@ -137,33 +187,11 @@ class Sidecar:
         return Page(HTTPStatus.OK, b"ok\n")  # that this runs is the proof
 
     async def _readyz_page(self) -> Page:
-        if self._server.is_listening and self._arena.path.exists():
-            return Page(HTTPStatus.OK, b"ready\n")
-        return Page(HTTPStatus.SERVICE_UNAVAILABLE, b"not listening, or the arena's file is gone\n")
+        if reason := self._not_ready_reason:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}\n".encode())
+        return Page(HTTPStatus.OK, b"ready\n")
 
 
-def _make_locks_directory(socket_path: str) -> Path:
-    path = service.locks_directory(socket_path)
-    try:
-        path.mkdir(exist_ok=True)
-        path.chmod(0o2770)  # clients of the same group make their files here
-    except OSError as error:
-        raise ConfigError(
-            f"--socket: can't make {path} for the clients' lock files: {error.strerror}"
-        ) from error
-    return path
-
-
-def _open_arena(config: Config) -> ArenaFile:
-    directory = os.path.dirname(config.arena_path) or "."
-    if not os.path.isdir(directory):
-        raise ConfigError(f"--arena: {directory} is not a directory: make it, or mount a volume there")
-    try:
-        return ArenaFile(
-            config.arena_path,
-            config.memory_size,
-            huge_pages=config.huge_pages,
-            numa_node=config.numa_node,
-        )
-    except ArenaError as error:
-        raise ConfigError(f"--arena: {error}") from error
+def _end_now() -> None:
+    logger.warning("Something hangs, as a disk may, or a name that does not resolve: ending without it")
+    os._exit(0)

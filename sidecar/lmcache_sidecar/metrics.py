@@ -57,6 +57,7 @@ FAMILIES = tuple(
     Family(f"lmcache_{name}", path, tuple(labels.split()), about)
     for name, path, labels, about in (
         ("uptime_seconds", "uptime_seconds", "", "Seconds since the start"),
+        ("ready", "is_ready", "", "1 if engines can attach; else /readyz says why"),
         ("clients", "num_clients.*", "state", "Clients; quarantined: stream lost, death not proven"),
         ("memory_tier_capacity_bytes", "memory.capacity_bytes", "", "Bytes when all is populated"),
         ("memory_tier_ready_bytes", "memory.ready_bytes", "", "Populated bytes"),

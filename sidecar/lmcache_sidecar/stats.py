@@ -1,15 +1,12 @@
-"""What the sidecar knows about itself: one JSON document, from which the metrics are made too."""
+"""What the sidecar knows about its parts: for a JSON document, from which the metrics are made too."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
 from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.lower import Lower
 from lmcache.tiers.stats import Tenants
@@ -17,9 +14,7 @@ from lmcache_sidecar.sessions import Client, Sessions
 from lmcache_sidecar.tiers import Configured
 
 
-def collect(
-    sessions: Sessions, configured: Mapping[str, Configured], uptime_seconds: float
-) -> dict[str, Any]:
+def collect(sessions: Sessions, configured: Mapping[str, Configured]) -> dict[str, Any]:
     """Everything, in plain numbers and text; null where a part is not there (yet). Costs O(clients)."""
     arena, store = sessions.arena, sessions.store
     lower = {
@@ -28,10 +23,6 @@ def collect(
     clients = [_client(client) for client in sessions.clients.values()]
     num_attached = sum(client["is_attached"] for client in clients)
     return {
-        "version": lmcache.__version__,
-        "protocol_version": service.PROTOCOL_VERSION,
-        "pid": os.getpid(),
-        "uptime_seconds": round(uptime_seconds, 3),
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
         "memory": _memory(sessions),

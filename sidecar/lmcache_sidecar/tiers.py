@@ -24,12 +24,9 @@ class Configured:
 
 def open_tiers(config: Config) -> dict[str, Configured]:
     """By name, in the order in which they are asked. Raises ConfigError for a secret that can't be read."""
-    tiers = {}
-    if config.disk_path:
-        tiers["disk"] = _open_disk(config)
-    if config.remote_url:
-        tiers["remote"] = _make_remote(config)
-    return tiers
+    # The remote tier first: it may be a mistake, and then the directory must not stay taken.
+    remote = {"remote": _make_remote(config)} if config.remote_url else {}
+    return ({"disk": _open_disk(config)} if config.disk_path else {}) | remote
 
 
 def _make_remote(config: Config) -> Configured:

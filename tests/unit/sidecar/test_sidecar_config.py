@@ -6,7 +6,7 @@ import re
 
 import pytest
 from lmcache_sidecar.__main__ import main
-from lmcache_sidecar.config import Config, ConfigError, load, options, suspect_variables
+from lmcache_sidecar.config import Config, ConfigError, load, options, read, suspect_variables
 
 from lmcache.units import parse_size
 
@@ -74,14 +74,14 @@ def test_an_empty_file_is_no_mistake(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("memory_sise: 1Gi", r"unknown key 'memory_sise'; did you mean 'memory_size'\?"),
-        ("memory-size: 1Gi", r"unknown key 'memory-size'; did you mean 'memory_size'\?"),
-        ("1: 2", "unknown key 1"),
-        ("memory_size: [1]", "memory_size must be a single value"),
-        ("memory_size:", "memory_size must be a single value"),
+        ("memory_size: [1]", "memory_size: this must be a single value"),
+        ("memory_size: {a: 1}", "memory_size: this must be a single value"),
+        ("memory_size:", "memory_size: '' is not a size"),
         ("memory_size: 4Gb", r"sidecar.yaml: memory_size: '4Gb' is not a size"),
         ("- a", "must hold keys and values"),
-        ("a: [", "is not YAML"),
+        ("a: [", "is not YAML, look at line 1"),
+        ("\0", "is not YAML"),
+        ("[" * 10_000, "is not YAML"),
     ],
 )
 def test_mistakes_in_the_file(tmp_path, content, sentence):
@@ -90,6 +90,77 @@ def test_mistakes_in_the_file(tmp_path, content, sentence):
     with pytest.raises(ConfigError, match=sentence) as caught:
         load({"config": str(path)}, {})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("memory_sise: 1Gi", "key 'memory_sise' is unknown, and ignored; did you mean 'memory_size'?"),
+        ("memory-size: 1Gi", "key 'memory-size' is unknown, and ignored; did you mean 'memory_size'?"),
+        ("1: [2]", "key '1' is unknown, and ignored"),
+        ("redis://:S3cr3t@host: 1", "a key that is no word is ignored"),
+    ],
+)
+def test_unknown_keys_are_ignored_since_a_newer_operator_may_write_them(tmp_path, content, sentence):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text(f"{content}\nhttp_port: 1111\n")
+    assert load({"config": str(path)}, {}).http_port == 1111
+    assert read({"config": str(path)}, {}).warnings == (f"{path}: {sentence}",)
+
+
+def test_values_in_the_file_mean_what_is_written(tmp_path):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text("huge_pages: true\nhttp_port: '1111'\nnuma_node: 0\ndisk_path: 2020-01-01\n")
+    config = load({"config": str(path)}, {})
+    assert (config.huge_pages, config.http_port, config.numa_node) == (True, 1111, 0)
+    assert config.disk_path == "2020-01-01"
+
+
+def test_all_mistakes_are_told_at_once():
+    reading = read({"memory_size": "big", "http_port": "x"}, {"LMCACHE_STAY_UP": "true"})
+    assert [mistake.partition(":")[0] for mistake in reading.mistakes] == ["--memory-size", "--http-port"]
+    assert reading.config == Config(stay_up=True)
+
+
+SECRET = "S3cr3t"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"remote_url: redis://:{SECRET}@h:6379\n  db: 1",
+        f"remote_url: 'redis://:{SECRET}@h",
+        f'remote_url: "redis://:\\{SECRET}@h"',
+        f"remote_url: *{SECRET}",
+        f"remote_url: !{SECRET} x",
+        f"remote_url: &{SECRET}",
+        f"remote_url: %{SECRET}",
+        f"remote_url: @{SECRET}",
+        f"remote_url: [redis://:{SECRET}@h",
+        f"remote_url: {{redis://:{SECRET}@h}}",
+        f"remote_url: redis://:{SECRET}@h: x",
+        f"remote_url redis://:{SECRET}@h",
+        f"remote_url redis://:{SECRET}@h\nhttp_port: 1",
+        f"remote_url=redis://:{SECRET}@h: 1",
+        f"remote_url: redis://:{SECRET}@h:99999",
+        f"remote_url: redis://:{SECRET}/@h",
+        f"remote_url: redis://:a?{SECRET}@h",
+        f"remote_url: redis://user:{SECRET}",
+        f"remote_url: http://:{SECRET}@h",
+        f"remote_url: rediss://:{SECRET}@h?verify=maybe",
+        f"remote_url:\n\tredis://:{SECRET}@h",
+        f"? remote_url\n: - {SECRET}",
+        f"---\nremote_url: redis://:{SECRET}@h\n---\n",
+        f"remote_url: redis://:{SECRET}@h\n\x01",
+    ],
+)
+def test_no_mistake_repeats_a_secret_of_the_file(tmp_path, content):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text(content)
+    reading = read({"config": str(path)}, {})
+    said = " ".join(reading.mistakes + reading.warnings)
+    assert SECRET not in said
+    assert said or content.endswith(f"&{SECRET}")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +248,8 @@ def test_help_names_every_option_and_its_variable(capsys):
     [
         (["--memory-size", "big"], "--memory-size: 'big' is not a size"),
         (["--socket", "/nowhere/x.sock"], "--socket: /nowhere is not a directory"),
+        (["--memory-sise=S3cr3t"], "argument --memory-sise is unknown"),
+        (["--memory-size"], "expected one argument"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_2(capsys, monkeypatch, arguments, sentence):
@@ -186,3 +259,4 @@ def test_a_mistake_is_one_line_and_exit_status_2(capsys, monkeypatch, arguments,
     assert error.startswith("lmcache-sidecar: error: ")
     assert error.count("\n") == 1
     assert sentence in error
+    assert "S3cr3t" not in error

@@ -1,0 +1,115 @@
+"""The parts of one sidecar put together: arena, tiers, sessions and the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from lmcache.rpc import service
+from lmcache.tiers.arena import ArenaFile
+from lmcache.tiers.base import ArenaError
+from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.tiered import Admit, TieredStore
+from lmcache_sidecar import stats
+from lmcache_sidecar.calls import CallCounts
+from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.server import Server, claim_socket
+from lmcache_sidecar.sessions import Sessions
+from lmcache_sidecar.tiers import open_tiers
+
+logger = logging.getLogger(__name__)
+
+
+class Sidecar:
+    """What engines attach to, from ``start`` to ``stop``."""
+
+    def __init__(self, config: Config, calls: CallCounts) -> None:
+        """Take the socket and the arena. Raises ConfigError, and then nothing is taken."""
+        self._config = config
+        claim_socket(config.socket)
+        locks = _make_locks_directory(config.socket)
+        self._arena = _open_arena(config)
+        try:
+            self._configured = open_tiers(config)
+        except BaseException:
+            self._arena.close()
+            raise
+        self._tiers = {name: lower.tier for name, lower in self._configured.items() if lower.tier}
+        self._sessions = Sessions(self._arena, config.arena_path, locks, self._make_store)
+        self._server = Server(self._sessions, config.socket, calls)
+        self._deaths: asyncio.Task[None] | None = None
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why engines can't attach now; empty: they can."""
+        if not self._server.is_listening:
+            return "not listening: starting, or stopping"
+        if not self._arena.path.exists():
+            return f"the arena's file {self._arena.path} is gone: restart the sidecar"
+        return ""
+
+    async def start(self) -> None:
+        """Listen; populating goes on in the background. Raises ConfigError; call ``stop`` then, too."""
+        loop = asyncio.get_running_loop()
+        await self._sessions.start()
+        await self._server.start()
+
+        def on_growth() -> None:
+            loop.call_soon_threadsafe(self._server.arena_grew)
+
+        self._arena.start(on_growth)
+        self._deaths = asyncio.create_task(self._sessions.deaths.run())
+        if isinstance(remote := self._tiers.get("remote"), RemoteTier):
+            loop.run_in_executor(None, remote.check)  # a wrong URL shows in the log before an engine comes
+
+    async def stop(self) -> None:
+        """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
+        await self._server.stop()
+        if self._deaths is not None:
+            self._deaths.cancel()
+        if (store := self._sessions.store) is not None:
+            if not await store.drain(self._config.drain_grace_seconds):
+                logger.warning(
+                    "%d rows were not written through within the grace period", store.num_unsettled
+                )
+            await store.close()
+        for tier in self._tiers.values():
+            await asyncio.to_thread(tier.close)
+        self._arena.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Everything that is known about its parts."""
+        return stats.collect(self._sessions, self._configured)
+
+    def _make_store(self) -> TieredStore:
+        return TieredStore(self._arena, self._tiers, admit=Admit(self._config.admit))
+
+
+def _make_locks_directory(socket_path: str) -> Path:
+    path = service.locks_directory(socket_path)
+    try:
+        path.mkdir(exist_ok=True)
+        path.chmod(0o2770)  # clients of the same group make their files here
+    except OSError as error:
+        raise ConfigError(
+            f"--socket: can't make {path} for the clients' lock files: {error.strerror}"
+        ) from error
+    return path
+
+
+def _open_arena(config: Config) -> ArenaFile:
+    directory = os.path.dirname(config.arena_path) or "."
+    if not os.path.isdir(directory):
+        raise ConfigError(f"--arena: {directory} is not a directory: make it, or mount a volume there")
+    try:
+        return ArenaFile(
+            config.arena_path,
+            config.memory_size,
+            huge_pages=config.huge_pages,
+            numa_node=config.numa_node,
+        )
+    except ArenaError as error:
+        raise ConfigError(f"--arena: {error}") from error

@@ -1,0 +1,225 @@
+"""The sidecar's process under bad input, hostile neighbours and hanging parts: it answers its probes, says
+why, and ends when it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lmcache.rpc import service
+from lmcache.rpc.service import LOOKUP, UNARY_METHODS
+from tests.harness.wire import RawClient
+from tools.processes import REPOSITORY, SidecarProcess, wait_until
+
+
+def readyz(sidecar: SidecarProcess) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", sidecar.http_port, timeout=5)
+    connection.request("GET", "/readyz")
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+# ---- up, though it can't run ----
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"memory_size": "4Gb"}, "--memory-size: '4Gb' is not a size"),
+        (
+            {"remote_url": "redis://:S3cr3t@h:99999"},
+            "--remote-url: remote URL: the host or port can't be read",
+        ),
+        ({"remote_password_file": "/x"}, "but no --remote-url"),
+        ({"memory_size": "900Ti"}, "--arena: "),
+        ({"arena": "/nowhere/arena"}, "--arena: /nowhere is not a directory"),
+        ({"numa_node": 1023}, "--arena: "),
+        ({"config": "/nowhere/sidecar.yaml"}, "/nowhere/sidecar.yaml can't be read"),
+    ],
+)
+def test_what_can_not_run_is_up_and_not_ready(options, reason):
+    with SidecarProcess(stay_up="true", **options) as sidecar:
+        assert sidecar.get("/healthz") == "ok\n"
+        status, said = readyz(sidecar)
+        assert (status, reason in said) == (503, True), said
+        stats = sidecar.stats()
+        assert (stats["is_ready"], stats["not_ready_reason"]) == (False, said.strip())
+        assert "\nlmcache_ready 0.0\n" in sidecar.get("/metrics")
+        assert sidecar.log.count(said.strip()) == 1
+        assert "S3cr3t" not in sidecar.log + said
+        assert "Traceback" not in sidecar.log
+        assert not os.path.exists(sidecar.socket_path)
+        assert sidecar.terminate() == 0
+
+
+def test_it_runs_as_soon_as_it_can():
+    with SidecarProcess(stay_up="true") as sidecar:
+        sidecar.kill()
+        Path(sidecar.socket_path).unlink()
+        Path(sidecar.socket_path).write_text("in the way")
+        sidecar.start()
+        assert "is in the way and no socket" in sidecar.stats()["not_ready_reason"]
+        Path(sidecar.socket_path).unlink()
+        sidecar.wait_until(lambda stats: stats["is_ready"])
+        with RawClient(sidecar) as client:
+            client.attach()
+        assert readyz(sidecar) == (200, "ready\n")
+        assert "\nlmcache_ready 1.0\n" in sidecar.get("/metrics")
+
+
+def test_a_corrected_file_is_read_again(tmp_path):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text("drain_grace_seconds: soon\n")
+    with SidecarProcess(stay_up="true", config=path) as sidecar:
+        assert "'soon' is not a number of seconds" in sidecar.stats()["not_ready_reason"]
+        path.write_text("drain_grace_seconds: 5\nsomething_newer: {a: [b]}\n")
+        sidecar.wait_until(lambda stats: stats["is_ready"])
+
+
+def test_what_a_newer_operator_says_is_ignored(tmp_path):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text("drain_grace_seconds: 5\nsomething_newer: {a: [b]}\n")
+    with SidecarProcess(stay_up="true", config=path, newer_flag="secret") as sidecar:
+        assert sidecar.get("/readyz") == "ready\n"
+        assert "key 'something_newer' is unknown, and ignored" in sidecar.log
+        assert "argument --newer-flag is unknown" in sidecar.log
+        assert "secret" not in sidecar.log
+
+
+# ---- bytes from anywhere ----
+
+
+def test_bytes_that_are_no_message_are_an_invalid_argument_and_few_lines(sidecar):
+    with RawClient(sidecar) as client:
+        client.attach()
+        channel = grpc.insecure_channel(f"unix:{sidecar.socket_path}")
+        calls = [channel.unary_unary(method.path) for method in UNARY_METHODS]
+        stream = channel.stream_stream(service.ATTACH_PATH)
+        for number in range(200):
+            with pytest.raises(grpc.RpcError) as caught:
+                calls[number % len(calls)](b"\xff\xff\xff", timeout=5)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream(iter([b"\xff\xff\xff"]), timeout=5))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        channel.close()
+        assert 'code="INVALID_ARGUMENT",method="Lookup"} 40.0' in sidecar.get("/metrics")
+    assert f"A client sent 3 bytes that are no {LOOKUP.request.__name__}" in sidecar.log
+    assert 1 <= sidecar.log.count("A client sent 3 bytes") <= 100
+    assert "Traceback" not in sidecar.log
+
+
+@contextlib.contextmanager
+def connections(port: int, number: int, first_bytes: bytes = b"") -> Iterator[list[socket.socket]]:
+    """So many that say ``first_bytes``, and no more."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(number):
+            connection = stack.enter_context(socket.socket())
+            connection.connect(("127.0.0.1", port))
+            connection.sendall(first_bytes)
+            opened.append(connection)
+        yield opened
+
+
+@pytest.mark.parametrize("first_bytes", [b"", b"GET /hea", b"GET /stats HTTP/1.1\r\n", os.urandom(4096)])
+def test_probes_are_answered_among_connections_that_never_end(few_descriptors, first_bytes):
+    with connections(few_descriptors.http_port, 100, first_bytes):
+        for _ in range(20):
+            assert few_descriptors.get("/healthz") == "ok\n"
+    assert len(few_descriptors.log) < 2000
+
+
+def test_probes_are_answered_when_no_descriptor_is_left(few_descriptors):
+    fds = f"/proc/{few_descriptors.pid}/fd"
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect(few_descriptors.socket_path)
+        wait_until(lambda: len(os.listdir(fds)) >= few_descriptors.max_descriptors)
+        for _ in range(20):
+            assert few_descriptors.get("/healthz") == "ok\n"
+        with connections(few_descriptors.http_port, 20):
+            assert few_descriptors.get("/healthz") == "ok\n"
+    assert len(few_descriptors.log) < 4000
+    wait_until(lambda: len(os.listdir(fds)) < few_descriptors.max_descriptors)
+
+
+@pytest.fixture
+def few_descriptors():
+    with SidecarProcess() as sidecar:
+        sidecar.kill()
+        sidecar.max_descriptors = 64
+        sidecar.start()
+        yield sidecar
+
+
+# ---- what others left in its directory ----
+
+
+def test_lock_files_of_any_kind_and_number_never_stop_the_start(few_descriptors):
+    with RawClient(few_descriptors) as client:
+        client.attach()
+        few_descriptors.kill()
+        clients = few_descriptors.folder / "clients"
+        for number in range(200):
+            (clients / f"{number:032x}.lock").touch()
+        (clients / f"{'d' * 32}.lock").mkdir()
+        few_descriptors.start()
+        stats = few_descriptors.wait_until(lambda stats: stats["num_clients_from_before"] == 1 and stats)
+        assert stats["is_ready"]  # the one that lives; the dead are buried
+        assert "1 entries of" in few_descriptors.log
+        assert [path.name for path in clients.glob("0*.lock")] == []
+
+
+# ---- its end ----
+
+HANGING = """
+import asyncio, logging, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from lmcache_sidecar.sidecar import Sidecar
+from lmcache_sidecar.__main__ import main
+
+async def stop(self):
+    if "log" in sys.argv[1]:
+        threading.Thread(target=logging.getLogger().handlers[0].acquire).start()
+    if "pool" in sys.argv[1]:
+        ThreadPoolExecutor().submit(threading.Event().wait)
+    if "loop" in sys.argv[1]:
+        threading.Event().wait()
+
+Sidecar.stop = stop
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("what", "status"), [("pool", 0), ("loop", 0), ("log and loop", 1)])
+def test_sigterm_ends_it_whatever_hangs(tmp_path, what, status):
+    flags = ["--socket", tmp_path / "s.sock", "--http-port=0", "--drain-grace-seconds=0"]
+    environ = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING, what, "serve", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+    ) as process:
+        for line in process.stderr:
+            if "http port" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert ("Something hangs" in said) == (status == 0)
