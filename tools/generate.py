@@ -11,6 +11,7 @@ from pathlib import Path
 from lmcache_operator.api.crd import render
 
 from tools import api_docs
+from tools.kube import schemas
 
 ROOT = Path(__file__).resolve().parent.parent
 CRD = ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml"
@@ -21,7 +22,7 @@ PROTO_CODE = [ROOT / "lmcache" / "rpc" / name for name in ("kvcache_pb2.py", "kv
 
 def generated() -> dict[Path, str]:
     """Every generated file with the text it should have."""
-    crd = render()
+    crd = render(schemas.definitions())
     with tempfile.TemporaryDirectory() as out:
         subprocess.run([ROOT / "tools" / "generate_proto.sh", out], check=True)
         code = {path: (Path(out) / path.relative_to(ROOT)).read_text() for path in PROTO_CODE}

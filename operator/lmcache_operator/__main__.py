@@ -102,6 +102,9 @@ def _render(arguments: argparse.Namespace) -> int:
                 rendered += children(parse(resource), _images(arguments))
         if not rendered:
             raise ValueError(f"holds no {KIND}")
+    except RecursionError:
+        print(f"{arguments.filename}: is nested too deeply", file=sys.stderr)
+        return _EXIT_USAGE
     except (OSError, ValueError, yaml.YAMLError, InvalidSpec) as error:
         print(f"{arguments.filename}: {error}", file=sys.stderr)
         return _EXIT_USAGE

@@ -65,6 +65,12 @@ def convert(openapi: Schema) -> Schema:
     return {"$schema": draft, "anyOf": is_kind, "allOf": rules, "definitions": needed}
 
 
+def definitions() -> dict[str, Schema]:
+    """The types of Kubernetes by their full names."""
+    found: dict[str, Schema] = json.loads(SCHEMAS.read_text())["definitions"]
+    return found
+
+
 def _is_kind(kind: str) -> Schema:
     api_version, _, name = kind.rpartition("/")
     properties = {"apiVersion": {"const": api_version}, "kind": {"const": name}}

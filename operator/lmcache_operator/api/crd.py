@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from . import CRD_NAME, GROUP, KIND, PLURAL, VERSION
@@ -14,8 +15,12 @@ _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
 _TYPES = {str: {"type": "string"}, int: {"type": "integer"}}
 
 
-def crd() -> dict[str, Any]:
-    """The CRD as a plain object."""
+def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """The CRD as a plain object, with Kubernetes' own types as `definitions` have them.
+
+    With them the API server refuses a wrong type in a pod template, kubectl an unknown field, and neither
+    lets one through that is nested without end.
+    """
     root = {
         "type": "object",
         "description": "Engine pods of an LLM server, each with a sidecar that keeps their KV in tiers.",
@@ -27,8 +32,9 @@ def crd() -> dict[str, Any]:
         },
         **_validations((CLUSTER_NAME,)),
     }  # fmt: skip
+    schema = {"openAPIV3Schema": _resolved(root, definitions)}
     version = {
-        "name": VERSION, "served": True, "storage": True, "schema": {"openAPIV3Schema": root},
+        "name": VERSION, "served": True, "storage": True, "schema": schema,
         "subresources": {"status": {}, "scale": _SCALE}, "additionalPrinterColumns": _COLUMNS,
     }  # fmt: skip
     names = {
@@ -43,9 +49,9 @@ def crd() -> dict[str, Any]:
     }
 
 
-def render() -> str:
+def render(definitions: Mapping[str, Any]) -> str:
     """The CRD as it is checked in."""
-    return _HEADER + dump([crd()])
+    return _HEADER + dump([crd(definitions)])
 
 
 def _column(name: str, path: str, kind: str = "string", **more: int) -> dict[str, Any]:
@@ -95,6 +101,46 @@ def _field_schema(field: Field) -> dict[str, Any]:
     return schema
 
 
+def _resolved(schema: dict[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """With the types of Kubernetes written out where a field has their shape."""
+    if ref := schema.pop("shape", None):
+        del schema["x-kubernetes-preserve-unknown-fields"]
+        return schema | _structural({"$ref": f"/io.k8s.api.core.v1.{ref}"}, definitions)
+    if properties := schema.get("properties"):
+        schema["properties"] = {name: _resolved(own, definitions) for name, own in properties.items()}
+    return schema
+
+
+_PARTIAL = ("PodSpec", "Volume")
+"""What stands for a part only: what they require, containers and a name, is ours."""
+_LEFT_OUT = ("ephemeralContainers", "managedFields")
+"""What only the API server writes; the latter is an object of no known form, which has no end."""
+
+
+def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON schema in the form that a CRD takes: no references, one type for each field.
+
+    Null is allowed everywhere: merged into the rendered pod, it removes.
+    """
+    if ref := schema.get("$ref"):
+        name = ref.rpartition("/")[2]
+        found = _structural(definitions[name], definitions)
+        if name.rpartition(".")[2] in _PARTIAL:
+            found.pop("required", None)
+        return found
+    if isinstance(schema["type"], list):  # quantities, ports by number or name
+        return {"x-kubernetes-int-or-string": True}
+    found = {key: schema[key] for key in ("type", "enum", "required") if key in schema}
+    if "properties" in schema:
+        named = {name: own for name, own in schema["properties"].items() if name not in _LEFT_OUT}
+        of = {name: _structural(own, definitions) | {"nullable": True} for name, own in named.items()}
+        found["properties"] = of
+    for key in ("items", "additionalProperties"):
+        if schema.get(key):
+            found[key] = _structural(schema[key], definitions)
+    return found
+
+
 def _validations(rules: tuple[Rule, ...]) -> dict[str, Any]:
-    found = [{"rule": rule.cel, "message": rule.message} for rule in rules]
+    found = [{"rule": rule.cel, "message": rule.message} for rule in rules if rule.cel]
     return {"x-kubernetes-validations": found} if found else {}

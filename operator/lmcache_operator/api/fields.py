@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 class Rule(NamedTuple):
     """One validation in two spellings, for the API server and for the parser, side by side to agree."""
 
-    cel: str
+    cel: str | None
+    """None for what CEL can't say: then only the parser refuses it, and a condition tells."""
     message: str
     holds: Callable[[Any], bool]
     """The same check on the parsed value. True for transition rules: here is no old value."""
@@ -26,8 +27,9 @@ def field(description: str, *, default: Any = None, rules: tuple[Rule, ...] = ()
     """Declare a field. A field without a default is required, unless its type allows None.
 
     The default is in the form a user would write it: `{}` for an object whose own fields have defaults.
-    `keywords` are those of OpenAPI: pattern, minimum, maximum, multipleOf, maxLength, maxItems,
-    items, enum, format, list types.
+    `keywords` are those of OpenAPI: pattern, minimum, maximum, multipleOf, maxLength, maxItems, items, enum,
+    format, list types. `shape` is the type of Kubernetes that a free-form object is part of: the API server
+    checks it, where the parser does not.
     """
     known = {"description": description, "default": default, "rules": rules, "keywords": keywords}
     return dataclasses.field(metadata=known)

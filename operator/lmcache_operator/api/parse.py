@@ -7,6 +7,7 @@ API server, and because an object may be older than the CRD.
 from __future__ import annotations
 
 import re
+import reprlib
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 from .fields import Field, Part, Rule, is_part
 from .types import CLUSTER_NAME, Spec
 
+# Far more than a pod template needs, and far less than what a stack takes.
+_MAX_LEVELS = 32
 _TYPE_NAMES = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
 _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "pattern": (lambda value, pattern: re.fullmatch(pattern, value), "{value!r} does not match {limit}"),
@@ -66,13 +69,25 @@ def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
     expected = dict if is_part(annotation) else typing.get_origin(annotation) or annotation
     # bool is an int for Python, but not for anyone who writes YAML.
     if not isinstance(raw, expected) or isinstance(raw, bool):
-        raise InvalidSpec(path, f"must be {_TYPE_NAMES[expected]}, not {raw!r}")
+        raise InvalidSpec(path, f"must be {_TYPE_NAMES[expected]}, not {reprlib.repr(raw)}")
     if is_part(annotation):
         return _parse_object(annotation, raw, path)
     if expected is list:
         (item,) = typing.get_args(annotation)
         return [_parse_value(item, value, f"{path}[{index}]") for index, value in enumerate(raw)]
+    if expected is dict:
+        _check_depth(raw, path)
     return raw
+
+
+def _check_depth(raw: Any, path: str) -> None:
+    """Refuse what no recursion could walk through. The CRD has no place for it, but `render` has no CRD."""
+    level = [raw]
+    for _ in range(_MAX_LEVELS):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    if level:
+        raise InvalidSpec(path, f"is nested more than {_MAX_LEVELS} levels deep")
 
 
 def _parse_object(cls: Any, raw: dict[str, Any], path: str) -> Any:

@@ -6,17 +6,26 @@ import re
 from typing import Any
 
 from .fields import Part, Rule, field
+from .grammar import IMAGE, REMOTE_URL, hosts_of
 from .quantity import BYTES_PATTERN, parse_quantity
 
 _NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
 _SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}
-_IMAGE: dict[str, Any] = {"maxLength": 512, "pattern": r"^\S+$"}
-_MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s]\S*$"}
+_MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 _LEAST_MEMORY, _MOST_MEMORY = "64Mi", "16Ti"
-_PARALLEL_SIZE = "^(--(tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)(=|$)"
+_PARALLEL_SIZE = "^(--(tensor|pipeline|data)[-_]parallel[-_]size|--nnodes|-tp|-pp|-dp)(=|$)"
 # The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
 _CLUSTER_NAME = "^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$"
+
+
+def _matches(pattern: str, message: str) -> Rule:
+    """For a pattern that would be no help as a message."""
+    return Rule(f"self.matches(r'{pattern}')", message, lambda text: re.fullmatch(pattern, text) is not None)
+
+
+_IS_IMAGE = _matches(IMAGE, "must be an image such as registry.example/team/vllm:v1, by tag or digest")
+_IMAGE: dict[str, Any] = {"maxLength": 512, "rules": (_IS_IMAGE,)}
 CLUSTER_NAME = Rule(
     f"self.metadata.name.matches('{_CLUSTER_NAME}')",
     "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
@@ -46,6 +55,7 @@ class Model(Part):
         "Where model files are kept: any Kubernetes volume source, such as a persistentVolumeClaim. "
         "Default: an emptyDir, so that each pod downloads the model.",
         default={},
+        shape="Volume",
     )
 
 
@@ -93,11 +103,12 @@ class Engine(Part):
         "More arguments for `vllm serve`, without those that the cache depends on.",
         default=[],
         maxItems=64,
-        items={"type": "string", "maxLength": 4096},
+        items={"type": "string", "maxLength": 4096, "pattern": r"^[^\x00]*$"},
         rules=(
             Rule(
                 f"self.all(a, !a.matches('{_PARALLEL_SIZE}'))",
-                "set engine.parallelism instead of passing parallel sizes as arguments",
+                "set engine.parallelism, and engine.replicas for more engines, instead of passing parallel "
+                "sizes as arguments",
                 lambda args: not any(re.search(_PARALLEL_SIZE, arg) for arg in args),
             ),
         ),
@@ -106,6 +117,7 @@ class Engine(Part):
         "Merged into the rendered pod: maps by key, containers, volumes, env and mounts by name (the "
         "containers are called engine, sidecar and payload).",
         default={},
+        shape="PodTemplateSpec",
     )
 
 
@@ -128,8 +140,8 @@ class MemoryTier(Part):
     size: str = field(
         "Bytes of the arena of each pod, e.g. 64Gi. A change reaches a pod when it is next replaced.",
         maxLength=20,
-        pattern=BYTES_PATTERN,
         rules=(
+            _matches(BYTES_PATTERN, "must be an amount of bytes such as 64Gi or 0.5Ti"),
             Rule(
                 f"!isQuantity(self) || (quantity(self).compareTo(quantity('{_LEAST_MEMORY}')) >= 0 && "
                 f"quantity(self).compareTo(quantity('{_MOST_MEMORY}')) <= 0)",
@@ -161,12 +173,15 @@ class ExternalRemote(Part):
         "Also rediss:// (TLS), redis-sentinel://hosts/service, redis-cluster://hosts. "
         "Options: prefix, verify.",
         maxLength=512,
-        pattern=r"^(rediss?://[^\s/?#]+(/[0-9]+)?"
-        r"|rediss?-sentinel://[^\s/?#]+/[^\s/?#]+(/[0-9]+)?"
-        r"|rediss?-cluster://[^\s/?#]+)"
-        r"(\?(prefix|verify)=[A-Za-z0-9_.-]{1,64}(&(prefix|verify)=[A-Za-z0-9_.-]{1,64})?)?$",
         rules=(
             Rule("!self.contains('@')", "credentials belong into authSecretRef", lambda url: "@" not in url),
+            _matches(
+                REMOTE_URL,
+                "must be redis://host:port/db, redis-sentinel://host:port/service/db or "
+                "redis-cluster://host:port (with TLS: rediss), ports from 1 to 65535; options: prefix, "
+                "and with TLS verify=full, ca or none",
+            ),
+            Rule(None, "names a host twice", lambda url: len(set(hosts_of(url))) == url.count(",") + 1),
         ),
     )
     auth_secret_ref: AuthSecretRef | None = field("Credentials; mounted, never read.")

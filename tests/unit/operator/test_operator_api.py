@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,20 @@ from lmcache_operator.api.types import Model, Spec, Status
 
 from lmcache.tiers.address import Address
 from tests.harness.operator_model import MINIMAL_SPEC, cluster
+from tools.kube.schemas import definitions
 
 ROOT = Path(__file__).resolve().parents[3]
 REMOTE_URL = "spec.tiers.remote.external.url"
 REMOTE = {"external": {"url": "redis://redis:6379/0"}}
+
+
+def nested(num_levels: int) -> dict[str, Any]:
+    """An object with that many objects inside one another."""
+    value: dict[str, Any] = {}
+    for _ in range(num_levels):
+        value = {"spec": value}
+    return value
+
 
 INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"model": {"name": ""}}, "spec.model.name", "does not match"),
@@ -45,15 +56,24 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"sidecar": {"chunkTokens": 100}}, "spec.sidecar.chunkTokens", "multiple of 16"),
     ({"tiers": {"memory": {"size": "64"}}}, "spec.tiers.memory.size", "between 64Mi and 16Ti"),
     ({"tiers": {"memory": {"size": "17Ti"}}}, "spec.tiers.memory.size", "between 64Mi and 16Ti"),
-    ({"tiers": {"memory": {"size": "4GB"}}}, "spec.tiers.memory.size", "does not match"),
-    ({"tiers": {"memory": {"size": "4Gi\n"}}}, "spec.tiers.memory.size", "does not match"),
+    ({"tiers": {"memory": {"size": "4GB"}}}, "spec.tiers.memory.size", "such as 64Gi or 0.5Ti"),
+    ({"tiers": {"memory": {"size": "4Gi\n"}}}, "spec.tiers.memory.size", "such as 64Gi or 0.5Ti"),
+    ({"tiers": {"memory": {"size": "0.0Ti"}}}, "spec.tiers.memory.size", "between 64Mi and 16Ti"),
+    ({"model": {"name": "org/mo\0del"}}, "spec.model.name", "does not match"),
+    ({"engine": {"args": ["--x=\0"]}}, "spec.engine.args[0]", "does not match"),
+    ({"engine": {"args": ["--data-parallel-size=2"]}}, "spec.engine.args", "and engine.replicas"),
+    ({"engine": {"image": "UPPER/::bad@@"}}, "spec.engine.image", "must be an image such as"),
+    ({"sidecar": {"image": "repo:tag with blank"}}, "spec.sidecar.image", "must be an image such as"),
+    ({"engine": {"podTemplate": nested(1500)}}, "spec.engine.podTemplate", "more than 32 levels"),
+    ({"model": {"volume": nested(1500)}}, "spec.model.volume", "more than 32 levels"),
+    ({"engine": {"args": [nested(1500)]}}, "spec.engine.args[0]", "must be a string, not {"),
     ({"tiers": {"remote": {}}}, "spec.tiers.remote", "exactly one of"),
     ({"tiers": {"remote": {**REMOTE, "managed": {}}}}, "spec.tiers.remote", "exactly one of"),
     ({"tiers": {"remote": {"managed": {}}}}, "spec.tiers.remote", "not available in this version"),
     ({"tiers": {"remote": {"clusterRef": {}}}}, "spec.tiers.remote", "not available in this version"),
     ({"tiers": {"remote": {"external": {"url": "redis://u:p@h"}}}}, "spec.tiers.remote.external.url",
     "authSecretRef"), ({"tiers": {"remote": {"external": {"url": "http://h"}}}},
-    "spec.tiers.remote.external.url", "does not match"),
+    "spec.tiers.remote.external.url", "must be redis://host:port/db"),
 ]  # fmt: skip
 
 
@@ -65,22 +85,93 @@ def test_an_invalid_spec_is_refused_with_its_path(changes: dict[str, Any], path:
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "redis://kv",
-        "redis://kv:6379/1",
-        "rediss://kv.cache.svc:6380/0?verify=ca",
-        "redis://kv-0.kv:6379,kv-1.kv:6379,kv-2.kv/2?prefix=team-a",
-        "redis-sentinel://s-0:26379,s-1:26379/mymaster/1",
-        "rediss-cluster://node-0:6379,node-1:6379?prefix=a&verify=none",
-    ],
-)
+REMOTE_URLS = [
+    "redis://kv",
+    "redis://kv:6379/1",
+    "redis://[fd00::1]:6379,[fd00::2]",
+    "rediss://kv.cache.svc:6380/0?verify=ca",
+    "redis://kv-0.kv:6379,kv-1.kv:6379,kv-2.kv/2?prefix=team-a",
+    "redis-sentinel://s-0:26379,s-1:26379/mymaster/1",
+    "rediss-cluster://node-0:6379,node-1:6379?prefix=a&verify=none",
+]
+REFUSED_URLS = [
+    "redis://h:99999",
+    "redis://h:0",
+    "redis://:6379,,,",
+    "redis://h?verify=none",
+    "rediss://h?verify=banana",
+    "redis://h?prefix=",
+    "redis://h/1234567890",
+    "redis-cluster://h/1",
+    "redis-sentinel://h",
+    "unix:///run/redis.sock",
+    "redis://h,h:6379",
+    "redis-sentinel://h,h:26379/s",
+    "redis://h:1:2",
+    "redis://h#x",
+]
+
+
+def with_remote(url: str) -> dict[str, Any]:
+    return cluster(tiers={"remote": {"external": {"url": url}}})
+
+
+@pytest.mark.parametrize("url", REMOTE_URLS)
 def test_a_remote_url_that_is_accepted_means_something_to_the_sidecar(url: str) -> None:
-    spec = parse(cluster(tiers={"remote": {"external": {"url": url}}})).spec
-    assert spec.tiers.remote is not None
-    assert spec.tiers.remote.external is not None
-    Address.parse(spec.tiers.remote.external.url)
+    parse(with_remote(url))
+    Address.parse(url)
+
+
+@pytest.mark.parametrize("url", REFUSED_URLS)
+def test_a_remote_url_that_would_cost_the_pod_its_cache_is_refused(url: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        parse(with_remote(url))
+    assert caught.value.path == REMOTE_URL
+
+
+hosts = st.sampled_from(["h", "kv-0.kv", "10.0.0.1", "[::1]", "a_b", "", "[", "h h", "%41", "ü"])
+ports = st.sampled_from(["", ":1", ":6379", ":65535", ":65536", ":99999", ":0", ":06", ":", ":x", ":1:2"])
+endpoints = st.lists(st.builds("{}{}".format, hosts, ports), min_size=1, max_size=3).map(",".join)
+schemes = st.sampled_from(
+    ["redis", "rediss", "redis-sentinel", "rediss-sentinel", "redis-cluster", "unix", "http"]
+)
+paths = st.sampled_from(["", "/", "/0", "/1", "/x", "/s/1", "/s/x", "/s/1/2", "/01234567890"])
+queries = st.lists(
+    st.sampled_from(["prefix=a", "prefix=", "prefix=%", "verify=none", "verify=x", "db=1", "ca=/f"]),
+    max_size=3,
+).map("&".join)
+
+
+@settings(deadline=None, max_examples=2000)
+@given(st.builds("{}://{}{}{}{}".format, schemes, endpoints, paths, st.sampled_from(["", "?"]), queries))
+def test_the_sidecar_can_use_every_remote_url_that_is_accepted(url: str) -> None:
+    with contextlib.suppress(InvalidSpec):
+        parse(with_remote(url))
+        Address.parse(url)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "vllm", "vllm/vllm-openai:v0.32.0", "localhost:5000/a/b_c:1", "ghcr.io/a/b@sha256:" + "0" * 64,
+        "R.example/a--b.c:T_1.x-y@sha256:" + "0" * 64, "[::1]:5000/x",
+    ],
+)  # fmt: skip
+def test_images(image: str) -> None:
+    assert parse(cluster(engine={"image": image})).spec.engine.image == image
+
+
+@pytest.mark.parametrize(
+    "image", ["", ":1", "a:", "a/", "/a", "A", "a@", "a:b c", "a@sha256:0", "a//b", "-a", "a\n"]
+)
+def test_what_is_no_image(image: str) -> None:
+    with pytest.raises(InvalidSpec, match="must be an image such as"):
+        parse(cluster(engine={"image": image}))
+
+
+@pytest.mark.parametrize(("size", "num_bytes"), [("0.5Ti", 2**39), ("64Mi", 2**26), ("1.5G", 1_500_000_000)])
+def test_sizes_of_the_memory_tier(size: str, num_bytes: int) -> None:
+    assert parse(cluster(tiers={"memory": {"size": size}})).spec.tiers.memory.num_bytes == num_bytes
 
 
 @pytest.mark.parametrize("spec", [None, 5, [], {}, {"model": 1, "tiers": 2}])
@@ -129,11 +220,29 @@ def test_declared_leaves_out_what_the_user_did_not_choose() -> None:
 
 
 def test_the_crd_in_the_tree_is_up_to_date() -> None:
-    assert (ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml").read_text() == render()
+    assert (ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml").read_text() == render(definitions())
+
+
+def test_free_form_objects_have_an_end() -> None:
+    """Nothing that can be nested for ever is admitted: no JSON reader would survive its list."""
+
+    def walk(schema: dict[str, Any]) -> None:
+        assert "x-kubernetes-preserve-unknown-fields" not in schema
+        inner = [
+            *schema.get("properties", {}).values(),
+            schema.get("items"),
+            schema.get("additionalProperties"),
+        ]
+        for own in filter(None, inner):
+            walk(own)
+
+    for path in ("spec.engine.podTemplate", "spec.model.volume"):
+        walk(schema_of(path))
+        assert "default" in schema_of(path)
 
 
 def schema_of(path: str) -> dict[str, Any]:
-    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema = crd(definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     for name in path.split("."):
         schema = schema["properties"][name]
     return dict(schema)
@@ -148,7 +257,7 @@ def test_the_crd_says_what_the_classes_say() -> None:
     assert schema_of("spec")["required"] == ["model", "tiers"]
     assert schema_of("spec.engine")["default"]["gpu"] == {"count": 1, "resourceName": "nvidia.com/gpu"}
     assert schema_of("status.conditions")["x-kubernetes-list-map-keys"] == ["type"]
-    scale = crd()["spec"]["versions"][0]["subresources"]["scale"]
+    scale = crd(definitions())["spec"]["versions"][0]["subresources"]["scale"]
     assert scale["specReplicasPath"] == ".spec.engine.replicas"
 
 

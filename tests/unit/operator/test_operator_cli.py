@@ -49,6 +49,7 @@ def test_render_takes_the_settings_of_run(capsys: pytest.CaptureFixture[str]) ->
         ("kind: LMCacheCluster\nspec: {}\n", "metadata: must be an object"),
         ("kind: Service\n", "holds no LMCacheCluster"),
         ("a: [", "while parsing"),
+        ("a: " + "[" * 2000 + "]" * 2000, "is nested too deeply"),
     ],
 )
 def test_render_says_what_is_wrong(

@@ -1,0 +1,117 @@
+"""What a real API server makes of an LMCacheCluster: refused with a sentence, or kept as it was written."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.kube import CLUSTERS, Operator, example, new_namespace
+from tests.harness.operator_model import cluster
+from tools.kube.api import ApiError, Object
+from tools.kube.cluster import Cluster
+
+pytestmark = pytest.mark.kube
+
+
+@pytest.fixture(scope="module")
+def admission(plane: Cluster) -> Iterator[str]:
+    """A namespace for objects that no operator need look at."""
+    with new_namespace(plane, "admission") as namespace:
+        yield namespace
+
+
+def create(plane: Cluster, namespace: str, query: str = "?dryRun=All", **spec: Object) -> Object:
+    resource = cluster(**spec)
+    resource["metadata"] = {"name": "demo"}
+    created: Object = plane.api.request("POST", plane.api.path(CLUSTERS, namespace) + query, resource)
+    return created
+
+
+def remote(url: str) -> Object:
+    return {"tiers": {"remote": {"external": {"url": url}}}}
+
+
+def pod(**spec: object) -> Object:
+    return {"engine": {"podTemplate": {"spec": spec}}}
+
+
+REFUSED = [
+    (remote("redis://h:99999"), "must be redis://host:port/db"),
+    (remote("redis://:6379,,,"), "must be redis://host:port/db"),
+    (remote("redis://h?verify=none"), "must be redis://host:port/db"),
+    (remote("rediss://h?verify=banana"), "must be redis://host:port/db"),
+    (remote("redis://user:word@h"), "credentials belong into authSecretRef"),
+    ({"tiers": {"memory": {"size": "4GB"}}}, "an amount of bytes such as 64Gi or 0.5Ti"),
+    ({"tiers": {"memory": {"size": "17Ti"}}}, "between 64Mi and 16Ti"),
+    ({"engine": {"image": "UPPER/::bad@@"}}, "must be an image such as"),
+    ({"sidecar": {"image": "a b"}}, "must be an image such as"),
+    ({"engine": {"args": ["--data-parallel-size=2"]}}, "engine.replicas for more engines"),
+    ({"engine": {"args": ["--nnodes", "2"]}}, "engine.replicas for more engines"),
+    ({"engine": {"args": ["--x=\0"]}}, r"spec.engine.args\[0\]"),
+    ({"model": {"name": "org/mo\0del"}}, "spec.model.name"),
+    (pod(priorityClassName=5), "spec.engine.podTemplate.spec.priorityClassName"),
+    (pod(containers=[{"name": "engine", "env": [{"name": "A", "value": 5}]}]), r"env\[0\].value"),
+    (pod(tolerations={}), "spec.engine.podTemplate.spec.tolerations"),
+    ({"model": {"volume": {"persistentVolumeClaim": {"claimName": 5}}}}, "persistentVolumeClaim.claimName"),
+    ({"model": {"volume": {"persistentVolumeClaim": {}}}}, "persistentVolumeClaim.claimName"),
+]
+
+
+@pytest.mark.parametrize(("spec", "message"), REFUSED)
+def test_what_could_never_run_is_refused(plane, admission, spec, message):
+    with pytest.raises(ApiError, match=message) as refused:
+        create(plane, admission, **spec)
+    assert refused.value.code == 422
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        remote("rediss-sentinel://a:1,[fd00::1]/master/3?prefix=x&verify=ca"),
+        {"tiers": {"memory": {"size": "0.5Ti"}}},
+        {"engine": {"image": "ghcr.io/a/b:c@sha256:" + "0" * 64}},
+        {"engine": {"args": ["--max-model-len", "8192", "--chat-template=\U0001f999\n{}"]}},
+        {"model": {"volume": {"persistentVolumeClaim": {"claimName": "models"}}}},
+        # Parts of a pod, with what only our own rendering completes; null removes.
+        pod(containers=[{"name": "engine", "resources": {"limits": {"cpu": 8, "memory": "64Gi"}}}]),
+        pod(containers=[{"name": "engine", "livenessProbe": {"httpGet": None, "exec": {"command": ["x"]}}}]),
+        pod(volumes=[{"name": "shm", "emptyDir": {"sizeLimit": "64Gi"}}], nodeSelector={"gpu": "h200"}),
+        {"engine": {"podTemplate": {"metadata": {"labels": {"a": "b"}, "creationTimestamp": None}}}},
+    ],
+)
+def test_what_can_run_is_kept_as_it_was_written(plane, admission, spec):
+    written, kept = (
+        cluster(**spec)["spec"],
+        create(plane, admission, "?dryRun=All&fieldValidation=Strict", **spec),
+    )
+
+    def is_in(part: object, whole: object) -> bool:
+        if isinstance(part, dict):
+            return isinstance(whole, dict) and all(k in whole and is_in(v, whole[k]) for k, v in part.items())
+        if isinstance(part, list) and isinstance(whole, list):
+            return len(part) == len(whole) and all(map(is_in, part, whole))
+        return part == whole
+
+    assert is_in(written, kept["spec"])
+
+
+def test_a_misspelt_field_of_the_pod_is_refused_by_kubectl(plane, admission):
+    with pytest.raises(ApiError, match=r'unknown field "spec.engine.podTemplate.spec.nodeSelectr"'):
+        create(plane, admission, "?dryRun=All&fieldValidation=Strict", **pod(nodeSelectr={}))
+
+
+def test_what_is_nested_without_end_ends_at_admission(plane, admission):
+    deep: Object = {}
+    for _ in range(600):
+        deep = {"spec": deep}
+    created = create(plane, admission, engine={"podTemplate": deep}, model={"volume": deep})
+    assert created["spec"]["engine"]["podTemplate"] == {"spec": {}}
+    assert created["spec"]["model"]["volume"] == {}
+
+
+def test_any_text_reaches_the_engine(plane, operator: Operator, namespace):
+    """An apply patch is YAML: it knows no surrogate pairs, and breaks lines where JSON does not."""
+    text = "--chat-template=a\U0001f999b\u2028c\x85d\x7f\ufeffe"
+    plane.api.create(CLUSTERS, example(engine={"args": [text]}), namespace)
+    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", "llama-8b-engine", namespace))
+    live = plane.api.get("apps/v1/statefulsets", "llama-8b-engine", namespace)
+    assert live["spec"]["template"]["spec"]["containers"][0]["args"][-1] == text
