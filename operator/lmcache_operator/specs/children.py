@@ -56,21 +56,32 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def spec_hash(cluster: Cluster, images: Images) -> str:
+def resolved_images(cluster: Cluster, default_images: Images) -> Images:
+    """The images of a cluster's containers."""
+    named = {names.ENGINE: cluster.spec.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
+    return {name: image or default_images[name] for name, image in named.items()}
+
+
+def spec_hash(cluster: Cluster, default_images: Images) -> str:
     """Hash of what the user declared for a pod, and of its images.
 
     Replicas are not in it, nor sizes: a cache resize never reloads a model. Nor is anything the operator
-    chooses: its upgrade restarts no pod.
+    chooses: its upgrade restarts no pod; nor does naming the image that a pod has already.
     """
     wanted = declared(cluster.spec)
-    engine = {key: value for key, value in wanted.get("engine", {}).items() if key != "replicas"}
-    tiers = {key: value for key, value in wanted["tiers"].items() if key != "memory"}
-    return digest({**wanted, "engine": engine, "tiers": tiers, "images": images})
+    engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
+    kept: Object = {
+        "engine": {key: value for key, value in engine.items() if key not in ("image", "replicas")},
+        "tiers": {key: value for key, value in tiers.items() if key != "memory"},
+        "images": resolved_images(cluster, default_images),
+    }
+    if sidecar := {key: value for key, value in sidecar.items() if key != "image"}:
+        kept["sidecar"] = sidecar
+    return digest(wanted | kept)
 
 
 def _stateful_set(cluster: Cluster, default_images: Images) -> Object:
-    declared_images = {names.ENGINE: cluster.spec.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
-    images = {name: image or default_images[name] for name, image in declared_images.items()}
+    images, hashed = resolved_images(cluster, default_images), spec_hash(cluster, default_images)
     return {
         # The operator replaces pods itself: one at a time, by eviction, when the user changed something.
         "updateStrategy": {"type": "OnDelete"},
@@ -78,12 +89,16 @@ def _stateful_set(cluster: Cluster, default_images: Images) -> Object:
         "replicas": cluster.spec.engine.replicas,
         "selector": {"matchLabels": names.selector(cluster.name)},
         "serviceName": names.engine_name(cluster.name),
-        "template": pod_template(cluster, images, spec_hash(cluster, images)),
+        "template": pod_template(cluster, images, hashed),
     }
 
 
 def _sidecar_yaml(cluster: Cluster) -> str:
-    """The sidecar's configuration file."""
+    """The sidecar's configuration file.
+
+    The kubelet renews it under sidecars of older images too. They ignore keys that they do not know, so what
+    a later version needs is a new key here: never a new meaning of a key, and never a flag.
+    """
     config: Object = {"arena": paths.ARENA_PATH, "socket": paths.SOCKET_PATH}
     config |= {"http_port": names.SIDECAR_PORT, "log_format": "json"}
     if external := cluster.spec.tiers.external:
