@@ -2,18 +2,22 @@
 
 The sidecar comes first and has no startup gate: it listens at once and populates its memory in the
 background, so neither a slow nor a broken cache keeps an engine from starting. For the same reason it has no
-readiness probe: a pod without a cache still serves.
+readiness probe. The kubelet still counts it: a pod whose sidecar does not run is not Ready. So a sidecar that
+can't use what it is told stays up, and everything it could trip over is refused before it is rendered.
+
+A pod that goes: for a few seconds it serves on, until Services and proxies have noticed; then the engine
+finishes the requests it has; when it has ended, the sidecar writes out what is queued.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..api.parse import Cluster, InvalidSpec
 from ..api.quantity import format_mebibytes
 from . import Images, Object, names, paths
 from .merge import first_difference, merge
-from .vllm import engine_args
+from .vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
 
 # The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
 _UID = 2000
@@ -26,9 +30,14 @@ _MIB = 2**20
 _SIDECAR_BASE_BYTES = 512 * _MIB
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _FREE_TO_CHANGE = (
-    "imagePullPolicy", "livenessProbe", "readinessProbe", "resources", "securityContext", "startupProbe",
-    "terminationGracePeriodSeconds",
+    "imagePullPolicy", "lifecycle", "livenessProbe", "readinessProbe", "resources", "securityContext",
+    "startupProbe", "terminationGracePeriodSeconds",
 )  # fmt: skip
+_SHM = "shm"
+_NOTICE_SECONDS = 5
+_SHUTDOWN_SECONDS = 60
+_WRITE_OUT_SECONDS = 55
+"""For the end of the engine's processes, and then for the sidecar's queue (20 s)."""
 
 
 def arena_limit(memory_bytes: int) -> int:
@@ -62,16 +71,16 @@ def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
 
 def _pod_spec(cluster: Cluster, images: Images) -> Object:
     sidecar_image = images[names.SIDECAR]
+    ending = _ending(cluster)
     spec: Object = {
         "automountServiceAccountToken": False,
-        "containers": [_engine(cluster, images[names.ENGINE])],
+        "containers": [_engine(cluster, images[names.ENGINE], ending)],
         # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
         "enableServiceLinks": False,
         "initContainers": [_sidecar(cluster, sidecar_image), _payload(cluster, sidecar_image)],
         "securityContext": _POD_SECURITY,
         "serviceAccountName": names.engine_name(cluster.name),
-        # Engines finish requests, then the sidecar writes out what is queued.
-        "terminationGracePeriodSeconds": 90,
+        "terminationGracePeriodSeconds": ending.grace,
         "volumes": [{"name": volume.name, **volume.source} for volume in _volumes(cluster)],
     }
     if (runtime_class := cluster.spec.engine.gpu.runtime_class_name) is not None:
@@ -79,7 +88,26 @@ def _pod_spec(cluster: Cluster, images: Images) -> Object:
     return spec
 
 
-def _engine(cluster: Cluster, image: str) -> Object:
+class _Ending(NamedTuple):
+    """Seconds; what the user sets leads."""
+
+    shutdown: int
+    """For the requests that an engine has when it is told to stop."""
+    grace: int
+    """For the pod."""
+
+
+def _ending(cluster: Cluster) -> _Ending:
+    others = _NOTICE_SECONDS + _WRITE_OUT_SECONDS
+    given = int_option(cluster.spec.engine.args, SHUTDOWN_TIMEOUT)
+    grace = _at(cluster.spec.engine.pod_template, "spec", "terminationGracePeriodSeconds")
+    if isinstance(grace, int):
+        return _Ending(max(0, grace - others) if given is None else given, grace)
+    shutdown = _SHUTDOWN_SECONDS if given is None else given
+    return _Ending(shutdown, shutdown + others)
+
+
+def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
     env = {
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
@@ -92,17 +120,37 @@ def _engine(cluster: Cluster, image: str) -> Object:
     }
     if cluster.spec.model.token_secret_ref is not None:
         env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
-    gpu = cluster.spec.engine.gpu
-    return _container(cluster, names.ENGINE, image, env) | {
-        "args": engine_args(cluster),
-        "command": ["vllm", "serve"],
-        "livenessProbe": _probe("/health", names.ENGINE_PORT, period=10, failures=6),
-        "ports": [{"containerPort": names.ENGINE_PORT, "name": "http", "protocol": "TCP"}],
-        "readinessProbe": _probe("/health", names.ENGINE_PORT, period=5, failures=3),
-        "resources": {"limits": {gpu.resource_name: str(gpu.count)}} if gpu.count else {},
-        # One hour: large models are downloaded and loaded before the engine answers.
-        "startupProbe": _probe("/health", names.ENGINE_PORT, period=5, failures=720),
-    }
+    engine: Object = {}
+    # The API server wants the sleep to end before the grace period does, and no second thing to do beside it.
+    if ending.grace > _NOTICE_SECONDS and not _at(_declared(cluster, names.ENGINE), "lifecycle", "preStop"):
+        engine["lifecycle"] = {"preStop": {"sleep": {"seconds": _NOTICE_SECONDS}}}
+    return (
+        _container(cluster, names.ENGINE, image, env)
+        | engine
+        | {
+            "args": engine_args(cluster, ending.shutdown),
+            "command": ["vllm", "serve"],
+            "livenessProbe": _probe("/health", names.ENGINE_PORT, period=10, failures=6),
+            "ports": [{"containerPort": names.ENGINE_PORT, "name": "http", "protocol": "TCP"}],
+            "readinessProbe": _probe("/health", names.ENGINE_PORT, period=5, failures=3),
+            "resources": _engine_resources(cluster),
+            # One hour: large models are downloaded and loaded before the engine answers.
+            "startupProbe": _probe("/health", names.ENGINE_PORT, period=5, failures=720),
+        }
+    )
+
+
+def _engine_resources(cluster: Cluster) -> Object:
+    """GPUs, and a floor of host memory and CPU for each worker.
+
+    Without it an engine would be the first to go where the node's memory runs out, weigh less than its own
+    sidecar where CPUs do, and be refused where a quota counts requests. There is no limit: it depends on the
+    model.
+    """
+    gpu, num_workers = cluster.spec.engine.gpu, cluster.spec.engine.parallelism.num_ranks
+    requests = {"cpu": f"{num_workers}", "memory": f"{4 * num_workers}Gi"}
+    limits = {"limits": {gpu.resource_name: str(gpu.count)}} if gpu.count else {}
+    return limits | {"requests": _unlimited(cluster, names.ENGINE, requests)}
 
 
 def _sidecar(cluster: Cluster, image: str) -> Object:
@@ -115,7 +163,11 @@ def _sidecar(cluster: Cluster, image: str) -> Object:
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"--memory-size={memory_bytes}"],
         "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6),
         "ports": [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}],
-        "resources": {"limits": {"memory": memory}, "requests": {"cpu": "500m", "memory": memory}},
+        "resources": {
+            "limits": {"memory": memory},
+            # A tenth of an engine's: where CPUs are short, copies for later wait for requests.
+            "requests": _unlimited(cluster, names.SIDECAR, {"cpu": "100m"}) | {"memory": memory},
+        },
         "restartPolicy": "Always",
         "securityContext": {**_CONTAINER_SECURITY, "readOnlyRootFilesystem": True},
     }
@@ -124,8 +176,35 @@ def _sidecar(cluster: Cluster, image: str) -> Object:
 def _payload(cluster: Cluster, image: str) -> Object:
     return _container(cluster, names.PAYLOAD, image, {}) | {
         "command": ["cp", "-r", f"{paths.PAYLOAD_SOURCE}/.", paths.PAYLOAD_DIR],
-        "resources": {"limits": {"memory": "256Mi"}, "requests": {"cpu": "100m", "memory": "64Mi"}},
+        "resources": {
+            "limits": {"memory": "256Mi"},
+            "requests": _unlimited(cluster, names.PAYLOAD, {"cpu": "100m", "memory": "64Mi"}),
+        },
     }
+
+
+def _unlimited(cluster: Cluster, container: str, requests: dict[str, str]) -> dict[str, str]:
+    """Those of our requests that no limit of the user's can contradict: one alone is also the request."""
+    limits = _at(_declared(cluster, container), "resources", "limits")
+    return {name: amount for name, amount in requests.items() if _at(limits, name) is None}
+
+
+def _declared(cluster: Cluster, container: str) -> Any:
+    """What the user's template says of one of our containers."""
+    spec = _at(cluster.spec.engine.pod_template, "spec")
+    items = [item for kind in ("containers", "initContainers") for item in _list(_at(spec, kind))]
+    return next((item for item in items if _at(item, "name") == container), {})
+
+
+def _at(value: Any, *path: str) -> Any:
+    """What lies there in a free-form object; None if there is no such place."""
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _container(cluster: Cluster, name: str, image: str, env: dict[str, str]) -> Object:
@@ -158,10 +237,10 @@ def _volumes(cluster: Cluster) -> list[_Volume]:
         _Volume("home", paths.HOME_DIR, engine, {"emptyDir": {}}),
         _Volume("models", paths.MODELS_DIR, engine, spec.model.volume or {"emptyDir": {}}),
         _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), {"emptyDir": {}}),
+        # Workers exchange tensors there; a container's own has 64 MiB.
+        _Volume(_SHM, "/dev/shm", engine, _in_memory("8Gi")),
         _Volume("socket", paths.SOCKET_DIR, engine + sidecar, _in_memory("16Mi")),
     ]
-    if spec.engine.parallelism.num_ranks > 1:
-        found.append(_Volume("shm", "/dev/shm", engine, _in_memory("8Gi")))
     if token := spec.model.token_secret_ref:
         found.append(_Volume("hub-token", paths.HUB_TOKEN_DIR, engine, _secret(token.name, token=token.key)))
     if auth := spec.tiers.remote_auth:
@@ -196,6 +275,7 @@ def _needed(base: Object) -> Object:
         return kept
 
     spec = {key: value for key, value in base["spec"].items() if key not in _FREE_TO_CHANGE}
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != _SHM]
     for kind in ("containers", "initContainers"):
         spec[kind] = [strip(container) for container in spec[kind]]
     return {"metadata": base["metadata"], "spec": spec}

@@ -9,17 +9,33 @@ from ..api.parse import Cluster, InvalidSpec
 from .names import ENGINE_PORT
 from .paths import SOCKET_PATH
 
+_ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
+_HTTP = "the probes and Services expect the engine's HTTP server on a port"
 _RESERVED = {
     "--host": "the probes and Services expect the engine on all addresses",
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
+    "--uds": _HTTP,
+    "--grpc": _HTTP,
+    "--headless": _HTTP,
     "--prefix-caching-hash-algo": "chunk keys must be the same in every pod",
     "--no-enable-prefix-caching": "the keys of cached chunks are made of the engine's own block hashes",
     "--kv-transfer-config": "it loads LMCache, and no other connector can run beside it in this version",
+    "--kv-offloading-size": "it would replace LMCache as the engine's KV connector",
     "--model": "it is set by spec.model.name",
     "--revision": "it is set by spec.model.revision",
     "--tensor-parallel-size": "it is set by spec.engine.parallelism.tensor",
     "--pipeline-parallel-size": "it is set by spec.engine.parallelism.pipeline",
+    "--prefill-context-parallel-size": _ONE_POD,
+    "-pcp": _ONE_POD,
+    "--data-parallel-size": _ONE_POD,
+    "--nnodes": _ONE_POD,
+    "-n": _ONE_POD,
+    "--node-rank": _ONE_POD,
+    "-r": _ONE_POD,
+    "--": "what follows it would be taken for a second model",
 }
+_READ = (*_RESERVED, "--block-size", "--served-model-name", SHUTDOWN_TIMEOUT := "--shutdown-timeout")
+"""Options whose abbreviations have to be recognised."""
 
 
 def flag_of(arg: str) -> str:
@@ -28,24 +44,36 @@ def flag_of(arg: str) -> str:
     The engine takes the beginning of an option for the whole. Where that may be one of ours, it is taken so.
     """
     name = re.split("[=.]", arg, maxsplit=1)[0]
+    if name.startswith(("--data-parallel", "--data_parallel", "-dp")):
+        return "--data-parallel-size"
     if not name.startswith("--") or name == "--":
         return name
     name = name.replace("_", "-")
-    return next((ours for ours in _RESERVED if ours.startswith(name)), name)
+    return next((ours for ours in _READ if ours.startswith(name)), name)
 
 
-def engine_args(cluster: Cluster) -> list[str]:
+def int_option(args: list[str], option: str) -> int | None:
+    """The number that the arguments give an option; None if they don't, or what they give is no number."""
+    found = None
+    for index, arg in enumerate(args):
+        if flag_of(arg) == option:
+            _, has_value, text = arg.partition("=")
+            text = text if has_value else "".join(args[index + 1 : index + 2])
+            found = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+    return found
+
+
+def engine_args(cluster: Cluster, shutdown_seconds: int) -> list[str]:
     """Arguments after `vllm serve`: the model, ours sorted by name, then the user's in their order.
+
+    `shutdown_seconds` is how long an engine that stops goes on with the requests it has.
 
     Raises:
         InvalidSpec: an argument of the user breaks what the cache needs.
     """
     parallelism, model = cluster.spec.engine.parallelism, cluster.spec.model
     user_args = cluster.spec.engine.args
-    flags = [flag_of(arg) for arg in user_args]
-    for index, flag in enumerate(flags):
-        if flag in _RESERVED:
-            raise InvalidSpec(f"spec.engine.args[{index}]", f"{flag} can't be set: {_RESERVED[flag]}")
+    flags = _checked_flags(user_args, cluster.spec.sidecar.chunk_tokens)
     ours = {
         "--kv-transfer-config": _kv_transfer_config(cluster),
         "--pipeline-parallel-size": parallelism.pipeline,
@@ -57,7 +85,31 @@ def engine_args(cluster: Cluster) -> list[str]:
         ours["--revision"] = model.revision
     if "--served-model-name" not in flags:
         ours["--served-model-name"] = model.name
+    if SHUTDOWN_TIMEOUT not in flags:
+        ours[SHUTDOWN_TIMEOUT] = shutdown_seconds
     return [model.name, *(f"{name}={ours[name]}" for name in sorted(ours)), *user_args]
+
+
+def _checked_flags(args: list[str], chunk_tokens: int) -> list[str]:
+    """What each argument sets."""
+    flags = [flag_of(arg) for arg in args]
+    may_be_value = False
+    for index, (arg, flag) in enumerate(zip(args, flags, strict=True)):
+        path = f"spec.engine.args[{index}]"
+        if flag in _RESERVED:
+            raise InvalidSpec(path, f"{flag} can't be set: {_RESERVED[flag]}")
+        if not arg.startswith("-") and not may_be_value:
+            raise InvalidSpec(
+                path, f"{arg!r} belongs to no option: the engine would take it for a second model"
+            )
+        may_be_value = "=" not in arg if arg.startswith("-") else may_be_value
+    block = int_option(args, "--block-size")
+    if block is not None and (block == 0 or chunk_tokens % block):
+        path = f"spec.engine.args[{flags.index('--block-size')}]"
+        raise InvalidSpec(
+            path, f"spec.sidecar.chunkTokens ({chunk_tokens}) must be a multiple of the block size"
+        )
+    return flags
 
 
 def _kv_transfer_config(cluster: Cluster) -> str:

@@ -190,6 +190,37 @@ def test_the_sidecar_sees_no_gpu() -> None:
     assert sidecar["resources"]["limits"].keys() == {"memory"}
 
 
+@pytest.mark.parametrize(
+    ("engine", "cpu", "memory"),
+    [
+        ({}, "1", "4Gi"),
+        ({"gpu": {"count": 0}}, "1", "4Gi"),
+        ({"gpu": {"count": 8}, "parallelism": {"tensor": 8}}, "8", "32Gi"),
+    ],
+)
+def test_the_engine_has_requests_and_shared_memory(engine: dict[str, Any], cpu: str, memory: str) -> None:
+    spec = pod_of({"engine": engine})["spec"]
+    assert spec["containers"][0]["resources"]["requests"] == {"cpu": cpu, "memory": memory}
+    assert {"mountPath": "/dev/shm", "name": "shm"} in spec["containers"][0]["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in spec["volumes"]
+    assert spec["initContainers"][0]["resources"]["requests"]["cpu"] == "100m"
+
+
+def test_a_limit_of_the_user_is_not_contradicted_by_a_request_of_ours() -> None:
+    limits = {"limits": {"cpu": "500m", "memory": "2Gi"}}
+    spec = pod_of(template(resources=limits))["spec"]
+    assert spec["containers"][0]["resources"] == {
+        "limits": {"cpu": "500m", "memory": "2Gi", "nvidia.com/gpu": "1"}, "requests": {},
+    }  # fmt: skip
+
+
+def test_the_sidecars_command_line_never_grows() -> None:
+    """A pod with an older sidecar may be made from a newer operator's template: unlike keys of the file, no
+    flag is ignored where it is not known."""
+    flags = [arg.partition("=")[0] for arg in pod_of(FULL)["spec"]["initContainers"][0]["args"]]
+    assert flags == ["serve", "--config", "--memory-size"]
+
+
 # -- the user's template
 
 
@@ -253,7 +284,10 @@ def test_a_template_may_change_everything_else() -> None:
             "containers": [{"name": "engine", "resources": {"limits": {"cpu": "8"}}}, extra],
             "tolerations": [{"key": "gpu", "operator": "Exists"}],
             "securityContext": {"fsGroup": 3000},
-            "volumes": [{"name": "scratch", "emptyDir": {}}],
+            "volumes": [
+                {"name": "scratch", "emptyDir": {}},
+                {"name": "shm", "emptyDir": {"sizeLimit": "32Gi"}},
+            ],
         }
     }
     spec = pod_of({"engine": {"podTemplate": overlay}})["spec"]
@@ -261,13 +295,15 @@ def test_a_template_may_change_everything_else() -> None:
     assert [c["name"] for c in spec["containers"]] == ["engine", "logger"]
     assert spec["securityContext"]["fsGroup"] == 3000
     assert spec["securityContext"]["runAsUser"] == 2000
+    shm = next(volume for volume in spec["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
 
 
 # -- the engine's arguments
 
 
 def test_the_engine_loads_our_connector() -> None:
-    rendered = engine_args(parse(cluster(sidecar={"chunkTokens": 512})))
+    rendered = engine_args(parse(cluster(sidecar={"chunkTokens": 512})), 60)
     (argument,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config=")]
     config = json.loads(argument.partition("=")[2])
     assert config["kv_connector"] == "LMCacheClusterConnector"
@@ -292,13 +328,63 @@ def test_the_engine_loads_our_connector() -> None:
         (["--tensor-parallel=2"], "--tensor-parallel-size can't be set"),
         (["--kv-transfer-conf={}"], "--kv-transfer-config can't be set"),
         (["--kv-transfer-conf.kv_connector=X"], "--kv-transfer-config can't be set"),
+        (["--nn=2"], "an engine is one pod"),
+        (["-n", "2"], "an engine is one pod"),
+        (["--prefill-context-parallel-size=2"], "an engine is one pod"),
+        (["--data_parallel_rank=1"], "an engine is one pod"),
+        (["-dpl=2"], "an engine is one pod"),
+        (["--uds=/tmp/engine.sock"], "expect the engine's HTTP server on a port"),
+        (["--grpc"], "expect the engine's HTTP server on a port"),
+        (["--kv-offloading-size=8"], "would replace LMCache"),
+        (["other/model"], "'other/model' belongs to no option"),
+        (["--dtype=half", "other/model"], "'other/model' belongs to no option"),
+        (["--", "other/model"], "taken for a second model"),
+        (["--block-size=48"], "chunkTokens (256) must be a multiple of the block size"),
+        (["--block_size", "48"], "chunkTokens (256) must be a multiple of the block size"),
+        (["--block-siz=0"], "chunkTokens (256) must be a multiple of the block size"),
     ],
 )
 def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: str) -> None:
     with pytest.raises(InvalidSpec) as caught:
-        engine_args(parse(cluster(engine={"args": args})))
+        engine_args(parse(cluster(engine={"args": args})), 60)
     assert caught.value.path.startswith("spec.engine.args[")
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--block-size=32"], ["--block-size", "128"], ["--lora-modules", "a=b", "c=d"], ["--seed", "-1"],
+        ["--served-model-name", "llm", "llama"], ["--enforce-eager"], ["--grpc-port=1"],
+    ],
+)  # fmt: skip
+def test_other_arguments_are_passed_on(args: list[str]) -> None:
+    assert engine_args(parse(cluster(engine={"args": args})), 60)[-len(args) :] == args
+
+
+def ending_of(args: list[str], spec: dict[str, Any]) -> tuple[list[str], Any, Any]:
+    """The engine's timeouts, what it does before it stops, and the pod's grace period."""
+    rendered = pod_of({"engine": {"args": args, "podTemplate": {"spec": spec}}})["spec"]
+    engine = rendered["containers"][0]
+    timeouts = [arg for arg in engine["args"] if arg.startswith("--shutdown-timeout")]
+    pre_stop = engine.get("lifecycle", {}).get("preStop")
+    return timeouts, pre_stop, rendered["terminationGracePeriodSeconds"]
+
+
+def test_a_pod_that_goes_finishes_its_requests_and_then_writes_out_what_is_queued() -> None:
+    sleep = {"sleep": {"seconds": 5}}
+    own = {"exec": {"command": ["leave"]}}
+    containers = [{"name": "engine", "lifecycle": {"preStop": own}}]
+    assert ending_of([], {}) == (["--shutdown-timeout=60"], sleep, 120)
+    assert ending_of(["--shutdown-timeout=300"], {}) == (["--shutdown-timeout=300"], sleep, 360)
+    assert ending_of(["--shutdown-timeout", "9"], {}) == (["--shutdown-timeout"], sleep, 69)
+    assert ending_of([], {"terminationGracePeriodSeconds": 300}) == (["--shutdown-timeout=240"], sleep, 300)
+    assert ending_of([], {"terminationGracePeriodSeconds": 30}) == (["--shutdown-timeout=0"], sleep, 30)
+    # The API server refuses a sleep that is not shorter than the grace period, and a second handler.
+    assert ending_of([], {"terminationGracePeriodSeconds": 5}) == (["--shutdown-timeout=0"], None, 5)
+    assert ending_of([], {"containers": containers}) == (["--shutdown-timeout=60"], own, 120)
+    both = {"containers": containers, "terminationGracePeriodSeconds": 90}
+    assert ending_of(["--shutdown-timeout=70"], both) == (["--shutdown-timeout=70"], own, 90)
 
 
 # -- merge and containment
