@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lmcache.storage_backend.faults import FaultLog
+from lmcache.storage_backend.use_gate import UseGate
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.resilience import CircuitBreaker
 
@@ -26,6 +27,7 @@ class Guard:
         self._try_again = try_again
         self._faults = faults
         self._closed = threading.Event()
+        self._gate = UseGate()
         self._lock = threading.Lock()  # protects _trials: there is a thread whenever the circuit is open
         self._trials: threading.Thread | None = None
 
@@ -35,32 +37,34 @@ class Guard:
         return self._breaker.is_open or self._closed.is_set()
 
     def call(self, what: str, operation: Callable[[], T], otherwise: D) -> T | D:
-        """Return what ``operation`` returns, or ``otherwise`` after a fault and while the circuit is open;
-        both are counted.
+        """Return what ``operation`` returns, or ``otherwise`` after a fault, while the circuit is open, and
+        once it is closed; all are counted.
 
         OSError and TierUnavailable are faults of the medium, all others are of this key or value: no fault
         of a cache may end an inference, and a connector may be somebody else's.
         """
-        if self.is_open:
-            self._faults.note(f"{what} was not tried", "there are no answers at present")
-            return otherwise
-        try:
-            result = operation()
-        except Exception as error:
-            self._faults.note(f"{what} failed", error)
-            if isinstance(error, (OSError, TierUnavailable)):
-                self._leave_alone()
-            return otherwise
-        self._breaker.success()
-        return result
+        with self._gate.enter() as may_use:
+            if not may_use or self.is_open:
+                self._faults.note(f"{what} was not tried", "there are no answers at present")
+                return otherwise
+            try:
+                result = operation()
+            except Exception as error:
+                self._faults.note(f"{what} failed", error)
+                if isinstance(error, (OSError, TierUnavailable)):
+                    self._leave_alone()
+                return otherwise
+            self._breaker.success()
+            return result
 
     def close(self) -> None:
-        """End the trials; nothing is asked any more."""
+        """End the trials, and wait for operations that are under way; nothing is asked any more."""
         with self._lock:
             self._closed.set()
             trials = self._trials
         if trials is not None:
             trials.join()
+        self._gate.close()
 
     def _leave_alone(self) -> None:
         with self._lock:

@@ -15,14 +15,15 @@ import torch
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache.logging import init_logger
 from lmcache.storage_backend import copies
-from lmcache.storage_backend.chunk_names import ChunksView, RowNames
+from lmcache.storage_backend.chunk_names import RowNames
 from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
 from lmcache.storage_backend.devices import usable_device
-from lmcache.storage_backend.evictor import LRUEvictor
+from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down_to
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
-from lmcache.storage_backend.mem_pool import TorchArena
+from lmcache.storage_backend.mem_pool import KVObj, TorchArena
 from lmcache.storage_backend.output_pool import OutputPool
-from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend, evict_down_to
+from lmcache.storage_backend.queued_backend import LocalBackendEndSignal
+from lmcache.storage_backend.use_gate import UseGate
 from lmcache.tiers.local import LocalStore
 from lmcache.utils import CacheEngineKey
 
@@ -39,11 +40,12 @@ class _Contents(NamedTuple):
     dtype: torch.dtype
 
 
-class LMCLocalBackend(QueuedBackend):
+class LMCLocalBackend(EvictingBackend):
     """Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
 
     ``metadata`` says what a full chunk is; a shorter one takes less. ``evictor.MAX_CACHE_SIZE`` (bytes) may
-    be lowered, not raised above the memory that was taken at the start: ``mpool``.
+    be lowered, not raised above the memory that was taken at the start: ``mpool``. Another evictor may be
+    assigned (``EvictingBackend``).
     """
 
     def __init__(
@@ -53,30 +55,27 @@ class LMCLocalBackend(QueuedBackend):
 
         Raises RuntimeError when ``dst_device`` is none, and MemoryError.
         """
-        super().__init__(dst_device, LocalBackendEndSignal(), _log, waits=True)
-        self._evictor = LRUEvictor(metadata.max_local_cache_size)
+        super().__init__(dst_device, _log, metadata.max_local_cache_size)
         chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
         device = usable_device(config.local_device or "cpu")
-        self.mpool = TorchArena.for_chunks(chunk_bytes, self._evictor.MAX_CACHE_SIZE, device)
+        self.mpool = TorchArena.for_chunks(chunk_bytes, self._limit.MAX_CACHE_SIZE, device)
+        # Of these there are as many as have room, wherever others lie: chunks never cross a multiple of it.
+        num_slots = -(-chunk_bytes // self.mpool.geometry.slot_bytes)
+        self._full_bytes = self.mpool.geometry.slot_bytes << (num_slots - 1).bit_length()
         self._store = LocalStore(self.mpool)
         self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
         self._contents: dict[int, _Contents] = {}  # of rows by their first slot; those of free rows are stale
         self._outputs = OutputPool()
-        self.dict = ChunksView(self, self._keys)
-
-    @property
-    def evictor(self) -> LRUEvictor:
-        """The limit, and the bytes that are taken at the moment of asking."""
-        self._evictor.current_cache_size = self._store.num_bytes
-        return self._evictor
+        self._gate = UseGate()  # of the memory
 
     def contains(self, key: CacheEngineKey) -> bool:
         """Is the chunk here? Does not count as using it."""
-        return self._store.contains(self._names(key))
+        return self.prefix_length([key]) == 1
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return a copy on ``dst_device``; None: a miss."""
-        return self._store.get(self._names(key), lambda row, _: self._copy_of(self._tensor(row)))
+        with self.prefix([key]) as chunks:
+            return self._copy_of(chunks[0]) if chunks else None
 
     def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
         """Copy the chunk in now; one that does not fit is dropped."""
@@ -85,27 +84,39 @@ class LMCLocalBackend(QueuedBackend):
     def remove(self, key: CacheEngineKey) -> None:
         """Take the chunk out, a queued one as well; no-op when it is not here."""
         self._puts.supersede(key)
-        self._store.remove(self._names(key))
+        self._forget(key)
+        self._discard(key)
 
     def _release(self) -> None:
+        self._gate.close()
+        self._outputs.clear()
         self.mpool.close()
 
     # ---- what the engine calls ----
 
     def prefix_length(self, keys: Keys) -> int:
         """See LMCBackendInterface."""
-        return self._store.prefix(list(map(self._names, keys)))
+        with self._gate.enter() as is_open:
+            return self._store.prefix(list(map(self._names, keys))) if is_open else 0
 
     def touch(self, keys: Keys, request: Hashable) -> None:
         """See LMCBackendInterface."""
-        with self._store.pin_prefix(list(map(self._names, keys)), request):
+        with self._pinned(keys, request):
             pass  # what was pinned is used
 
     @contextlib.contextmanager
     def prefix(self, keys: Keys, request: Hashable = None) -> Iterator[list[torch.Tensor]]:
         """Give the leading chunks where they lie: nothing is copied, and nothing evicts them meanwhile."""
-        with self._store.pin_prefix(list(map(self._names, keys)), request) as rows:
-            yield [self._tensor(row) for row, _ in rows]
+        with self._pinned(keys, request) as rows:
+            yield [self._tensor(row) for row in rows]
+
+    @contextlib.contextmanager
+    def _pinned(self, keys: Keys, request: Hashable) -> Iterator[list[int]]:
+        with self._gate.enter() as is_open:
+            names = list(map(self._names, keys)) if is_open else []
+            with self._store.pin_prefix(names, request) as rows:
+                self._used(keys[: len(rows)])
+                yield [row for row, _ in rows]
 
     def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
         """See LMCBackendInterface. What is in host memory is copied in now in any case: the private copy that
@@ -128,16 +139,12 @@ class LMCLocalBackend(QueuedBackend):
             copies.settle(room)
 
         self._puts.supersede(key)
-        fits = self._make_room(source.num_bytes)
-        if not (fits and self._store.put(self._names(key), source.num_bytes, fill, request=request)):
-            self._faults.note("A chunk was dropped", f"no room for its {source.num_bytes} bytes")
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict for a limit that was lowered; the store itself sees to the one that it has."""
-        if self._store.capacity_bytes <= self._evictor.MAX_CACHE_SIZE:
-            return True
-        room = self._evictor.MAX_CACHE_SIZE - num_bytes
-        return evict_down_to(room, lambda: self._store.num_bytes, self._store.keys, self._store.remove)
+        put = partial(self._store.put, self._names(key), source.num_bytes, fill, request=request)
+        with self._gate.enter() as is_open:
+            if not is_open:
+                self._faults.note("A chunk was dropped", "closed")
+            elif not self._admit(key, source, put):
+                self._faults.note("A chunk was dropped", f"no room for its {source.num_bytes} bytes")
 
     def _tensor(self, row: int) -> torch.Tensor:
         """Return a pinned row's bytes as what they are."""
@@ -150,10 +157,44 @@ class LMCLocalBackend(QueuedBackend):
         copies.settle(own)
         return own
 
-    def _keys(self) -> list[CacheEngineKey]:
+    # ---- eviction ----
+
+    def _num_bytes(self) -> int:
+        return self._store.num_bytes
+
+    def _known_keys(self) -> list[CacheEngineKey]:
+        return [contents.key for contents in self._in_order()]
+
+    def _in_order(self) -> list[_Contents]:
         names = self._store.keys()
-        keys = {self._names(contents.key): contents.key for contents in list(self._contents.values())}
-        return [keys[name] for name in names if name in keys]
+        known = {self._names(contents.key): contents for contents in list(self._contents.values())}
+        return [known[name] for name in names if name in known]
+
+    def _lower(self, num_bytes: int) -> bool:
+        # The store itself sees to the limit that it has.
+        if self._store.capacity_bytes <= self._limit.MAX_CACHE_SIZE:
+            return True
+        room = self._limit.MAX_CACHE_SIZE - num_bytes
+        return evict_down_to(room, lambda: self._store.num_bytes, self._store.keys, self._store.remove)
+
+    def _entries(self) -> Iterator[tuple[CacheEngineKey, KVObj]]:
+        return ((key, self._seen(shape, dtype)) for key, shape, dtype in self._in_order())
+
+    def _entry(self, key: CacheEngineKey, source: ChunkSource) -> KVObj:
+        return self._seen(source.shape, source.dtype)
+
+    def _seen(self, shape: Sequence[int], dtype: torch.dtype) -> KVObj:
+        data = torch.empty(tuple(shape), dtype=dtype, device="meta")  # what it is, without its bytes
+        return KVObj(0, max(self._full_bytes, data.nbytes), data)
+
+    def _end_own_eviction(self) -> None:
+        self._store.end_eviction()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return True  # the store says so when it is asked to put
+
+    def _discard(self, key: CacheEngineKey) -> None:
+        self._store.remove(self._names(key))
 
 
 def create_local_backend(

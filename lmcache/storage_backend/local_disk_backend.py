@@ -6,24 +6,24 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 from safetensors.torch import save_file
 
 from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata
 from lmcache.logging import init_logger
-from lmcache.storage_backend.chunk_names import ChunksView, RowNames
+from lmcache.storage_backend.chunk_names import RowNames
 from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
-from lmcache.storage_backend.evictor import LRUEvictor
+from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down_to
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.output_pool import OutputPool
-from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend, evict_down_to
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import DirectoryInUse
+from lmcache.tiers.disk_files import DirectoryInUse, path_of
+from lmcache.tiers.disk_index import name_of
 from lmcache.tiers.header import MAX_LABEL_BYTES
-from lmcache.utils import CacheEngineKey
+from lmcache.utils import CacheEngineKey, DiskCacheMetadata
 
 _log = init_logger(__name__)
 
@@ -32,11 +32,13 @@ _FILE_OVERHEAD_BYTES = 8192  # header, trailer, and the rest of the last block
 _TRAILER_BYTES = 128  # behind the chunk's bytes: their dtype and shape as text
 
 
-class LMCLocalDiskBackend(QueuedBackend):
+class LMCLocalDiskBackend(EvictingBackend):
     """Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
 
     One file per chunk, checksummed; files of other makers are left alone. What a blocking put has written
-    survives the process being killed. ``evictor.MAX_CACHE_SIZE`` (bytes) may be lowered, not raised.
+    survives the process being killed. ``evictor.MAX_CACHE_SIZE`` (bytes) may be lowered, not raised. Another
+    evictor may be assigned (``EvictingBackend``); files of earlier processes that were not read since go
+    before anything that it knows of.
     """
 
     def __init__(
@@ -48,10 +50,9 @@ class LMCLocalDiskBackend(QueuedBackend):
         Raises ValueError when there is no directory, RuntimeError when ``dst_device`` is none, and DiskError
         when the directory can't be used.
         """
-        super().__init__(dst_device, LocalBackendEndSignal(), _log, waits=True)
+        super().__init__(dst_device, _log, metadata.max_local_cache_size)
         if not config.local_device:
             raise ValueError("a disk backend needs a directory as local_device")
-        self._evictor = LRUEvictor(metadata.max_local_cache_size)
         self._chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
         self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
         # A directory only tells names: these are the keys of those that this process wrote or read, and the
@@ -61,15 +62,8 @@ class LMCLocalDiskBackend(QueuedBackend):
         self._max_known = _MIN_KNOWN
         self._outputs = OutputPool()
         self._capacity = self._bytes_on_disk()
-        self._tier = _open_tier(config.local_device, self._capacity)
+        self._directory, self._tier = _open_tier(config.local_device, self._capacity)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
-        self.dict = ChunksView(self, self._keys)
-
-    @property
-    def evictor(self) -> LRUEvictor:
-        """The limit, and the bytes of the volume that are taken at the moment of asking."""
-        self._evictor.current_cache_size = self._tier.num_bytes
-        return self._evictor
 
     def contains(self, key: CacheEngineKey) -> bool:
         """Is the chunk here, its file written?"""
@@ -77,12 +71,19 @@ class LMCLocalDiskBackend(QueuedBackend):
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return the chunk on ``dst_device``; None: a miss, or a put that is not finished."""
+        chunk = self._read(key)
+        if chunk is not None:
+            self._used([key])
+        return chunk
+
+    def _read(self, key: CacheEngineKey) -> torch.Tensor | None:
         name = self._names(key)
         room = self._outputs.empty([self._chunk_bytes + _TRAILER_BYTES], torch.uint8)
         into = room.numpy().data
         length = self._guard.call("A read", lambda: self._tier.load(name, 0, into), None)
         chunk = None if length is None else _chunk_in(room[:length])
         if chunk is None:
+            self._forget(key)
             return None
         self._remember(name, key)
         return chunk.to(self.dst_device)
@@ -104,10 +105,12 @@ class LMCLocalDiskBackend(QueuedBackend):
     def remove(self, key: CacheEngineKey) -> None:
         """Delete the chunk's file, and forget a queued one; no-op when it is not here."""
         self._puts.supersede(key)
-        self._guard.call("A removal", lambda: self._tier.remove(self._names(key), 0), False)
+        self._forget(key)
+        self._discard(key)
 
     def _release(self) -> None:
         self._guard.close()
+        self._outputs.clear()
         self._tier.close()
 
     # ---- what the engine calls ----
@@ -122,6 +125,20 @@ class LMCLocalDiskBackend(QueuedBackend):
         names = list(map(self._names, keys))
         self._num_calls += 1
         self._guard.call("A touch", lambda: self._tier.touch(names, 1), None)
+        self._used(keys)
+
+    @contextlib.contextmanager
+    def prefix(self, keys: Keys, request: Hashable = None) -> Iterator[list[torch.Tensor]]:
+        """See LMCBackendInterface."""
+        self._num_calls += 1
+        chunks: list[torch.Tensor] = []
+        for key in keys:
+            chunk = self._read(key)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+        self._used(keys[: len(chunks)])
+        yield chunks
 
     def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
         """See LMCBackendInterface. A blocking put copies straight into what is written."""
@@ -136,11 +153,11 @@ class LMCLocalDiskBackend(QueuedBackend):
     def _bytes_on_disk(self) -> int:
         """Return what the limit's number of full chunks takes: what files need beside them is not the user's
         concern."""
-        limit = int(self._evictor.MAX_CACHE_SIZE)
+        limit = int(self._limit.MAX_CACHE_SIZE)
         return limit + limit // self._chunk_bytes * _FILE_OVERHEAD_BYTES
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict for a limit that was lowered; the tier itself sees to the one that it has."""
+    def _lower(self, num_bytes: int) -> bool:
+        # The tier itself sees to the limit that it has.
         capacity = self._bytes_on_disk()
         if capacity >= self._capacity:
             return True
@@ -167,7 +184,7 @@ class LMCLocalDiskBackend(QueuedBackend):
             payload[-_TRAILER_BYTES:] = _trailer(source)
             self._tier.remove(name, 0)  # a store leaves what is there
             label = key.to_string().encode()[:MAX_LABEL_BYTES]
-            if not (self._make_room(source.num_bytes) and self._tier.store(name, 0, payload, label)):
+            if not self._admit(key, source, lambda: self._tier.store(name, 0, payload, label)):
                 raise ValueError("there is no room")
             self._remember(name, key)
 
@@ -175,14 +192,49 @@ class LMCLocalDiskBackend(QueuedBackend):
 
     def _remember(self, name: RowKey, key: CacheEngineKey) -> None:
         self._known[name] = key, self._num_calls
+        if self._chunks is not None:
+            with self._deciding:
+                self._chunks.setdefault(key, self._seen(name))
         if len(self._known) > self._max_known:
             here = set(self._tier.keys())
             self._known = {name: use for name, use in list(self._known.items()) if name in here}
             self._max_known = 2 * len(self._known) + _MIN_KNOWN
 
-    def _keys(self) -> list[CacheEngineKey]:
-        names = self._tier.keys()
+    # ---- eviction ----
+
+    def _num_bytes(self) -> int:
+        return self._tier.num_bytes
+
+    def _known_keys(self) -> list[CacheEngineKey]:
+        # Until the index is built, the tier names none.
+        names = self._tier.keys() if self._tier.indexed.is_set() else list(self._known)
         return [self._known[name][0] for name in names if name in self._known]
+
+    def _entries(self) -> Iterator[tuple[CacheEngineKey, DiskCacheMetadata]]:
+        return ((key, self._seen(self._names(key))) for key in self._known_keys())
+
+    def _entry(self, key: CacheEngineKey, source: ChunkSource) -> DiskCacheMetadata:
+        return self._seen(self._names(key), torch.Size(source.shape), source.dtype)
+
+    def _seen(
+        self, name: RowKey, shape: torch.Size | None = None, dtype: torch.dtype | None = None
+    ) -> DiskCacheMetadata:
+        path = os.path.join(self._directory, path_of(name_of(name, 0)))
+        return DiskCacheMetadata(path, self._chunk_bytes, shape, dtype)
+
+    def _end_own_eviction(self) -> None:
+        """Nothing to do: the tier is asked to store only what there is room for."""
+
+    def _has_room(self, num_bytes: int) -> bool:
+        def unknown() -> list[RowKey]:
+            known, names = set(map(self._names, self._chunks or ())), tier.keys()
+            return [name for name in names if name not in known]
+
+        tier, room = self._tier, self._capacity - num_bytes - _FILE_OVERHEAD_BYTES
+        return evict_down_to(room, lambda: tier.num_bytes, unknown, lambda name: tier.remove(name, 0))
+
+    def _discard(self, key: CacheEngineKey) -> None:
+        self._guard.call("A removal", lambda: self._tier.remove(self._names(key), 0), False)
 
 
 def save_disk(path: str, kv_chunk: torch.Tensor) -> None:
@@ -199,15 +251,16 @@ def save_disk(path: str, kv_chunk: torch.Tensor) -> None:
         raise
 
 
-def _open_tier(directory: str, capacity_bytes: int) -> DiskTier:
+def _open_tier(directory: str, capacity_bytes: int) -> tuple[str, DiskTier]:
     """A directory belongs to one engine: others that want it at the same time have one inside it each."""
     number, path = 1, directory
     while True:
         try:
-            return DiskTier(path, capacity_bytes)
+            return path, DiskTier(path, capacity_bytes)
         except DirectoryInUse:
             number += 1
             path = os.path.join(directory, f"engine-{number}")
+            _log.warning("%s belongs to another engine: this one has %s, a cache of its own", directory, path)
 
 
 def _trailer(source: ChunkSource) -> bytes:

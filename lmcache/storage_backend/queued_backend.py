@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -15,8 +13,6 @@ from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.put_queue import PutQueue
 from lmcache.utils import CacheEngineKey
-
-T = TypeVar("T")
 
 
 class LocalBackendEndSignal:
@@ -57,26 +53,14 @@ class QueuedBackend(LMCBackendInterface):
         self._puts.work()
 
     def close(self) -> None:
-        """Put what is queued, end the threads, then give everything back; only the first call does anything,
-        and no other method may be called after it."""
+        """Put what is queued, end the threads, then give everything back; only the first call does anything.
+
+        Calls that are under way are waited for. After it nothing is here: everything is a miss, and puts are
+        dropped and counted.
+        """
         if self._puts.close():
             self._release()
 
     @abc.abstractmethod
     def _release(self) -> None:
         """End what else runs, and give back memory, files and connections."""
-
-
-def evict_down_to(
-    room: float, taken: Callable[[], int], victims: Callable[[], Iterable[T]], remove: Callable[[T], object]
-) -> bool:
-    """Remove one victim after the other until at most ``room`` bytes are taken. False: that can't be; nothing
-    is removed when ``room`` is negative."""
-    if room < 0:
-        return False
-    if taken() > room:
-        for victim in victims():
-            remove(victim)
-            if taken() <= room:
-                break
-    return taken() <= room

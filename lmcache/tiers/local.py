@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from lmcache.tiers.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.base import Arena, ArenaError, RowKey
-from lmcache.tiers.policy import Policy
+from lmcache.tiers.policy import NoEviction, Policy
 from lmcache.tiers.rows import Rows, Vacated
 from lmcache.tiers.stats import MemoryStats
 
@@ -131,6 +131,11 @@ class LocalStore:
         with self._lock:
             self._rows.usable_slots = min(num_slots, self._num_slots)
             return self._rows.vacate(self._rows.usable_slots)
+
+    def end_eviction(self) -> None:
+        """From now on what is full refuses: somebody else decides what to remove."""
+        with self._lock:
+            self._rows.policy = NoEviction()
 
     def keys(self) -> list[RowKey]:
         """All keys, the next victim first; those that are being read, or that nothing evicts, come last."""

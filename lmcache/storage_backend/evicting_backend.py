@@ -1,0 +1,148 @@
+"""What the backends of bounded size have in common: somebody decides which chunks go."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from lmcache.storage_backend.chunk_names import ChunksView
+from lmcache.storage_backend.chunk_source import ChunkSource
+from lmcache.storage_backend.evictor import BaseEvictor, LRUEvictor, PutStatus
+from lmcache.storage_backend.evictor.base_evictor import CacheDict
+from lmcache.storage_backend.mem_pool import KVObj
+from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend
+from lmcache.utils import CacheEngineKey, DiskCacheMetadata
+
+T = TypeVar("T")
+
+
+class EvictingBackend(QueuedBackend):
+    """At first the storage core decides: the prompt used least recently goes, its tail before its head.
+
+    An evictor that is assigned to ``evictor`` decides alone from then on. It is asked
+    ``update_on_put(cache_dict, num_bytes)`` before every put, and told ``update_on_get(key, cache_dict)`` of
+    every chunk that is used, of a prompt's the last one first; under one lock. The dictionary holds a KVObj
+    or DiskCacheMetadata for each chunk; ``num_bytes`` and their sizes are those of a full chunk at least, so
+    that as many as the limit has room for always fit. Keys that it returns are removed. What it allows and
+    there is no room for (a reader may still hold what was removed), and what it does not allow, is dropped
+    and counted; an evictor's error is counted.
+    """
+
+    def __init__(self, dst_device: str, logger: logging.Logger, max_gb: float) -> None:
+        """Raises RuntimeError when ``dst_device`` is none."""
+        super().__init__(dst_device, LocalBackendEndSignal(), logger, waits=True)
+        self._limit = LRUEvictor(max_gb)  # says how much may be taken as long as the core decides
+        self._evictor: BaseEvictor = self._limit
+        self._deciding = threading.RLock()  # protects _evictor and _chunks
+        self._chunks: CacheDict | None = None
+        self.dict = ChunksView(self, self._keys)
+
+    @property
+    def evictor(self) -> BaseEvictor:
+        """Who decides. As long as that is the core: its limit, and the bytes that are taken at the moment."""
+        if self._chunks is None:
+            self._limit.current_cache_size = self._num_bytes()
+        return self._evictor
+
+    @evictor.setter
+    def evictor(self, evictor: BaseEvictor) -> None:
+        with self._deciding:
+            if self._chunks is None:
+                self._chunks = OrderedDict(self._entries())
+                self._end_own_eviction()
+            self._evictor = evictor
+
+    def _admit(self, key: CacheEngineKey, source: ChunkSource, put: Callable[[], bool]) -> bool:
+        """Make room and put. False: dropped."""
+        if self._chunks is None:
+            return self._lower(source.num_bytes) and put()
+        with self._deciding:
+            entry = self._entry(key, source)
+            if self._chunks.pop(key, None) is not None:
+                self._discard(key)
+            try:
+                victims, status = self._evictor.update_on_put(self._chunks, entry.size)
+            except Exception as error:
+                self._faults.note("The evictor failed", error)
+                return False
+            for victim in victims:
+                self._chunks.pop(victim, None)  # it may have done so itself
+                if isinstance(victim, CacheEngineKey):
+                    self._discard(victim)
+            is_put = status == PutStatus.LEGAL and self._has_room(source.num_bytes) and put()
+            if is_put:
+                self._chunks[key] = entry
+            return is_put
+
+    def _used(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Chunks of one prompt were read: its head is to go last."""
+        if self._chunks is None:
+            return
+        with self._deciding:
+            for key in reversed(keys):
+                if key in self._chunks:
+                    try:
+                        self._evictor.update_on_get(key, self._chunks)
+                    except Exception as error:
+                        self._faults.note("The evictor failed", error)
+
+    def _forget(self, key: CacheEngineKey) -> None:
+        """The chunk is gone."""
+        if self._chunks is not None:
+            with self._deciding:
+                self._chunks.pop(key, None)
+
+    def _keys(self) -> list[CacheEngineKey]:
+        with self._deciding:
+            return self._known_keys() if self._chunks is None else list(self._chunks)
+
+    @abc.abstractmethod
+    def _known_keys(self) -> list[CacheEngineKey]:
+        """Return the chunks' keys, the core's next victim first."""
+
+    @abc.abstractmethod
+    def _num_bytes(self) -> int:
+        """Return the bytes that are taken."""
+
+    @abc.abstractmethod
+    def _lower(self, num_bytes: int) -> bool:
+        """While the core decides: evict for a limit that was lowered. False: so much does not fit."""
+
+    @abc.abstractmethod
+    def _entries(self) -> Iterable[tuple[CacheEngineKey, KVObj | DiskCacheMetadata]]:
+        """Return what is here, the core's next victim first."""
+
+    @abc.abstractmethod
+    def _entry(self, key: CacheEngineKey, source: ChunkSource) -> KVObj | DiskCacheMetadata:
+        """Return what an evictor sees of a chunk."""
+
+    @abc.abstractmethod
+    def _end_own_eviction(self) -> None:
+        """The core does not decide any more."""
+
+    @abc.abstractmethod
+    def _has_room(self, num_bytes: int) -> bool:
+        """Is there room for a chunk that the evictor allowed?"""
+
+    @abc.abstractmethod
+    def _discard(self, key: CacheEngineKey) -> None:
+        """Remove the chunk's bytes."""
+
+
+def evict_down_to(
+    room: float, taken: Callable[[], int], victims: Callable[[], Iterable[T]], remove: Callable[[T], object]
+) -> bool:
+    """Remove one victim after the other until at most ``room`` bytes are taken. False: that can't be; nothing
+    is removed when ``room`` is negative."""
+    if room < 0:
+        return False
+    if taken() > room:
+        for victim in victims():
+            remove(victim)
+            if taken() <= room:
+                break
+    return taken() <= room
