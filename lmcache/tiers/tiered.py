@@ -78,15 +78,12 @@ class TieredStore:
         for _ in self.memory.adopt():
             await asyncio.sleep(0)
 
-    def register(self, namespace: bytes, *, label: bytes = b"", private: bool = False) -> None:
-        """Say what a namespace is. Rows of private or unknown namespaces never leave the memory tier.
+    def register(self, namespace: bytes, *, label: bytes = b"") -> None:
+        """Share a namespace, for good: rows of all others never leave the memory tier.
 
         ``label`` (at most 512 bytes) goes with every stored object, for people who look at them.
         """
-        if private:
-            self._labels.pop(namespace, None)
-        else:
-            self._labels[namespace] = label
+        self._labels[namespace] = label
 
     # ---- load ----
 

@@ -118,7 +118,8 @@ class Sessions:
         self.deaths.forget(peer.uuid)
         self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # differs from all earlier sidecars'
         client = self.clients[peer.uuid] = Client(peer, probe, self._last_epoch)
-        store.register(peer.hello.namespace, label=hello.model.encode(), private=bool(hello.private_reason))
+        if not hello.private_reason:
+            store.register(hello.namespace, label=hello.model.encode())
         logger.info("Client %s attached, epoch %d: %s", peer.uuid.hex(), client.epoch, _describe(peer))
         return client
 

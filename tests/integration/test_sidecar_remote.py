@@ -8,7 +8,7 @@ import pytest
 
 from lmcache.rpc.client import SidecarClient
 from tests.harness.engine import assert_stored, load, store
-from tests.harness.wire import attached, make_hello, make_keys, usable
+from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
 from tools.processes import RedisServer, SidecarProcess, wait_until
 
 
@@ -100,3 +100,18 @@ def test_a_remote_tier_that_was_down_at_the_start_is_used_when_it_comes():
             store(session, 1)
             sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] == 1)
             client.close()
+
+
+@pytest.mark.redis
+def test_a_private_engine_does_not_make_another_one_s_namespace_private():
+    with RedisServer() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
+        client = SidecarClient(sidecar.socket_path, make_hello())
+        client.start()
+        session = attached(client)
+        usable(sidecar)
+        with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16, private_reason="seeded")) as other:
+            other.attach()
+            store(session, 1)
+            with redis_server.client as redis:
+                wait_until(lambda: redis.dbsize() == 1)
+        client.close()

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from lmcache.tiers.base import Geometry, Removal
 from lmcache.tiers.private import PrivateArena
 from lmcache.tiers.tiered import Lookup, TieredStore
 from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, SIZE, World, chain, content, run, until
 
 
-@pytest.mark.parametrize("private", [True, None])
-def test_private_and_unknown_namespaces_stay_in_memory(private):
+def test_namespaces_that_nobody_shares_stay_in_memory():
     async def main() -> None:
         async with World() as world:
-            if private:
-                world.store.register(NAMESPACE, private=True)
-            else:
-                world.store._labels.clear()
+            world.store._labels.clear()
             world.remote.fill(chain(1, start=9))
             world.put(chain(2))
             assert await world.store.drain(20)

@@ -12,7 +12,7 @@ import pytest
 
 from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.stats import Unwritten
-from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, FakeTier, World, chain, content, run, until
+from tests.harness.tiered_world import LEASE, OWNER, FakeTier, World, chain, content, run, until
 
 CAPACITY_BYTES = 1 << 20
 
@@ -210,7 +210,7 @@ async def test_a_blocking_write_says_what_stands_against_it(world):
     world.remote.is_full = True
     assert await world.put_through(chain(1, start=1)) == {Unwritten.REFUSED}
     world.remote.is_full = False
-    world.store.register(NAMESPACE, private=True)
+    world.store._labels.clear()
     assert await world.put_through(chain(1, start=2)) == {Unwritten.PRIVATE}
 
 
