@@ -57,6 +57,26 @@ def test_install_use_uninstall_keeps_what_users_made(fresh):
     # A second installation takes the definition that the first one left, and the object is still served.
     fresh.helm("install", "cache", CHART, "--namespace", "system")
     assert fresh.api.get(CLUSTERS, NAME, "default")["metadata"]["name"] == NAME
+    # One of another name, elsewhere, has to say that it takes it over.
+    fresh.helm("uninstall", "cache", "--namespace", "system", "--wait")
+    elsewhere = ["install", "other", CHART, "--namespace", "elsewhere", "--create-namespace"]
+    assert "invalid ownership metadata" in helm_error(fresh, *elsewhere)
+    fresh.helm(*elsewhere, "--take-ownership")
+    assert fresh.api.get(CLUSTERS, NAME, "default")["metadata"]["name"] == NAME
+
+
+def test_a_namespace_that_is_not_there_stops_the_installation_before_it_begins(plane):
+    with new_namespace(plane, "present") as namespace:
+        flags = ["--namespace", namespace, "--set", "crds.enabled=false"]
+        missing = ["--set", f"watchNamespaces={{{namespace},absent}}"]
+        message = helm_error(plane, "install", "some", CHART, *flags, *missing)
+        assert 'there is no namespace "absent": create it first' in message
+        assert plane.helm("list", "--namespace", namespace, "--all", "--short") == ""
+        plane.helm("install", "some", CHART, *flags)
+        assert "absent" in helm_error(plane, "upgrade", "some", CHART, *flags, *missing)
+        roles = plane.api.objects("rbac.authorization.k8s.io/v1/roles", namespace)
+        assert roles == []
+        plane.helm("uninstall", "some", "--namespace", namespace)
 
 
 def test_definition_goes_with_the_release_if_it_is_not_kept(plane):
@@ -164,6 +184,7 @@ def test_with_a_list_of_namespaces_only_these_are_served(plane, tmp_path):
         ("image.digest=abc", "digest"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("metrics.service.port=0", "port"),
+        ("metrics.service.port=8080", "port"),
         ("watchNamespaces={Bad_Name}", "watchNamespaces"),
         ("crds.enabled=perhaps", "enabled"),
         ("extraArgs={positional}", "extraArgs"),

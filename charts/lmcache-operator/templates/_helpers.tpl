@@ -33,6 +33,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- with .Values.image.digest }}{{ $.Values.image.repository }}@{{ . }}{{ else }}{{ .Values.image.repository }}:{{ $tag }}{{ end }}
 {{- end }}
 
+{{/* Stops before anything is made; without a cluster, as in `helm template`, there is nothing to look up. */}}
+{{- define "lmcache-operator.checkNamespaces" -}}
+{{- if lookup "v1" "Namespace" "" "kube-system" }}
+{{- range .Values.watchNamespaces }}
+{{- if not (lookup "v1" "Namespace" "" .) }}
+{{- fail (printf "watchNamespaces: there is no namespace %q: create it first (kubectl create namespace %s)" . .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* What the operator may do to namespaced objects: in one namespace by a Role, in all by a ClusterRole. */}}
 {{- define "lmcache-operator.rules" -}}
 - apiGroups: [lmcache.io]
