@@ -1,0 +1,100 @@
+"""The engine: its command line, and how its pod ends."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from lmcache_operator.api.parse import InvalidSpec, parse
+from lmcache_operator.specs.children import children
+from lmcache_operator.specs.names import STOCK_IMAGES
+from lmcache_operator.specs.vllm import engine_args
+
+from tests.harness.operator_model import cluster
+
+
+def test_the_engine_loads_our_connector() -> None:
+    rendered = engine_args(parse(cluster(sidecar={"chunkTokens": 512})), 60)
+    (argument,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config=")]
+    config = json.loads(argument.partition("=")[2])
+    assert config["kv_connector"] == "LMCacheClusterConnector"
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_connector_extra_config"] == {
+        "lmcache.socket": "/run/lmcache/kvcache.sock",
+        "lmcache.chunk_tokens": 512,
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--kv-transfer-config={}"], "--kv-transfer-config can't be set: it loads LMCache"),
+        (["--kv_transfer_config", "{}"], "--kv-transfer-config can't be set"),
+        (["--kv-transfer-config.kv_connector=X"], "--kv-transfer-config can't be set"),
+        (["--port=1"], "--port can't be set"),
+        (["--prefix_caching_hash_algo", "xxhash"], "--prefix-caching-hash-algo can't be set"),
+        (["--no-enable-prefix-caching"], "can't be set"),
+        # The engine takes the beginning of an option for the whole.
+        (["--por=1"], "--port can't be set"),
+        (["--tensor-parallel=2"], "--tensor-parallel-size can't be set"),
+        (["--kv-transfer-conf={}"], "--kv-transfer-config can't be set"),
+        (["--kv-transfer-conf.kv_connector=X"], "--kv-transfer-config can't be set"),
+        (["--nn=2"], "an engine is one pod"),
+        (["-n", "2"], "an engine is one pod"),
+        (["--prefill-context-parallel-size=2"], "an engine is one pod"),
+        (["--data_parallel_rank=1"], "an engine is one pod"),
+        (["-dpl=2"], "an engine is one pod"),
+        (["--uds=/tmp/engine.sock"], "expect the engine's HTTP server on a port"),
+        (["--grpc"], "expect the engine's HTTP server on a port"),
+        (["--kv-offloading-size=8"], "would replace LMCache"),
+        (["other/model"], "'other/model' belongs to no option"),
+        (["--dtype=half", "other/model"], "'other/model' belongs to no option"),
+        (["--", "other/model"], "taken for a second model"),
+        (["--block-size=48"], "chunkTokens (256) must be a multiple of the block size"),
+        (["--block_size", "48"], "chunkTokens (256) must be a multiple of the block size"),
+        (["--block-siz=0"], "chunkTokens (256) must be a multiple of the block size"),
+    ],
+)
+def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        engine_args(parse(cluster(engine={"args": args})), 60)
+    assert caught.value.path.startswith("spec.engine.args[")
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--block-size=32"], ["--block-size", "128"], ["--lora-modules", "a=b", "c=d"], ["--seed", "-1"],
+        ["--served-model-name", "llm", "llama"], ["--enforce-eager"], ["--grpc-port=1"],
+    ],
+)  # fmt: skip
+def test_other_arguments_are_passed_on(args: list[str]) -> None:
+    assert engine_args(parse(cluster(engine={"args": args})), 60)[-len(args) :] == args
+
+
+def ending_of(args: list[str], spec: dict[str, Any]) -> tuple[list[str], Any, Any]:
+    """The engine's timeouts, what it does before it stops, and the pod's grace period."""
+    resource = cluster(engine={"args": args, "podTemplate": {"spec": spec}})
+    rendered = children(parse(resource), STOCK_IMAGES)[-1]["spec"]["template"]["spec"]
+    engine = rendered["containers"][0]
+    timeouts = [arg for arg in engine["args"] if arg.startswith("--shutdown-timeout")]
+    pre_stop = engine.get("lifecycle", {}).get("preStop")
+    return timeouts, pre_stop, rendered["terminationGracePeriodSeconds"]
+
+
+def test_a_pod_that_goes_finishes_its_requests_and_then_writes_out_what_is_queued() -> None:
+    sleep = {"sleep": {"seconds": 5}}
+    own = {"exec": {"command": ["leave"]}}
+    containers = [{"name": "engine", "lifecycle": {"preStop": own}}]
+    assert ending_of([], {}) == (["--shutdown-timeout=60"], sleep, 120)
+    assert ending_of(["--shutdown-timeout=300"], {}) == (["--shutdown-timeout=300"], sleep, 360)
+    assert ending_of(["--shutdown-timeout", "9"], {}) == (["--shutdown-timeout"], sleep, 69)
+    assert ending_of([], {"terminationGracePeriodSeconds": 300}) == (["--shutdown-timeout=240"], sleep, 300)
+    assert ending_of([], {"terminationGracePeriodSeconds": 30}) == (["--shutdown-timeout=0"], sleep, 30)
+    # The API server refuses a sleep that is not shorter than the grace period, and a second handler.
+    assert ending_of([], {"terminationGracePeriodSeconds": 5}) == (["--shutdown-timeout=0"], None, 5)
+    assert ending_of([], {"containers": containers}) == (["--shutdown-timeout=60"], own, 120)
+    both = {"containers": containers, "terminationGracePeriodSeconds": 90}
+    assert ending_of(["--shutdown-timeout=70"], both) == (["--shutdown-timeout=70"], own, 90)
