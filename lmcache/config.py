@@ -20,6 +20,7 @@ Reader: TypeAlias = Callable[[object], object]
 
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 _REMOTE_URL = re.compile(r".+://.+:\d+")
+_MEMORY = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass
@@ -27,7 +28,7 @@ class LMCacheEngineConfig:
     """What a user chooses. Constructing it checks nothing; the ``from_…`` methods do."""
 
     chunk_size: int  # tokens
-    local_device: str | None  # "cpu", "cuda", or the path of a directory; None: no local storage
+    local_device: str | None  # see parse_local_device; None: no local storage
     max_local_cache_size: float  # GiB
     remote_url: str | None  # type://host:port; None: no remote storage
     remote_serde: str | None  # "torch", "safetensor", "cachegen" or "fast"
@@ -54,8 +55,11 @@ class LMCacheEngineConfig:
         blend_separator: str = "[BLEND_SEP]",
         blend_add_special_in_precomp: bool = False,
     ) -> LMCacheEngineConfig:
-        """Take the defaults but for what is given."""
-        return LMCacheEngineConfig(**locals())
+        """Take the defaults but for what is given. Raises ValueError for a ``local_device`` that is none."""
+        config = LMCacheEngineConfig(**locals())
+        if local_device is not None:
+            config.local_device = parse_local_device(local_device)
+        return config
 
     @staticmethod
     def from_legacy(
@@ -72,7 +76,7 @@ class LMCacheEngineConfig:
         ``persist_path`` is ignored. Raises ValueError for any other backend.
         """
         is_remote = not backend.startswith("file://") and _REMOTE_URL.match(backend) is not None
-        device, url = (None, backend) if is_remote else (_local_device(backend), None)
+        device, url = (None, backend) if is_remote else (parse_local_device(backend), None)
         where = (chunk_size, device, max_local_cache_size, url)
         return LMCacheEngineConfig.from_defaults(*where, remote_serde, pipelined_backend, save_decode_cache)
 
@@ -104,13 +108,11 @@ class LMCacheEngineConfig:
         """Read LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_DEVICE and so on; an empty variable counts as unset.
 
         What is not set is as in ``from_defaults(local_device="cpu", remote_url=None, remote_serde=None)``.
-        ``local_device`` may be an absolute path here. Raises ValueError, naming the variable.
+        Raises ValueError, naming the variable.
         """
         base = LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
         given: dict[str, object] = {name: os.environ.get(_variable(name)) for name in _READERS}
         given = {name: value for name, value in given.items() if value}
-        if str(given.get("local_device", "")).startswith("/"):
-            given["local_device"] = f"file://{given['local_device']}"
         return _replace(base, given, _variable)
 
 
@@ -194,12 +196,27 @@ def _number(kind: type[int] | type[float], low: float, high: float = float("inf"
     return read
 
 
-def _local_device(value: object) -> str:
+def parse_local_device(value: object) -> str:
+    """Read "cpu", "cuda", "cuda:1", or a directory: file://directory or a path with a slash in it.
+
+    Returns the name of the memory, or a path with a slash. Raises ValueError for anything else: a word that
+    is mistaken for a device must not become a directory of that name.
+    """
     device = _text(value)
-    path = device.removeprefix("file://")
-    if device not in ("cpu", "cuda") and (path == device or not path):
-        raise ValueError(f"Invalid local storage device: {device!r} (write cpu, cuda or file:///directory)")
-    return path
+    path = os.path.expanduser(device.removeprefix("file://"))
+    if is_memory(device):
+        return device
+    if not path or "://" in path or "\0" in path or (path == device and "/" not in path):
+        raise ValueError(
+            f"Invalid local storage device: {device!r} (write cpu, cuda, cuda:0, or a directory as "
+            "file:///data/kv, /data/kv or ./kv)"
+        )
+    return path if "/" in path else f"./{path}"
+
+
+def is_memory(local_device: str) -> bool:
+    """Does it name memory of the host or of a GPU, and not a directory?"""
+    return _MEMORY.fullmatch(local_device) is not None
 
 
 def _remote_url(value: object) -> str:
@@ -211,7 +228,7 @@ def _remote_url(value: object) -> str:
 
 _READERS: dict[str, Reader] = {
     "chunk_size": _number(int, 1),
-    "local_device": _local_device,
+    "local_device": parse_local_device,
     "max_local_cache_size": _number(float, 0, 1 << 40),
     "remote_url": _remote_url,
     "remote_serde": _text,

@@ -55,8 +55,8 @@ class CacheBlendImpl(BlendExecutor):
     def blend(
         self,
         layer_id: int,
-        retrieved_k: torch.Tensor,
-        retrieved_v: torch.Tensor,
+        retrieved_k: torch.Tensor | None,
+        retrieved_v: torch.Tensor | None,
         valid_mask: torch.Tensor,
         original_positions: torch.Tensor,
         fresh_q: torch.Tensor,
@@ -68,10 +68,16 @@ class CacheBlendImpl(BlendExecutor):
     ) -> BlendOutput:
         """Blend one layer, as the interface says; the tensors given are not changed.
 
+        With nothing retrieved (K and V None) no token is valid: all are computed.
+
         Raises AssertionError when ``valid_mask`` is not on the CPU, when ``query_start_loc`` does not cover
         the retrieved tokens, and when a layer above 1 does not bring the tokens that layer 1 selected.
         """
         assert valid_mask.is_cpu, "valid_mask should be on CPU"
+        if retrieved_k is None or retrieved_v is None:
+            retrieved_k = retrieved_v = _undefined(fresh_v, len(valid_mask), token_dim)
+            valid_mask = torch.zeros_like(valid_mask)
+            assert layer_id < 2 or len(self.indexes_in_kv) == len(valid_mask), "K and V are missing"
         assert query_start_loc[-1] == retrieved_v.shape[token_dim], (
             "query_start_loc does not match the tokens"
         )
@@ -135,6 +141,13 @@ def select_tokens(
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device) - starts[request]
     return ~valid | (rank < quota[request])
+
+
+def _undefined(like: torch.Tensor, num_tokens: int, token_dim: int) -> torch.Tensor:
+    """Return the K or V of tokens of which nothing was retrieved."""
+    shape = list(like.shape)
+    shape[token_dim] = num_tokens
+    return like.new_empty(shape)
 
 
 @cache

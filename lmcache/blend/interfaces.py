@@ -21,7 +21,8 @@ class BlendOutput:
     positions: torch.Tensor
     """Positions of the selected tokens in their inputs."""
     local_indices: torch.Tensor
-    """Where in the fresh Q the selected tokens were."""
+    """Where in the fresh Q the selected tokens were: above the layer that selects, where the fresh Q holds
+    only these, 0 to its length."""
     query_start_loc: torch.Tensor | None
     """Where each request starts in ``q``, and its length at the end. None unless tokens were selected now."""
 
@@ -68,8 +69,8 @@ class BlendExecutor(abc.ABC):
     def blend(
         self,
         layer_id: int,
-        retrieved_k: torch.Tensor,
-        retrieved_v: torch.Tensor,
+        retrieved_k: torch.Tensor | None,
+        retrieved_v: torch.Tensor | None,
         valid_mask: torch.Tensor,
         original_positions: torch.Tensor,
         fresh_q: torch.Tensor,

@@ -13,8 +13,9 @@ def CreateStorageBackend(
 ) -> LMCBackendInterface:
     """Build what ``config`` speaks of; chunks come back on ``dst_device`` (the CPU when there is no CUDA).
 
-    ``local_device`` "cpu" or "cuda": memory; any other: a directory; with a ``remote_url`` as well: both
-    together. Raises ValueError("Invalid configuration…") when there is neither.
+    ``local_device`` (``config.parse_local_device``): memory or a directory; with a ``remote_url`` as well:
+    both together. Raises ValueError("Invalid configuration…") when there is neither, and for a
+    ``local_device`` that is none.
     """
     # Imported when asked for: who needs no remote storage needs none of its packages.
     pool = LMCacheMemPoolMetadata(metadata.kv_shape, metadata.kv_dtype, config.max_local_cache_size)

@@ -14,8 +14,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     On the host it is a plain memcpy by this thread: torch would start a team of threads for every piece,
     which costs more than it saves, and stalls as soon as one of its cores is taken.
     """
-    if target.device.type == source.device.type == "cpu" and target.dtype == source.dtype:
-        width = _SAME_SIZE[target.dtype.itemsize]
+    width = _SAME_SIZE.get(target.dtype.itemsize)  # None: complex128
+    if width and target.device.type == source.device.type == "cpu" and target.dtype == source.dtype:
         np.copyto(target.view(width).numpy(), source.detach().view(width).numpy())
     else:
         target.copy_(source)

@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
+from lmcache.config import (
+    LMCacheEngineConfig,
+    LMCacheEngineMetadata,
+    LMCacheMemPoolMetadata,
+    is_memory,
+    parse_local_device,
+)
 from lmcache.logging import init_logger
 from lmcache.storage_backend import copies
 from lmcache.storage_backend.chunk_names import RowNames
@@ -207,9 +213,10 @@ def create_local_backend(
 
     A directory belongs to one process: of several workers each has one inside it.
     """
-    if config.local_device in ("cpu", "cuda"):
+    device = parse_local_device(config.local_device)
+    if is_memory(device):
         return LMCLocalBackend(config, pool, dst_device)
     if metadata.world_size > 1:
-        directory = os.path.join(str(config.local_device), f"worker-{metadata.worker_id}")
+        directory = os.path.join(device, f"worker-{metadata.worker_id}")
         config = dataclasses.replace(config, local_device=directory)
     return LMCLocalDiskBackend(config, pool, dst_device)

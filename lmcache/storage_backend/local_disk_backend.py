@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator
 import torch
 from safetensors.torch import save_file
 
-from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata
+from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata, is_memory, parse_local_device
 from lmcache.logging import init_logger
 from lmcache.storage_backend.chunk_names import RowNames
 from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
@@ -51,7 +51,8 @@ class LMCLocalDiskBackend(EvictingBackend):
         when the directory can't be used.
         """
         super().__init__(dst_device, _log, metadata.max_local_cache_size)
-        if not config.local_device:
+        directory = parse_local_device(config.local_device or "cpu")
+        if is_memory(directory):
             raise ValueError("a disk backend needs a directory as local_device")
         self._chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
         self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
@@ -62,7 +63,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         self._max_known = _MIN_KNOWN
         self._outputs = OutputPool()
         self._capacity = self._bytes_on_disk()
-        self._directory, self._tier = _open_tier(config.local_device, self._capacity)
+        self._directory, self._tier = _open_tier(directory, self._capacity)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
 
     def contains(self, key: CacheEngineKey) -> bool:

@@ -8,6 +8,7 @@ import threading
 import torch
 
 from lmcache.config import LMCacheMemPoolMetadata
+from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.mem_pool.base_pool import BasePool, KVObj
 from lmcache.storage_backend.mem_pool.torch_arena import TorchArena
 from lmcache.tiers.allocator import SLOTS_PER_FRAME, FrameAllocator
@@ -25,7 +26,7 @@ class LocalPool(BasePool):
         self._dtype = metadata.kv_dtype
         self.size_per_chunk = math.prod(metadata.kv_shape) * self._dtype.itemsize
         capacity_bytes = int(metadata.max_local_cache_size * 1024**3)
-        self._arena = TorchArena.for_chunks(self.size_per_chunk, capacity_bytes, self.device)
+        self._arena = TorchArena.for_chunks(self.size_per_chunk, capacity_bytes, usable_device(self.device))
         block = 1 << (self._num_slots(self.size_per_chunk) - 1).bit_length()  # they begin at powers of two
         self.max_chunk_num = self._arena.num_rows // block
         self._lock = threading.Lock()  # protects what follows
@@ -79,6 +80,6 @@ class LocalCPUBufferPool(LocalCPUPool):
 
 
 class LocalGPUPool(LocalPool):
-    """Memory of the current CUDA device."""
+    """Memory of the current CUDA device, or of the host where there is none."""
 
     device = "cuda"

@@ -5,7 +5,7 @@ from itertools import pairwise, permutations
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
 from lmcache.blend.executor import CacheBlendImpl, select_tokens
 from lmcache.blend.interfaces import BlendOutput
@@ -56,6 +56,39 @@ class Batch:
         return impl.blend(layer, rk, rv, self.valid, self.original, q, k, v, positions, self.starts, 0)
 
 
+def test_with_nothing_retrieved_everything_is_computed():
+    batch = Batch([3, 5], [False] * 8)
+    impl = executor(0.15)
+    for layer in range(4):
+        q, k, v = (batch.random(8) for _ in range(3))
+        output = batch.blend(impl, layer, None, None, q, k, v, batch.positions)
+        assert torch.equal(output.q, q)
+        assert torch.equal(output.k, k)
+        assert torch.equal(output.v, v)
+        assert torch.equal(output.positions, batch.positions)
+        assert output.local_indices.tolist() == list(range(8))
+        assert (output.query_start_loc is None) == (layer != 1)
+    assert impl.indexes_in_kv.tolist() == list(range(8))
+
+
+def test_what_was_retrieved_may_not_vanish_between_two_layers():
+    batch = Batch([8], [True] * 8)
+    impl = executor(0.5)
+    batch.blend(impl, 1, *(batch.random(8) for _ in range(5)), batch.positions)
+    with pytest.raises(AssertionError, match="K and V are missing"):
+        batch.blend(impl, 2, None, None, *(batch.random(4) for _ in range(3)), batch.positions[:4])
+
+
+def test_above_the_layer_that_selects_the_indices_are_those_of_the_short_q():
+    batch = Batch([8], [True] * 8)
+    impl = executor(0.25)
+    selected = batch.blend(impl, 1, *(batch.random(8) for _ in range(5)), batch.positions)
+    assert selected.local_indices.tolist() == impl.indexes_in_kv.tolist()
+    short = [batch.random(2) for _ in range(3)]
+    above = batch.blend(impl, 2, batch.random(8), batch.random(8), *short, selected.positions)
+    assert above.local_indices.tolist() == [0, 1]
+
+
 def choose_slowly(batch: Batch, ratio: float, rv: torch.Tensor, fv: torch.Tensor) -> list[int]:
     """The obvious selection, a request and a token at a time."""
     chosen = []
@@ -79,6 +112,7 @@ RATIOS = st.sampled_from([0, 0.05, 0.15, 0.29, 0.5, 0.99, 1.0]) | st.floats(0, 1
 
 
 @given(batches(), RATIOS)
+@settings(deadline=None)
 def test_three_layers_against_the_obvious_way(batch, ratio):
     impl = executor(ratio)
     q, k, v, rk, rv = (

@@ -8,7 +8,14 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
+from lmcache.config import (
+    GlobalConfig,
+    LMCacheEngineConfig,
+    LMCacheEngineMetadata,
+    LMCacheMemPoolMetadata,
+    parse_local_device,
+)
+from lmcache.storage_backend import CreateStorageBackend
 
 FIELDS = list(LMCacheEngineConfig.__dataclass_fields__)
 
@@ -173,7 +180,7 @@ def test_the_environment_sets_every_field(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("CHUNK_SIZE", "x"), ("ENABLE_BLENDING", "perhaps"), ("REMOTE_URL", "h"), ("LOCAL_DEVICE", "cuda:0")],
+    [("CHUNK_SIZE", "x"), ("ENABLE_BLENDING", "perhaps"), ("REMOTE_URL", "h"), ("LOCAL_DEVICE", "gpu")],
 )
 def test_a_bad_variable_is_refused_by_name(monkeypatch, name, text):
     monkeypatch.setenv(f"LMCACHE_{name}", text)
@@ -200,6 +207,52 @@ def test_a_legacy_backend_is_a_device_or_a_url(backend, device, url):
 def test_defect_19_a_directory_needs_no_slash_at_its_end(from_text):
     assert LMCacheEngineConfig.from_legacy(backend="file:///tmp").local_device == "/tmp"
     assert from_text("local_device: file:///tmp").local_device == "/tmp"
+
+
+PLACES = {
+    "cpu": "cpu",
+    "cuda": "cuda",
+    "cuda:0": "cuda:0",
+    "cuda:11": "cuda:11",
+    "/data/kv": "/data/kv",
+    "./kv": "./kv",
+    "kv/": "kv/",
+    "file:///data/kv": "/data/kv",
+    "file://kv": "./kv",
+    "file://data/kv/": "data/kv/",
+    "cuda/": "cuda/",
+}
+NO_PLACES = ["gpu", "CPU", "Cuda:0", "cuda:", "cuda:x", "cuda:-1", "kv", "", "file://", "http://h/x", "a\0/b"]
+
+
+@pytest.mark.parametrize(("text", "place"), PLACES.items())
+def test_a_local_device_is_read_alike_wherever_it_stands(text, place, from_text, monkeypatch):
+    monkeypatch.setenv("LMCACHE_LOCAL_DEVICE", text)
+    assert LMCacheEngineConfig.from_defaults(local_device=text).local_device == place
+    assert LMCacheEngineConfig.from_legacy(backend=text).local_device == place
+    assert from_text(f"local_device: {text}").local_device == place
+    assert LMCacheEngineConfig.from_env().local_device == place
+    assert parse_local_device(place) == place
+
+
+@pytest.mark.parametrize("text", NO_PLACES)
+def test_a_local_device_that_is_none_is_refused_and_makes_no_directory(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"Invalid local storage device: .*\(write cpu, cuda, cuda:0, or a dir"
+    ):
+        LMCacheEngineConfig.from_defaults(local_device=text)
+    config = LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
+    config.local_device = text
+    metadata = LMCacheEngineMetadata("m", 1, 0, "vllm", torch.half, (1, 2, 16, 1, 8))
+    with pytest.raises(ValueError, match="Invalid local storage device"):
+        CreateStorageBackend(config, metadata)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_home_directory_is_meant_as_everywhere(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse_local_device("~/kv") == "/home/me/kv"
 
 
 @pytest.mark.parametrize("backend", ["", "gpu", "file://", "localhost:6379", "redis://localhost"])

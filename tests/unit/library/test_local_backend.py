@@ -49,6 +49,13 @@ def test_what_was_put_comes_back(backend):
     assert not backend.contains(make_key("b"))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float64, torch.bool])
+def test_a_chunk_may_have_any_dtype(backend, dtype):
+    chunk = make_chunk(2).to(dtype)
+    backend.put(make_key("a"), chunk)
+    assert torch.equal(backend.get(make_key("a")), chunk)
+
+
 def test_keys_differ_in_every_field(backend):
     backend.put(make_key("a"), make_chunk())
     for change in (
