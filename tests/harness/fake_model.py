@@ -1,0 +1,73 @@
+"""A language model without weights: KV bytes and answers follow from the tokens so far, and can be checked.
+
+The KV of a token is a digest of all tokens up to it, of the weights' version and of the layer. So any byte
+that attention would read can be compared with what it must be, and a wrong block, a block that was never
+loaded and one that was overwritten all show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+CELL = 8
+"""Bytes of KV per token and layer."""
+
+VOCABULARY = 250
+
+Cells = npt.NDArray[np.uint8]
+
+
+class TokenChain:
+    """One request's tokens as the runner knows them, with a digest per token."""
+
+    def __init__(self, tokens: Sequence[int], weights: bytes) -> None:
+        self.tokens = list(tokens)
+        self.num_computed = 0
+        self.weights = weights
+        self._digests: list[bytes] = []
+
+    def cells(self, drafts: Sequence[int] = ()) -> Cells:
+        """``[tokens and drafts, CELL]``: the KV of layer 0."""
+        digests = self._digests
+        _extend(digests, self.tokens, self.weights)
+        if drafts:
+            digests = list(digests)
+            _extend(digests, [*self.tokens, *drafts], self.weights)
+        return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, CELL)
+
+    def continuation(self, drafts: Sequence[int] = ()) -> list[int]:
+        """What the model samples: after the last token, then after each draft as long as it was right."""
+        cells = self.cells(drafts)
+        sampled = [_sample(cells[len(self.tokens) - 1])]
+        for number, draft in enumerate(drafts):
+            if draft != sampled[-1]:
+                break
+            sampled.append(_sample(cells[len(self.tokens) + number]))
+        return sampled
+
+
+def answer(prompt: Sequence[int], num_tokens: int, weights: bytes = b"") -> list[int]:
+    """The right answer to a prompt."""
+    sequence = TokenChain(prompt, weights)
+    for _ in range(num_tokens):
+        sequence.tokens += sequence.continuation()
+    return sequence.tokens[len(prompt) :]
+
+
+def layer_cells(cells: Cells, layer: int) -> Cells:
+    """The same tokens' KV in another layer."""
+    return cells ^ np.uint8(layer * 0x35)
+
+
+def _extend(digests: list[bytes], tokens: Sequence[int], weights: bytes) -> None:
+    for token in tokens[len(digests) :]:
+        before = digests[-1] if digests else b"weights" + weights
+        digests.append(hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=CELL).digest())
+
+
+def _sample(cell: Cells) -> int:
+    return 4 + int(cell[-1]) % VOCABULARY

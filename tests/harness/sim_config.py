@@ -1,0 +1,132 @@
+"""What vLLM's scheduler and our connector must be told to run without an engine, a model and a device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import tempfile
+import uuid
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import (
+    init_none_hash,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+from tests.harness.fake_model import CELL
+from tools.engine.process import connector_config
+from tools.engine.tiny_model import tiny_model
+
+BLOCK, CHUNK, NUM_LAYERS = 16, 64, 2
+LAYERS = [f"layer{number}" for number in range(NUM_LAYERS)]
+PAGE_BYTES = BLOCK * CELL
+
+CONNECTOR = {"chunk_tokens": CHUNK, "answer_seconds": 1.0}  # a busy machine must not turn hits into misses
+
+
+@dataclass(frozen=True)
+class SimSettings:
+    """One engine's shape."""
+
+    runner: int = 1  # of vLLM's two model runners
+    num_drafts: int = 0  # speculative tokens per step
+    num_blocks: int = 64
+    has_prefix_caching: bool = False
+    is_async: bool = False  # the next step is scheduled before the last one's tokens are known
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 128
+
+
+@contextmanager
+def model_runner(number: int):
+    """vLLM reads its choice of a runner from the environment, in several places."""
+    before = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(number - 1)
+    try:
+        yield
+    finally:
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER")
+        if before is not None:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = before
+
+
+def make_configs(settings: SimSettings, socket: str):
+    """The engine's two configurations; (VllmConfig, KVCacheConfig, block size, hash block size)."""
+    config = copy.deepcopy(_vllm_config(settings))
+    config.kv_transfer_config = KVTransferConfig(**connector_config(socket, **CONNECTOR))
+    config.kv_transfer_config.engine_id = config.instance_id = uuid.uuid4().hex
+    config.cache_config.num_gpu_blocks = settings.num_blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    assert spec.page_size_bytes == PAGE_BYTES
+    layer_bytes = settings.num_blocks * PAGE_BYTES
+    tensor = KVCacheTensor(
+        size=NUM_LAYERS * layer_bytes, layers=LAYERS, layer_stride=layer_bytes, block_stride=PAGE_BYTES
+    )
+    cache = KVCacheConfig(
+        num_blocks=settings.num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(LAYERS, spec)],
+    )
+    block, hash_block = resolve_kv_cache_block_sizes(cache, config)
+    cache.hash_block_size = hash_block
+    cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(cache, config, block, hash_block)
+    _join_world(config)
+    return config, cache, block, hash_block
+
+
+@functools.cache
+def _vllm_config(settings: SimSettings):
+    drafts = {"method": "ngram", "num_speculative_tokens": settings.num_drafts, "prompt_lookup_max": 4}
+    with model_runner(1):  # the second one is refused without Triton, which no CPU has
+        config = EngineArgs(
+            model=str(tiny_model()),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=2048,
+            block_size=32,  # of the CPU's attention, which does not run
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            enable_prefix_caching=settings.has_prefix_caching,
+            prefix_caching_hash_algo="sha256_cbor",
+            kv_cache_memory_bytes=1 << 20,
+            kv_transfer_config=KVTransferConfig(**connector_config("unused")),
+            speculative_config=drafts if settings.num_drafts else None,
+        ).create_engine_config()
+    config.cache_config.block_size = BLOCK
+    config.scheduler_config.async_scheduling = settings.is_async  # the CPU's platform forbids it
+    config.compilation_config.static_forward_context = dict.fromkeys(LAYERS, _Attention())
+    return config
+
+
+class _Attention:
+    """What is asked of a layer: how its KV lies."""
+
+    isa = ""
+
+    def get_attn_backend(self):
+        return SimpleNamespace(get_name=lambda: "SIMULATED")
+
+
+@functools.cache
+def _init_world() -> str:
+    init_none_hash(sha256_cbor)
+    folder = tempfile.mkdtemp(prefix="lmc-sim-")
+    init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+    ensure_model_parallel_initialized(1, 1)
+    return folder
+
+
+def _join_world(config) -> None:
+    with set_current_vllm_config(config):
+        _init_world()

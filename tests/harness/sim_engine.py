@@ -1,0 +1,322 @@
+"""vLLM's own Scheduler, KVCacheManager and runner hooks with our connector, over a model that is not there.
+
+One ``SimEngine`` is an engine without a process and without threads of its own: ``step`` does what vLLM's
+EngineCore does in one. The connector's two halves are the real ones and attach to a real sidecar. What
+differs between vLLM's two model runners, the order of the connector's hooks, is run by vLLM's own classes.
+
+Every step compares all KV that attention would read with what the tokens say (``wrong_reads``), and
+overwrites every block that nobody owns: a copy that comes too late shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from lmcache.engines.vllm.connector import LMCacheClusterConnector
+from tests.harness.fake_model import CELL, Cells, TokenChain, layer_cells
+from tests.harness.sim_config import BLOCK, LAYERS, NUM_LAYERS, SimSettings, make_configs, model_runner
+
+POISON = 0xA5
+_NAMES = itertools.count()
+
+
+@dataclass
+class Result:
+    """What a request brought so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+
+
+@dataclass
+class _Batch:
+    """A step that was scheduled: each request's block table at that time."""
+
+    output: SchedulerOutput
+    tables: dict[str, list[int]]
+
+
+class SimEngine:
+    """See the module."""
+
+    def __init__(self, socket: str, settings: SimSettings = SimSettings()) -> None:  # noqa: B008  # frozen
+        self.settings = settings
+        self.weights = b""
+        self.results: dict[str, Result] = {}
+        self.wrong_reads: list[str] = []
+        self.num_reads = 0
+        self.num_preemptions = 0
+        self.drafter = right_drafts
+        self._name = next(_NAMES)
+        self._chains: dict[str, TokenChain] = {}
+        self._drafts: dict[str, list[int]] = {}
+        self._batches: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        config, cache, block, hash_block = make_configs(settings, socket)
+        self._config = config
+        self._hasher = get_request_block_hasher(hash_block, sha256_cbor)
+        scheduler_class = AsyncScheduler if settings.is_async else Scheduler
+        with model_runner(settings.runner):
+            self.scheduler = scheduler_class(
+                config, cache, StructuredOutputManager(config), block, hash_block, log_stats=True
+            )
+            self._num_batches = config.max_concurrent_batches
+        memory = torch.full((NUM_LAYERS, settings.num_blocks, 1, BLOCK, CELL // 4), 0.0)
+        memory.view(torch.uint8).fill_(POISON)
+        self._memory: Cells = memory.view(torch.uint8).numpy().reshape(NUM_LAYERS, -1, BLOCK, CELL)
+        self.worker = LMCacheClusterConnector(config, KVConnectorRole.WORKER, cache)
+        self._start_worker(dict(zip(LAYERS, memory, strict=True)))
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    def add(self, tokens: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> str:
+        """A request arrives; its name."""
+        name = f"engine{self._name}-{len(self.results)}"
+        self.results[name] = Result()
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=list(tokens),
+                sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                pooling_params=None,
+                block_hasher=self._hasher,
+                cache_salt=salt,
+            )
+        )
+        return name
+
+    def abort(self, name: str) -> None:
+        """The client went away."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, new_weights: bytes) -> bool:
+        """As before a weight update; whether the engine was ready for one. Then the weights are new."""
+        try:
+            is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        except RuntimeError:  # vLLM can't, while a request waits for its load
+            return False
+        if is_reset:
+            self.weights = new_weights
+        return bool(is_reset)
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, so that only the connector can bring KV."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def run(self, *names: str, timeout: float = 20.0) -> None:
+        """Step until these requests ended; without names, until nothing is left to do: no block is held."""
+        deadline = time.monotonic() + timeout
+        while (
+            any(self.results[name].finish_reason is None for name in names)
+            if names
+            else self.scheduler.has_requests() or self._batches
+        ):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"does not end: {list(self.scheduler.requests.values())}")
+            self.step()
+
+    def step(self) -> bool:
+        """One step of the engine's loop; whether something was computed."""
+        if not self.scheduler.has_requests() and not self._batches:
+            return False
+        num_scheduled = 0
+        if self.scheduler.has_requests():
+            batch = self._schedule()
+            num_scheduled = batch.output.total_num_scheduled_tokens
+            self._batches.append((batch.output, self._execute(batch)))
+            if len(self._batches) < self._num_batches and num_scheduled:
+                return True
+        self._update(*self._batches.popleft())
+        if not num_scheduled:
+            time.sleep(0.0005)  # EngineCore's own idle step
+        return bool(num_scheduled)
+
+    # ---- the scheduler's side ----
+
+    def _schedule(self) -> _Batch:
+        output = self.scheduler.schedule()
+        manager = self.scheduler.kv_cache_manager
+        tables = {name: manager.get_block_ids(name)[0] for name in output.num_scheduled_tokens}
+        self.num_preemptions += len(output.preempted_req_ids or ())
+        return _Batch(output, tables)
+
+    def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
+        for outputs in self.scheduler.update_from_output(output, ran).values():
+            for answer in outputs.outputs:
+                result = self.results[answer.request_id]
+                result.tokens += answer.new_token_ids
+                if answer.prefill_stats is not None:
+                    result.num_cached_tokens = answer.prefill_stats.num_cached_tokens
+                if answer.finish_reason is not None:
+                    result.finish_reason = str(answer.finish_reason)
+        if not self.settings.is_async and output.total_num_scheduled_tokens:
+            drafts = {name: self._drafts[name] for name in ran.req_ids if name in self._drafts}
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+        for name in set(self.results) - set(self.scheduler.requests):
+            if self.results[name].finish_reason is None:
+                self.results[name].finish_reason = "aborted"
+
+    # ---- the runner's side ----
+
+    def _start_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        self._hooks: ActiveKVConnector | None = None
+        if self.settings.runner == 2:
+            self._hooks = ActiveKVConnector(self._config, kv_caches)
+        else:
+            self.worker.register_kv_caches(kv_caches)
+        metadata = self.worker.get_handshake_metadata()
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+
+    def _execute(self, batch: _Batch) -> ModelRunnerOutput:
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        run = self._execute_v2 if self._hooks is not None else self._execute_v1
+        return run(batch)
+
+    def _execute_v1(self, batch: _Batch) -> ModelRunnerOutput:
+        """As GPUModelRunner.execute_model and sample_tokens."""
+        output = batch.output
+        self.worker.handle_preemptions(output.kv_connector_metadata)
+        is_speculative = self._config.speculative_config is not None
+        if not output.total_num_scheduled_tokens:
+            return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._config)
+        with (
+            set_forward_context(None, self._config),
+            KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(
+                output, defer_finalize=is_speculative
+            ) as transferred,
+        ):
+            sampled = self._forward(batch)
+        if is_speculative:
+            KVConnectorModelRunnerMixin.finalize_kv_connector()
+        return ran(sampled, transferred)
+
+    def _execute_v2(self, batch: _Batch) -> ModelRunnerOutput:
+        """As the second runner's execute_model and sample_tokens."""
+        hooks, output = self._hooks, batch.output
+        assert hooks is not None
+        if not output.total_num_scheduled_tokens:
+            return hooks.no_forward(output)
+        hooks.pre_forward(output)
+        sampled = self._forward(batch)
+        hooks.finish_forward()
+        return ran(sampled, hooks.post_forward(output.finished_req_ids))
+
+    def _forward(self, batch: _Batch) -> dict[str, list[int]]:
+        """Read and write KV as attention does, then sample and draft; tokens by request."""
+        self._poison_free_blocks()
+        output = batch.output
+        for name in output.finished_req_ids:
+            self._chains.pop(name, None)
+            self._drafts.pop(name, None)
+        self._begin_requests(output)
+        starts = {name: self._chains[name].num_computed for name in output.num_scheduled_tokens}
+        sampled = {
+            name: self._compute(name, batch.tables[name], num_tokens, output)
+            for name, num_tokens in output.num_scheduled_tokens.items()
+        }
+        for name, start in starts.items():  # attention also reads what others compute in the same step
+            self._check_reads(name, batch.tables[name], start)
+        return sampled
+
+    def _begin_requests(self, output: SchedulerOutput) -> None:
+        """Take new and resumed requests in, in either runner's form; for the others check where they are."""
+        cached = output.scheduled_cached_reqs
+        begun = [
+            (new.req_id, new.prefill_token_ids or new.prompt_token_ids, new.num_computed_tokens)
+            for new in output.scheduled_new_reqs
+        ]
+        for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if name in cached.resumed_req_ids:
+                begun.append((name, cached.all_token_ids[name], num_computed))
+            elif not self.settings.is_async:  # then drafts count as accepted until their step is processed
+                assert self._chains[name].num_computed == num_computed, name
+        for name, tokens, num_computed in begun:
+            self._chains[name] = TokenChain(tokens, self.weights)
+            self._chains[name].num_computed = num_computed
+            self._drafts.pop(name, None)
+
+    def _check_reads(self, name: str, table: list[int], num_computed: int) -> None:
+        expected = self._chains[name].cells()[:num_computed]
+        blocks, offsets = _places(table, 0, len(expected))
+        self.num_reads += len(expected)
+        for layer, memory in enumerate(self._memory):
+            wrong = (memory[blocks, offsets] != layer_cells(expected, layer)).any(axis=1)
+            if wrong.any():
+                where = f"from {int(wrong.argmax())} on"
+                self.wrong_reads.append(f"{name} layer {layer}: {wrong.sum()} of {len(wrong)} tokens {where}")
+
+    def _compute(self, name: str, table: list[int], num_tokens: int, output: SchedulerOutput) -> list[int]:
+        chain, start = self._chains[name], self._chains[name].num_computed
+        drafts = output.scheduled_spec_decode_tokens.get(name, [])
+        if (
+            drafts and drafts[0] < 0
+        ):  # placeholders: the runner may have drafts; those it lacks are never right
+            drafts = (self._drafts.get(name, []) + [0] * len(drafts))[: len(drafts)]
+        end = start + num_tokens
+        is_sampling = end - len(drafts) >= len(chain.tokens)
+        cells = chain.cells(drafts)[start:end]
+        blocks, offsets = _places(table, start, end)
+        for layer, memory in enumerate(self._memory):
+            memory[blocks, offsets] = layer_cells(cells, layer)
+        chain.num_computed = end - len(drafts)
+        if not is_sampling:
+            return []
+        sampled = chain.continuation(drafts)
+        chain.num_computed += len(sampled) - 1
+        chain.tokens += sampled
+        if self.settings.num_drafts:
+            self._drafts[name] = self.drafter(chain, self.settings.num_drafts)
+        return sampled
+
+    def _poison_free_blocks(self) -> None:
+        """The engine may give a block that nobody owns to anybody: nothing may rely on what is in it."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free = [block.block_id for block in pool.blocks if not block.ref_cnt and block.block_hash is None]
+        self._memory[:, free] = POISON
+
+
+def right_drafts(chain: TokenChain, num_drafts: int) -> list[int]:
+    """What will be sampled: every draft is accepted."""
+    ahead = TokenChain(chain.tokens, chain.weights)
+    while len(ahead.tokens) < len(chain.tokens) + num_drafts:
+        ahead.tokens += ahead.continuation()
+    return ahead.tokens[len(chain.tokens) :]
+
+
+def _places(table: list[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    positions = np.arange(start, end)
+    return np.asarray(table, np.int64)[positions // BLOCK], positions % BLOCK
+
+
+def ran(sampled: dict[str, list[int]], transferred: KVConnectorOutput | None) -> ModelRunnerOutput:
+    names = list(sampled)
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=list(sampled.values()),
+        kv_connector_output=transferred,
+    )

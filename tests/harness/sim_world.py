@@ -1,0 +1,161 @@
+"""Simulated engines on one real sidecar, gates that hold their copies back, and an auditor of the arena."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+
+import pytest
+from vllm.distributed.kv_transfer import kv_transfer_state
+
+from lmcache.engines.vllm.copier import CpuCopier
+from tests.harness.sim_config import CHUNK, SimSettings
+from tests.harness.sim_engine import SimEngine
+from tools.processes import SidecarProcess, wait_until
+
+_SEEDS = itertools.count()
+
+
+def make_tokens(num_tokens: int, seed: object = None) -> list[int]:
+    """Random tokens; without a seed, such that nobody has seen."""
+    generator = random.Random(f"new {next(_SEEDS)}" if seed is None else f"{seed}")
+    return [generator.randrange(4, 254) for _ in range(num_tokens)]
+
+
+class Gate:
+    """Where copies wait before they begin, as long as it is shut."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_open = True
+        self.num_waiting = 0
+
+    def gated(self, copy):
+        """The same copy, through this gate."""
+
+        def wait_and_copy(*args, **kwargs):
+            with self._changed:
+                self.num_waiting += 1
+                self._changed.notify_all()
+                assert self._changed.wait_for(lambda: self._is_open, 60)
+            try:
+                return copy(*args, **kwargs)
+            finally:
+                with self._changed:
+                    self.num_waiting -= 1
+                    self._changed.notify_all()
+
+        return wait_and_copy
+
+    def shut(self) -> None:
+        self._is_open = False
+
+    def open(self) -> None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def wait_arrived(self) -> None:
+        """Until a copy waits here."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_waiting, 20), "no copy came"
+
+    def drain(self) -> None:
+        """Open, until every copy that was here has ended."""
+        self.open()
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self.num_waiting, 20), "a copy does not end"
+
+
+class SimWorld:
+    """See the module. ``load_gate`` and ``store_gate`` are those of all engines."""
+
+    def __init__(self, sidecar: SidecarProcess) -> None:
+        self.sidecar = sidecar
+        self.load_gate, self.store_gate = Gate(), Gate()
+        self._engines: list[SimEngine] = []
+        self._auditors: dict[bool, SimEngine] = {}
+        self._methods = CpuCopier.load, CpuCopier.store
+        CpuCopier.load = self.load_gate.gated(CpuCopier.load)  # type: ignore[method-assign]
+        CpuCopier.store = self.store_gate.gated(CpuCopier.store)  # type: ignore[method-assign]
+
+    @contextmanager
+    def engines(self, *settings: SimSettings):
+        """Engines that are attached; at the end the gates are open and the engines are gone."""
+        engines = []
+        try:
+            for wanted in settings:
+                engines.append(SimEngine(self.sidecar.socket_path, wanted))
+            for engine in engines:
+                wait_attached(engine)
+            yield engines
+        finally:
+            self.open_gates()
+            for engine in engines:
+                engine.close()
+
+    def open_gates(self) -> None:
+        self.load_gate.open()
+        self.store_gate.open()
+
+    def audit(self, settings: SimSettings, prompts: Iterable[Sequence[int]]) -> int:
+        """Load all that the sidecar has of these tokens into an engine of its own and compare it with what
+        the tokens say; the number of tokens. Raises AssertionError.
+
+        Nothing may be under way: what is committed later is not seen.
+        """
+        auditor = self._auditor(settings.num_drafts > 0)
+        names = []
+        for prompt in prompts:
+            names.append(auditor.add(prompt))
+            auditor.run(names[-1])
+        wrong, auditor.wrong_reads = auditor.wrong_reads, []
+        assert not wrong, f"committed under a wrong name: {wrong}"
+        return sum(auditor.results[name].num_cached_tokens for name in names)
+
+    def close(self) -> None:
+        for auditor in self._auditors.values():
+            auditor.close()
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        CpuCopier.load, CpuCopier.store = self._methods  # type: ignore[method-assign]
+
+    def _auditor(self, is_speculative: bool) -> SimEngine:
+        if is_speculative not in self._auditors:
+            settings = SimSettings(num_drafts=3 * is_speculative, num_blocks=256)
+            self._auditors[is_speculative] = SimEngine(self.sidecar.socket_path, settings)
+            wait_attached(self._auditors[is_speculative])
+        return self._auditors[is_speculative]
+
+
+@pytest.fixture(scope="module")
+def world():
+    with SidecarProcess(memory_size="64Mi") as sidecar:
+        world = SimWorld(sidecar)
+        yield world
+        world.close()
+
+
+def assert_idle(engine: SimEngine) -> None:
+    """Nothing is under way, every block was given back, all that was read was right."""
+    engine.run()
+    engine.forget()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == engine.settings.num_blocks - 1
+    assert not engine.wrong_reads
+
+
+def wait_attached(engine: SimEngine) -> None:
+    """Until what the engine stores is found again."""
+    prompt = make_tokens(CHUNK + 1)
+
+    def is_hit() -> bool:
+        name = engine.add(prompt)
+        engine.run(name)
+        engine.run()
+        engine.forget()
+        return engine.results[name].num_cached_tokens == CHUNK
+
+    wait_until(is_hit, what="a hit")

@@ -1,0 +1,96 @@
+"""The simulated engine sees what it is there to see: each case breaks one promise, and the break is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.engines.vllm.copier import CpuCopier
+from tests.harness.fake_model import answer
+from tests.harness.sim_config import CHUNK, SimSettings
+from tests.harness.sim_engine import POISON, ran
+from tests.harness.sim_world import make_tokens, world
+
+__all__ = ["world"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+
+WRONG = "committed under a wrong name"
+SETTINGS = SimSettings(runner=2)
+
+
+def test_a_runner_that_saves_before_it_computes(world):
+    def execute(batch):
+        hooks, output = engine._hooks, batch.output
+        if not output.total_num_scheduled_tokens:
+            return hooks.no_forward(output)
+        hooks.pre_forward(output)
+        transferred = hooks.post_forward(output.finished_req_ids)
+        if output.scheduled_new_reqs:
+            world.store_gate.wait_arrived()
+            world.store_gate.drain()
+        return ran(engine._forward(batch), transferred)
+
+    prompt = make_tokens(CHUNK + 1)
+    with world.engines(SETTINGS) as (engine,):
+        world.store_gate.shut()
+        engine._execute_v2 = execute
+        engine.add(prompt, max_tokens=5)
+        engine.run()
+    with pytest.raises(AssertionError, match=WRONG):
+        world.audit(SETTINGS, [prompt])
+
+
+def test_a_connector_that_is_not_told_of_preemptions(world, monkeypatch):
+    prompts = [make_tokens(4 * CHUNK) for _ in range(4)]
+    settings = SimSettings(runner=2, num_blocks=40)
+    with world.engines(settings) as (engine,):
+        monkeypatch.setattr(engine.worker, "handle_preemptions", lambda meta: None)
+        world.store_gate.shut()
+        for prompt in prompts:
+            engine.add(prompt, max_tokens=200)
+        while not engine.num_preemptions:
+            engine.step()
+        for _ in range(3):
+            engine.step()
+        world.store_gate.open()
+        engine.run()
+    with pytest.raises(AssertionError, match=WRONG):
+        world.audit(settings, prompts)
+
+
+def test_an_engine_that_gives_held_blocks_to_others(world):
+    prompt = make_tokens(CHUNK + 1)
+    with world.engines(SETTINGS) as (engine,):
+        world.store_gate.shut()
+        name = engine.add(prompt, max_tokens=5)
+        engine.run(name)
+        world.store_gate.wait_arrived()
+        engine._memory[:] = POISON
+        world.store_gate.open()
+        engine.run()
+    with pytest.raises(AssertionError, match=WRONG):
+        world.audit(SETTINGS, [prompt])
+
+
+def test_a_load_that_copies_nothing(world, monkeypatch):
+    prompt = make_tokens(CHUNK + 1)
+    with world.engines(SETTINGS) as (engine,):
+        engine.add(prompt)
+        engine.run()
+        monkeypatch.setattr(CpuCopier, "load", lambda *_: None)
+        engine.add(prompt)
+        engine.run()
+        assert engine.wrong_reads
+
+
+def test_a_reset_that_forgets_nothing(world, monkeypatch):
+    prompt = make_tokens(CHUNK + 1)
+    with world.engines(SETTINGS) as (engine,):
+        engine.add(prompt)
+        engine.run()
+        monkeypatch.setattr(engine.scheduler.connector, "reset_cache", lambda: None)
+        assert engine.reset(b"new weights")
+        name = engine.add(prompt, max_tokens=3)
+        engine.run()
+        assert engine.wrong_reads
+        assert engine.results[name].tokens == answer(prompt, 3, b"new weights")
