@@ -48,7 +48,7 @@ class LMCacheEngine:
         self.hit_tokens_count = 0
         self.hit_rate = 0.0
         self._counting = threading.Lock()  # protects the three above
-        self._outputs = OutputPool()
+        self._outputs = OutputPool(config.max_local_cache_size)
         self.engine_ = CreateStorageBackend(config, metadata)
 
     @_lmcache_nvtx_annotate
@@ -141,8 +141,12 @@ class LMCacheEngine:
         return min(self.engine_.prefix_length(self._keys(tokens)) * self.chunk_size, len(tokens))
 
     def close(self) -> None:
-        """Finish what was stored without waiting, and close the storage."""
+        """Finish what was stored without waiting, wait for calls that are under way, and close the storage.
+
+        After it ``retrieve`` and ``lookup`` find nothing, and ``store`` stores nothing.
+        """
         self.engine_.close()
+        self._outputs.close()
 
     # ---- keys ----
 

@@ -71,7 +71,7 @@ class LMCLocalBackend(EvictingBackend):
         self._store = LocalStore(self.mpool)
         self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
         self._contents: dict[int, _Contents] = {}  # of rows by their first slot; those of free rows are stale
-        self._outputs = OutputPool()
+        self._outputs = OutputPool(metadata.max_local_cache_size)
         self._gate = UseGate()  # of the memory
 
     def contains(self, key: CacheEngineKey) -> bool:
@@ -95,7 +95,7 @@ class LMCLocalBackend(EvictingBackend):
 
     def _release(self) -> None:
         self._gate.close()
-        self._outputs.clear()
+        self._outputs.close()
         self.mpool.close()
 
     # ---- what the engine calls ----

@@ -61,7 +61,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         self._known: dict[RowKey, tuple[CacheEngineKey, int]] = {}
         self._num_calls = 0
         self._max_known = _MIN_KNOWN
-        self._outputs = OutputPool()
+        self._outputs = OutputPool(metadata.max_local_cache_size)
         self._capacity = self._bytes_on_disk()
         self._directory, self._tier = _open_tier(directory, self._capacity)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
@@ -111,7 +111,7 @@ class LMCLocalDiskBackend(EvictingBackend):
 
     def _release(self) -> None:
         self._guard.close()
-        self._outputs.clear()
+        self._outputs.close()
         self._tier.close()
 
     # ---- what the engine calls ----

@@ -114,15 +114,50 @@ def test_defect_03_large_results_share_no_memory_while_they_are_used(backend):
 
 
 def test_results_of_any_size_follow_each_other():
-    pool = OutputPool()
+    pool = OutputPool(max_cache_gb=1)
     for mebibytes in (2, 8, 3, 1, 8, 5, 2):
         result = pool.empty((mebibytes, 1 << 20), torch.uint8)
         assert result.shape == (mebibytes, 1 << 20)
         result.fill_(7)
         del result
     assert 1 <= len(pool._kept) <= 4
+    assert pool.num_bytes > 0
     pool.clear()
-    assert not pool._kept
+    assert pool.num_bytes == 0
+
+
+def test_no_more_than_an_eighth_of_the_cache_is_kept_beside_it():
+    pool, size = OutputPool(max_cache_gb=1 / 4), 34 << 20  # 32 MiB may be kept
+    for _ in range(6):
+        pool.empty([size], torch.uint8)
+    assert pool.num_bytes == 0
+    results = [pool.empty([12 << 20], torch.uint8) for _ in range(6)]
+    results.clear()
+    assert pool.num_bytes == 24 << 20
+    result = pool.empty([12 << 20], torch.uint8)
+    pool.close()
+    assert pool.num_bytes == 0
+    del result
+    assert pool.num_bytes == 0, "nothing is kept once it is closed"
+
+
+def test_threads_share_a_pool():
+    pool, wrong = OutputPool(max_cache_gb=1), []
+
+    def use(seed):
+        for number in range(100):
+            result = pool.empty([(1 + (number * seed) % 5) << 20], torch.uint8)
+            result[::4096] = seed
+            if not bool((result[::4096] == seed).all()):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert pool.num_bytes <= 128 << 20
 
 
 def test_defect_05_another_dtype_is_kept_as_it_is(backend):
