@@ -8,6 +8,7 @@ speak it. There is neither a version nor a checksum: values bring their own (ser
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import time
@@ -50,12 +51,14 @@ class ClientMetaMessage:
     def serialize(self) -> bytes:
         """Return ``packlength()`` bytes, the key padded with spaces.
 
-        Raises ValueError for a key that is too long, or would not come back (a space at its end, not UTF-8),
-        and for a length that is none.
+        Raises ValueError for a key that is too long, would not come back (a space at its end, not UTF-8) or
+        would look like two in a LIST (a newline), and for a length that is none.
         """
         key = self.key.encode()
-        if len(key) > MAX_KEY_LENGTH or key.endswith(b" "):
-            raise ValueError(f"a key has at most {MAX_KEY_LENGTH} bytes, the last one no space: {self.key!r}")
+        if len(key) > MAX_KEY_LENGTH or key.endswith(b" ") or b"\n" in key:
+            raise ValueError(
+                f"a key has at most {MAX_KEY_LENGTH} bytes, no newline, and no space at its end: {self.key!r}"
+            )
         if not 0 <= self.length <= MAX_LENGTH:
             raise ValueError(f"a payload of {self.length} bytes can't be sent")
         return _CLIENT.pack(self.command, self.length, key.ljust(MAX_KEY_LENGTH))
@@ -64,6 +67,8 @@ class ClientMetaMessage:
     def deserialize(raw: bytes) -> ClientMetaMessage:
         """Read what ``serialize`` wrote; raises ValueError for anything else but an unknown command."""
         command, length, key = _unpack(_CLIENT, raw)
+        if b"\n" in key:
+            raise ValueError("a newline in a key")
         return ClientMetaMessage(command, key.rstrip(b" ").decode(), length)
 
     @staticmethod
@@ -146,11 +151,11 @@ class Stream:
             num_bytes -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def wait(self) -> bool:
-        """Wait, however long, until something can be received. False: the peer closed the connection."""
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                return bool(self._socket.recv(1, socket.MSG_PEEK))
+    def wait(self, seconds: float) -> bool:
+        """Wait until something can be received. False: nothing came in time, or the peer closed."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1e3)) and bool(self._socket.recv(1, socket.MSG_PEEK))
 
     def is_quiet(self) -> bool:
         """Is the stream open, with nothing to be received? Between requests, anything else is the end."""

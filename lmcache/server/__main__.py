@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_object_bytes=min(options.max_object_mb << 20, MAX_LENGTH),
             max_clients=options.max_clients,
             timeout_seconds=options.timeout_seconds,
+            idle_seconds=options.idle_seconds,
         )
     except (OSError, OverflowError, ValueError, TierError) as error:
         raise SystemExit(f"lmcache_server: {error}") from error
@@ -39,9 +40,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("port", type=int, help="0: one that is free")
     add("storage", nargs="?", default="cpu", help='"cpu" (memory, the default) or a directory')
     add("--max-size-gb", type=float, help="GiB kept (default: 5 of memory, half of a directory's volume)")
-    add("--max-object-mb", type=int, default=1024, help="MiB of the largest object taken (default: 1024)")
+    add(
+        "--max-object-mb",
+        type=int,
+        default=1024,
+        help="MiB of the largest object taken, and of all that are on their way together (default: 1024)",
+    )
     add("--max-clients", type=int, default=256, help="connections at a time (default: 256)")
     add("--timeout-seconds", type=float, default=30, help="of one message; 1 s more per MiB (default: 30)")
+    add("--idle-seconds", type=float, default=600, help="until a silent client is put off (default: 600)")
     return parser.parse_args(arguments)
 
 

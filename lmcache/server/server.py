@@ -2,8 +2,10 @@
 
 **What a peer may do.** Anything: a head that is none, an unknown command or a length out of bounds is
 answered with code 400 and the end of the connection; a payload is stored when it is complete, so a client
-that dies in the middle changes nothing; a message that takes too long ends its connection. One client's
-memory is bounded by ``max_object_bytes``, and their number by ``max_clients``.
+that dies in the middle changes nothing; a message that takes too long ends its connection, and so does
+silence for ``idle_seconds``. Payloads that are not complete yet take ``max_object_bytes`` at most, those of
+all clients together: others wait. There are at most ``max_clients``: of those that ask nothing at the moment
+the one that has been silent longest makes room for a new one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from lmcache.logging import init_logger
 from lmcache.protocol import MAX_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, Stream
@@ -21,6 +24,7 @@ from lmcache.tiers.header import Buffer
 _log = init_logger(__name__)
 
 _GRACE_SECONDS = 10.0  # for replies that are being sent when the server stops
+_ROOM_SECONDS = 1.0  # for a client that is to make room for another
 _PAUSE_SECONDS = 0.1  # when the system has no descriptor or memory for another connection
 
 
@@ -41,13 +45,18 @@ class LMCacheServer:
         max_object_bytes: int = 1 << 30,
         max_clients: int = 256,
         timeout_seconds: float = 30.0,
+        idle_seconds: float = 600.0,
     ) -> None:
         self._max_object_bytes = max_object_bytes
         self._max_clients = max_clients
         self._timeout = timeout_seconds
+        self._idle_seconds = idle_seconds
         self._is_stopping = False
+        self._unfinished = _Room(max_object_bytes)
         self._changed = threading.Condition()
-        self._clients: set[Stream] = set()  # protected by _changed
+        # protected by _changed
+        self._clients: set[Stream] = set()
+        self._idle: dict[Stream, None] = {}  # of these, who asks nothing; the longest silent first
         self._listener = socket.create_server((host, port), family=_family(host, port), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         try:
@@ -89,12 +98,9 @@ class LMCacheServer:
         self.data_store.close()
 
     def _serve(self, stream: Stream) -> None:
-        with self._changed:
-            is_welcome = len(self._clients) < self._max_clients and not self._is_stopping
-            if is_welcome:
-                self._clients.add(stream)
         try:
-            while is_welcome and stream.wait() and self._answer(stream):
+            is_welcome = self._welcome(stream)
+            while is_welcome and self._wait(stream) and self._answer(stream):
                 pass
         except (OSError, MemoryError) as error:
             _log.info("a client is gone: %s", error)
@@ -104,6 +110,28 @@ class LMCacheServer:
                 self._clients.discard(stream)
                 self._changed.notify_all()
 
+    def _welcome(self, stream: Stream) -> bool:
+        with self._changed:
+            if len(self._clients) >= self._max_clients and self._idle:
+                silent = next(iter(self._idle))
+                del self._idle[silent]
+                silent.end_reading()
+                self._changed.wait_for(lambda: len(self._clients) < self._max_clients, _ROOM_SECONDS)
+            is_welcome = len(self._clients) < self._max_clients and not self._is_stopping
+            if is_welcome:
+                self._clients.add(stream)
+            return is_welcome
+
+    def _wait(self, stream: Stream) -> bool:
+        """Wait for a request. False: none will come."""
+        with self._changed:
+            self._idle[stream] = None
+        try:
+            return stream.wait(self._idle_seconds)
+        finally:
+            with self._changed:
+                self._idle.pop(stream, None)
+
     def _answer(self, stream: Stream) -> bool:
         """Serve one request. False: it was none."""
         try:
@@ -111,7 +139,8 @@ class LMCacheServer:
             if request.length > self._max_object_bytes:
                 raise ValueError(f"an object of {request.length} bytes is too large")
             if request.command == Constants.CLIENT_PUT:
-                self.data_store.put(request.key, stream.receive(request.length))
+                with self._unfinished.taken(request.length, 2 * self._timeout):  # others end first
+                    self.data_store.put(request.key, stream.receive(request.length))
             else:
                 _reply(stream, self._found(request))
         except ValueError as error:
@@ -130,6 +159,32 @@ class LMCacheServer:
             listed = "\n".join(self.data_store.list_keys()).encode()
             return listed if len(listed) <= MAX_LENGTH else None
         raise ValueError(f"there is no command {request.command}")
+
+
+class _Room:
+    """Bytes that several may take parts of."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._changed = threading.Condition()
+        self.num_free = num_bytes  # protected by _changed
+        self.num_waiting = 0
+
+    @contextlib.contextmanager
+    def taken(self, num_bytes: int, seconds: float) -> Iterator[None]:
+        """Take a part for the ``with`` block; raises ValueError when there is not so much in time."""
+        with self._changed:
+            self.num_waiting += 1
+            is_free = self._changed.wait_for(lambda: self.num_free >= num_bytes, seconds)
+            self.num_waiting -= 1
+            if not is_free:
+                raise ValueError(f"there is no room for {num_bytes} bytes: too much is on its way")
+            self.num_free -= num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.num_free += num_bytes
+                self._changed.notify_all()
 
 
 def _reply(stream: Stream, payload: Buffer | None) -> None:

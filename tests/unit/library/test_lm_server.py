@@ -26,6 +26,7 @@ from tests.harness.lm_server import (
     received,
     serving,
 )
+from tools.processes import wait_until
 
 
 @pytest.fixture(params=["cpu", "directory"])
@@ -212,14 +213,75 @@ def test_an_idle_client_is_kept_longer_than_any_message():
         assert received(peer, 8) == struct.pack("ii", 400, 0)
 
 
-def test_clients_beyond_the_bound_are_refused_and_others_served():
-    with serving(max_clients=1) as server, dialled(server.port) as first:
-        first.sendall(head(EXIST, "k"))
-        assert received(first, 8) == struct.pack("ii", 400, 0)
+def test_clients_beyond_the_bound_are_refused_while_all_others_are_at_work():
+    with serving(max_clients=1, timeout_seconds=10) as server, dialled(server.port) as first:
+        first.sendall(head(PUT, "k", 2) + b"x")
+        wait_until(lambda: server._unfinished.num_free < server._max_object_bytes)
         with dialled(server.port) as second:
             assert received(second, 1) == b""
-        first.sendall(head(EXIST, "k"))
-        assert received(first, 8) == struct.pack("ii", 400, 0)
+        first.sendall(b"y" + head(GET, "k"))
+        assert received(first, 10) == struct.pack("ii", 200, 2) + b"xy"
+
+
+def test_silent_clients_make_room_for_new_ones():
+    """20 that were silent held all of 20 places for ever: nobody else was served."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(max_clients=3))
+        silent = [stack.enter_context(dialled(server.port)) for _ in range(3)]
+        wait_until(lambda: len(server._idle) == 3)
+        silent[0].sendall(head(EXIST, "k"))  # so that the next one is silent longest
+        assert received(silent[0], 8) == struct.pack("ii", 400, 0)
+        wait_until(lambda: len(server._idle) == 3)
+        with connected(server) as connector:
+            connector.set(key(1), b"x")
+            assert connector.get(key(1)) == b"x"
+            assert received(silent[1], 1) == b"", "it was silent longest"
+            silent[0].sendall(head(GET, key(1)))
+            assert received(silent[0], 9) == struct.pack("ii", 200, 1) + b"x"
+
+
+def test_a_client_that_is_silent_for_long_is_put_off():
+    with serving(idle_seconds=0.05) as server, dialled(server.port) as peer:
+        assert received(peer, 1) == b""
+        wait_until(lambda: not server._clients)
+
+
+def test_payloads_on_their_way_are_bounded_together():
+    size = 1 << 20
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(max_object_bytes=size, timeout_seconds=10))
+        first, second = (stack.enter_context(dialled(server.port)) for _ in range(2))
+        first.sendall(head(PUT, key(1), size))
+        wait_until(lambda: server._unfinished.num_free == 0)
+        second.sendall(head(PUT, key(2), size))
+        wait_until(lambda: server._unfinished.num_waiting == 1)
+        first.sendall(bytes(size) + head(EXIST, key(1)))
+        assert received(first, 8) == struct.pack("ii", 200, 0)
+        second.sendall(bytes(size) + head(EXIST, key(2)))
+        assert received(second, 8) == struct.pack("ii", 200, 0)
+        assert server._unfinished.num_free == size
+
+
+def test_a_client_that_finishes_nothing_holds_others_up_for_its_time_only():
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(max_object_bytes=100, timeout_seconds=0.2))
+        first, second = (stack.enter_context(dialled(server.port)) for _ in range(2))
+        first.sendall(head(PUT, key(1), 100))
+        wait_until(lambda: server._unfinished.num_free == 0)
+        second.sendall(head(PUT, key(2), 100) + bytes(100) + head(EXIST, key(2)))
+        assert received(second, 8) == struct.pack("ii", 200, 0)
+        assert received(first, 1) == b""
+        wait_until(lambda: server._unfinished.num_free == 100)
+
+
+def test_a_newline_in_a_key_makes_no_entries_of_others(server, connector):
+    forged = f"{key(1)}\n{key(2)}"[:150]
+    with pytest.raises(ValueError, match="newline"):
+        connector.set(forged, b"x")
+    with dialled(server.port) as peer:
+        peer.sendall(head(PUT, "a\nb", 1) + b"x")
+        assert received(peer, 8) == struct.pack("ii", 400, 0)
+    assert connector.list() == []
 
 
 @given(st.lists(st.binary(max_size=400) | st.just(head(PUT, "k", 4)) | st.just(head(LIST)), max_size=4))
