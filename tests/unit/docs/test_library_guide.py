@@ -1,17 +1,40 @@
-"""The programs in the library's guide run, and print what the guide says."""
+"""The programs in the library's guide run, each by itself, and print what the guide says."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "library.md"
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "docs" / "guides" / "library.md").read_text()
+PRINTED = {
+    "engine.store(tokens, kv)": ["1000", "768", "True"],
+    "FirstInFirstOut": ["[0,", "256,", "256,", "256]"],
+    "CachedModel": ["True", "300"],
+}
 
 
-def test_the_guide_s_programs_run(capsys):
-    first, second = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    names: dict[str, object] = {}
-    exec(first, names)
-    assert capsys.readouterr().out.split() == ["1000", "768", "True"]
-    exec(second, names)
-    assert capsys.readouterr().out.split() == ["True", "300"]
+def programs(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("program", programs("python"), ids=list(PRINTED))
+def test_each_program_runs_alone(program, capsys):
+    (printed,) = (words for mark, words in PRINTED.items() if mark in program)
+    exec(program, {"__name__": "__main__"})
+    assert capsys.readouterr().out.split() == printed
+
+
+def test_each_command_runs(tmp_path):
+    for command in programs("sh"):
+        python, *arguments = shlex.split(command.replace("curve.png", str(tmp_path / "curve.png")))
+        assert python == "python"
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ["256Gi", "1Ti", "4Ti"]
+    assert (tmp_path / "curve.png").stat().st_size > 0
