@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+from datetime import datetime
 from typing import Any
 
-from lmcache_operator.kube.errors import Refused
 from lmcache_operator.specs.kinds import CLUSTER, Kind, Ref
-from lmcache_operator.specs.merge import merge
+from lmcache_operator.specs.merge import ITEM_KEYS, merge
+from lmcache_operator.specs.names import FIELD_MANAGER
 
 Object = dict[str, Any]
 MINIMAL_SPEC: Object = {"model": {"name": "org/model"}, "tiers": {"memory": {"size": "1Gi"}}}
@@ -30,6 +32,20 @@ def cluster(spec: Object | None = None, **changes: Object) -> Object:
     }
 
 
+def _fields(value: Any) -> Object:
+    """What the API server records as applied: every leaf, and lists of named items by these names."""
+    if isinstance(value, dict):
+        leaves = ("selector", "matchLabels", "podSelector")
+        return {
+            f"f:{key}": {} if key in leaves else _fields(item) for key, item in value.items() if item != []
+        }
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        for key in (*ITEM_KEYS, "uid"):
+            if all(key in item for item in value):
+                return {f"k:{json.dumps({key: item[key]})}": {".": {}, **_fields(item)} for item in value}
+    return {}
+
+
 class World:
     """The in-memory side of `KubeApi`. `writes` lists what changed something."""
 
@@ -37,30 +53,51 @@ class World:
         self.resource = resource
         self.objects: dict[Ref, Object] = {}
         self.pods: dict[str, Object] = {}
-        self.secrets: set[str] = set()
+        self.warnings: list[Object] = []
+        self.told: list[tuple[str, str]] = []
         self.writes: list[str] = []
-        self.refused_kinds: set[str] = set()
+        self.failures: dict[str, Exception] = {}
+        """What a call raises: by the name of the call, or by it and a kind, as in "apply Service"."""
+        self.is_namespace_ending = False
         self.evictions_allowed = True
         self._uids = itertools.count(100)
 
     # -- the calls of KubeApi
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        self._may_fail("get", kind.kind)
         found = self.resource if kind == CLUSTER else self.objects.get(Ref(kind.kind, name))
         return copy.deepcopy(found)
 
     async def list_pods(self, namespace: str, labels: dict[str, str]) -> list[Object]:
+        self._may_fail("list_pods")
         found = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
         return copy.deepcopy(found)
 
-    async def apply(self, wanted: Object) -> None:
+    async def list_warnings(self, namespace: str, uid: str) -> list[Object]:
+        return [event for event in self.warnings if event["involvedObject"]["uid"] == uid]
+
+    async def is_ending(self, namespace: str) -> bool:
+        return self.is_namespace_ending
+
+    async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
+        self.told.append((kind, reason))
+
+    async def apply(self, wanted: Object, uid: str | None) -> None:
         ref = Ref(wanted["kind"], wanted["metadata"]["name"])
-        if ref.kind in self.refused_kinds:
-            raise Refused(f"apply {ref}", "quota exceeded")
+        self._may_fail("apply", ref.kind)
         self.writes.append(f"apply {ref}")
+        if uid is None:
+            assert ref not in self.objects
         before = self.objects.get(ref, {"metadata": {"uid": str(next(self._uids)), "generation": 0}})
+        assert uid in (None, before["metadata"]["uid"])
         live = merge(before, copy.deepcopy(wanted))
         live["metadata"]["generation"] += 1
+        fields = _fields({k: v for k, v in wanted.items() if k not in ("apiVersion", "kind")})
+        for name in ("f:name", "f:namespace"):
+            del fields["f:metadata"][name]
+        entry = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": fields}
+        live["metadata"]["managedFields"] = [entry]
         self.objects[ref] = live
         self._settle(live)
 
@@ -68,14 +105,28 @@ class World:
         self.writes.append("status")
         self.resource["status"] = copy.deepcopy(wanted["status"])
 
+    def edit(self, ref: Ref, *path: str, value: Any) -> None:
+        """Somebody else sets a field, or removes it (None), and it is theirs from then on."""
+        live = self.objects[ref]
+        fields = live["metadata"]["managedFields"][0]["fieldsV1"]
+        for name in path[:-1]:
+            live, fields = live[name], fields.get(f"f:{name}", {})
+        live[path[-1]] = value
+        if value is None:
+            del live[path[-1]]
+        fields.pop(f"f:{path[-1]}", None)
+
+    def _may_fail(self, call: str, kind: str = "") -> None:
+        for name in (call, f"{call} {kind}"):
+            if name in self.failures:
+                raise self.failures[name]
+
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
+        self._may_fail("evict")
         if self.evictions_allowed:
             self.writes.append(f"evict {pod}")
             assert self.pods.pop(pod)["metadata"]["uid"] == uid
         return self.evictions_allowed
-
-    async def secret_exists(self, namespace: str, name: str) -> bool:
-        return name in self.secrets
 
     # -- what controllers would do
 

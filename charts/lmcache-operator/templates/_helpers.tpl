@@ -68,13 +68,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [apps]
   resources: [statefulsets]
   verbs: [get, list, watch, create, patch]
-# Only for dry runs: "already exists" tells whether a Secret is there. Nothing of a Secret is ever read.
-- apiGroups: [""]
-  resources: [secrets]
-  verbs: [create]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list]
+# Why pods are not there or not ready is read from Events; what happens to a cluster is told by Events.
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list, create]
+# Nothing is made in a namespace that is being deleted.
+- apiGroups: [""]
+  resources: [namespaces]
+  verbs: [get]
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from datetime import datetime
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
@@ -16,9 +17,9 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from .. import metrics
 from ..specs import Object
-from ..specs.kinds import BY_NAME, POD, SECRET, Kind
+from ..specs.kinds import BY_NAME, EVENT, POD, Kind
 from ..specs.names import FIELD_MANAGER
-from .errors import Refused, error_of
+from .errors import error_of
 from .shallow import loads
 from .watch import is_in_cluster
 
@@ -26,6 +27,7 @@ _SECONDS = 30.0
 """For one request."""
 _MAX_REQUESTS = 64
 """At the same time."""
+_MAX_EVENT_MESSAGE = 1024
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 # The client would turn a body of exactly this type into ASCII itself.
 _APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
@@ -68,9 +70,29 @@ class KubeApi:
         pods: list[Object] = page["items"]
         return pods
 
-    async def apply(self, wanted: Object) -> None:
-        """Server-side apply: the fields of `wanted` become ours, and those we no longer name are given up."""
-        await self._call("PATCH", _path_of(wanted), wanted, query=_FORCE)
+    async def list_warnings(self, namespace: str, uid: str) -> list[Object]:
+        """The warnings about one object."""
+        query = {"fieldSelector": f"involvedObject.uid={uid},type=Warning"}
+        _, page = await self._call("GET", _path(EVENT, namespace), query=query)
+        warnings: list[Object] = page["items"]
+        return warnings
+
+    async def is_ending(self, namespace: str) -> bool:
+        """Whether a namespace is being deleted; nothing can be made in it then."""
+        accept = (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
+        status, found = await self._call("GET", f"/api/v1/namespaces/{namespace}", accept=accept)
+        return status == HTTPStatus.OK and "deletionTimestamp" in found["metadata"]
+
+    async def apply(self, wanted: Object, uid: str | None) -> None:
+        """Server-side apply: the fields of `wanted` become ours, and those we no longer name are given up.
+
+        `uid` is that of the object to change, None to make a new one: one that appeared or was replaced in
+        between is left alone, by 409 or 422.
+        """
+        # No object has the resource version 1, and to one that doesn't exist it does not matter.
+        condition = {"resourceVersion": "1"} if uid is None else {"uid": uid}
+        body = wanted | {"metadata": wanted["metadata"] | condition}
+        await self._call("PATCH", _path_of(wanted), body, query=_FORCE)
 
     async def apply_status(self, wanted: Object) -> None:
         """The same for the status; nothing happens if the object is gone."""
@@ -78,28 +100,27 @@ class KubeApi:
         await self._call("PATCH", f"{_path_of(wanted)}/status", wanted, query=_FORCE, accept=gone)
 
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
-        """Ask for a pod's eviction. False if a disruption budget forbids it at present."""
+        """Ask for a pod's eviction. False if a disruption budget forbids it at present, or it is gone."""
         options, metadata = {"preconditions": {"uid": uid}}, {"name": pod, "namespace": namespace}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
         path = f"{_path(POD, namespace, pod)}/eviction"
         accept = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS)
         status, _ = await self._call("POST", path, body, accept=accept)
-        return status != HTTPStatus.TOO_MANY_REQUESTS
+        return status not in accept
 
-    async def secret_exists(self, namespace: str, name: str) -> bool:
-        """Whether there is a Secret of this name, without the permission to read it.
-
-        A dry run of its creation changes nothing and is answered by "already exists". An answer that says
-        neither counts as existing: the kubelet will report what is wrong.
-        """
-        path, metadata = _path(SECRET, namespace), {"name": name, "namespace": namespace}
-        body = {"apiVersion": SECRET.api_version, "kind": SECRET.kind, "metadata": metadata}
-        try:
-            dry_run, exists = {"dryRun": "All"}, HTTPStatus.CONFLICT
-            status, _ = await self._call("POST", path, body, query=dry_run, accept=(exists,))
-        except Refused:
-            return True
-        return status == exists
+    async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
+        """Tell something about a cluster where `kubectl describe` and `kubectl events` show it."""
+        namespace, time = about["metadata"]["namespace"], now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        keys = ("name", "namespace", "uid", "resourceVersion")
+        involved = {key: about["metadata"].get(key) for key in keys}
+        body = {
+            "apiVersion": EVENT.api_version, "kind": EVENT.kind, "type": kind, "reason": reason,
+            "metadata": {"generateName": f"{about['metadata']['name']}.", "namespace": namespace},
+            "involvedObject": {"apiVersion": about["apiVersion"], "kind": about["kind"], **involved},
+            "message": message[:_MAX_EVENT_MESSAGE], "source": {"component": FIELD_MANAGER},
+            "count": 1, "firstTimestamp": time, "lastTimestamp": time,
+        }  # fmt: skip
+        await self._call("POST", _path(EVENT, namespace), body)
 
     async def _call(
         self,
@@ -129,7 +150,7 @@ class KubeApi:
         metrics.API_REQUESTS.labels(verb=verb, code=str(status)).inc()
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:
             raise error_of(f"{verb} {path}", status, data)
-        return status, loads(data)
+        return status, loads(data) if status < HTTPStatus.BAD_REQUEST else None
 
 
 def apply_patch(body: Any) -> str:

@@ -1,34 +1,54 @@
 """Notices when somebody else keeps undoing what the operator writes.
 
 Healing a field that another controller changes back at once would go on for ever and load the API server.
-After three take-backs within a minute the child is left alone for a while, and a condition says so.
+Three times it is healed at once; after that the field, and no other, is left alone for longer and longer, and
+a condition says so.
 """
 
 from __future__ import annotations
 
-from ..specs.kinds import Ref
+from collections.abc import Mapping
+from typing import NamedTuple
 
-_NUM_TAKE_BACKS = 3
-_WINDOW_SECONDS = 60.0
-_PAUSE_SECONDS = 600.0
+from ..specs.kinds import Ref
+from .ownership import Path
+
+_NUM_FREE = 3
+_FORGET_SECONDS = 60.0
+"""Quiet for that long after the last pause: the next time counts as the first."""
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 30.0, 600.0
+
+Contested = Mapping[Ref, frozenset[Path]]
+"""Fields to leave alone at present, by child."""
+
+
+class _Contest(NamedTuple):
+    num_times: int
+    until: float
+    """End of the pause; the time of the last healing if there is none."""
 
 
 class ContestLog:
-    """Per child of one cluster: how often it was healed lately."""
+    """Of one cluster: how often each field of a child was healed lately."""
 
     def __init__(self) -> None:
-        self._healed: dict[Ref, list[float]] = {}
-        self._contested: dict[Ref, tuple[float, str]] = {}
-        """Until when to leave a child alone, and the field that is contested."""
+        self._contests: dict[tuple[Ref, Path], _Contest] = {}
 
-    def note_healing(self, ref: Ref, where: str, now: float) -> None:
-        """The field `where` of a child was not as it had been applied, and is being healed."""
-        times = [time for time in self._healed.get(ref, []) if now - time < _WINDOW_SECONDS] + [now]
-        if len(times) > _NUM_TAKE_BACKS:
-            self._contested[ref] = now + _PAUSE_SECONDS, where
-            times = []
-        self._healed[ref] = times
+    def note_healing(self, ref: Ref, path: Path, now: float) -> None:
+        """A field was not as it had been applied, and was healed; () stands for a child that was gone."""
+        for known, contest in list(self._contests.items()):
+            if now >= contest.until + _FORGET_SECONDS:
+                del self._contests[known]
+        times = self._contests.get((ref, path), _Contest(0, now)).num_times + 1
+        pause = 0.0
+        if times > _NUM_FREE:
+            pause = min(_FIRST_PAUSE_SECONDS * 2.0 ** (times - _NUM_FREE - 1), _MAX_PAUSE_SECONDS)
+        self._contests[ref, path] = _Contest(times, now + pause)
 
-    def contested(self, now: float) -> dict[Ref, str]:
-        """Children to leave alone at present, with the field that is contested."""
-        return {ref: where for ref, (until, where) in self._contested.items() if now < until}
+    def contested(self, now: float) -> Contested:
+        """Fields to leave alone at present."""
+        found: dict[Ref, frozenset[Path]] = {}
+        for (ref, path), contest in self._contests.items():
+            if now < contest.until:
+                found[ref] = found.get(ref, frozenset()) | {path}
+        return found

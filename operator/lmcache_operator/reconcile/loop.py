@@ -7,29 +7,30 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from .. import metrics
 from ..api import API_VERSION, KIND
 from ..kube.client import KubeApi
-from ..kube.errors import Refused
+from ..kube.errors import ApiError, NoAnswer, Refused
 from ..specs import Images, Object
 from ..specs.kinds import BY_NAME, CLUSTER, Ref, controller_uid, ref_of
-from ..specs.merge import first_difference
-from ..specs.names import RENDERED_HASH, child_refs, engine_name, selector
+from ..specs.names import child_refs, engine_name, selector
 from .contest import ContestLog
-from .observed import Observed, annotations_of
-from .plan import Plan, Problem, plan, referenced_secrets
-from .status import derive_status
+from .observed import Observed, is_ready
+from .ownership import spell
+from .plan import Plan, plan
+from .problems import Problem
+from .status import derive_status, news, unobserved_status
 
 logger = logging.getLogger(__name__)
 
 _RESYNC_SECONDS = 600.0
 """Every cluster is looked at this often even when nothing was reported about it."""
-_MISSING_SECRET_SECONDS = 3.0
-_PROGRESS_SECONDS = 15.0
-_REFUSED_SECONDS = 30.0
+_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 5.0, 60.0
+"""Until the next look at what nobody reports: why a pod is not ready, a budget that frees up, a refusal."""
 
 
 class ClusterKey(NamedTuple):
@@ -43,99 +44,185 @@ class ClusterKey(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
+@dataclass
+class _Memory:
+    """What is remembered of a cluster between looks; nothing breaks when it is lost."""
+
+    contests: ContestLog = field(default_factory=ContestLog)
+    num_failures: int = 0
+    """Looks that failed one after the other."""
+    num_waits: int = 0
+    """Looks one after the other that changed nothing while something was not as it should be."""
+
+
 class Reconciler:
-    """Brings clusters to their declared state. Between looks it remembers only who contests which child."""
+    """Brings clusters to their declared state."""
 
     def __init__(self, api: KubeApi, images: Images, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._api = api
         self._images = images
         self._monotonic = monotonic
-        self._contests: dict[str, ContestLog] = {}
+        self._memories: dict[str, _Memory] = {}
 
     async def reconcile(self, key: ClusterKey) -> float | None:
         """Look at a cluster once and do what is due.
 
-        Returns the seconds after which to look again even if nothing happens; None when the cluster is gone
-        or going: its children are the garbage collector's.
+        Returns the seconds after which to look again even if nothing happens; None when the cluster, or its
+        namespace, is gone or going: its children are the garbage collector's.
+
+        Raises what went wrong after it was reported, so that the cluster is looked at again after a back-off.
         """
         with metrics.RECONCILE_SECONDS.time(), metrics.RECONCILE_FAILURES.count_exceptions():
             resource = await self._api.get(CLUSTER, key.namespace, key.name)
             if resource is None or resource["metadata"]["uid"] != key.uid:
-                self._contests.pop(key.uid, None)
+                self._memories.pop(key.uid, None)
                 return None
             if "deletionTimestamp" in resource["metadata"]:
                 return None
-            observed = await self._observe(key, resource)
-            due = plan(observed, self._images)
-            refusals = await self._carry_out(key, observed, due)
-            await self._report(key, observed, due, refusals)
-        return _next_look(observed, due, refusals)
+            return await self._look(key, resource, self._memories.setdefault(key.uid, _Memory()))
 
-    async def _observe(self, key: ClusterKey, resource: Object) -> Observed:
-        refs, secrets = child_refs(key.name), referenced_secrets(resource)
-        found, pods, exist = await asyncio.gather(
+    async def _look(self, key: ClusterKey, resource: Object, memory: _Memory) -> float | None:
+        observed, due = Observed(resource=resource, now=datetime.now(UTC)), None
+        problems: list[Problem] = []
+        failure: Exception | None = None
+        try:
+            observed = await self._observe(key, observed, memory)
+            if len(observed.children) < len(child_refs(key.name)) and await self._api.is_ending(
+                key.namespace
+            ):
+                return None
+            due = plan(observed, self._images)
+            failure = await self._carry_out(key, observed, due, memory, problems)
+        except Exception as error:
+            failure = error
+        if failure is not None and (problem := _told(failure, memory)):
+            problems.append(problem)
+        is_news = await self._report(key, observed, due, problems)
+        if failure is not None:
+            memory.num_failures += 1
+            raise failure
+        memory.num_failures = 0
+        if problems or due is None or not _is_at_rest(observed, due):
+            memory.num_waits = 0 if is_news else memory.num_waits + 1
+            return min(_FIRST_WAIT_SECONDS * 2.0 ** min(memory.num_waits, 10), _MAX_WAIT_SECONDS)
+        return _RESYNC_SECONDS * random.uniform(0.9, 1.1)
+
+    async def _observe(self, key: ClusterKey, observed: Observed, memory: _Memory) -> Observed:
+        refs = child_refs(key.name)
+        found, pods = await asyncio.gather(
             asyncio.gather(*(self._api.get(BY_NAME[r.kind], key.namespace, r.name) for r in refs)),
             self._api.list_pods(key.namespace, selector(key.name)),
-            asyncio.gather(*(self._api.secret_exists(key.namespace, name) for name in secrets)),
         )
         live = {ref: child for ref, child in zip(refs, found, strict=True) if child is not None}
         own = {ref: child for ref, child in live.items() if controller_uid(child) == key.uid}
         owner = own.get(Ref("StatefulSet", engine_name(key.name)))
-        return Observed(
-            resource=resource,
+        observed = replace(
+            observed,
             children=own,
             taken=frozenset(live.keys() - own.keys()),
             pods=tuple(pod for pod in pods if owner and controller_uid(pod) == owner["metadata"]["uid"]),
-            missing_secrets=tuple(name for name, exists in zip(secrets, exist, strict=True) if not exists),
-            contested=self._contests.setdefault(key.uid, ContestLog()).contested(self._monotonic()),
+            contested=memory.contests.contested(self._monotonic()),
         )
+        # Asked only while something is missing; one pod that is not ready stands for all.
+        unready = next((pod for pod in observed.pods if not is_ready(pod)), None)
+        is_missing = owner is not None and len(observed.pods) < owner["spec"].get("replicas", 0)
+        about = [found for found in (owner if is_missing else None, unready) if found is not None]
+        warnings = [
+            event
+            for one in about
+            for event in await self._api.list_warnings(key.namespace, one["metadata"]["uid"])
+        ]
+        return replace(observed, warnings=tuple(warnings))
 
-    async def _carry_out(self, key: ClusterKey, observed: Observed, due: Plan) -> list[Problem]:
-        """Do what is due, in order. What the API server refuses for good becomes a problem."""
-        refusals = []
+    async def _carry_out(
+        self, key: ClusterKey, observed: Observed, due: Plan, memory: _Memory, problems: list[Problem]
+    ) -> ApiError | None:
+        """Do what is due, in order, whatever fails: what is refused for good is added to `problems`.
+
+        Returns the first failure that may go away.
+        """
+        failure: ApiError | None = None
         for wanted in due.apply:
             ref = ref_of(wanted)
-            self._note_healing(key, wanted, observed.children.get(ref))
+            live = observed.children.get(ref)
             try:
-                await self._api.apply(wanted)
+                await self._api.apply(wanted, None if live is None else live["metadata"]["uid"])
+            except NoAnswer:
+                raise
             except Refused as error:
-                refusals.append(Problem("Refused", f"{ref}: {error.message}"))
-                continue
-            _wrote(key, "apply", ref)
+                problems.append(Problem("Refused", f"{ref}: {error.message}"))
+            except ApiError as error:
+                failure = failure or error
+            else:
+                _wrote(key, "apply", ref)
+                self._note_healing(key, due, ref, live is None, memory)
         if due.evict is not None:
-            uid = next(p["metadata"]["uid"] for p in observed.pods if p["metadata"]["name"] == due.evict)
-            if await self._api.evict(key.namespace, due.evict, uid):
-                _wrote(key, "evict", Ref("Pod", due.evict))
-        return refusals
+            await self._evict(key, observed, due.evict, problems)
+        return failure
 
-    def _note_healing(self, key: ClusterKey, wanted: Object, live: Object | None) -> None:
-        """Record a field that was not as we had applied it; a change of ours is none."""
-        if live is None or annotations_of(live).get(RENDERED_HASH) != annotations_of(wanted)[RENDERED_HASH]:
+    async def _evict(self, key: ClusterKey, observed: Observed, name: str, problems: list[Problem]) -> None:
+        uid = next(p["metadata"]["uid"] for p in observed.pods if p["metadata"]["name"] == name)
+        try:
+            is_evicted = await self._api.evict(key.namespace, name, uid)
+        except Refused as error:
+            problems.append(Problem("Refused", f"eviction of pod {name}: {error.message}"))
             return
-        where, ref = first_difference(wanted, live) or "", ref_of(wanted)
-        logger.info("%s: %s of %s was changed; healing it", key, where, ref)
-        self._contests[key.uid].note_healing(ref, where, self._monotonic())
+        if is_evicted:
+            _wrote(key, "evict", Ref("Pod", name))
+            await self._tell(observed, "Normal", "Replacing", f"evicted pod {name}: it is not as declared")
 
-    async def _report(self, key: ClusterKey, observed: Observed, due: Plan, refusals: list[Problem]) -> None:
-        status = derive_status(observed, due, refusals, datetime.now(UTC))
-        if status == observed.resource.get("status"):
-            return
+    def _note_healing(self, key: ClusterKey, due: Plan, ref: Ref, is_new: bool, memory: _Memory) -> None:
+        for path in due.lost[ref]:
+            if not is_new:
+                logger.info("%s: %s of %s was changed; healed it", key, spell(path) or "all", ref)
+            memory.contests.note_healing(ref, path, self._monotonic())
+
+    async def _report(
+        self, key: ClusterKey, observed: Observed, due: Plan | None, problems: list[Problem]
+    ) -> bool:
+        """Write the status if it is news."""
+        if due is not None:
+            status = derive_status(observed, due, problems)
+        elif problems:
+            status = unobserved_status(observed, problems)
+        else:
+            return False
+        before = observed.resource.get("status") or {}
+        if status == before:
+            return False
         metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
         header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
         await self._api.apply_status({**header, "status": status})
         metrics.WRITES.labels("status").inc()
+        for told in news(before, status):
+            await self._tell(observed, *told)
+        return True
+
+    async def _tell(self, observed: Observed, kind: str, reason: str, message: str) -> None:
+        try:
+            await self._api.post_event(observed.resource, kind, reason, message, observed.now)
+        except ApiError as error:
+            logger.warning("an Event was not taken: %s", error)
 
 
-def _next_look(observed: Observed, due: Plan, refusals: list[Problem]) -> float:
-    """Seconds until then."""
-    if observed.missing_secrets:
-        return _MISSING_SECRET_SECONDS
-    if due.num_outdated:
-        # Events wake us when pods become ready; this is for a disruption budget that frees up.
-        return _PROGRESS_SECONDS
-    if refusals or observed.taken:
-        return _REFUSED_SECONDS
-    return _RESYNC_SECONDS * random.uniform(0.9, 1.1)
+def _told(failure: Exception, memory: _Memory) -> Problem | None:
+    """What the user is told of a failure: nothing of one that may be gone at the next look."""
+    if isinstance(failure, Refused):
+        return Problem("Refused", str(failure))
+    if not memory.num_failures:
+        return None
+    if isinstance(failure, ApiError):
+        return Problem("ApiError", str(failure))
+    return Problem("InternalError", f"a fault of the operator, see its log: {failure!r}")
+
+
+def _is_at_rest(observed: Observed, due: Plan) -> bool:
+    """Whether there is nothing to wait for that the watches don't report."""
+    if any(problem.reason == "InvalidSpec" for problem in due.problems):
+        return True
+    owner = observed.stateful_set
+    is_complete = owner is not None and len(observed.pods) == owner["spec"].get("replicas")
+    return is_complete and not (due.problems or due.num_outdated) and all(map(is_ready, observed.pods))
 
 
 def _wrote(key: ClusterKey, what: str, ref: Ref) -> None:

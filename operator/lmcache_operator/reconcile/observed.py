@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from ..specs import Object
 from ..specs.kinds import Ref
 from ..specs.names import SPEC_HASH, engine_name
+from .contest import Contested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +24,11 @@ class Observed:
     """Names of children under which there is an object that the cluster does not own."""
     pods: tuple[Object, ...] = ()
     """The engine's pods."""
-    missing_secrets: tuple[str, ...] = ()
-    contested: Mapping[Ref, str] = field(default_factory=dict)
-    """Children that somebody else keeps changing back, with the field."""
+    warnings: tuple[Object, ...] = ()
+    """Events that say why pods are not there, or not ready."""
+    contested: Contested = field(default_factory=dict)
+    """Fields of children that somebody else keeps changing back."""
+    now: datetime
 
     @property
     def name(self) -> str:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from ..api.parse import InvalidSpec, parse
 from ..specs import Images, Object
-from ..specs.children import children
-from ..specs.kinds import ref_of
-from ..specs.merge import first_difference
-from ..specs.names import DEFAULT_IMAGES
+from ..specs.children import children, digest
+from ..specs.kinds import Ref, ref_of
+from ..specs.names import DEFAULT_IMAGES, RENDERED_HASH, SIDECAR
 from .observed import Observed, annotations_of, is_ready, spec_hash_of
-
-
-class Problem(NamedTuple):
-    """Something that the user, and nobody else, can mend."""
-
-    reason: str
-    message: str
+from .ownership import Path, lost_fields, spell, without
+from .problems import Problem, pod_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +22,15 @@ class Plan:
 
     apply: tuple[Object, ...] = ()
     """Children to write, prerequisites first."""
+    lost: Mapping[Ref, list[Path]] = field(default_factory=dict)
+    """Fields of these that are not as we applied them: () for a child that is not there."""
     evict: str | None = None
     """Pod to replace now."""
     problems: tuple[Problem, ...] = ()
     num_outdated: int = 0
     """Pods that still are what the user declared before."""
+    num_former_size: int = 0
+    """Other pods whose memory tier has a size that was declared before."""
 
 
 def plan(observed: Observed, images: Images) -> Plan:
@@ -45,23 +42,61 @@ def plan(observed: Observed, images: Images) -> Plan:
         wanted = children(parse(observed.resource), _default_images(observed.stateful_set, images))
     except InvalidSpec as error:
         return Plan(problems=(Problem("InvalidSpec", str(error)),))
-    unavailable = {*observed.taken, *observed.contested}
-    apply = tuple(
-        rendered
-        for rendered in wanted
-        if (ref := ref_of(rendered)) not in unavailable
-        and first_difference(rendered, observed.children.get(ref)) is not None
-    )
+    due, lost, problems = [], {}, list(_problems(observed))
+    for rendered in wanted:
+        ref = ref_of(rendered)
+        if ref in observed.taken:
+            continue
+        contested = observed.contested.get(ref, frozenset())
+        declared, live = _leaving_alone(rendered, contested), observed.children.get(ref)
+        is_applied = live is not None and _rendered_hash(live) == _rendered_hash(declared)
+        # What we change ourselves is not lost.
+        missing: list[Path] = [()]
+        if live is not None:
+            missing = lost_fields(declared, live) if is_applied else []
+        if () in contested and () in missing:
+            problems.append(_contest(f"deleting or taking over {ref}"))
+        elif missing or not is_applied:
+            due.append(declared)
+            lost[ref] = missing
     stateful_set = next(rendered for rendered in wanted if rendered["kind"] == "StatefulSet")
     template = stateful_set["spec"]["template"]
     outdated = [pod for pod in observed.pods if spec_hash_of(pod) != spec_hash_of(template)]
+    size = _memory_size(template)
     return Plan(
-        apply=apply,
+        apply=tuple(due),
+        lost=lost,
         # Not before the template is written: the old pod would be made again.
-        evict=None if stateful_set in apply else _next_eviction(observed, outdated, template),
-        problems=tuple(_problems(observed)),
+        evict=None if ref_of(stateful_set) in lost else _next_eviction(observed, outdated, template),
+        problems=(*problems, *pod_problems(observed)),
         num_outdated=len(outdated),
+        num_former_size=sum(pod not in outdated and _memory_size(pod) != size for pod in observed.pods),
     )
+
+
+def _leaving_alone(rendered: Object, contested: frozenset[Path]) -> Object:
+    """The child without the fields that others keep changing; what is left of it is applied and healed."""
+    if not contested - {()}:
+        return rendered
+    kept = without(rendered, contested)
+    annotations = {key: value for key, value in annotations_of(kept).items() if key != RENDERED_HASH}
+    kept["metadata"] = kept["metadata"] | {"annotations": annotations}
+    annotations[RENDERED_HASH] = digest(kept)
+    return kept
+
+
+def _rendered_hash(child: Object) -> str | None:
+    return annotations_of(child).get(RENDERED_HASH)
+
+
+def _memory_size(pod_or_template: Object) -> list[str]:
+    """The size of the memory tier, as the sidecar is told it."""
+    return [
+        argument
+        for container in pod_or_template["spec"].get("initContainers") or ()
+        for argument in container.get("args") or ()
+        if container["name"] == SIDECAR and argument.startswith("--memory-size")
+    ]
 
 
 def _default_images(stateful_set: Object | None, images: Images) -> Images:
@@ -79,25 +114,16 @@ def _default_images(stateful_set: Object | None, images: Images) -> Images:
         return images  # edited by hand: written anew
 
 
-def referenced_secrets(resource: Object) -> tuple[str, ...]:
-    """Names of the Secrets that pods of the cluster mount; none with an invalid spec, which makes no pods."""
-    try:
-        spec = parse(resource).spec
-    except InvalidSpec:
-        return ()
-    refs = (spec.model.token_secret_ref, spec.tiers.remote_auth)
-    return tuple(sorted({ref.name for ref in refs if ref}))
-
-
 def _problems(observed: Observed) -> Iterator[Problem]:
-    for name in observed.missing_secrets:
-        yield Problem("MissingSecret", f'Secret "{name}" does not exist in this namespace')
     for ref in sorted(observed.taken):
         mend = "delete it or rename this cluster"
         yield Problem("NameTaken", f"{ref} exists and belongs to somebody else: {mend}")
-    for ref, where in sorted(observed.contested.items()):
-        pause = "it is left alone for ten minutes"
-        yield Problem("FieldContested", f"somebody keeps changing {where} of {ref}; {pause}")
+    for ref, paths in sorted(observed.contested.items()):
+        yield from (_contest(f"changing {spell(path)} of {ref}") for path in sorted(paths) if path)
+
+
+def _contest(what: str) -> Problem:
+    return Problem("FieldContested", f"somebody keeps {what}; it is left alone for a while")
 
 
 def _next_eviction(observed: Observed, outdated: list[Object], template: Object) -> str | None:
@@ -108,8 +134,7 @@ def _next_eviction(observed: Observed, outdated: list[Object], template: Object)
     nothing go first.
     """
     stateful_set = observed.stateful_set
-    # A new pod that can't mount a Secret would be worse than the old one.
-    if not outdated or stateful_set is None or observed.missing_secrets:
+    if not outdated or stateful_set is None:
         return None
     # Until the new template is there, and its controller has seen it, the old pod would be made again.
     seen = stateful_set.get("status", {}).get("observedGeneration", 0)

@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..specs import Object
 from ..specs.names import selector
 from .observed import Observed, is_ready
-from .plan import Plan, Problem
+from .plan import Plan
+from .problems import Problem
 
-_Verdict = tuple[bool, str, str]
-"""Status, reason and message of a condition."""
+_TRUE, _FALSE, _UNKNOWN = "True", "False", "Unknown"
+_MAX_MESSAGE = 4096
+_DEADLINE = "ProgressDeadlineExceeded"
 
 
-def derive_status(observed: Observed, plan: Plan, refusals: Sequence[Problem], now: datetime) -> Object:
+class _Verdict(NamedTuple):
+    status: str
+    reason: str
+    message: str
+
+
+def derive_status(observed: Observed, plan: Plan, failures: Sequence[Problem]) -> Object:
     """The whole status.
 
-    `refusals` are problems that came up while the plan was carried out.
+    `failures` came up while the plan was carried out.
     """
-    problems = [*plan.problems, *refusals]
+    problems = [*plan.problems, *failures]
     num_pods, num_ready = len(observed.pods), sum(map(is_ready, observed.pods))
     desired = (observed.resource.get("spec", {}).get("engine") or {}).get("replicas", 1)
     count = f"{num_ready} of {desired} engine pods are ready"
-    progressing: _Verdict = False, "Complete", f"all {desired} engine pods are as declared"
-    if plan.num_outdated:
-        progressing = True, "Replacing", f"{plan.num_outdated} of {num_pods} engine pods are to be replaced"
-    elif num_pods != desired:
-        progressing = True, "Scaling", f"{num_pods} of {desired} engine pods exist"
-    elif num_ready != desired:
-        progressing = True, "Starting", count
-    ready: _Verdict = True, "Ready", count
-    degraded: _Verdict = False, "AsDeclared", "nothing stands in the way of the declared state"
+    if plan.num_former_size:
+        count += f"; {_former_size(plan)}"
+    progressing = _progressing(plan, [problem.reason for problem in problems], num_pods, desired, num_ready)
+    ready = _Verdict(_TRUE, "Ready", count)
     if problems:
-        ready = False, *problems[0]
-        degraded = True, problems[0].reason, "; ".join(problem.message for problem in problems)
-    elif progressing[0]:
-        ready = False, *progressing[1:]
+        ready = _Verdict(_FALSE, *problems[0])
+    elif progressing.status == _TRUE:
+        ready = _Verdict(_FALSE, progressing.reason, progressing.message)
     verdicts = {
-        "Degraded": degraded,
+        "Degraded": _degraded(problems),
         "EngineAvailable": _engine_available(desired, num_ready, count),
         "Progressing": progressing,
         "Ready": ready,
     }
     return {
-        "conditions": _conditions(observed, verdicts, now),
+        "conditions": _conditions(observed, verdicts),
         "observedGeneration": observed.resource["metadata"].get("generation", 0),
         "readyReplicas": num_ready,
         "replicas": num_pods,
@@ -53,24 +55,79 @@ def derive_status(observed: Observed, plan: Plan, refusals: Sequence[Problem], n
     }
 
 
+def unobserved_status(observed: Observed, failures: Sequence[Problem]) -> Object:
+    """The status when the cluster could not be looked at: as before, and why it is not known to be so."""
+    before: Object = observed.resource.get("status") or {}
+    verdicts = {
+        found["type"]: _Verdict(found["status"], found["reason"], found["message"])
+        for found in before.get("conditions") or ()
+    }
+    verdicts |= {"Degraded": _degraded(failures), "Ready": _Verdict(_UNKNOWN, *failures[0])}
+    return before | {"conditions": _conditions(observed, verdicts)}
+
+
+def news(before: Object, after: Object) -> Iterator[tuple[str, str, str]]:
+    """Type, reason and message of the Events that tell what changed from one status to the next."""
+    old = {found["type"]: found for found in before.get("conditions") or ()}
+    for found in after["conditions"]:
+        last = old.get(found["type"], {})
+        is_new = (last.get("status"), last.get("reason")) != (found["status"], found["reason"])
+        if is_new and found["type"] == "Degraded" and found["status"] == _TRUE:
+            yield "Warning", found["reason"], found["message"]
+        if is_new and found["type"] == "Ready" and found["status"] == _TRUE:
+            yield "Normal", found["reason"], found["message"]
+
+
+def _progressing(plan: Plan, reasons: list[str], num_pods: int, desired: int, num_ready: int) -> _Verdict:
+    if "InvalidSpec" in reasons:
+        return _Verdict(_FALSE, "InvalidSpec", "the pods stay as they were declared before")
+    if _DEADLINE in reasons:
+        return _Verdict(
+            _FALSE, _DEADLINE, f"{num_ready} of {desired} engine pods are ready, and no more get ready"
+        )
+    if plan.num_outdated:
+        message = f"{plan.num_outdated} of {num_pods} engine pods are to be replaced"
+        return _Verdict(_TRUE, "Replacing", message)
+    if num_pods != desired:
+        return _Verdict(_TRUE, "Scaling", f"{num_pods} of {desired} engine pods exist")
+    if num_ready != desired:
+        return _Verdict(_TRUE, "Starting", f"{num_ready} of {desired} engine pods are ready")
+    if plan.num_former_size:
+        return _Verdict(_FALSE, "ResizePending", _former_size(plan))
+    return _Verdict(_FALSE, "Complete", f"all {desired} engine pods are as declared")
+
+
+def _former_size(plan: Plan) -> str:
+    mend = "replaced pods get the new one; a changed annotation in spec.engine.podTemplate replaces all"
+    return f"{plan.num_former_size} still have the former size of the memory tier: {mend}"
+
+
+def _degraded(problems: Sequence[Problem]) -> _Verdict:
+    if not problems:
+        return _Verdict(_FALSE, "AsDeclared", "nothing stands in the way of the declared state")
+    return _Verdict(_TRUE, problems[0].reason, "; ".join(problem.message for problem in problems))
+
+
 def _engine_available(desired: int, num_ready: int, count: str) -> _Verdict:
     if num_ready:
-        return True, "EnginesReady", count
+        return _Verdict(_TRUE, "EnginesReady", count)
     if desired == 0:
-        return False, "ScaledToZero", "no engine pods are asked for"
-    return False, "NoEngineReady", f"none of {desired} engine pods is ready"
+        return _Verdict(_FALSE, "ScaledToZero", "no engine pods are asked for")
+    return _Verdict(_FALSE, "NoEngineReady", f"none of {desired} engine pods is ready")
 
 
-def _conditions(observed: Observed, verdicts: dict[str, _Verdict], now: datetime) -> list[dict[str, Any]]:
+def _conditions(observed: Observed, verdicts: dict[str, _Verdict]) -> list[dict[str, Any]]:
     before = {c["type"]: c for c in (observed.resource.get("status") or {}).get("conditions") or []}
     generation = observed.resource["metadata"].get("generation", 0)
     conditions = []
-    for kind, (is_true, reason, message) in verdicts.items():
-        found: Object = {"type": kind, "status": str(is_true), "reason": reason, "message": message}
+    for kind, (status, reason, message) in verdicts.items():
         last = before.get(kind, {})
-        is_flip = last.get("status") != found["status"]
-        found["lastTransitionTime"] = (
-            now.strftime("%Y-%m-%dT%H:%M:%SZ") if is_flip else last["lastTransitionTime"]
-        )
-        conditions.append({**found, "observedGeneration": generation})
+        is_flip = last.get("status") != status
+        time = _timestamp(observed.now) if is_flip else last["lastTransitionTime"]
+        found: Object = {"type": kind, "status": status, "reason": reason, "message": message[:_MAX_MESSAGE]}
+        conditions.append({**found, "lastTransitionTime": time, "observedGeneration": generation})
     return conditions
+
+
+def _timestamp(time: datetime) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")

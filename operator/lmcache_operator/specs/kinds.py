@@ -36,7 +36,7 @@ class Ref(NamedTuple):
 
 CLUSTER = Kind(GROUP, VERSION, KIND, PLURAL)
 POD = Kind("", "v1", "Pod", "pods")
-SECRET = Kind("", "v1", "Secret", "secrets")
+EVENT = Kind("", "v1", "Event", "events")
 
 CHILDREN = (
     Kind("", "v1", "ServiceAccount", "serviceaccounts"),
@@ -46,7 +46,7 @@ CHILDREN = (
     Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),
 )
-BY_NAME = {kind.kind: kind for kind in (CLUSTER, POD, SECRET, *CHILDREN)}
+BY_NAME = {kind.kind: kind for kind in (CLUSTER, *CHILDREN)}
 
 
 def ref_of(rendered: Object) -> Ref:

@@ -12,7 +12,7 @@ from typing import Any
 from ..api.quantity import quantity_equal
 
 # In this order: a volume mount has a name and a path, and only the path is its own.
-_ITEM_KEYS = ("mountPath", "containerPort", "name")
+ITEM_KEYS = ("mountPath", "containerPort", "name")
 _QUANTITY_PARENTS = ("limits", "requests")
 # More labels here would mean something else, where more of anything else is somebody's addition.
 _ATOMIC_MAPS = ("matchLabels", "podSelector", "selector")
@@ -71,7 +71,7 @@ def _first_difference_in_list(wanted: list[Any], live: Any, path: str) -> str | 
 
 def _item_key(items: list[Any]) -> str | None:
     """The field that names the items of a list, if it is a list of named objects."""
-    named = (key for key in _ITEM_KEYS if all(_is_named(item, key) for item in items))
+    named = (key for key in ITEM_KEYS if all(_is_named(item, key) for item in items))
     return next(named, None) if items else None
 
 

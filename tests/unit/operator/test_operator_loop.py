@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import kopf
@@ -13,7 +15,7 @@ from kopf._core.engines.probing import health_reporter
 from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.app import build_registry, owner_key
 from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.kube.errors import ApiError, Refused, error_of
+from lmcache_operator.kube.errors import ApiError, NoAnswer, Refused, error_of
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.loop import ClusterKey, Reconciler
@@ -23,7 +25,7 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
 
 KEY = ClusterKey(NAMESPACE, NAME, UID)
-REMOTE = {"remote": {"external": {"url": "redis://h:1", "authSecretRef": {"name": "redis-auth"}}}}
+STATEFUL_SET = Ref("StatefulSet", "demo-engine")
 
 
 class Clock:
@@ -97,19 +99,6 @@ def test_a_cluster_that_is_gone_replaced_or_going_is_not_touched() -> None:
     assert bench.writes == []
 
 
-def test_a_missing_secret_is_named_and_heals_soon_after_it_appears() -> None:
-    bench = Bench(tiers=REMOTE)
-    for _ in range(2):
-        seconds = bench.look()
-        bench.world.run_stateful_sets()
-    assert bench.ready() == ("False", 'Secret "redis-auth" does not exist in this namespace')
-    assert seconds is not None
-    assert seconds <= 5
-    bench.world.secrets.add("redis-auth")
-    bench.settle()
-    assert bench.ready()[0] == "True"
-
-
 def test_an_object_of_somebody_else_is_never_taken_over() -> None:
     bench = Bench()
     foreign = {"metadata": {"name": NAME, "uid": "1", "labels": {}}}
@@ -125,40 +114,130 @@ def test_an_object_of_somebody_else_is_never_taken_over() -> None:
 def test_a_child_whose_labels_were_removed_is_found_by_its_name() -> None:
     bench = Bench()
     bench.settle()
-    bench.world.objects[Ref("Service", NAME)]["metadata"]["labels"] = {}
+    bench.world.edit(Ref("Service", NAME), "metadata", "labels", value={})
     bench.look()
     assert bench.writes == ["apply Service demo"]
 
 
 def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() -> None:
     bench = Bench()
-    bench.world.refused_kinds = {"NetworkPolicy"}
-    assert bench.look() == 30
-    assert "apply StatefulSet demo-engine" in bench.writes
+    bench.world.failures["apply NetworkPolicy"] = Refused("apply", "quota exceeded")
+    waits = [bench.look() for _ in range(7)]
+    assert waits == [5, 10, 20, 40, 60, 60, 60]
+    assert STATEFUL_SET in bench.world.objects
     assert bench.ready() == ("False", "NetworkPolicy demo-engine: quota exceeded")
+    assert bench.world.told == [("Warning", "Refused")]
 
 
-def test_a_field_that_is_taken_back_again_and_again_is_left_alone_for_a_while() -> None:
+@pytest.mark.parametrize("call", ["get Service", "list_pods", "apply Service", "apply StatefulSet", "evict"])
+def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: str) -> None:
+    bench = Bench()
+    if call == "evict":
+        bench.settle()
+        bench.world.change(engine={"args": ["--new"]})
+        bench.look()
+        bench.world.run_stateful_sets()
+    bench.world.failures[call] = ApiError(call, "failed calling webhook")
+    for _ in range(2):
+        with pytest.raises(ApiError):
+            bench.look()
+    assert "failed calling webhook" in bench.ready()[1]
+    assert ("Warning", "ApiError") in bench.world.told
+    if call != "apply StatefulSet":  # what comes after it, where it can be done
+        assert (STATEFUL_SET in bench.world.objects) is call.startswith(("apply", "evict"))
+    bench.world.failures.clear()
+    bench.settle()
+    assert bench.ready()[0] == "True"
+
+
+def test_a_failure_that_goes_away_is_not_told() -> None:
+    bench = Bench()
+    bench.settle()
+    bench.world.failures["get Service"] = ApiError("get", "busy")
+    with pytest.raises(ApiError):
+        bench.look()
+    assert bench.writes == []
+
+
+def test_a_fault_of_the_operator_is_told_too() -> None:
+    bench = Bench()
+    bench.world.failures["list_pods"] = RecursionError("too deep")
+    for _ in range(2):
+        with pytest.raises(RecursionError):
+            bench.look()
+    assert "RecursionError('too deep')" in bench.ready()[1]
+
+
+def test_a_refused_eviction_is_told() -> None:
+    bench = Bench()
+    bench.settle()
+    bench.world.change(engine={"args": ["--new"]})
+    bench.look()
+    bench.world.run_stateful_sets()
+    bench.world.failures["evict"] = Refused("evict", "no right to it")
+    bench.look()
+    assert bench.ready() == ("False", "eviction of pod demo-engine-0: no right to it")
+
+
+def test_nothing_is_made_in_a_namespace_that_is_ending() -> None:
+    bench = Bench()
+    bench.settle()
+    bench.world.is_namespace_ending = True
+    assert bench.look() is not None  # as long as nothing is missing nobody asks
+    del bench.world.objects[Ref("Service", NAME)]
+    assert bench.look() is None
+    assert bench.writes == []
+
+
+def test_a_field_that_is_taken_back_again_and_again_is_left_alone_and_no_other() -> None:
     bench = Bench()
     bench.settle()
     healed = 0
-    for _ in range(6):
+    for _ in range(10):
         bench.clock.now += 1
-        bench.world.objects[Ref("StatefulSet", "demo-engine")]["spec"]["replicas"] = 9
+        bench.world.edit(STATEFUL_SET, "spec", "replicas", value=9)
         bench.look()
         healed += "apply StatefulSet demo-engine" in bench.writes
-    assert healed == 4
+    assert healed == 5  # four times the field, and then the rest without it
     assert "spec.replicas of StatefulSet demo-engine" in bench.ready()[1]
-    bench.clock.now += 601
+    bench.world.change(engine={"image": "e:2"})
     bench.look()
-    assert "apply StatefulSet demo-engine" in bench.writes
+    live = bench.world.objects[STATEFUL_SET]["spec"]
+    assert (live["replicas"], live["template"]["spec"]["containers"][0]["image"]) == (9, "e:2")
+    bench.clock.now += 31
+    bench.look()
+    assert bench.world.objects[STATEFUL_SET]["spec"]["replicas"] == 1
 
 
-def test_slow_drift_is_no_contest() -> None:
-    log = ContestLog()
+def test_a_child_that_is_deleted_again_and_again_is_left_alone_for_a_while() -> None:
+    bench = Bench()
+    bench.settle()
+    made = 0
+    for _ in range(70):
+        bench.clock.now += 0.2
+        bench.world.objects.pop(Ref("PodDisruptionBudget", "demo-engine"), None)
+        bench.look()
+        made += "apply PodDisruptionBudget demo-engine" in bench.writes
+    assert made == 3  # and once when the cluster was new
+    assert "deleting or taking over PodDisruptionBudget demo-engine" in bench.ready()[1]
+    bench.clock.now += 31
+    bench.settle()
+    assert bench.ready()[0] == "True"
+
+
+def test_slow_drift_is_no_contest_and_a_lasting_one_is_left_alone_for_longer_and_longer() -> None:
+    log, ref = ContestLog(), Ref("Service", "x")
     for minute in range(20):
-        log.note_healing(Ref("Service", "x"), "spec", minute * 61.0)
+        log.note_healing(ref, ("f:spec",), minute * 61.0)
         assert log.contested(minute * 61.0) == {}
+    now, pauses = 1e4, []
+    for _ in range(10):
+        log.note_healing(ref, ("f:spec",), now)
+        start = now
+        while log.contested(now):
+            now += 1
+        pauses.append(now - start)
+    assert pauses == [0, 0, 0, 30, 60, 120, 240, 480, 600, 600]
 
 
 def test_pods_are_replaced_as_far_as_disruption_budgets_allow() -> None:
@@ -168,7 +247,7 @@ def test_pods_are_replaced_as_far_as_disruption_budgets_allow() -> None:
     bench.world.evictions_allowed = False
     bench.look()
     bench.world.run_stateful_sets()
-    assert bench.look() == 15
+    assert bench.look() == 10  # a budget frees up without a word
     assert not any(write.startswith("evict") for write in bench.writes)
     bench.world.evictions_allowed = True
     bench.look()
@@ -193,13 +272,20 @@ def test_pods_of_another_owner_are_not_counted() -> None:
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(0, ApiError), (408, ApiError), (409, ApiError), (429, ApiError), (500, ApiError), (503, ApiError),
+    [(0, NoAnswer), (408, ApiError), (409, ApiError), (429, ApiError), (500, ApiError), (503, ApiError),
      (400, Refused), (401, Refused), (403, Refused), (404, Refused), (422, Refused)],
 )  # fmt: skip
 def test_errors_are_sorted_by_what_to_do(status: int, kind: type[Exception]) -> None:
-    error = error_of("PATCH /x", status, b'{"message": "why"}')
+    error = error_of("PATCH /x", status, b'{"message": "why", "reason": "Something"}')
     assert type(error) is kind
     assert (error.message, str(error)) == ("why", "PATCH /x: why")
+
+
+def test_an_object_that_does_not_fit_the_schema_is_refused_for_good() -> None:
+    """The answer of server-side apply, word for word."""
+    message = "failed to create typed patch object: .spec.nodeSelectr: field not declared in schema"
+    body = {"kind": "Status", "metadata": {}, "status": "Failure", "message": message, "code": 500}
+    assert type(error_of("PATCH /x", 500, json.dumps(body).encode())) is Refused
 
 
 @pytest.mark.parametrize(("body", "message"), [(b"", "HTTP 502"), (b"<html>", "<html>"), (b"[]", "[]")])
@@ -246,7 +332,8 @@ def server() -> Server:
 
 CORE = "/api/v1/namespaces/n"
 FORCE = "?fieldManager=lmcache-operator&force=true"
-SERVICE = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a", "namespace": "n"}}
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a", "namespace": "n"}}
 
 
 @pytest.mark.parametrize(
@@ -255,15 +342,23 @@ SERVICE = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a", "nam
         ("get", (POD, "n", "p"), (200, {"a": 1}), {"a": 1}, f"GET {CORE}/pods/p"),
         ("get", (POD, "n", "p"), (404, {}), None, f"GET {CORE}/pods/p"),
         ("list_pods", ("n", {"a": "b"}), (200, {"items": [1]}), [1], f"GET {CORE}/pods?labelSelector=a%3Db"),
-        ("apply", (SERVICE,), (201, {}), None, f"PATCH {CORE}/services/a{FORCE}"),
+        ("get", (POD, "n", "p"), (404, "page not found"), None, f"GET {CORE}/pods/p"),
+        ("list_warnings", ("n", "u"), (200, {"items": [1]}), [1],
+         f"GET {CORE}/events?fieldSelector=involvedObject.uid%3Du,type%3DWarning"),
+        ("is_ending", ("n",), (200, {"metadata": {}}), False, "GET /api/v1/namespaces/n"),
+        ("is_ending", ("n",), (200, {"metadata": {"deletionTimestamp": "t"}}), True,
+         "GET /api/v1/namespaces/n"),
+        ("is_ending", ("n",), (403, {}), False, "GET /api/v1/namespaces/n"),
+        ("apply", (SERVICE, None), (201, {}), None, f"PATCH {CORE}/services/a{FORCE}"),
         ("apply_status", (SERVICE,), (404, {}), None, f"PATCH {CORE}/services/a/status{FORCE}"),
         ("evict", ("n", "p", "u"), (201, {}), True, f"POST {CORE}/pods/p/eviction"),
         ("evict", ("n", "p", "u"), (429, {}), False, f"POST {CORE}/pods/p/eviction"),
-        ("secret_exists", ("n", "s"), (409, {}), True, f"POST {CORE}/secrets?dryRun=All"),
-        ("secret_exists", ("n", "s"), (201, {}), False, f"POST {CORE}/secrets?dryRun=All"),
-        ("secret_exists", ("n", "s"), (403, {}), True, f"POST {CORE}/secrets?dryRun=All"),
+        ("evict", ("n", "p", "u"), (404, {}), False, f"POST {CORE}/pods/p/eviction"),
+        ("evict", ("n", "p", "u"), (409, {}), False, f"POST {CORE}/pods/p/eviction"),
+        ("post_event", (cluster(), "Normal", "Ready", "yes", NOW), (201, {}), None,
+         "POST /api/v1/namespaces/team/events"),
     ],
-)
+)  # fmt: skip
 def test_requests_and_their_answers(
     server: Server, method: str, arguments: Any, answer: Any, expected: Any, request_line: str
 ) -> None:
@@ -274,13 +369,21 @@ def test_requests_and_their_answers(
     assert content_type == ("application/apply-patch+yaml" if verb == "PATCH" else "application/json")
 
 
+def test_only_the_object_that_was_seen_is_changed_and_none_that_appeared_meanwhile(server: Server) -> None:
+    for uid, condition in (("u", {"uid": "u"}), (None, {"resourceVersion": "1"})):
+        server.requests.clear()
+        asyncio.run(call(server, "apply", SERVICE, uid))
+        ((_, _, _, body),) = server.requests
+        assert json.loads(body)["metadata"] == SERVICE["metadata"] | condition
+
+
 def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -> None:
     with pytest.raises(ApiError, match="no answer"):
         asyncio.run(call(server, "get", POD, "n", "p", is_down=True))
     for status, kind in ((429, ApiError), (503, ApiError), (403, Refused), (422, Refused)):
-        server.answer = (status, {"message": "why"})
+        server.answer = (status, {"message": "why", "reason": "Something"})
         with pytest.raises(kind, match="why"):
-            asyncio.run(call(server, "apply", SERVICE))
+            asyncio.run(call(server, "apply", SERVICE, None))
 
 
 # -- what wakes a cluster
