@@ -81,8 +81,8 @@ class LMCLocalDiskBackend(EvictingBackend):
         name = self._names(key)
         room = self._outputs.empty([self._chunk_bytes + _TRAILER_BYTES], torch.uint8)
         into = room.numpy().data
-        length = self._guard.call("A read", lambda: self._tier.load(name, 0, into), None)
-        chunk = None if length is None else _chunk_in(room[:length])
+        loaded = self._guard.call("A read", lambda: self._tier.load(name, 0, into), None)
+        chunk = None if loaded is None else _chunk_in(room[: loaded.length])
         if chunk is None:
             self._forget(key)
             return None

@@ -108,6 +108,10 @@ class ArenaFile:
         self._thread = threading.Thread(target=self._grow, args=(on_growth,), name="arena", daemon=True)
         self._thread.start()
 
+    def check(self, geometry: Geometry) -> None:
+        """Raise ArenaError if ``format`` would, for want of room for a row."""
+        Layout.plan(self._capacity, geometry)
+
     def format(self, geometry: Geometry) -> None:
         """Drop everything and lay the arena out anew: all slots free, another epoch, generations go on
         rising.

@@ -65,9 +65,10 @@ class Lookup:
     """Answer of a lookup over the tiers; counts are chunks, and a chunk is one row in every group."""
 
     num_resident: int = 0  # leading chunks in memory
-    num_pending: int = 0  # chunks after those that are being brought
+    num_pending: int = 0  # chunks after those that are here when all that is being brought has come
     probing: bool = False  # the remote tier has not said yet what it holds
     slots: list[list[Slot]] = field(default_factory=list)  # per group, of the leading chunks that are leased
+    num_coming: int = 0  # of the pending ones, those that are not here yet
 
 
 class Removal(enum.Enum):
@@ -127,6 +128,13 @@ class Arena(Protocol):
         slot."""
 
 
+class Loaded(NamedTuple):
+    """A payload that was read and compared with its checksum."""
+
+    length: int  # bytes
+    digests: bytes  # ``header.digests`` of it
+
+
 class LowerTier(Protocol):
     """A tier below memory: objects (one column of one row) by name. Thread-safe; every method may block.
 
@@ -141,15 +149,19 @@ class LowerTier(Protocol):
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""
 
-    def load(self, key: RowKey, column: int, into: memoryview) -> int | None:
-        """Read one object into ``into``. Return its payload's length in bytes; None: a miss (contents of
-        ``into`` undefined)."""
+    def load(self, key: RowKey, column: int, into: memoryview, length: int | None = None) -> Loaded | None:
+        """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
+        miss (contents of ``into`` undefined)."""
 
-    def store(self, key: RowKey, column: int, payload: memoryview, label: bytes = b"") -> bool:
-        """Write one object, or refresh the age of what is there. False: refused (full, say)."""
+    def store(
+        self, key: RowKey, column: int, payload: memoryview, label: bytes = b"", digests: bytes = b""
+    ) -> bool:
+        """Write one object, or refresh the age of what is there. ``digests``: of the payload, where they are
+        known. False: refused (full, say)."""
 
-    def touch(self, keys: Sequence[RowKey], num_columns: int) -> None:
-        """Refresh the age of rows that were hit in a tier above; absent ones are ignored."""
+    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+        """Refresh the age of rows that were hit in a tier above, with payloads of ``lengths`` bytes. Return
+        those that are not (whole) here any more."""
 
     def try_again(self) -> bool:
         """While the circuit is open: try the medium, and close the circuit if it is well."""

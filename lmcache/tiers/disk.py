@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lmcache.tiers.base import PAGE_BYTES, RowKey, TierUnavailable
+from lmcache.tiers.base import PAGE_BYTES, Loaded, RowKey, TierUnavailable
 from lmcache.tiers.disk_files import FULL, Directory, DiskError, Fsync, Invalid
 from lmcache.tiers.disk_index import Index, Name, name_of
 from lmcache.tiers.resilience import CircuitBreaker
@@ -97,25 +97,29 @@ class DiskTier:
                     return position
             return len(keys)
 
-    def load(self, key: RowKey, column: int, into: memoryview) -> int | None:
-        """Read one object into ``into``. Return its payload's length; None: a miss (contents undefined)."""
+    def load(self, key: RowKey, column: int, into: memoryview, length: int | None = None) -> Loaded | None:
+        """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
+        miss (contents undefined)."""
         with self._watching():
-            return self._load(name_of(key, column), into)
+            return self._load(name_of(key, column), into, length)
 
-    def store(self, key: RowKey, column: int, payload: memoryview, label: bytes = b"") -> bool:
+    def store(
+        self, key: RowKey, column: int, payload: memoryview, label: bytes = b"", digests: bytes = b""
+    ) -> bool:
         """Write one object, or refresh the age of what is there (``remove`` it first to replace it). False:
         refused, the stats say why."""
         with self._watching():
-            return self._store(name_of(key, column), payload, label)
+            return self._store(name_of(key, column), payload, label, digests)
 
-    def touch(self, keys: Sequence[RowKey], num_columns: int) -> None:
-        """Refresh the age of rows that were hit in a tier above; absent ones are ignored."""
+    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+        """Refresh the age of rows that were hit in a tier above. Return those that are not here, as far as is
+        known: none before ``indexed``."""
         names = [name_of(key, column) for key in keys for column in range(num_columns)]
         with self._watching():
             with self._lock:
-                here = [] if self._index is None else self._index.touch(names)
-            for name in here:
-                self._directory.refresh(name)
+                here = names if self._index is None else self._index.touch(names)
+            gone = {name for name in here if not self._directory.refresh(name)}
+            return set() if self._index is None else {n[:-4] for n in gone | (set(names) - set(here))}
 
     def remove(self, key: RowKey, column: int) -> bool:
         """Delete one object. False: it was not here."""
@@ -140,7 +144,7 @@ class DiskTier:
     def close(self) -> None:
         """Let another process have the directory; the threads that used the tier must have ended."""
         self._closing = True
-        self._scan.join()
+        self._scan.join(_PATIENCE_SECONDS)  # a hung volume must not keep the process from ending
         self._directory.close()
 
     @contextlib.contextmanager
@@ -163,11 +167,11 @@ class DiskTier:
                 return name in self._index
         return self._directory.contains(name)
 
-    def _load(self, name: Name, into: memoryview) -> int | None:
-        length, reason = None, ""
+    def _load(self, name: Name, into: memoryview, length: int | None) -> Loaded | None:
+        loaded, reason = None, ""
         if self._contains(name):
             try:
-                length = self._directory.read(name, into)
+                loaded = self._directory.read(name, into, length)
             except Invalid as invalid:
                 reason = str(invalid)
             except OSError as error:
@@ -176,7 +180,7 @@ class DiskTier:
                         self._remove(name)
                 raise
             self.breaker.success()
-            if length is None:  # invalid, or deleted by somebody else
+            if loaded is None:  # invalid, or deleted by somebody else
                 self._remove(name)
             else:
                 self._use(name)
@@ -184,11 +188,11 @@ class DiskTier:
             if reason:
                 self.stats.invalid[reason] += 1
             else:
-                self.stats.hits += length is not None
-                self.stats.misses += length is None
-        return length
+                self.stats.hits += loaded is not None
+                self.stats.misses += loaded is None
+        return loaded
 
-    def _store(self, name: Name, payload: memoryview, label: bytes) -> bool:
+    def _store(self, name: Name, payload: memoryview, label: bytes, digests: bytes) -> bool:
         if self._contains(name) and self._use(name):
             with self._lock:
                 self.stats.touched += 1
@@ -204,7 +208,7 @@ class DiskTier:
         if slot is None:
             return self._refuse("capacity")
         try:
-            temporary = self._write(index, name, payload, label)
+            temporary = self._write(index, name, payload, label, digests)
             with self._name_lock(name):
                 self._directory.publish(temporary, name)
                 with self._lock:
@@ -224,9 +228,9 @@ class DiskTier:
             self.stats.refused[reason] += 1
         return False
 
-    def _write(self, index: Index, name: Name, payload: memoryview, label: bytes) -> str:
+    def _write(self, index: Index, name: Name, payload: memoryview, label: bytes, digests: bytes) -> str:
         try:
-            return self._directory.write(name, payload, label)
+            return self._directory.write(name, payload, label, digests)
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -234,7 +238,7 @@ class DiskTier:
         limit = index.num_bytes - self._directory.taken_bytes(PAGE_BYTES + len(payload))
         while index.num_bytes > limit and self._evict(index):
             pass
-        return self._directory.write(name, payload, label)
+        return self._directory.write(name, payload, label, digests)
 
     def _use(self, name: Name) -> bool:
         """Refresh an object's age. False: somebody else has deleted it."""

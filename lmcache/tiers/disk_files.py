@@ -29,9 +29,9 @@ from typing import Literal
 
 import numpy as np
 
-from lmcache.tiers.base import PAGE_BYTES, TierError, round_up, split_row_key
+from lmcache.tiers.base import PAGE_BYTES, Loaded, TierError, round_up, split_row_key
 from lmcache.tiers.disk_index import Name, name_of
-from lmcache.tiers.header import HEADER_BYTES, BadHeader, Header, checksum, parse
+from lmcache.tiers.header import HEADER_BYTES, BadHeader, Header, combined, digests, parse
 
 Fsync = Literal["never", "file"]
 
@@ -118,8 +118,9 @@ class Directory:
             return False
         return stat.S_ISREG(status.st_mode)
 
-    def read(self, name: Name, into: memoryview) -> int | None:
-        """Read an object and verify it. Return its payload's length; None: there is none."""
+    def read(self, name: Name, into: memoryview, length: int | None = None) -> Loaded | None:
+        """Read an object and verify it; one whose payload has not ``length`` bytes is not valid. None: there
+        is none."""
         # A pipe of this name must not make us wait, nor a link lead us elsewhere.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._direct_flag(into)
         try:
@@ -131,15 +132,16 @@ class Directory:
                 raise Invalid("type") from None
             raise
         try:
-            return _read(fd, name, into)
+            return _read(fd, name, into, length)
         finally:
             os.close(fd)
 
-    def write(self, name: Name, payload: memoryview, label: bytes) -> str:
+    def write(self, name: Name, payload: memoryview, label: bytes, part_digests: bytes = b"") -> str:
         """Write an object under a temporary name, and return that."""
         temporary = f"{path_of(name)}.{threading.get_ident()}.tmp"
         length, column = len(payload), int.from_bytes(name[-4:], "big")
-        header = Header(name[:-4], column, 0, 1, length, length, checksum(payload), label)
+        checksum = combined(part_digests or digests(payload))
+        header = Header(name[:-4], column, 0, 1, length, length, checksum, label)
         whole = length // PAGE_BYTES * PAGE_BYTES
         pages = _pages(2 if length > whole else 1)
         pages[:HEADER_BYTES] = header.pack()
@@ -224,7 +226,7 @@ class Directory:
         return 0 if address % PAGE_BYTES else self._direct
 
 
-def _read(fd: int, name: Name, into: memoryview) -> int:
+def _read(fd: int, name: Name, into: memoryview, expected: int | None) -> Loaded:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise Invalid("type")
@@ -244,10 +246,13 @@ def _read(fd: int, name: Name, into: memoryview) -> int:
         raise Invalid("name")
     if header.num_parts != 1 or round_up(length, PAGE_BYTES) != stored or length > len(into):
         raise Invalid("length")
+    if expected not in (None, length):
+        raise Invalid("length")
     into[whole:length] = pages[PAGE_BYTES : PAGE_BYTES + length - whole]
-    if checksum(into[:length]) != header.checksum:
+    found = digests(into[:length])
+    if combined(found) != header.checksum:
         raise Invalid("checksum")
-    return length
+    return Loaded(length, found)
 
 
 def _pages(number: int) -> memoryview:

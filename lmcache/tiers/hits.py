@@ -1,8 +1,9 @@
 """What a hit in memory means below, found out a moment after the lookup that made it.
 
 The copies below are made younger: rows that are hit in memory are not read below, so a tier that forgets what
-is oldest would forget the hottest rows first. And where rows are admitted to lower tiers on reuse only, its
-first hit has a row written.
+is oldest would forget the hottest rows first. A copy that is not there is written: the tier was restarted, or
+refused it, or this process found the row in its arena. And where rows are admitted to lower tiers on reuse
+only, its first hit has a row written.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Callable, Hashable, Sequence
 
 from lmcache.tiers.base import RowKey, Slot
 from lmcache.tiers.lower import Lower
+from lmcache.tiers.writes import Write
 
 REFRESH_SECONDS = 600.0
+_OFFER_SECONDS = 10.0  # between two offers of a row that was dropped
 _PAUSE_SECONDS = 0.1  # engines ask for one request again and again: that is one hit
 
 
@@ -28,7 +31,8 @@ class Hits:
         self._latest: dict[Hashable, tuple[Sequence[RowKey], Sequence[Slot]]] = {}
         self._has_some = asyncio.Event()
         self._young_since = array("d", [-math.inf]) * num_rows  # by row: its copies were written or touched
-        self._unused: dict[int, tuple[Slot, int]] = {}  # by row: stored and not hit yet, with its depth
+        self._doubted_at = -math.inf  # what was young then may be lost since
+        self._unused: dict[int, Write] = {}  # by row: stored and not hit yet
 
     def note(self, lease_id: Hashable, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
         """A lookup found the leading keys in these slots. O(1): this is the hot path."""
@@ -39,33 +43,41 @@ class Hits:
         """The row was stored, or brought, just now, and so were its copies."""
         self._young_since[slot.row] = self._clock()
 
-    def write_on_reuse(self, slot: Slot, depth: int) -> None:
+    def note_unwritten(self, slot: Slot) -> None:
+        """The row has no copy in a tier that should have one: look when it is hit again, after a while."""
+        self._young_since[slot.row] = self._clock() - REFRESH_SECONDS + _OFFER_SECONDS
+
+    def doubt(self) -> None:
+        """Any copy may be gone: look for those of rows that are hit."""
+        self._doubted_at = self._clock()
+
+    def write_on_reuse(self, write: Write) -> None:
         """Write the row when it is hit for the first time."""
-        self._unused[slot.row] = slot, depth
+        self._unused[write.slot.row] = write
 
     async def run(self) -> None:
         """Follow hits up, in slices of one lookup each."""
         while True:
             await self._has_some.wait()
             await asyncio.sleep(_PAUSE_SECONDS)
-            due: list[RowKey] = []
+            due: dict[RowKey, Slot] = {}
             while self._latest:
                 _, (keys, slots) = self._latest.popitem()
-                due += [key for key, slot in zip(keys, slots, strict=False) if self._follow_up(slot)]
+                due.update(pair for pair in zip(keys, slots, strict=False) if self._follow_up(pair[1]))
                 await asyncio.sleep(0)
             self._has_some.clear()
             for lower in self._lower:
-                lower.touch(due)
+                lower.touch(list(due), list(due.values()))
 
     def _follow_up(self, slot: Slot) -> bool:
         """Return whether the row's copies are to be touched."""
-        unused, depth = self._unused.get(slot.row, (None, 0))
-        if unused == slot:
+        unused = self._unused.get(slot.row)
+        if unused is not None and unused.slot == slot:
             del self._unused[slot.row]
             for lower in self._lower:
-                lower.write(slot, depth)
-        now = self._clock()
-        is_old = now - self._young_since[slot.row] >= REFRESH_SECONDS
+                lower.write(slot, unused.depth, unused.digests)
+        now, young_since = self._clock(), self._young_since[slot.row]
+        is_old = now - young_since >= REFRESH_SECONDS or young_since <= self._doubted_at
         if is_old:
             self._young_since[slot.row] = now
         return is_old

@@ -7,18 +7,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lmcache.tiers import gate
-from lmcache.tiers.base import LowerTier, RowKey, Slot, TierUnavailable, split_row_key
+from lmcache.tiers.base import Loaded, LowerTier, RowKey, Slot, TierUnavailable, split_row_key
 from lmcache.tiers.header import digests, seal_of
 from lmcache.tiers.memory import MemoryTier
-from lmcache.tiers.seals import payloads
+from lmcache.tiers.seals import noted_seals, payloads, seals_of
 from lmcache.tiers.stats import TieredStats, Unwritten
-from lmcache.tiers.tasks import Outstanding, Tasks
-from lmcache.tiers.writes import WriteQueue
+from lmcache.tiers.tasks import NICENESS, Outstanding, Tasks, Workers
+from lmcache.tiers.writes import Write, WriteQueue
 
 T = TypeVar("T")
 
@@ -31,6 +31,24 @@ _PAUSE_SECONDS = 0.005  # between two trials, whatever the tier says
 _BROKEN_TRIAL_SECONDS = 1.0  # after one that does not even fail as it should
 _STUCK_SECONDS = 10.0
 """Tiers have deadlines, but a disk's system call may hang in the kernel: from then on lookups pass it by."""
+
+_MAX_FAILURES = 3  # operations for one row that found the tier sick: then others have their turn
+_OFFER_SECONDS = 1.0  # until one of the rows that were refused is offered again; doubles
+_MAX_OFFER_SECONDS = 60.0
+
+
+class Brought(NamedTuple):
+    """A row that came from a lower tier."""
+
+    slot: Slot
+    digests: Sequence[bytes]  # of its columns
+
+
+class Watcher(NamedTuple):
+    """Who is told what becomes of rows that a lower tier was thought to have, or to get."""
+
+    unwritten: Callable[[Slot], None]  # it will not be written, but may be when it is hit
+    doubt: Callable[[], None]  # what was written may be lost
 
 
 class Lower:
@@ -47,9 +65,11 @@ class Lower:
         memory: MemoryTier,
         labels: Mapping[bytes, bytes],
         outstanding: Outstanding,
+        watcher: Watcher,
+        stats: TieredStats,
         clock: Callable[[], float],
     ) -> None:
-        self.stats = TieredStats()
+        self.stats = stats
         self.num_loads = 0  # rows that are being brought, or wait for their turn
         self._name = name
         self._tier = tier
@@ -57,18 +77,22 @@ class Lower:
         self._num_columns = memory.arena.table.num_columns
         self._labels = labels
         self._outstanding = outstanding
+        self._watcher = watcher
+        self._doubts = tier.breaker.doubts
         self._clock = clock
         self._queue = WriteQueue(memory.arena.num_rows // 4)
         self._has_writes = asyncio.Event()
-        self._writes: dict[Slot, asyncio.Future[Unwritten | None]] = {}  # answers somebody may wait for
+        self._writes: dict[Slot, asyncio.Future[Unwritten | None]] = {}  # of all that are to be written
+        self._refused: OrderedDict[Slot, Write] = OrderedDict()  # to be offered again
+        self._is_offering = False
         self._up = asyncio.Event()  # it answers, as far as is known
         self._up.set()
         self._running: dict[object, float] = {}  # operations since when, the oldest first
         self._rate = gate.Rate()
         self._loading = asyncio.Semaphore(_NUM_READERS)
         # One more than there are loads, so that a probe never queues behind bytes.
-        self._readers = ThreadPoolExecutor(_NUM_READERS + 1, f"{name}-read")
-        self._writers = ThreadPoolExecutor(_NUM_WRITERS, f"{name}-write")
+        self._readers = Workers(_NUM_READERS + 1, f"{name}-read")
+        self._writers = Workers(_NUM_WRITERS, f"{name}-write", NICENESS)
         self._tasks = Tasks()
         for _ in range(_NUM_WRITERS):
             self._tasks.spawn(self._keep_writing())
@@ -106,19 +130,19 @@ class Lower:
             num_rows * row_bytes, self.num_loads * row_bytes, self.bytes_per_second, num_rows * row_seconds
         )
 
-    async def bring(self, key: RowKey, request: str) -> Slot | None:
-        """Bring all columns of a row into memory, or nothing."""
+    async def bring(self, key: RowKey, length: int, request: str) -> Brought | None:
+        """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing."""
         self.num_loads += 1
         try:
             async with self._loading:
-                slot = await self._load(key, request) if self.is_well else None
+                brought = await self._load(key, length, request) if self.is_well else None
         finally:
             self.num_loads -= 1
-        self.stats.promoted += slot is not None
-        self.stats.promotions_failed += slot is None
-        return slot
+        self.stats.promoted += brought is not None
+        self.stats.promotions_failed += brought is None
+        return brought
 
-    async def _load(self, key: RowKey, request: str) -> Slot | None:
+    async def _load(self, key: RowKey, length: int, request: str) -> Brought | None:
         slot = self._memory.reserve_row(key, request)
         if slot is None:
             return None
@@ -127,41 +151,57 @@ class Lower:
         self._rate.begin(self._clock())
         try:
             with contextlib.suppress(TierUnavailable):
-                loaded = await self._run(self._readers, lambda: _load_columns(self._tier, key, views))
+                loaded = await self._run(self._readers, lambda: _load_columns(self._tier, key, views, length))
         finally:
-            self._rate.end(self._clock(), sum(loaded[0]) if loaded else 0)
+            self._rate.end(self._clock(), length * len(views) if loaded else 0)
             if loaded is None:
                 self._memory.abort_row(slot)
             else:
-                self._memory.commit_row(slot, *loaded)
-        return slot if loaded else None
+                seals = [seal_of(key, column, length, found) for column, found in enumerate(loaded)]
+                self._memory.commit_row(slot, [length] * len(loaded), seals)
+        return Brought(slot, loaded) if loaded else None
 
     # ---- store ----
 
-    def write(self, slot: Slot, depth: int) -> asyncio.Future[Unwritten | None]:
+    def write(
+        self, slot: Slot, depth: int, column_digests: Sequence[bytes] | None = None
+    ) -> asyncio.Future[Unwritten | None]:
         """Queue a row; when the queue is full the deepest is dropped.
 
         The answer comes when the tier has it (None), or as soon as it is known that it will not have it now.
         """
+        answer = self._writes.get(slot)
+        if answer is not None:
+            return answer
         answer = self._writes[slot] = asyncio.get_running_loop().create_future()
+        self._refused.pop(slot, None)
         self._outstanding.add()
-        self._enqueue(slot, depth)
+        self._enqueue(Write(slot, depth, column_digests))
         if not self.is_well:
             self._answer(slot, Unwritten.AWAY)
         return answer
 
-    def touch(self, keys: Sequence[RowKey]) -> None:
-        """Make the copies of rows that were hit in memory younger, some time; while it is not well, never."""
+    def touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+        """Make the copies of rows that were hit in memory younger, some time, and write those that are not
+        there (any more); while it is not well, never."""
         for first in range(0, len(keys), _MAX_TOUCH):
             if self.is_well:
-                self._tasks.spawn(self._touch(keys[first : first + _MAX_TOUCH]))
+                some = slice(first, first + _MAX_TOUCH)
+                self._tasks.spawn(self._touch(keys[some], slots[some]))
 
-    async def _touch(self, keys: Sequence[RowKey]) -> None:
+    async def _touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+        absent: set[RowKey] = set()
+        lengths = [self._memory.arena.table.length(slot.row, 0) for slot in slots]
         with contextlib.suppress(TierUnavailable):
-            await self._run(self._writers, lambda: self._tier.touch(keys, self._num_columns))
+            absent = await self._run(
+                self._writers, lambda: self._tier.touch(keys, self._num_columns, lengths)
+            )
+        for key, slot in zip(keys, slots, strict=True):
+            if key in absent and slot not in self._refused:
+                self.write(slot, self._memory.describe(slot)[1])
 
-    def _enqueue(self, slot: Slot, depth: int, *, is_first: bool = False) -> None:
-        dropped = self._queue.push(slot, depth, is_first=is_first)
+    def _enqueue(self, write: Write, *, is_first: bool = False) -> None:
+        dropped = self._queue.push(write, is_first=is_first)
         if dropped is not None:
             self._settle(dropped, Unwritten.DROPPED)
         self._has_writes.set()
@@ -170,64 +210,104 @@ class Lower:
         while True:
             await self._has_writes.wait()
             await self._up.wait()
-            item = self._queue.pop()
-            if item is None:
+            write = self._queue.pop()
+            if write is None:
                 self._has_writes.clear()
                 continue
-            slot, depth = item
             try:
-                self._settle(slot, await self._store(slot))
+                self._settle(write, await self._store(write))
             except TierUnavailable:
-                self._enqueue(slot, depth, is_first=True)
+                write = write._replace(num_failures=write.num_failures + 1)
+                if write.num_failures < _MAX_FAILURES:
+                    self._enqueue(write, is_first=True)
+                else:  # it may be this row that the tier can't bear
+                    self._settle(write, Unwritten.REFUSED)
             except Exception:
                 _log.exception("a row could not be written to the %s tier", self._name)
-                self._settle(slot, Unwritten.FAILED)
+                self._settle(write, Unwritten.FAILED)
 
-    async def _store(self, slot: Slot) -> Unwritten | None:
+    async def _store(self, write: Write) -> Unwritten | None:
+        slot = write.slot
         key = self._memory.pin(slot)
         if key is None:
             return Unwritten.EVICTED
         label = self._labels.get(split_row_key(key)[0], b"")
         columns = payloads(self._memory.arena, slot)
         try:
+            known = write.digests
+            if known is None:  # it was hashed long ago: is it still what it was?
+                known = await self._run(self._writers, lambda: list(map(digests, columns)))
+                if seals_of(key, columns, known) != noted_seals(self._memory.arena, slot):
+                    self._memory.verified(slot, is_intact=False)
+                    return Unwritten.SPOILT
             is_stored = await self._run(
-                self._writers,
-                lambda: all(self._tier.store(key, *column, label) for column in enumerate(columns)),
+                self._writers, lambda: _store_columns(self._tier, key, columns, label, known)
             )
         finally:
             self._memory.unpin(slot)
         return None if is_stored else Unwritten.REFUSED
 
-    def _settle(self, slot: Slot, why: Unwritten | None) -> None:
-        """A row is written, or never will be."""
+    def _settle(self, write: Write, why: Unwritten | None) -> None:
+        """A row is written, or not for the time being."""
         if why is None:
             self.stats.written += 1
         else:
             self.stats.unwritten[why] += 1
-        self._answer(slot, why)
+        self._answer(write.slot, why)
+        del self._writes[write.slot]
         self._outstanding.done()
+        if why is Unwritten.REFUSED:
+            self._note_refused(write)
+        elif why is Unwritten.DROPPED:
+            self._watcher.unwritten(write.slot)
 
     def _answer(self, slot: Slot, why: Unwritten | None) -> None:
-        answer = self._writes.pop(slot, None)
+        answer = self._writes.get(slot)
         if answer is not None and not answer.done():
             answer.set_result(why)
 
+    def _note_refused(self, write: Write) -> None:
+        self._refused[write.slot] = write._replace(num_failures=0)
+        if len(self._refused) > self._queue.capacity:
+            self._watcher.unwritten(self._refused.popitem(last=False)[0])
+        if not self._is_offering:
+            self._is_offering = True
+            self._tasks.spawn(self._offer_again())
+
+    async def _offer_again(self) -> None:
+        """Offer what was refused, a row at a time and ever less often, until one is taken: then all."""
+        pause = _OFFER_SECONDS
+        try:
+            while self._refused:
+                await asyncio.sleep(pause)
+                await self._up.wait()
+                if not self._refused:
+                    break
+                why = await self.write(*next(iter(self._refused.values()))[:3])
+                pause = min(2 * pause, _MAX_OFFER_SECONDS) if why is Unwritten.REFUSED else _OFFER_SECONDS
+                for write in () if why else tuple(self._refused.values()):
+                    self.write(*write[:3])
+        finally:
+            self._is_offering = False
+
     # ---- life ----
 
-    async def close(self) -> None:
-        """Stop all work; when this returns no thread uses the tier, or the arena for it."""
+    async def close(self, timeout_seconds: float | None = None) -> bool:
+        """Stop all work. True: no thread uses the tier, or the arena for it, any more."""
         await self._tasks.cancel()
         self._give_up_waiting()
-        for pool in (self._readers, self._writers):
-            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
+        self.stats.unwritten[Unwritten.DROPPED] += len(self._writes)
+        self._writes.clear()
+        ended = [await pool.close(timeout_seconds) for pool in (self._readers, self._writers)]
+        return all(ended)
 
-    async def _run(self, pool: ThreadPoolExecutor, operation: Callable[[], T]) -> T:
+    async def _run(self, pool: Workers, operation: Callable[[], T]) -> T:
         """Run an operation in a thread. Raises TierUnavailable: then nothing more is asked until a trial
         succeeds."""
         name = object()
         self._running[name] = self._clock()
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, operation)
+            return await pool.run(operation)
         except TierUnavailable:
             if self._up.is_set():
                 self._up.clear()
@@ -236,9 +316,12 @@ class Lower:
             raise
         finally:
             del self._running[name]
+            if self._doubts != self._tier.breaker.doubts:
+                self._doubts = self._tier.breaker.doubts
+                self._watcher.doubt()
 
     def _give_up_waiting(self) -> None:
-        for slot in tuple(self._writes):
+        for slot in self._writes:
             self._answer(slot, Unwritten.AWAY)
 
     async def _recover(self) -> None:
@@ -247,7 +330,7 @@ class Lower:
         while breaker.is_open:
             await asyncio.sleep(max(_PAUSE_SECONDS, breaker.seconds_to_trial))
             try:
-                await asyncio.get_running_loop().run_in_executor(self._readers, self._tier.try_again)
+                await self._readers.run(self._tier.try_again)
             except Exception:  # whatever it is: nobody but this task tries again
                 _log.exception("a trial of the %s tier ended with an error", self._name)
                 await asyncio.sleep(_BROKEN_TRIAL_SECONDS)
@@ -255,15 +338,23 @@ class Lower:
 
 
 def _load_columns(
-    tier: LowerTier, key: RowKey, views: Sequence[memoryview]
-) -> tuple[list[int], list[bytes]] | None:
-    """In a reader thread: lengths and seals of all columns, or nothing."""
-    lengths = []
+    tier: LowerTier, key: RowKey, views: Sequence[memoryview], length: int
+) -> list[bytes] | None:
+    """In a reader thread: the digests of all columns, or nothing."""
+    found: list[Loaded] = []
     for column, view in enumerate(views):
-        length = tier.load(key, column, view)
-        if length is None:
+        loaded = tier.load(key, column, view, length)
+        if loaded is None or loaded.length != length:
             return None
-        lengths.append(length)
-    return lengths, [
-        seal_of(key, column, length, digests(views[column][:length])) for column, length in enumerate(lengths)
-    ]
+        found.append(loaded)
+    return [loaded.digests for loaded in found]
+
+
+def _store_columns(
+    tier: LowerTier, key: RowKey, columns: Sequence[memoryview], label: bytes, column_digests: Sequence[bytes]
+) -> bool:
+    """In a writer thread."""
+    return all(
+        tier.store(key, column, payload, label, known)
+        for column, (payload, known) in enumerate(zip(columns, column_digests, strict=True))
+    )

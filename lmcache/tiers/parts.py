@@ -14,8 +14,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lmcache.tiers.address import DEFAULT_PREFIX
-from lmcache.tiers.base import RowKey, split_row_key
-from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, BadHeader, Header, checksum, parse
+from lmcache.tiers.base import Loaded, RowKey, split_row_key
+from lmcache.tiers.header import (
+    HEADER_BYTES,
+    PART_BYTES,
+    BadHeader,
+    Header,
+    checksum,
+    digest_of,
+    digests,
+    parse,
+)
 from lmcache.tiers.resp import Connection, ServerError
 
 __all__ = ["PART_BYTES", "InvalidObject", "ObjectName", "hash_tag", "load", "num_parts", "store"]
@@ -48,8 +57,11 @@ def num_parts(total_bytes: int) -> int:
     return max(1, -(-total_bytes // PART_BYTES))
 
 
-def load(connection: Connection, name: ObjectName, into: memoryview) -> int | None:
-    """Return the payload's length; None when there is no such object. Raises InvalidObject.
+def load(
+    connection: Connection, name: ObjectName, into: memoryview, length: int | None = None
+) -> Loaded | None:
+    """Return the payload; None when there is no such object. Raises InvalidObject, also when it has not
+    ``length`` bytes.
 
     The next part is asked for before the one that came is compared with its checksum: the server copies the
     one meanwhile. To ask for it still earlier is slower, two replies are too much for the caches.
@@ -59,8 +71,9 @@ def load(connection: Connection, name: ObjectName, into: memoryview) -> int | No
     if header is None:
         return None
     total = header.total_bytes
-    if total > len(into):
+    if total > len(into) or length not in (None, total):
         raise InvalidObject("length")
+    found = [header.checksum]
     for part in range(1, header.num_parts):
         connection.ask([("GET", name.part(part))])
         _compare(header, into)
@@ -69,8 +82,9 @@ def load(connection: Connection, name: ObjectName, into: memoryview) -> int | No
             raise InvalidObject("part")
         if header.total_bytes != total:
             raise InvalidObject("length")
+        found.append(header.checksum)
     _compare(header, into)
-    return total
+    return Loaded(total, b"".join(found))
 
 
 def _compare(header: Header, into: memoryview) -> None:
@@ -110,7 +124,13 @@ def _read_part(connection: Connection, name: ObjectName, part: int, into: memory
 
 
 def store(
-    connection: Connection, name: ObjectName, payload: memoryview, label: bytes, *, is_rewrite: bool
+    connection: Connection,
+    name: ObjectName,
+    payload: memoryview,
+    label: bytes,
+    part_digests: bytes = b"",
+    *,
+    is_rewrite: bool,
 ) -> bool:
     """Return False when all of it was there already, and was touched. Raises ServerError when it is refused.
 
@@ -125,19 +145,25 @@ def store(
                 raise reply
         if touched == [1] * total:
             return False
+    part_digests = part_digests or digests(payload)
     for part in range(1, total):
-        _send_part(connection, name, part, payload, label)
+        _send_part(connection, name, part, payload, label, part_digests)
         if part > 1:
             connection.read_reply()
     if total > 1:
         connection.read_reply()
-    _send_part(connection, name, 0, payload, label)
+    _send_part(connection, name, 0, payload, label, part_digests)
     connection.read_reply()
     return True
 
 
 def _send_part(
-    connection: Connection, name: ObjectName, part: int, payload: memoryview, label: bytes
+    connection: Connection,
+    name: ObjectName,
+    part: int,
+    payload: memoryview,
+    label: bytes,
+    part_digests: bytes,
 ) -> None:
     content = payload[part * PART_BYTES : (part + 1) * PART_BYTES]
     header = Header(
@@ -147,7 +173,7 @@ def _send_part(
         num_parts(len(payload)),
         len(content),
         len(payload),
-        checksum(content),
+        digest_of(part_digests, part),
         label,
     )
     connection.set(name.part(part), [header.pack(), content])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from lmcache.tiers.base import RowKey, Slot
 from lmcache.tiers.hits import Hits
-from lmcache.tiers.lower import Lower
+from lmcache.tiers.lower import Brought, Lower
 from lmcache.tiers.memory import MemoryTier
 from lmcache.tiers.seals import Seals
 from lmcache.tiers.tasks import Tasks
@@ -50,28 +50,30 @@ class Promotions:
         # Keys known as absent, of all requests or ("") of one, until then.
         self._absent: OrderedDict[tuple[RowKey, str], float] = OrderedDict()
 
-    def verify(self, keys: Sequence[RowKey]) -> int:
-        """Return how many leading keys are here or on their way, and start verifying those that need it."""
+    def verify(self, keys: Sequence[RowKey]) -> tuple[int, int]:
+        """Return how many leading keys are here or on their way, and how many of these are still to come;
+        start verifying those that need it."""
         to_verify = []
-        num_coming = 0
+        num_leading = num_coming = 0
         for key in keys:
-            if key not in self._pending:
-                slot = self._memory.unverified(key)
-                if slot is not None:
-                    to_verify.append((key, slot))
-                elif not self._memory.is_resident(key):
-                    break
-            num_coming += 1
+            if key in self._pending:
+                num_coming += 1
+            elif (slot := self._memory.unverified(key)) is not None:
+                to_verify.append((key, slot))
+            elif not self._memory.is_resident(key):
+                break
+            num_leading += 1
         if to_verify:
             self._pending.update(key for key, _ in to_verify)
             self._tasks.spawn(self._verify(to_verify))
-        return num_coming
+        return num_leading, num_coming + len(to_verify)
 
-    def bring(self, keys: Sequence[RowKey], request: str, row_seconds: float) -> bool:
+    def bring(self, keys: Sequence[RowKey], lengths: Sequence[int], request: str, row_seconds: float) -> bool:
         """Ask the lower tiers for these keys, unless that is of no use now. Return whether they are being
         asked.
 
-        ``row_seconds``: what computing a row takes the engine, 0.0 when it is not known.
+        ``lengths``: payload bytes of a column of each row; ``row_seconds``: what computing a row takes the
+        engine, 0.0 when it is not known.
         """
         if not keys or not any(lower.is_well for lower in self._lower):
             return False
@@ -81,7 +83,7 @@ class Promotions:
         if room <= 0 or self._is_absent(keys[0], request):
             return False
         self._probing.add(keys[0])
-        self._tasks.spawn(self._probe(keys[:room], request, row_seconds))
+        self._tasks.spawn(self._probe(keys[:room], lengths, request, row_seconds))
         return True
 
     async def _verify(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
@@ -89,7 +91,9 @@ class Promotions:
             await self._seals.verify(slot)
             self._pending.discard(key)
 
-    async def _probe(self, keys: Sequence[RowKey], request: str, row_seconds: float) -> None:
+    async def _probe(
+        self, keys: Sequence[RowKey], lengths: Sequence[int], request: str, row_seconds: float
+    ) -> None:
         """Ask one tier after the other for what those before it do not have."""
         num_found = 0
         scope = ""  # of what is found absent
@@ -106,36 +110,36 @@ class Promotions:
                     lower.stats.hit_not_worth += num_present
                     scope = request  # another request's engine may be slower
                     continue
-                for key in left[:num_present]:
-                    self._start(key, request, position)
+                for key, length in zip(left[:num_present], lengths[num_found:], strict=False):
+                    self._start(key, length, request, position)
                 num_found += num_present
         finally:
             self._probing -= asked
         for key in keys[num_found : num_found + 1]:
             self._note_absent(key, scope)
 
-    def _start(self, key: RowKey, request: str, position: int) -> None:
+    def _start(self, key: RowKey, length: int, request: str, position: int) -> None:
         if key not in self._pending and not self._memory.is_resident(key):
             self._pending.add(key)
-            self._tasks.spawn(self._promote(key, request, position))
+            self._tasks.spawn(self._promote(key, length, request, position))
 
-    async def _promote(self, key: RowKey, request: str, position: int) -> None:
+    async def _promote(self, key: RowKey, length: int, request: str, position: int) -> None:
         """Bring a row from the tier that has it, or else from one after it."""
         try:
             for lower in self._lower[position:]:
-                slot = await lower.bring(key, request)
-                if slot is not None:
-                    self._note_promoted(slot, lower)
+                brought = await lower.bring(key, length, request)
+                if brought is not None:
+                    self._note_promoted(brought, lower)
                     return
         finally:
             self._pending.discard(key)
         self._note_absent(key)
 
-    def _note_promoted(self, slot: Slot, source: Lower) -> None:
+    def _note_promoted(self, brought: Brought, source: Lower) -> None:
         """What came from a far tier is kept in the nearer ones, too."""
-        self._hits.note_young(slot)
+        self._hits.note_young(brought.slot)
         for lower in self._lower[: self._lower.index(source)]:
-            lower.write(slot, _DROPPED_FIRST)
+            lower.write(brought.slot, _DROPPED_FIRST, brought.digests)
 
     def _is_absent(self, key: RowKey, request: str) -> bool:
         now = self._clock()

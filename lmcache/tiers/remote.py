@@ -19,11 +19,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TypeVar
 
 from lmcache.tiers import parts
 from lmcache.tiers.address import Address, Endpoint, Kind, parse_endpoints
-from lmcache.tiers.base import RowKey, TierUnavailable
+from lmcache.tiers.base import Loaded, RowKey, TierUnavailable
 from lmcache.tiers.cluster import Cluster
 from lmcache.tiers.parts import PART_BYTES, InvalidObject, ObjectName, num_parts
 from lmcache.tiers.resilience import CircuitBreaker, JointBreaker
@@ -67,7 +68,6 @@ class RemoteTier:
             lambda: [server.breaker for server in self._topology.servers()]
         )
         self._lock = threading.Lock()  # protects stats and what follows
-        self._most_parts = 1  # of any object read or written
         self._rewrite: dict[tuple[RowKey, int], None] = {}  # found invalid: to be written though present
 
     def set_shards(self, current: Sequence[str], previous: Sequence[str] = (), until: float = 0.0) -> None:
@@ -92,13 +92,12 @@ class RemoteTier:
             window = min(2 * window, _MAX_WINDOW)
         return present
 
-    def load(self, key: RowKey, column: int, into: memoryview) -> int | None:
-        """Read one column of a row into a slot. Return its payload's length; None: a miss (slot contents
-        undefined)."""
-        name, length = self._name(key, column), None
+    def load(self, key: RowKey, column: int, into: memoryview, length: int | None = None) -> Loaded | None:
+        """Read one column of a row into a slot. None: a miss (slot contents undefined)."""
+        name, loaded = self._name(key, column), None
         for server in self._candidates(name):
             try:
-                length = self._run(server, lambda connection: parts.load(connection, name, into))
+                loaded = self._run(server, lambda connection: parts.load(connection, name, into, length))
             except InvalidObject as invalid:
                 self._note_invalid(name, str(invalid))
                 return None
@@ -106,20 +105,21 @@ class RemoteTier:
                 if not self._topology.learn(error):
                     self._note_invalid(name, error.code)
                     return None
-            if length is not None:
+            if loaded is not None:
                 break
         with self._lock:
-            self.stats.hits += length is not None
-            self.stats.misses += length is None
-            self._most_parts = max(self._most_parts, num_parts(length or 0))
-        return length
+            self.stats.hits += loaded is not None
+            self.stats.misses += loaded is None
+        return loaded
 
-    def store(self, key: RowKey, column: int, payload: memoryview, label: bytes = b"") -> bool:
+    def store(
+        self, key: RowKey, column: int, payload: memoryview, label: bytes = b"", digests: bytes = b""
+    ) -> bool:
         """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
         say), or is away while others are well."""
         name = self._name(key, column)
         try:
-            is_new = self._store(name, payload, label)
+            is_new = self._store(name, payload, label, digests)
         except ServerError as error:
             is_new, reason = None, error.code
         else:
@@ -131,24 +131,28 @@ class RemoteTier:
             self.stats.stored += is_new
             self.stats.touched += not is_new
             self._rewrite.pop((key, column), None)
-            self._most_parts = max(self._most_parts, num_parts(len(payload)))
         return True
 
-    def touch(self, keys: Sequence[RowKey], num_columns: int) -> None:
-        """Refresh the age of rows that were hit in a tier above; absent ones are ignored.
-
-        As many parts of each as the largest object had that this tier has read or written.
-        """
-        commands: dict[Server, list[Sequence[str]]] = defaultdict(list)
-        for key in keys:
+    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+        """Refresh the age of rows that were hit in a tier above. Return those whose present owner says that
+        something of them is not there."""
+        commands: dict[Server, list[tuple[RowKey | None, str]]] = defaultdict(list)  # key: of the owner
+        for key, length in zip_longest(keys, lengths, fillvalue=0):
+            assert isinstance(key, bytes), "more lengths than keys"
             for column in range(num_columns):
                 name = self._name(key, column)
-                touched = [("TOUCH", name.part(part)) for part in range(self._most_parts)]
-                for server in self._topology.owners(key, column):
-                    commands[server] += touched
+                names = [name.part(part) for part in range(num_parts(length))]
+                for position, server in enumerate(self._topology.owners(key, column)):
+                    commands[server] += [(None if position else key, part) for part in names]
+        absent: set[RowKey] = set()
         for server, asked in commands.items():
             for start in range(0, len(asked), _MAX_NAMES):
-                self._call_all(server, asked[start : start + _MAX_NAMES])
+                some = asked[start : start + _MAX_NAMES]
+                replies = self._call_all(server, [("TOUCH", part) for _, part in some])
+                absent |= {
+                    owned for (owned, _), reply in zip(some, replies, strict=False) if owned and reply == 0
+                }
+        return absent
 
     def check(self) -> None:
         """Ask the servers whether they are well; if one is not, the log says why, and its circuit opens."""
@@ -170,13 +174,13 @@ class RemoteTier:
         """Close all connections; the threads that used them must have ended."""
         self._topology.close()
 
-    def _store(self, name: ObjectName, payload: memoryview, label: bytes) -> bool | None:
+    def _store(self, name: ObjectName, payload: memoryview, label: bytes, digests: bytes) -> bool | None:
         """Return whether it was not there yet; None: its owner is away."""
         is_rewrite = (name.key, name.column) in self._rewrite
         for server in self._candidates(name):
             try:
                 return self._run(
-                    server, lambda c: parts.store(c, name, payload, label, is_rewrite=is_rewrite)
+                    server, lambda c: parts.store(c, name, payload, label, digests, is_rewrite=is_rewrite)
                 )
             except ServerError as error:
                 if not self._topology.learn(error):

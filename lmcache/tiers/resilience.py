@@ -50,6 +50,7 @@ class CircuitBreaker:
         self._clock = clock
         self._failures = 0
         self._next_trial: float | None = None  # None: closed
+        self._doubts = 0
 
     @property
     def is_open(self) -> bool:
@@ -61,6 +62,15 @@ class CircuitBreaker:
         """Seconds until a trial is due; 0 when it is, or when the circuit is closed."""
         return max(0.0, (self._next_trial or 0.0) - self._clock())
 
+    @property
+    def doubts(self) -> int:
+        """Changes whenever what the tier held may be lost: it was away, or was restarted."""
+        return self._doubts
+
+    def doubt(self) -> None:
+        """It may have been restarted."""
+        self._doubts += 1
+
     def failure(self) -> None:
         """An operation or a trial failed."""
         self._failures += 1
@@ -68,6 +78,7 @@ class CircuitBreaker:
 
     def trial_succeeded(self) -> None:
         """The tier answers again."""
+        self.doubt()
         self._next_trial = None
 
     def success(self) -> None:
@@ -88,6 +99,11 @@ class JointBreaker(CircuitBreaker):
     def is_open(self) -> bool:
         """Is there no server to be asked?"""
         return all(part.is_open for part in self._parts())
+
+    @property
+    def doubts(self) -> int:
+        """See CircuitBreaker; of any of them."""
+        return sum(part.doubts for part in self._parts())
 
     @property
     def seconds_to_trial(self) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 from lmcache.tiers.base import Arena, RowKey, Slot
 from lmcache.tiers.header import digests, seal_of
 from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.tasks import NICENESS, Workers
 
 
 def payloads(arena: Arena, slot: Slot) -> list[memoryview]:
@@ -18,12 +18,17 @@ def payloads(arena: Arena, slot: Slot) -> list[memoryview]:
     ]
 
 
-def seals_of(key: RowKey, columns: list[memoryview], column_digests: list[bytes]) -> list[bytes]:
+def seals_of(key: RowKey, columns: Sequence[memoryview], column_digests: Sequence[bytes]) -> list[bytes]:
     """The seals of all columns of a row."""
     return [
         seal_of(key, column, len(payload), part_digests)
         for column, (payload, part_digests) in enumerate(zip(columns, column_digests, strict=True))
     ]
+
+
+def noted_seals(arena: Arena, slot: Slot) -> list[bytes]:
+    """What the slot table says that they are."""
+    return [arena.table.checksum(slot.row, column) for column in range(arena.table.num_columns)]
 
 
 class Seals:
@@ -32,7 +37,7 @@ class Seals:
     def __init__(self, memory: MemoryTier) -> None:
         self.num_verified = 0  # rows from before a restart that were found intact
         self._memory = memory
-        self._pool = ThreadPoolExecutor(1, "checksum")
+        self._workers = Workers(1, "checksum", NICENESS)
 
     async def seal(self, slot: Slot) -> list[bytes]:
         """Note the seals of a row that was pinned for this, so that it outlives a restart; unpin it. Return
@@ -52,11 +57,10 @@ class Seals:
         key = self._memory.pin(slot)
         if key is None:
             return False
-        table = self._memory.arena.table
         try:
             columns = payloads(self._memory.arena, slot)
             found = seals_of(key, columns, await self._digests(columns))
-            is_intact = found == [table.checksum(slot.row, column) for column in range(len(found))]
+            is_intact = found == noted_seals(self._memory.arena, slot)
             self._memory.verified(slot, is_intact=is_intact)
         finally:
             self._memory.unpin(slot)
@@ -65,8 +69,7 @@ class Seals:
 
     async def close(self) -> None:
         """Wait for the thread."""
-        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+        await self._workers.close()
 
     async def _digests(self, columns: list[memoryview]) -> list[bytes]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: list(map(digests, columns)))
+        return await self._workers.run(lambda: list(map(digests, columns)))

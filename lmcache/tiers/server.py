@@ -133,6 +133,7 @@ class Server:
         except OSError as error:
             if not _RETRY.allows(error, was_idle=idle is not None):
                 raise
+        self.breaker.doubt()
         return self._use(self._open(), operation, asking=asking)
 
     def _open(self) -> Connection:

@@ -84,10 +84,11 @@ class MemoryStats:
 class Unwritten(enum.Enum):
     """Why a row is not (yet) in a lower tier; a label of the write counters."""
 
-    REFUSED = "refused"  # by the tier: it is full, say
-    DROPPED = "dropped"  # the queue was full
+    REFUSED = "refused"  # by the tier: it is full, say; it is asked again later
+    DROPPED = "dropped"  # the queue was full, or the arena got another format
     EVICTED = "evicted"  # left the memory tier before its turn
     FAILED = "failed"  # an error that the log tells of
+    SPOILT = "spoilt"  # somebody wrote over it in memory, where it is gone now
     # Answers to blocking writes only, since they are not the end of it:
     AWAY = "away"  # the tier is not well; the row is written when it is
     INCOMPLETE = "incomplete"  # another rank is to commit its column yet

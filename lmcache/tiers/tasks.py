@@ -1,15 +1,25 @@
-"""Background work on an event loop: tasks that end together, and what is outstanding."""
+"""Background work on an event loop: tasks that end together, threads for what blocks, and what is
+outstanding."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+NICENESS = 10
+"""Of threads for what nobody waits for: an engine beside us that needs the processor goes first."""
 
 
 class Tasks:
@@ -36,6 +46,67 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("background work ended with an error", exc_info=task.exception())
+
+
+class Workers:
+    """Threads in which what blocks is done. None that never comes back from the kernel (a hung disk) keeps
+    the process from ending.
+
+    ``niceness``: how far an engine that needs the processor goes before them, 0-19.
+    """
+
+    def __init__(self, number: int, name: str, niceness: int = 0) -> None:
+        self._niceness = niceness
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run_all, name=f"{name}_{index}", daemon=True)
+            for index in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    async def run(self, operation: Callable[[], T]) -> T:
+        """Do this in a thread, in its turn."""
+        future: Future[T] = Future()
+        self._work.put((future, operation))
+        return await asyncio.wrap_future(future)
+
+    async def close(self, timeout_seconds: float | None = None) -> bool:
+        """Do nothing more, and wait for what is being done. False: it goes on."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._work.get_nowait()
+                if item is not None:
+                    item[0].cancel()
+        for _ in self._threads:
+            self._work.put(None)
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+
+        def join() -> bool:
+            for thread in self._threads:
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            return not any(thread.is_alive() for thread in self._threads)
+
+        return await asyncio.to_thread(join)
+
+    def _run_all(self) -> None:
+        if self._niceness:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        while (item := self._work.get()) is not None:
+            _do(*item)
+            del item  # else views of the arena stay while it is idle
+
+
+def _do(future: Future[T], operation: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = operation()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class Outstanding:

@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lmcache.tiers.base import Arena, Lookup, LowerTier, Reservation, RowKey, Slot, split_row_key
 from lmcache.tiers.hits import Hits
-from lmcache.tiers.lower import Lower
+from lmcache.tiers.lower import Lower, Watcher
 from lmcache.tiers.memory import LeaseId, MemoryTier
 from lmcache.tiers.promotions import Promotions
 from lmcache.tiers.seals import Seals
-from lmcache.tiers.stats import Unwritten
+from lmcache.tiers.stats import TieredStats, Unwritten
 from lmcache.tiers.tasks import Outstanding, Tasks
+from lmcache.tiers.writes import Write
 
 __all__ = ["Admit", "Lookup", "TieredStore"]
 
@@ -46,8 +47,9 @@ class TieredStore:
     """Made on the running loop, once per format of the arena. Nothing here blocks the loop.
 
     ``lower``: by name ("disk"), in the order in which they are asked. They stay the caller's, who closes them
-    after the store. Use: ``await store.adopt()`` first; ``await store.close()`` before the arena is formatted
-    anew or closed. Quarantine, leases' ends and ``usable_rows`` are the business of ``store.memory``.
+    after the store. ``stats``: of the lower tiers, to be gone on with. Use: ``await store.adopt()`` first;
+    ``await store.close()`` before the arena is formatted anew or closed. Quarantine, leases' ends and
+    ``usable_rows`` are the business of ``store.memory``.
     """
 
     def __init__(
@@ -56,16 +58,29 @@ class TieredStore:
         lower: Mapping[str, LowerTier] | None = None,
         *,
         admit: Admit = Admit.ALL,
+        stats: Mapping[str, TieredStats] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.memory = MemoryTier(arena, clock=clock)
+        self.is_closed = False
         self._admit = admit
         self._labels: dict[bytes, bytes] = {}  # of shared namespaces
         self._outstanding = Outstanding()  # rows to be checksummed, and rows to be written, tier by tier
         self._tasks = Tasks()
         self._seals = Seals(self.memory)
+        watcher = Watcher(lambda slot: self._hits.note_unwritten(slot), lambda: self._hits.doubt())
+        counts = stats or {}
         self.lower = {
-            name: Lower(name, tier, self.memory, self._labels, self._outstanding, clock)
+            name: Lower(
+                name,
+                tier,
+                self.memory,
+                self._labels,
+                self._outstanding,
+                watcher,
+                counts.get(name) or TieredStats(),
+                clock,
+            )
             for name, tier in (lower or {}).items()
         }
         tiers = tuple(self.lower.values())
@@ -88,22 +103,32 @@ class TieredStore:
     # ---- load ----
 
     def lookup(
-        self, lease_id: LeaseId, groups: Sequence[Sequence[RowKey]], *, chunk_seconds: float = 0.0
+        self,
+        lease_id: LeaseId,
+        groups: Sequence[Sequence[RowKey]],
+        *,
+        lengths: Sequence[int],
+        chunk_seconds: float = 0.0,
     ) -> Lookup:
         """Lease what is in memory, and start bringing what lower tiers hold; repeat to see how it goes on.
 
-        ``groups``: the keys of the same chunks in every KV group, head first. ``chunk_seconds``: what
-        computing one chunk takes the engine (0.0: not known); what would take longer to bring is left below.
+        ``groups``: the keys of the same chunks in every KV group, head first; ``lengths``: payload bytes of
+        one column in each group, what is not as long is not brought. ``chunk_seconds``: what computing one
+        chunk takes the engine (0.0: not known); what would take longer to bring is left below.
         """
         chain = [key for chunk in zip(*groups, strict=True) for key in chunk]
         width = max(1, len(groups))
         num_resident, slots = self.memory.lookup(lease_id, chain)
-        num_here = num_resident + self._promotions.verify(chain[num_resident:])
+        num_leading, num_coming = self._promotions.verify(chain[num_resident:])
+        num_here = num_resident + num_leading
         probing = False
         if chain and self._is_shared(chain[0]):
             if slots:
                 self._hits.note(lease_id, chain, slots)
-            probing = self._promotions.bring(chain[num_here:], lease_id[1], chunk_seconds / width)
+            row_lengths = (list(lengths) * (len(chain) // width))[num_here:]
+            probing = self._promotions.bring(
+                chain[num_here:], row_lengths, lease_id[1], chunk_seconds / width
+            )
         # Whole chunks: the last one may lie partly in memory and partly be on its way.
         num_chunks = num_resident // width
         leased = slots[: len(slots) // width * width]
@@ -112,6 +137,7 @@ class TieredStore:
             num_here // width - num_chunks,
             probing,
             [leased[group::width] for group in range(len(groups))],
+            -(-num_coming // width),
         )
 
     # ---- store ----
@@ -181,13 +207,13 @@ class TieredStore:
         for slot in slots:
             key, depth = self.memory.describe(slot)
             try:
-                await self._seals.seal(slot)
+                found = await self._seals.seal(slot)
                 if not self._is_shared(key):
                     continue
                 if admit is Admit.ALL:
-                    writes += [lower.write(slot, depth) for lower in self.lower.values()]
+                    writes += [lower.write(slot, depth, found) for lower in self.lower.values()]
                 else:
-                    self._hits.write_on_reuse(slot, depth)
+                    self._hits.write_on_reuse(Write(slot, depth, found))
             finally:
                 self._outstanding.done()
         return writes
@@ -210,12 +236,14 @@ class TieredStore:
             await asyncio.wait_for(self._outstanding.wait(), timeout_seconds)
         return self._outstanding.number == 0
 
-    async def close(self) -> None:
-        """Stop all work; when this returns no thread touches the arena any more."""
+    async def close(self, timeout_seconds: float | None = None) -> bool:
+        """Stop all work. True: no thread touches the arena any more; False: after ``timeout_seconds`` one
+        still does (a disk hangs), ask again."""
+        self.is_closed = True
         await self._tasks.cancel()
         await self._seals.close()
-        for lower in self.lower.values():
-            await lower.close()
+        ended = [await lower.close(timeout_seconds) for lower in self.lower.values()]
+        return all(ended)
 
     def _is_shared(self, key: RowKey) -> bool:
         return split_row_key(key)[0] in self._labels

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from lmcache.tiers.base import Slot
+
+
+class Write(NamedTuple):
+    """A row to be written."""
+
+    slot: Slot
+    depth: int  # in its chain
+    digests: Sequence[bytes] | None  # of its columns, as far as they are known
+    num_failures: int = 0  # operations for it that found the tier sick
 
 
 class WriteQueue:
@@ -16,32 +27,36 @@ class WriteQueue:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = max(1, capacity)
-        self._depths: OrderedDict[Slot, int] = OrderedDict()
+        self.capacity = max(1, capacity)
+        self._writes: OrderedDict[Slot, Write] = OrderedDict()
         self._deepest: list[tuple[int, Slot]] = []  # heap of (-depth, slot), with entries of rows that left
 
     def __len__(self) -> int:
-        return len(self._depths)
+        return len(self._writes)
 
-    def push(self, slot: Slot, depth: int, *, is_first: bool = False) -> Slot | None:
-        """Add a row, at the front when its write is to be tried again. Return the row dropped for it, if
-        any."""
-        self._depths[slot] = depth
+    def __contains__(self, slot: Slot) -> bool:
+        return slot in self._writes
+
+    def push(self, write: Write, *, is_first: bool = False) -> Write | None:
+        """Add a row, at the front when its write is to be tried again. Return what is dropped for it, if
+        anything."""
+        self._writes[write.slot] = write
         if is_first:
-            self._depths.move_to_end(slot, last=False)
-        heapq.heappush(self._deepest, (-depth, slot))
-        if len(self._deepest) > 2 * self._capacity:
-            self._deepest = [(-depth, slot) for slot, depth in self._depths.items()]
+            self._writes.move_to_end(write.slot, last=False)
+        heapq.heappush(self._deepest, (-write.depth, write.slot))
+        if len(self._deepest) > 2 * self.capacity:
+            self._deepest = [(-write.depth, slot) for slot, write in self._writes.items()]
             heapq.heapify(self._deepest)
-        return self._drop_deepest() if len(self._depths) > self._capacity else None
+        return self._drop_deepest() if len(self._writes) > self.capacity else None
 
-    def pop(self) -> tuple[Slot, int] | None:
-        """Take the next row and its depth."""
-        return self._depths.popitem(last=False) if self._depths else None
+    def pop(self) -> Write | None:
+        """Take the next row."""
+        return self._writes.popitem(last=False)[1] if self._writes else None
 
-    def _drop_deepest(self) -> Slot:
+    def _drop_deepest(self) -> Write:
         while True:
             depth, slot = heapq.heappop(self._deepest)
-            if self._depths.get(slot) == -depth:
-                del self._depths[slot]
-                return slot
+            write = self._writes.get(slot)
+            if write is not None and write.depth == -depth:
+                del self._writes[slot]
+                return write

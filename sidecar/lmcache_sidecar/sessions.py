@@ -28,6 +28,7 @@ from lmcache_sidecar.wire import Peer
 logger = logging.getLogger(__name__)
 
 _Request = pb.LookupRequest | pb.ReserveRequest | pb.CommitRequest | pb.AbortRequest | pb.ReleaseRequest
+_FAREWELL_SECONDS = 2.0
 _NO_SLOT = Slot(0, 0)
 """What a message carries where no slot was given out."""
 
@@ -177,7 +178,10 @@ class Sessions:
         if client.peer.engine not in self._active:  # it could not load what it would be given
             return reply
         lease_id = client.peer.engine, request.request_id
-        found = self._present_store.lookup(lease_id, keys, chunk_seconds=client.chunk_seconds)
+        lengths = [client.peer.chunk_bytes[group.group] for group in request.groups]
+        found = self._present_store.lookup(
+            lease_id, keys, lengths=lengths, chunk_seconds=client.chunk_seconds
+        )
         reply.num_resident, reply.num_pending = found.num_resident, found.num_pending
         reply.probing = found.probing
         for group, slots in zip(request.groups, found.slots, strict=False):
@@ -285,15 +289,27 @@ class Sessions:
                     f" {geometry.slot_bytes} in {geometry.num_columns}: stop those engines, or give this one"
                     " a sidecar of its own"
                 )
-            if self.store is not None:
-                await self.store.close()
-                self.store = None
             try:
+                self.arena.check(geometry)
+                await self._close_store()
                 self.arena.format(geometry)
             except ArenaError as error:
                 raise wire.precondition(f"the arena can't be formatted: {error}") from error
             logger.info("Arena formatted: %d rows, %s", self.arena.num_rows, geometry)
+        if self.store is not None and self.store.is_closed:
+            await self._close_store()
         return self.store or await self._open_store()
+
+    async def _close_store(self) -> None:
+        """Write through what the engines that left have stored, as far as that goes at once."""
+        if self.store is None:
+            return
+        await self.store.drain(_FAREWELL_SECONDS)
+        if not await self.store.close(_FAREWELL_SECONDS):
+            raise wire.precondition(
+                "a disk or remote tier still holds rows of the old format and does not answer: attach again"
+            )
+        self.store = None
 
     async def _open_store(self) -> TieredStore:
         store = self._make_store()

@@ -12,6 +12,7 @@ from lmcache.rpc import service
 from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError
 from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.stats import TieredStats
 from lmcache.tiers.tiered import Admit, TieredStore
 from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallCounts
@@ -21,6 +22,9 @@ from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.tiers import open_tiers
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 1.0
+"""That a tier which does not come back from the kernel has to: then the process ends without it."""
 
 
 class Sidecar:
@@ -38,6 +42,7 @@ class Sidecar:
             self._arena.close()
             raise
         self._tiers = {name: lower.tier for name, lower in self._configured.items() if lower.tier}
+        self._tier_stats = {name: TieredStats() for name in self._tiers}  # over all formats of the arena
         self._sessions = Sessions(self._arena, config.arena_path, locks, self._make_store)
         self._server = Server(self._sessions, config.socket, calls)
         self._deaths: asyncio.Task[None] | None = None
@@ -75,7 +80,7 @@ class Sidecar:
                 logger.warning(
                     "%d rows were not written through within the grace period", store.num_unsettled
                 )
-            await store.close()
+            await store.close(_CLOSE_SECONDS)
         for tier in self._tiers.values():
             await asyncio.to_thread(tier.close)
         self._arena.close()
@@ -85,7 +90,7 @@ class Sidecar:
         return stats.collect(self._sessions, self._configured)
 
     def _make_store(self) -> TieredStore:
-        return TieredStore(self._arena, self._tiers, admit=Admit(self._config.admit))
+        return TieredStore(self._arena, self._tiers, admit=Admit(self._config.admit), stats=self._tier_stats)
 
 
 def _make_locks_directory(socket_path: str) -> Path:

@@ -39,8 +39,8 @@ def store(tier: DiskTier, number: int, size: int = PAGE, column: int = 0) -> boo
 
 def load(tier: DiskTier, number: int, room: int = 16 * PAGE, column: int = 0) -> bytes | None:
     into = memoryview(bytearray(room))
-    length = tier.load(key_of(number), column, into)
-    return None if length is None else bytes(into[:length])
+    loaded = tier.load(key_of(number), column, into)
+    return None if loaded is None else bytes(into[: loaded.length])
 
 
 def file_of(path: Path, number: int, column: int = 0) -> Path:

@@ -22,8 +22,8 @@ def part_name(key: bytes, column: int, part: int) -> str:
 
 def load(remote: RemoteTier, column: int = 0, room: int = 3 * PART_BYTES, key: bytes = KEY) -> bytes | None:
     into = memoryview(bytearray(room))
-    length = remote.load(key, column, into)
-    return None if length is None else bytes(into[:length])
+    loaded = remote.load(key, column, into)
+    return None if loaded is None else bytes(into[: loaded.length])
 
 
 def until(condition: Callable[[], object], seconds: float = 10.0) -> float:

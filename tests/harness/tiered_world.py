@@ -6,11 +6,12 @@ import asyncio
 import threading
 from collections import Counter
 
-from lmcache.tiers.base import Geometry, LowerTier, Reserved, Slot, TierUnavailable
+from lmcache.tiers.base import Geometry, Loaded, LowerTier, Reserved, Slot, TierUnavailable
 from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.header import digests as digests_of
 from lmcache.tiers.private import PrivateArena
 from lmcache.tiers.resilience import CircuitBreaker
-from lmcache.tiers.stats import Unwritten
+from lmcache.tiers.stats import TieredStats, Unwritten
 from lmcache.tiers.tiered import Admit, Lookup, TieredStore
 
 NUM_COLUMNS = 2
@@ -71,17 +72,17 @@ class FaultyDisk(FaultyTier):
         self._enter("probe")
         return self.disk.probe(keys, num_columns)
 
-    def load(self, key, column, into):
+    def load(self, key, column, into, length):
         self._enter("load")
-        return self.disk.load(key, column, into)
+        return self.disk.load(key, column, into, length)
 
-    def store(self, key, column, payload, label):
+    def store(self, key, column, payload, label, digests):
         self._enter("store")
-        return not self.is_full and self.disk.store(key, column, payload, label)
+        return not self.is_full and self.disk.store(key, column, payload, label, digests)
 
-    def touch(self, keys, num_columns):
+    def touch(self, keys, num_columns, lengths):
         self._enter("touch")
-        self.disk.touch(keys, num_columns)
+        return self.disk.touch(keys, num_columns, lengths)
 
 
 class FakeTier(FaultyTier):
@@ -100,21 +101,24 @@ class FakeTier(FaultyTier):
         present = [all((key, column) in self.objects for column in range(num_columns)) for key in keys]
         return present.index(False) if False in present else len(keys)
 
-    def load(self, key, column, into):
+    def load(self, key, column, into, length):
         self._enter("load")
         payload = self.objects.get((key, column))
         if payload is None or payload == self.INVALID:
             into[:3] = b"???"
             return None
         into[: len(payload)] = payload
-        return len(payload)
+        return Loaded(len(payload), digests_of(payload))
 
-    def touch(self, keys, num_columns):
+    def touch(self, keys, num_columns, lengths):
         self._enter("touch")
+        assert list(lengths) == [SIZE] * len(keys)
         self.touched.update(keys)
+        return {key for key in keys for column in range(num_columns) if (key, column) not in self.objects}
 
-    def store(self, key, column, payload, label):
+    def store(self, key, column, payload, label, digests):
         self._enter("store")
+        assert digests == digests_of(payload)
         if not self.is_full:
             self.objects[key, column] = bytes(payload)
             self.labels.add(label)
@@ -135,12 +139,13 @@ class World:
         disk: LowerTier | None = None,
         admit: Admit = Admit.ALL,
         remote: FakeTier | None = None,
+        stats: dict[str, TieredStats] | None = None,
     ) -> None:
         self.now = 0.0
         self.remote = remote or FakeTier()
         self.arena = arena or PrivateArena(Geometry(SIZE, NUM_COLUMNS), num_rows)
         tiers = {"remote": self.remote} if disk is None else {"disk": disk, "remote": self.remote}
-        self.store = TieredStore(self.arena, tiers, admit=admit, clock=lambda: self.now)
+        self.store = TieredStore(self.arena, tiers, admit=admit, stats=stats, clock=lambda: self.now)
         self.lower = self.store.lower["remote"]
         self.store.register(NAMESPACE, label=b"model")
 
@@ -170,7 +175,7 @@ class World:
         return await self.store.commit_through(self.fill(keys, 1), 1, OWNER)
 
     def lookup(self, keys: list[bytes], request: str = "request", chunk_seconds: float = 0.0) -> Lookup:
-        return self.store.lookup((LEASE[0], request), [keys], chunk_seconds=chunk_seconds)
+        return self.store.lookup((LEASE[0], request), [keys], lengths=[SIZE], chunk_seconds=chunk_seconds)
 
     async def until_resident(self, keys: list[bytes]) -> Lookup:
         found = self.lookup(keys)

@@ -28,6 +28,9 @@ class FakeArena:
         self.ready_rows = NUM_ROWS
         self.num_rows = 0
 
+    def check(self, geometry: Geometry) -> None:
+        pass
+
     def format(self, geometry: Geometry) -> None:
         self._heap = PrivateArena(geometry, NUM_ROWS)
         self.geometry, self.num_rows = geometry, NUM_ROWS
@@ -52,13 +55,17 @@ class FakeStore:
         for _ in self.memory.adopt():
             pass
 
-    async def close(self) -> None:
+    async def drain(self, timeout_seconds) -> bool:
+        return True
+
+    async def close(self, timeout_seconds) -> bool:
         self.is_closed = True
+        return True
 
     def register(self, namespace, *, label, private) -> None:
         pass
 
-    def lookup(self, lease_id, groups, *, chunk_seconds) -> Lookup:
+    def lookup(self, lease_id, groups, *, lengths, chunk_seconds) -> Lookup:
         num_resident, slots = self.memory.lookup(lease_id, groups[0])
         return Lookup(num_resident=num_resident, slots=[slots])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.tiers.header import HEADER_BYTES, Header, checksum
+from lmcache.tiers.header import HEADER_BYTES, Header, checksum, digests
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from tests.harness.remote_objects import KEY, load, part_name, pattern, until
 from tools.processes import RedisServer
@@ -87,18 +87,37 @@ class TestObjects:
             server.client.delete(part_name(keys[num_present - 1], num_columns - 1, 0))
             assert remote.probe(keys, num_columns) == num_present - 1
 
-    def test_touch_refreshes_all_parts_and_ignores_what_is_absent(self, remote, server):
-        remote.store(KEY, 0, memoryview(pattern(PART_BYTES + 1)))
-        remote.store(KEY, 1, memoryview(b"small"))
-        names = [part_name(KEY, 0, 0), part_name(KEY, 0, 1), part_name(KEY, 1, 0)]
+    def test_touch_refreshes_all_parts_and_says_what_is_absent(self, remote, server):
+        length = PART_BYTES + 1
+        for column in range(2):
+            remote.store(KEY, column, memoryview(pattern(length)))
+        names = [part_name(KEY, column, part) for column in range(2) for part in range(2)]
 
         def idle_seconds() -> list[int]:
             return [server.client.object("idletime", name) for name in names]
 
         until(lambda: min(idle_seconds()) >= 1)
-        remote.touch([KEY[::-1], KEY], 2)
-        assert idle_seconds() == [0, 0, 0]
-        remote.touch([], 2)
+        assert remote.touch([KEY[::-1], KEY], 2, [length, length]) == {KEY[::-1]}
+        assert idle_seconds() == [0, 0, 0, 0]
+        server.client.delete(names[-1])
+        assert remote.touch([KEY], 2, [length]) == {KEY}
+        assert remote.touch([], 2) == set()
+
+    @pytest.mark.parametrize("length", [0, 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES])
+    @pytest.mark.parametrize("expected", [1, PART_BYTES, 2 * PART_BYTES])
+    def test_an_object_of_another_length_is_a_miss_and_is_written_anew(self, remote, length, expected):
+        """Sound in itself, by a writer with other chunks: the slot's rest would be somebody else's bytes."""
+        remote.store(KEY, 0, memoryview(pattern(length)))
+        into = memoryview(bytearray(3 * PART_BYTES))
+        loaded = remote.load(KEY, 0, into, expected)
+        if length == expected:
+            assert loaded.length == length
+            assert loaded.digests == digests(pattern(length))
+            return
+        assert loaded is None
+        assert remote.stats.invalid == {"length": 1}
+        assert remote.store(KEY, 0, memoryview(pattern(expected)))
+        assert remote.load(KEY, 0, into, expected).length == expected
 
     def test_prefix(self, remote, server):
         other = RemoteTier(f"{server.url}?prefix=team-a")

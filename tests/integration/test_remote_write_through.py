@@ -51,7 +51,7 @@ def put(store: TieredStore, arena: PrivateArena) -> None:
 async def brought(store: TieredStore, arena: PrivateArena) -> None:
     async with asyncio.timeout(20):
         # Engines ask like this: what is waited for has no event of its own.
-        while (found := store.lookup(LEASE, [CHAIN])).num_resident < len(CHAIN):  # noqa: ASYNC110
+        while (found := store.lookup(LEASE, [CHAIN], lengths=[PAYLOAD_BYTES])).num_resident < len(CHAIN):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     for key, slot in zip(CHAIN, found.slots[0], strict=True):
         for column in range(2):
@@ -79,11 +79,11 @@ class TestTieredStore:
                 async with store_of(server) as (store, arena):
                     server.freeze()
                     put(store, arena)
-                    assert store.lookup(LEASE, [CHAIN]).num_resident == len(CHAIN)
+                    assert store.lookup(LEASE, [CHAIN], lengths=[PAYLOAD_BYTES]).num_resident == len(CHAIN)
                     assert not await store.drain(2 * DEADLINE)
                     assert not store.lower["remote"].is_well
                     missing = [NAMESPACE + bytes([99]) * 32]
-                    assert not store.lookup((b"e" * 16, "other"), [missing]).probing
+                    assert not store.lookup((b"e" * 16, "other"), [missing], lengths=[1]).probing
                     server.thaw()
                     start = time.monotonic()
                     assert await store.drain(20)

@@ -111,8 +111,8 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         """See LMSBackendInterface."""
         # Only reserved: the kernel gives pages for what is read. Aligned, so that O_DIRECT can be used.
         target = memoryview(mmap.mmap(-1, self._max_object_bytes, flags=_RESERVED))
-        length = self._guarded(lambda: self._tier.load(_row_key(key), 0, target), None)
-        return None if length is None else target[:length]
+        loaded = self._guarded(lambda: self._tier.load(_row_key(key), 0, target), None)
+        return None if loaded is None else target[: loaded.length]
 
     def list_keys(self) -> list[str]:
         """See LMSBackendInterface. Reads the head of every file, after a start once the index is built."""

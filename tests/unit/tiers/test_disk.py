@@ -11,7 +11,7 @@ import pytest
 from lmcache.tiers.base import TierError
 from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.disk_files import DiskError
-from lmcache.tiers.header import HEADER_BYTES, parse
+from lmcache.tiers.header import HEADER_BYTES, digests, parse
 from tests.harness.disk_world import (
     MIB,
     PAGE,
@@ -50,7 +50,7 @@ class TestObjects:
         payload[:] = random.randbytes(size)
         assert tier.load(key_of(1), 3, into) is None
         assert tier.store(key_of(1), 3, payload, b"label")
-        assert tier.load(key_of(1), 3, into) == size
+        assert tier.load(key_of(1), 3, into).length == size
         assert into == payload
         assert tier.num_bytes == taken_bytes(tmp_path)
         tier.close()
@@ -58,8 +58,17 @@ class TestObjects:
     def test_memory_beyond_the_payload_is_left_alone(self, tier):
         store(tier, 1, PAGE + 5)
         into = memoryview(bytearray(b"x" * 3 * PAGE))
-        assert tier.load(key_of(1), 0, into) == PAGE + 5
+        assert tier.load(key_of(1), 0, into).length == PAGE + 5
         assert into == content(1, PAGE + 5) + b"x" * (2 * PAGE - 5)
+
+    @pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE + 1, 2 * PAGE])
+    def test_an_object_of_another_length_is_a_miss_and_goes(self, tier, length):
+        store(tier, 1, length)
+        into = memoryview(bytearray(3 * PAGE))
+        assert tier.load(key_of(1), 0, into, PAGE) is None
+        assert tier.stats.invalid == {"length": 1}
+        store(tier, 1, PAGE)
+        assert tier.load(key_of(1), 0, into, PAGE).digests == digests(content(1, PAGE))
 
     def test_the_file_says_what_it_is(self, tmp_path, tier):
         store(tier, 1, 5, column=7)

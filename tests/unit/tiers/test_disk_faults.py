@@ -395,4 +395,4 @@ class TestFullVolume:
         memory = memoryview(bytearray(3 * PAGE))
         start = -address_of(memory) % PAGE
         assert tier.store(key_of(1), 0, memory[start:][:PAGE])
-        assert tier.load(key_of(1), 0, memory[start:][:PAGE]) == PAGE
+        assert tier.load(key_of(1), 0, memory[start:][:PAGE]).length == PAGE

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from lmcache.tiers.base import Slot
 from lmcache.tiers.policy import LRU, NoEviction
-from lmcache.tiers.writes import WriteQueue
+from lmcache.tiers.writes import Write, WriteQueue
 from tests.harness.memory_oracle import Order
 
 
@@ -108,18 +108,17 @@ def test_least_recently_used_against_lists(calls):
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=60))
 def test_write_queue_against_a_list(capacity, steps):
     queue = WriteQueue(capacity)
-    oracle: list[tuple[Slot, int]] = []
+    oracle: list[Write] = []
     for number, (depth, is_pop, is_first) in enumerate(steps):
         if is_pop:
             assert queue.pop() == (oracle.pop(0) if oracle else None)
             continue
-        slot = Slot(number, number)
-        dropped = queue.push(slot, depth, is_first=is_first)
-        oracle.insert(0 if is_first else len(oracle), (slot, depth))
+        write = Write(Slot(number, number), depth, None)
+        dropped = queue.push(write, is_first=is_first)
+        oracle.insert(0 if is_first else len(oracle), write)
         if len(oracle) > capacity:
-            deepest = max(depth for _, depth in oracle)
-            assert (dropped, deepest) in oracle
-            oracle.remove((dropped, deepest))
+            assert dropped.depth == max(write.depth for write in oracle)
+            oracle.remove(dropped)
         else:
             assert dropped is None
         assert len(queue) == len(oracle)
@@ -129,6 +128,6 @@ def test_write_queue_against_a_list(capacity, steps):
 def test_write_queue_forgets_rows_that_left():
     queue = WriteQueue(4)
     for number in range(1000):
-        queue.push(Slot(number, 1), 0)
+        queue.push(Write(Slot(number, 1), 0, None))
         queue.pop()
     assert len(queue._deepest) <= 9

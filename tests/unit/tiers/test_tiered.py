@@ -154,11 +154,11 @@ async def test_a_chunk_is_a_row_in_every_group(world):
     assert await world.store.drain(20)
     for column in range(2):
         world.remote.objects[window[2], column] = content(window[2], column)
-    found = world.store.lookup(LEASE, [full, window])
+    found = world.store.lookup(LEASE, [full, window], lengths=[SIZE, SIZE])
     assert (found.num_resident, found.num_pending, found.probing) == (2, 0, True)
     rows = [[world.store.memory.describe(slot)[0] for slot in slots] for slots in found.slots]
     assert rows == [full[:2], window[:2]]
-    await until(lambda: world.store.lookup(LEASE, [full, window]).num_resident == 3)
+    await until(lambda: world.store.lookup(LEASE, [full, window], lengths=[SIZE, SIZE]).num_resident == 3)
 
 
 @run
@@ -180,7 +180,7 @@ def test_adopted_rows_are_verified_before_they_are_offered():
             slots = world.lookup(chain(5)).slots[0]
         world.arena.view(slots[2].row, 1)[77] ^= 1
         async with World(arena=world.arena) as world:
-            assert world.lookup(chain(5)) == Lookup(0, 5, False, [[]])
+            assert world.lookup(chain(5)) == Lookup(0, 5, False, [[]], num_coming=5)
             await world.until_resident(chain(2))
             await until(lambda: not world.store._promotions._pending)
             found = world.lookup(chain(5))
@@ -218,7 +218,7 @@ def test_without_a_remote_tier():
         store.register(NAMESPACE)
         (answer,) = store.reserve(chain(1), 0, OWNER, length=SIZE)
         store.commit([answer.slot], 0, OWNER)
-        assert store.lookup(LEASE, [chain(2)]) == Lookup(1, 0, False, [[answer.slot]])
+        assert store.lookup(LEASE, [chain(2)], lengths=[SIZE]) == Lookup(1, 0, False, [[answer.slot]])
         assert await store.drain(20)
         await store.close()
 

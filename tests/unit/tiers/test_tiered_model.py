@@ -251,7 +251,7 @@ class Tiered(RuleBasedStateMachine):
         for key, name in self.acknowledged - self.damaged:
             for column in COLUMNS:
                 if name == "disk":
-                    assert self.disk.load(key, column, into) == SIZE
+                    assert self.disk.load(key, column, into).length == SIZE
                     assert into == content(key, column)
                 else:
                     assert self.tiers[name].objects[key, column] == content(key, column)
