@@ -131,14 +131,18 @@ def test_a_process_that_ends_in_order_takes_its_lock_file_with_it(sidecar):
 
 def test_a_broken_stream_of_a_live_client_frees_nothing_until_it_says_drained(sidecar):
     # The lock is held by this process the whole time, so nothing but Drained may free the slots.
-    with RawClient(sidecar) as client:
+    with RawClient(sidecar) as client, ClientProcess(sidecar.socket_path) as other:
         client.attach()
         reserved = client.call(RESERVE, group=0, keys=make_keys(1, 2))
         assert list(reserved.results) == [pb.SLOT, pb.SLOT]
+        other.reserve(make_keys(3))
         client.break_stream()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 2)
         old_epoch = client.epoch
-        time.sleep(2.6)  # longer than the grace after a death: it must not matter
+        other.kill()
+        sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 3)
+        # When the other one is buried, the grace after a death has passed for this one, too.
+        sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] < 3)
         assert sidecar.stats()["memory"]["quarantined_slots"] == 2
 
         client.attach()
