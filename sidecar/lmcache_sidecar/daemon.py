@@ -30,6 +30,7 @@ from lmcache_sidecar.sidecar import Sidecar
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
+_SLOW_SECONDS = 1.0
 _END_SECONDS = 2.0
 """A stopping sidecar has these beyond its grace, to let go of everything."""
 
@@ -114,7 +115,13 @@ class Daemon:
 
     async def _start_sidecar(self, config: Config) -> None:
         if self._sidecar is None:
-            sidecar = Sidecar(config, self._calls)
+            opening = asyncio.create_task(asyncio.to_thread(Sidecar, config, self._calls))
+            await asyncio.wait([opening], timeout=_SLOW_SECONDS)
+            if not opening.done():  # probes are answered while a disk hangs
+                self._reason = "starting: arena and disk take long to open"
+                await self._listen(config)
+                logger.warning("Not ready, http port %d, %s", self._http_port, self._reason)
+            sidecar = await opening
             try:
                 await sidecar.start()
             except BaseException:

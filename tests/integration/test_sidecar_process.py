@@ -7,10 +7,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,6 +204,8 @@ async def stop(self):
     if "loop" in sys.argv[1]:
         threading.Event().wait()
 
+if "open" in sys.argv[1]:
+    Sidecar.__init__ = lambda *_: threading.Event().wait()
 Sidecar.stop = stop
 sys.exit(main(sys.argv[2:]))
 """
@@ -208,18 +213,35 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize(("what", "status"), [("pool", 0), ("loop", 0), ("log and loop", 1)])
 def test_sigterm_ends_it_whatever_hangs(tmp_path, what, status):
-    flags = ["--socket", tmp_path / "s.sock", "--http-port=0", "--drain-grace-seconds=0"]
-    environ = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"}
-    with subprocess.Popen(
-        [sys.executable, "-c", HANGING, what, "serve", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environ,
-    ) as process:
-        for line in process.stderr:
-            if "http port" in line:
-                break
+    with hanging(tmp_path, what) as process:
+        wait_for_port(process)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=30)
     assert process.returncode == status
     assert ("Something hangs" in said) == (status == 0)
+
+
+def hanging(tmp_path: Path, what: str) -> subprocess.Popen[str]:
+    flags = ["--socket", str(tmp_path / "s.sock"), "--http-port=0", "--drain-grace-seconds=0"]
+    return subprocess.Popen(
+        [sys.executable, "-c", HANGING, what, "serve", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
+    )
+
+
+def wait_for_port(process: subprocess.Popen[str]) -> int:
+    return next(int(found[1]) for line in process.stderr if (found := re.search(r"http port (\d+)", line)))
+
+
+def test_probes_are_answered_while_its_files_hang(tmp_path):
+    with hanging(tmp_path, "open") as process:
+        url = f"http://127.0.0.1:{wait_for_port(process)}"
+        with urllib.request.urlopen(f"{url}/healthz", timeout=5) as answer:
+            assert answer.read() == b"ok\n"
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{url}/readyz", timeout=5)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
