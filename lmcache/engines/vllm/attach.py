@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     socket: str = DEFAULT_SOCKET
     chunk_tokens: int = 256
     answer_seconds: float = 0.02
+    copy_threads: int | None = None
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -50,6 +51,9 @@ class Settings(NamedTuple):
             )
         if not isinstance(settings.answer_seconds, (int, float)) or settings.answer_seconds < 0:
             raise Unsupported(f"lmcache.answer_seconds must be a number, not {settings.answer_seconds!r}")
+        threads = settings.copy_threads
+        if threads is not None and not (isinstance(threads, int) and 1 <= threads <= 64):
+            raise Unsupported(f"lmcache.copy_threads must be a number from 1 to 64, not {threads!r}")
         return settings._replace(socket=os.environ.get("LMCACHE_SOCKET", str(settings.socket)))
 
 
@@ -71,7 +75,7 @@ def attach_worker(
     contents = [
         (layer, _content_id(vllm_config, layer, kv_caches[layer], num_blocks)) for layer in group.layer_names
     ]
-    copier = make_copier(layout)
+    copier = make_copier(layout, settings.copy_threads)
     identity = _identity(vllm_config, grid, layout, contents)
     column, gpu_uuid = _column(vllm_config), _gpu_uuid(layout.pages[0].device)
     client = start_client(vllm_config, settings.socket, identity, Role.WORKER, column, gpu_uuid)

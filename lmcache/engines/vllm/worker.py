@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any
 
-from lmcache.engines.vllm.copier import EngineCopier, Fence
+from lmcache.engines.vllm.copier import EngineCopier, Fence, spread
 from lmcache.engines.vllm.plan import EngineIdentity, StepMeta, WorkerReport
 from lmcache.engines.vllm.transfers import LoadTransfer, StoreTransfer
 from lmcache.rpc.client import SidecarClient
@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.lmcache")
 HOLD_SECONDS = 2.0
 PREEMPTION_SECONDS = 0.005
 
-ATTACH_WAIT_SECONDS = 0.5
+ATTACH_WAIT_SECONDS = 2.0
 """Of the engine's start for the cache: time enough for weights whose hashes are known, so that the first
 request is cached."""
 
@@ -65,8 +65,8 @@ class Worker:
         self._is_offline = False
         self._client: SidecarClient | None = None  # None: nothing is copied
         self._copier: EngineCopier | None = None
-        self._loader = futures.ThreadPoolExecutor(1, "lmcache-load")
-        self._storer = futures.ThreadPoolExecutor(1, "lmcache-store")
+        self._loader = futures.ThreadPoolExecutor(1, "lmcache-load", spread)
+        self._storer = futures.ThreadPoolExecutor(1, "lmcache-store", spread)
         self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
         self._loading: set[str] = set()
         self._stores: dict[str, dict[int, StoreTransfer]] = {}  # by request and job: those that did not end

@@ -130,13 +130,19 @@ def test_the_longest_request_counts_where_it_changes_the_rotation():
 def test_settings(monkeypatch):
     monkeypatch.delenv("LMCACHE_SOCKET", raising=False)
     assert Settings.read({}).socket == "/run/lmcache/kvcache.sock"
-    assert Settings.read({"lmcache.socket": "/s", "lmcache.chunk_tokens": 64, "other": 1}) == ("/s", 64, 0.02)
+    assert Settings.read({"lmcache.socket": "/s", "lmcache.chunk_tokens": 64, "other": 1}) == (
+        "/s",
+        64,
+        0.02,
+        None,
+    )
     monkeypatch.setenv("LMCACHE_SOCKET", "/env")
     assert Settings.read({"lmcache.socket": "/s"}).socket == "/env"
     for bad, said in [
         ({"lmcache.sokcet": "/s"}, "lmcache.sokcet"),
         ({"lmcache.chunk_tokens": 0}, "chunk_tokens"),
         ({"lmcache.answer_seconds": "soon"}, "answer_seconds"),
+        ({"lmcache.copy_threads": 0}, "copy_threads"),
     ]:
         with pytest.raises(Unsupported, match=said):
             Settings.read(bad)

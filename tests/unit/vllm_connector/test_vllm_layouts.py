@@ -1,14 +1,17 @@
 """From tensors to bytes: every physical order that the engine can choose, and what the bytes are called."""
 
+import mmap
+import os
 import threading
 import time
+from concurrent import futures
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.vllm.copier import CpuCopier, make_copier
+from lmcache.engines.vllm.copier import CpuCopier, Pins, allowed_cores, make_copier, spread
 from lmcache.engines.vllm.layouts import Layout, Unsupported, check_supported, content_id, page_views
 
 L, B, H, N, C = 3, 5, 2, 4, 8
@@ -107,9 +110,17 @@ def test_everything_else_runs_untouched_with_a_reason(unsupported, reason):
         check_supported(*unsupported)
 
 
-def layout(num_layers=3, num_blocks=9, page=64, blocks_per_chunk=4):
-    pages = torch.randint(0, 255, (num_layers, num_blocks, page), dtype=torch.uint8)
-    return Layout(tuple(pages), blocks_per_chunk)
+def layout(num_blocks=9, pages=(64, 64, 64), blocks_per_chunk=4):
+    kv = [torch.randint(0, 255, (num_blocks, page), dtype=torch.uint8) for page in pages]
+    return Layout(tuple(kv), blocks_per_chunk)
+
+
+PAGES = {"by numpy": (64, 64, 64), "streamed": (512, 4096, 512)}
+
+
+def make_slot(num_bytes):
+    """Aligned as a slot of the arena."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
 def test_golden_slot_bytes():
@@ -120,19 +131,82 @@ def test_golden_slot_bytes():
     assert slot.tolist() == [3, 3, 1, 1, 13, 13, 11, 11] + [0] * 8
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
 @pytest.mark.parametrize(("first", "count"), [(0, 4), (0, 1), (1, 2), (3, 1)])
-def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count):
-    source, target = layout(), layout()
-    slot = np.full(4096, 7, np.uint8)
+def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count, pages, num_threads):
+    source, target = layout(pages=pages), layout(pages=pages)
+    slot = make_slot(32 << 10)
+    slot[:] = 7
     CpuCopier(source).store(slot, [8, 2, 5, 0], None)
-    before = [pages.clone() for pages in target.pages]
+    before = [kv.clone() for kv in target.pages]
     destination = [6, 1, 4, 3][:count]
-    CpuCopier(target).load(slot, first, destination, None)
-    for layer in range(3):
-        expected = before[layer]
+    CpuCopier(target, num_threads).load(slot, first, destination, None)
+    for layer, expected in enumerate(before):
         expected[destination] = source.pages[layer][[8, 2, 5, 0][first : first + count]]
         assert torch.equal(target.pages[layer], expected)
     assert (slot[source.chunk_bytes :] == 7).all()
+
+
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
+def test_a_slot_has_the_same_bytes_however_it_was_written(pages):
+    source = layout(pages=pages)
+    slot, unaligned = make_slot(source.chunk_bytes), make_slot(source.chunk_bytes + 4096)[16:]
+    copier = CpuCopier(source)
+    copier.store(slot, [8, 2, 5, 0], None)
+    copier.store(unaligned, [8, 2, 5, 0], None)
+    expected = torch.cat([kv[[8, 2, 5, 0]].view(-1) for kv in source.pages]).numpy()
+    np.testing.assert_array_equal(slot, expected)
+    np.testing.assert_array_equal(unaligned[: len(expected)], expected)
+
+
+def test_every_vllm_can_stream():
+    """By the compiler that it brings along; without one copies are only slower."""
+    assert CpuCopier(layout(pages=PAGES["streamed"]))._stream is not None
+    assert CpuCopier(layout(pages=PAGES["by numpy"]))._stream is None
+
+
+@pytest.mark.parametrize("blocks", [[9], [-1], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
+def test_no_byte_is_written_beyond_the_kv_or_the_slot(pages, blocks):
+    copier, slot = CpuCopier(layout(pages=pages)), make_slot(32 << 10)
+    with pytest.raises((ValueError, IndexError)):
+        copier.load(slot, 0, blocks, None)
+    with pytest.raises((ValueError, IndexError)):
+        copier.store(slot[: 4 << 10], blocks, None)
+
+
+def test_slots_are_unpinned_after_the_last_copy_of_their_mapping():
+    """The two copying threads change to a new session one after the other."""
+    calls = []
+    pins = Pins(
+        lambda slot: calls.append(("pin", slot.ctypes.data)), lambda place: calls.append(("unpin", place))
+    )
+    old, new = (np.frombuffer(mmap.mmap(-1, 8192), np.uint8).reshape(2, 4096) for _ in range(2))
+    with pins.pinned(old[0]), pins.pinned(old[0]):
+        pass
+    with pins.pinned(old[1]):
+        with pins.pinned(new[0]):
+            pass
+        assert [what for what, _ in calls] == ["pin"] * 3, "a copy of the old mapping goes on"
+    addresses = {old[0].ctypes.data, old[1].ctypes.data}
+    assert {place for what, place in calls if what == "unpin"} == addresses
+    with pins.pinned(new[0]):
+        assert len(calls) == 5
+
+
+def test_threads_of_ours_may_leave_the_core_of_the_thread_that_starts_them():
+    """vLLM binds its model thread to the first core of its computing."""
+    assert allowed_cores() >= os.sched_getaffinity(os.getppid())
+    core = min(os.sched_getaffinity(0))
+
+    def start_bound():
+        os.sched_setaffinity(0, {core})
+        with futures.ThreadPoolExecutor(1, initializer=spread) as ours:
+            return ours.submit(os.sched_getaffinity, 0).result()
+
+    with futures.ThreadPoolExecutor(1) as bound:
+        assert bound.submit(start_bound).result() >= os.sched_getaffinity(os.getppid())
 
 
 def test_a_layer_with_gaps_is_refused_on_the_cpu():
@@ -144,7 +218,7 @@ def test_a_layer_with_gaps_is_refused_on_the_cpu():
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_copies_release_the_gil(direction):
     big = Layout((torch.zeros(64, 1 << 20, dtype=torch.uint8),), 64)
-    copier, slot = CpuCopier(big), np.zeros(64 << 20, np.uint8)
+    copier, slot = CpuCopier(big), make_slot(64 << 20)
     progress, is_over = [], threading.Event()
 
     def count():

@@ -1,0 +1,123 @@
+"""Copies many pieces of memory in one call, without the GIL and past the caches.
+
+An ordinary store reads the line that it is about to overwrite: copying a byte moves three over the memory
+bus, and one thread fills the bus. *Non-temporal* stores don't read it. glibc's memcpy uses them only for
+pieces far larger than a block of KV, numpy and torch never do. So the loop is compiled here, by the LLVM that
+every vLLM brings along (llvmlite, of numba).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import platform
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_LINE = 64
+_STREAMS, _LINES = 4, 2
+"""A piece is copied at several places in turn, some lines at each: memory answers in parallel then."""
+
+PIECE_BYTES = _STREAMS * _LINES * _LINE
+"""Sizes must be multiples of it, target addresses of ``ALIGNMENT``."""
+
+ALIGNMENT = _LINE
+
+Words = npt.NDArray[np.uint64]
+
+Copy = Callable[[Words, Words, Words], None]
+"""``copy(to, from_, sizes)``: addresses and bytes of each piece. Returns when all bytes are there."""
+
+_FENCE = "call void @llvm.x86.sse.sfence()"  # x86 orders non-temporal stores by this alone
+
+_SOURCE = """
+DECLARE
+define void @copy(ptr %to, ptr %from, ptr %sizes, i64 %count) {
+begin:
+  br label %next
+next:
+  %piece = phi i64 [0, %begin], [%piece1, %done]
+  %is_over = icmp eq i64 %piece, %count
+  br i1 %is_over, label %end, label %load
+load:
+  %to_place = getelementptr i64, ptr %to, i64 %piece
+  %from_place = getelementptr i64, ptr %from, i64 %piece
+  %size_place = getelementptr i64, ptr %sizes, i64 %piece
+  %to_address = load i64, ptr %to_place
+  %from_address = load i64, ptr %from_place
+  %size = load i64, ptr %size_place
+  %target = inttoptr i64 %to_address to ptr
+  %source = inttoptr i64 %from_address to ptr
+  %part = udiv i64 %size, STREAMS
+  br label %more
+more:
+  %at = phi i64 [0, %load], [%at1, %line]
+  %is_done = icmp uge i64 %at, %part
+  br i1 %is_done, label %done, label %line
+line:
+  LINES
+  %at1 = add i64 %at, STEP
+  br label %more
+done:
+  %piece1 = add i64 %piece, 1
+  br label %next
+end:
+  FENCE
+  ret void
+}
+!0 = !{i32 1}
+"""
+
+
+def _source() -> str:
+    is_x86 = platform.machine() == "x86_64"
+    loads, stores = [], []
+    for number, (stream, line) in enumerate(itertools.product(range(_STREAMS), range(_LINES))):
+        loads += [
+            f"%start{number} = mul i64 %part, {stream}",
+            f"%place{number} = add i64 %start{number}, %at",
+            f"%offset{number} = add i64 %place{number}, {line * _LINE}",
+            f"%source{number} = getelementptr i8, ptr %source, i64 %offset{number}",
+            f"%target{number} = getelementptr i8, ptr %target, i64 %offset{number}",
+            f"%line{number} = load <{_LINE} x i8>, ptr %source{number}, align 1",
+        ]
+        stores.append(
+            f"store <{_LINE} x i8> %line{number}, ptr %target{number}, align {_LINE}, !nontemporal !0"
+        )
+    filled = {
+        "DECLARE": "declare void @llvm.x86.sse.sfence()" if is_x86 else "",
+        "FENCE": _FENCE if is_x86 else "fence seq_cst",
+        "STREAMS": str(_STREAMS),
+        "STEP": str(_LINES * _LINE),
+        "LINES": "\n  ".join(loads + stores),
+    }
+    return re.sub("[A-Z]{4,}", lambda name: filled[name[0]], _SOURCE)
+
+
+def make_copy() -> Copy | None:
+    """Compile the loop for this machine (some 20 ms); None where that is not possible."""
+    try:
+        import llvmlite.binding as llvm
+
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        target = llvm.Target.from_default_triple()
+        machine = target.create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        )
+        engine: Any = llvm.create_mcjit_compiler(llvm.parse_assembly(_source()), machine)
+        engine.finalize_object()
+        function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, ctypes.c_size_t)(
+            engine.get_function_address("copy")
+        )
+    except Exception:  # not installed, another one than we know, or memory must not be executed
+        return None
+
+    def copy(to: Words, from_: Words, sizes: Words, _engine: Any = engine) -> None:
+        function(to.ctypes.data, from_.ctypes.data, sizes.ctypes.data, len(to))
+
+    return copy
