@@ -60,6 +60,11 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise Unsupported(f"{name} > 1 is not supported yet")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise Unsupported(
+            "sleep mode takes KV away without a word to the connector, also under a copy; "
+            "start vLLM without --enable-sleep-mode to cache"
+        )
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise Unsupported(
             'kv_load_failure_policy is not "recompute": a failed load would fail the request; '

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from lmcache.engines.vllm.copier import CpuCopier, Pins, allowed_cores, make_copier, spread
-from lmcache.engines.vllm.layouts import Layout, Unsupported, check_supported, content_id, page_views
+from lmcache.engines.vllm.layouts import (
+    Layout,
+    Unsupported,
+    check_stages,
+    check_supported,
+    content_id,
+    page_views,
+)
 
 L, B, H, N, C = 3, 5, 2, 4, 8
 ORDERS = {
@@ -81,11 +88,12 @@ class MambaSpec(FullAttentionSpec):
     pass
 
 
-def engine(*specs, policy="recompute", dcp=1, eagle=False):
+def engine(*specs, policy="recompute", dcp=1, eagle=False, sleep=False):
     groups = [SimpleNamespace(kv_cache_spec=spec, is_eagle_group=eagle) for spec in specs]
     parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1)
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
-    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+    model = SimpleNamespace(enable_sleep_mode=sleep)
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)
     return config, SimpleNamespace(kv_cache_groups=groups)
 
 
@@ -103,11 +111,30 @@ def test_plain_full_attention_is_supported():
         (engine(FullAttentionSpec(), policy="fail"), "kv_load_failure_policy"),
         (engine(FullAttentionSpec(), dcp=2), "decode_context_parallel_size"),
         (engine(FullAttentionSpec(), eagle=True), "draft"),
+        (engine(FullAttentionSpec(), sleep=True), "--enable-sleep-mode"),
     ],
 )
 def test_everything_else_runs_untouched_with_a_reason(unsupported, reason):
     with pytest.raises(Unsupported, match=reason):
         check_supported(*unsupported)
+
+
+@pytest.mark.parametrize(
+    ("pages", "skip_layers", "reason"), [((64, 128), None, "one size"), ((64, 64), ["0"], "skip_layers")]
+)
+def test_pipeline_stages_that_can_differ_unseen_are_refused(pages, skip_layers, reason):
+    kv = Layout(tuple(torch.zeros(2, page, dtype=torch.uint8) for page in pages), 2)
+
+    def config(num_stages, skip_layers):
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages),
+            cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=skip_layers),
+        )
+
+    check_stages(config(1, skip_layers), kv)
+    check_stages(config(2, None), Layout(kv.pages[:1], 2))
+    with pytest.raises(Unsupported, match=reason):
+        check_stages(config(2, skip_layers), kv)
 
 
 def layout(num_blocks=9, pages=(64, 64, 64), blocks_per_chunk=4):
