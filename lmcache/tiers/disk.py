@@ -129,7 +129,7 @@ class DiskTier:
     def try_again(self) -> bool:
         """While the circuit is open: write and read a page, and close the circuit if that works."""
         try:
-            self._directory.check()
+            self._check()
         except OSError as error:
             self.breaker.failure()
             _log.debug("disk tier %s is still away: %s", self._directory.path, error)
@@ -140,6 +140,17 @@ class DiskTier:
                 self._start_scan()
         _log.info("disk tier %s is back", self._directory.path)
         return True
+
+    def _check(self) -> None:
+        try:
+            self._directory.check()
+        except OSError:
+            if not self._directory.reopen(int(self._capacity / _MAX_SHARE)):
+                raise
+            with self._lock:  # the directory was made again: what there is, a scan will tell
+                self._index = None
+                self.indexed.clear()
+            self._directory.check()
 
     def close(self) -> None:
         """Let another process have the directory; the threads that used the tier must have ended."""

@@ -10,7 +10,8 @@ in the page cache is read as fast. And what would be there is a second copy of w
 Other memory goes through the page cache; the files are the same.
 
 All paths are relative to the directory's descriptor: when its volume is unmounted, nothing is written to what
-lies below. A file that does not fit raises Invalid; errors of the operating system pass.
+lies below. A directory that was made again in its place is taken by ``reopen``. A file that does not fit
+raises Invalid; errors of the operating system pass.
 """
 
 from __future__ import annotations
@@ -70,21 +71,44 @@ class Directory:
     def __init__(self, path: str, *, fsync: Fsync = "never") -> None:
         self.path = path
         self._fsync = fsync
-        self._direct = os.O_DIRECT  # 0: the volume has none
         os.makedirs(path, exist_ok=True)
-        self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        volume = os.fstatvfs(self._root)
-        self.volume_bytes = volume.f_blocks * volume.f_frsize
-        self._block_bytes = max(PAGE_BYTES, volume.f_frsize)
+        self._mount_point = _mount_point(path)
         try:
-            fcntl.flock(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            if not isinstance(error, BlockingIOError):
-                raise
+            self._root = self._open_root(0)
+        except BlockingIOError:
             raise DirectoryInUse(
                 f"{path} is in use by another process: give each process a directory of its own"
             ) from None
+
+    def reopen(self, least_bytes: int) -> bool:
+        """Use the directory that has the path now: the old one was removed, or its volume mounted anew.
+
+        False: it is the same, or lies on what is below the volume. Raises OSError, changing nothing, also when
+        the volume has not ``least_bytes``.
+        """
+        present, known = os.stat(self.path), os.fstat(self._root)
+        is_same = (present.st_dev, present.st_ino) == (known.st_dev, known.st_ino)
+        if is_same or _mount_point(self.path) != self._mount_point:
+            return False
+        root = self._open_root(least_bytes)
+        os.dup2(root, self._root, inheritable=False)  # at once: other threads name files by this descriptor
+        os.close(root)
+        return True
+
+    def _open_root(self, least_bytes: int) -> int:
+        root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            volume = os.fstatvfs(root)
+            if volume.f_blocks * volume.f_frsize < least_bytes:
+                raise OSError(errno.ENOSPC, "the volume is too small for the tier")
+        except BaseException:
+            os.close(root)
+            raise
+        self.volume_bytes = volume.f_blocks * volume.f_frsize
+        self._block_bytes = max(PAGE_BYTES, volume.f_frsize)
+        self._direct = os.O_DIRECT  # 0: the volume has none
+        return root
 
     def close(self) -> None:
         """Let another process have the directory."""
@@ -253,6 +277,13 @@ def _read(fd: int, name: Name, into: memoryview, expected: int | None) -> Loaded
     if combined(found) != header.checksum:
         raise Invalid("checksum")
     return Loaded(length, found)
+
+
+def _mount_point(path: str) -> str:
+    """Where the volume of a directory is mounted."""
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def _pages(number: int) -> memoryview:
