@@ -83,8 +83,8 @@ class Directory:
     def reopen(self, least_bytes: int) -> bool:
         """Use the directory that has the path now: the old one was removed, or its volume mounted anew.
 
-        False: it is the same, or lies on what is below the volume. Raises OSError, changing nothing, also when
-        the volume has not ``least_bytes``.
+        False: it is the same, or lies on what is below the volume. Raises OSError, changing nothing, also
+        when the volume has not ``least_bytes``.
         """
         present, known = os.stat(self.path), os.fstat(self._root)
         is_same = (present.st_dev, present.st_ino) == (known.st_dev, known.st_ino)

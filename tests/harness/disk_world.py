@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
+
+import pytest
 
 from lmcache.tiers import disk_files
 from lmcache.tiers.disk import DiskTier
@@ -75,3 +78,14 @@ def failing(function: str, error: int) -> Iterator[None]:
     """Let a call to the operating system fail, for the disk tier only."""
     with mock.patch.object(disk_files, "os", _Os(function, error)):
         yield
+
+
+@pytest.fixture
+def volume(tmp_path):
+    """A volume of 1 MiB."""
+    mounted = tmp_path / "volume"
+    mounted.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mounted], check=False).returncode:
+        pytest.skip("mounting a volume takes root")
+    yield mounted
+    subprocess.run(["umount", "-l", mounted], check=True)

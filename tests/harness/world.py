@@ -62,7 +62,7 @@ class FakeStore:
         self.is_closed = True
         return True
 
-    def register(self, namespace, *, label, private) -> None:
+    def register(self, namespace, *, label) -> None:
         pass
 
     def lookup(self, lease_id, groups, *, lengths, chunk_seconds) -> Lookup:

@@ -59,17 +59,6 @@ def tier(restart):
     return restart()
 
 
-@pytest.fixture
-def volume(tmp_path):
-    """A volume of 1 MiB."""
-    mounted = tmp_path / "volume"
-    mounted.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mounted], check=False).returncode:
-        pytest.skip("mounting a volume takes root")
-    yield mounted
-    subprocess.run(["umount", "-l", mounted], check=True)
-
-
 def address_of(memory: memoryview) -> int:
     return np.frombuffer(memory, np.uint8).ctypes.data
 
@@ -268,32 +257,6 @@ class TestSickVolume:
         assert not tier.try_again()
         assert not path.exists()
 
-    def test_a_directory_that_is_made_again_is_taken(self, path, tier, restart):
-        store(tier, 1)
-        store(tier, 2)
-        shutil.rmtree(path)
-        with pytest.raises(TierUnavailable):
-            store(tier, 3)
-        path.mkdir()
-        assert tier.try_again()
-        assert tier.indexed.wait(10)
-        assert (load(tier, 1), tier.num_bytes) == (None, 0)
-        assert store(tier, 2)
-        assert load(tier, 2) == content(2, PAGE)
-        assert tier.num_bytes == taken_bytes(path)
-        with pytest.raises(DiskError, match="in use"):
-            DiskTier(path, MIB)
-        assert load(restart(), 2) == content(2, PAGE)
-
-    def test_a_directory_made_again_and_taken_by_somebody_else_is_left_to_them(self, path, tier):
-        shutil.rmtree(path)
-        with pytest.raises(TierUnavailable):
-            store(tier, 1)
-        other = DiskTier(path, MIB)
-        assert not tier.try_again()
-        other.close()
-        assert tier.try_again()
-
     def test_a_directory_that_is_emptied(self, path, tier):
         store(tier, 1)
         for entry in path.iterdir():
@@ -407,25 +370,6 @@ class TestFullVolume:
         assert list(volume.iterdir()) == []
         tier.close()
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", volume], check=True)  # for the fixture to unmount
-
-    def test_a_volume_that_is_mounted_anew_is_taken_and_what_lies_below_is_not(self, volume):
-        tier = open_tier(volume, 512 << 10)
-        store(tier, 1)
-        subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
-        subprocess.run(["umount", "-l", volume], check=True)
-        with pytest.raises(TierUnavailable):
-            store(tier, 2)
-        assert not tier.try_again()
-        assert list(volume.iterdir()) == []
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", volume], check=True)
-        assert not tier.try_again()  # too small
-        subprocess.run(["umount", volume], check=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", volume], check=True)
-        assert tier.try_again()
-        assert tier.indexed.wait(10)
-        assert store(tier, 2)
-        assert tier.num_bytes == taken_bytes(volume)
-        tier.close()
 
     def test_without_direct_access(self, restart, monkeypatch):
         real = os.open

@@ -1,0 +1,118 @@
+"""A real sidecar over a Redis that loses or refuses what it was given: hot rows get there all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.rpc.client import SidecarClient
+from tests.harness.engine import CHUNK_BYTES, load, store
+from tests.harness.wire import attached, make_hello, usable
+from tools.processes import RedisServer, SidecarProcess, wait_until
+
+pytestmark = pytest.mark.redis
+
+ROWS = range(8)
+
+
+@pytest.fixture
+def server():
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def sidecar(server):
+    with SidecarProcess(remote_url=server.unix_url, remote_timeout_seconds=0.5) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def connect(sidecar):
+    """Attach an engine; one with another geometry is another engine."""
+    clients = []
+
+    def attach(newer_than=None, **fields):
+        client = SidecarClient(sidecar.socket_path, make_hello(**fields))
+        clients.append(client)
+        client.start()
+        session = attached(client, newer_than=newer_than)
+        usable(sidecar)
+        return session
+
+    attach.clients = clients
+    yield attach
+    for client in clients:
+        client.close()
+
+
+def num_stored(server) -> int:
+    with server.client as redis:
+        return redis.dbsize()
+
+
+def hit_until_stored(server, session) -> None:
+    def hit() -> bool:
+        load(session, session, "hit", *ROWS)
+        return num_stored(server) == len(ROWS)
+
+    wait_until(hit)
+
+
+def test_a_redis_that_came_back_empty_gets_what_is_hit(server, sidecar, connect):
+    session = connect()
+    store(session, *ROWS)
+    sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] == len(ROWS))
+    server.restart()
+    assert num_stored(server) == 0
+    store(session, 100)  # whoever asks Redis next finds out
+    wait_until(lambda: num_stored(server) == 1)
+    server.client.flushall()
+    hit_until_stored(server, session)
+
+
+@pytest.mark.parametrize("refusing", ["full", "read-only"])
+def test_what_was_refused_is_stored_when_redis_takes_some_again(server, sidecar, connect, refusing):
+    if refusing == "full":
+        server.client.config_set("maxmemory", 1)
+    else:
+        server.client.replicaof("127.0.0.1", "1")
+    session = connect()
+    store(session, *ROWS)
+    sidecar.wait_until(lambda stats: stats["remote"]["writes"].get("refused", 0) >= len(ROWS))
+    assert num_stored(server) == 0
+    server.client.config_set("maxmemory", 0)
+    server.client.replicaof("NO", "ONE")
+    wait_until(lambda: num_stored(server) == len(ROWS))  # though nobody asks for them
+
+
+def test_what_a_killed_sidecar_had_queued_is_stored_when_it_is_hit(server, sidecar, connect):
+    server.freeze()
+    session = connect()
+    store(session, *ROWS)
+    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == len(ROWS))
+    sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+    sidecar.kill()
+    server.thaw()
+    sidecar.start()
+    session = attached(connect.clients[0], newer_than=session)
+    usable(sidecar)
+    hit_until_stored(server, session)
+
+
+@pytest.mark.parametrize("chunk_bytes", [2 * CHUNK_BYTES, 1 << 38])
+def test_another_geometry_costs_no_row_of_the_queue(server, sidecar, connect, chunk_bytes):
+    """Possible or not: the engine that left has stored its rows."""
+    server.freeze()
+    session = connect()
+    store(session, *ROWS)
+    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == len(ROWS))
+    connect.clients[0].close()
+    sidecar.wait_until(lambda stats: not stats["clients"])
+    server.thaw()
+    other = SidecarClient(sidecar.socket_path, make_hello(engine_uuid=b"f" * 16, chunk_bytes=chunk_bytes))
+    connect.clients.append(other)
+    other.start()
+    wait_until(lambda: num_stored(server) == len(ROWS))
+    if chunk_bytes == 2 * CHUNK_BYTES:
+        attached(other)
+        assert sidecar.stats()["remote"]["writes"]["written"] == len(ROWS)

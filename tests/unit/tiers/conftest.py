@@ -1,0 +1,7 @@
+"""Fixtures of several files."""
+
+from __future__ import annotations
+
+from tests.harness.disk_world import volume
+
+__all__ = ["volume"]

@@ -1,0 +1,72 @@
+"""A disk tier whose directory, or volume, is another one after a while."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.disk_files import DiskError
+from tests.harness.disk_world import MIB, PAGE, content, load, open_tier, store, taken_bytes
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "tier"
+
+
+def test_a_directory_that_is_made_again_is_taken(path):
+    tier = open_tier(path)
+    store(tier, 1)
+    store(tier, 2)
+    shutil.rmtree(path)
+    with pytest.raises(TierUnavailable):
+        store(tier, 3)
+    path.mkdir()
+    assert tier.try_again()
+    assert tier.indexed.wait(10)
+    assert (load(tier, 1), tier.num_bytes) == (None, 0)
+    assert store(tier, 2)
+    assert load(tier, 2) == content(2, PAGE)
+    assert tier.num_bytes == taken_bytes(path)
+    with pytest.raises(DiskError, match="in use"):
+        DiskTier(path, MIB)
+    tier.close()
+    tier = open_tier(path)
+    assert load(tier, 2) == content(2, PAGE)
+    tier.close()
+
+
+def test_a_directory_made_again_and_taken_by_somebody_else_is_left_to_them(path):
+    tier = open_tier(path)
+    shutil.rmtree(path)
+    with pytest.raises(TierUnavailable):
+        store(tier, 1)
+    other = DiskTier(path, MIB)
+    assert not tier.try_again()
+    other.close()
+    assert tier.try_again()
+    tier.close()
+
+
+def test_a_volume_that_is_mounted_anew_is_taken_and_what_lies_below_is_not(volume):
+    tier = open_tier(volume, 512 << 10)
+    store(tier, 1)
+    subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
+    subprocess.run(["umount", "-l", volume], check=True)
+    with pytest.raises(TierUnavailable):
+        store(tier, 2)
+    assert not tier.try_again()
+    assert list(volume.iterdir()) == []
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", volume], check=True)
+    assert not tier.try_again()  # too small
+    subprocess.run(["umount", volume], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", volume], check=True)
+    assert tier.try_again()
+    assert tier.indexed.wait(10)
+    assert store(tier, 2)
+    assert tier.num_bytes == taken_bytes(volume)
+    tier.close()
