@@ -26,7 +26,8 @@ class Stress:
         self.arena = PrivateArena(Geometry(SLOT_BYTES, 1), num_slots)
         self.store = LocalStore(self.arena)
         self.counts: Counter[str] = Counter()
-        self.errors: list[BaseException] = []
+        self.errors: list[BaseException] = []  # of which the first ends it
+        self.num_compared = 0  # payloads, about: threads count together
         self._words = np.frombuffer(self.arena.buffer, np.uint64)
 
     def run(self, num_threads: int, seconds: float) -> None:
@@ -37,9 +38,10 @@ class Stress:
             thread.start()
         for thread in threads:
             thread.join()
+        if not self.errors:
+            self.check_account()
         for error in self.errors:
             raise error
-        self.check_account()
 
     def check_account(self) -> None:
         """At rest, and with nothing beyond what is usable: what is taken is what is there."""
@@ -47,7 +49,8 @@ class Stress:
         keys = self.store.keys()
         lengths = [self.store.get(key, lambda _, length: length) for key in keys]
         taken = sum(-(-length // SLOT_BYTES) * SLOT_BYTES for length in lengths)
-        assert self.store.num_bytes == taken, (self.store.num_bytes, taken)
+        if self.store.num_bytes != taken:
+            self.errors.append(AssertionError(f"{self.store.num_bytes} bytes are taken, of {taken}"))
         for number in range(NUM_KEYS):
             self.store.remove(_key(number))
         assert self.store.num_bytes == 0
@@ -103,6 +106,7 @@ class Stress:
     def _check(self, number: int, row: int, length: int) -> bool:
         words = self._payload(row, length)
         value = int(words[0])
+        self.num_compared += 1
         assert value >> 32 == number, f"bytes of key {value >> 32} under key {number}"
         assert (words == value).all(), f"key {number} has bytes of two writers"
         return True
