@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -124,3 +125,29 @@ def test_tenants_and_both_rates_are_shown(tmp_path):
             session.lookup("r", [(0, make_keys(9))], prefill_tokens_per_second=1234.5)
             rates = [client["prefill_tokens_per_second"] for client in sidecar.stats()["clients"]]
             assert sorted(rates) == [0.0, 1234.5]
+
+
+HUNG = """
+import os, runpy, time
+real = os.pwritev
+os.pwritev = lambda fd, parts, *rest: time.sleep(1e6) if len(parts[1]) > 4096 else real(fd, parts, *rest)
+runpy.run_module("lmcache_sidecar", run_name="__main__")
+"""
+
+
+def test_sigterm_ends_a_sidecar_whose_disk_hangs(tmp_path, monkeypatch):
+    """A write that never comes back from the kernel."""
+    start = subprocess.Popen
+    with monkeypatch.context() as patch:
+        words = ["-c", HUNG]
+        patch.setattr(subprocess, "Popen", lambda old, **rest: start([old[0], *words, *old[3:]], **rest))
+        sidecar = SidecarProcess(disk_path=tmp_path / "tier", disk_size="8Mi", drain_grace_seconds=0.5)
+        sidecar.start()
+    try:
+        with session_of(sidecar) as session:
+            store(session, 1, 2, 3)
+            sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 3)
+        assert sidecar.terminate() == 0
+        assert "3 rows were not written through within the grace period" in sidecar.log
+    finally:
+        sidecar.close()
