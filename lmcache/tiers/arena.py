@@ -29,6 +29,7 @@ from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry
 from lmcache.tiers.layout import HEAD_BYTES, Head, Layout
 from lmcache.tiers.pages import check_node, collapse, place, populate, prefer_huge_pages, punch_hole
 from lmcache.tiers.room import check_room
+from lmcache.tiers.shared_index import BUCKET_BYTES, SharedIndex
 from lmcache.tiers.slots import ENTRY, SlotTable
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ class ArenaFile:
 
     table: SlotTable
     """What is known about every slot; set by the first format."""
+
+    shared_index: SharedIndex | None
+    """Of the same format."""
 
     geometry: Geometry | None
     """None until the arena is formatted."""
@@ -161,6 +165,12 @@ class ArenaFile:
         """Byte offset of the slot table of one column: ``num_rows`` entries of 128 bytes."""
         return self._formatted().table_offset(column)
 
+    @property
+    def index_place(self) -> tuple[int, int]:
+        """Byte offset of the shared index, and its number of buckets."""
+        layout = self._formatted()
+        return layout.index_offset, layout.num_buckets
+
     def column_offset(self, column: int) -> int:
         """Byte offset of slot 0 of a column; slots follow each other without gaps."""
         return self._formatted().slot_offset(0, column)
@@ -183,7 +193,7 @@ class ArenaFile:
         os.close(self._fd)
         del self._data
         if self.geometry is not None:
-            del self.table
+            del self.table, self.shared_index
         # Views that others still hold keep the mapping until they go.
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -197,6 +207,8 @@ class ArenaFile:
         columns = layout.geometry.num_columns
         table = self._data[HEAD_BYTES : layout.table_offset(columns)]
         self.table = SlotTable(table.view(ENTRY).reshape(columns, layout.num_rows))
+        end = layout.index_offset + layout.num_buckets * BUCKET_BYTES
+        self.shared_index = SharedIndex(self._data[layout.index_offset : end])
         with self._changed:
             self._layout = layout
             self._grown = 0

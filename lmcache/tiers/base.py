@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from lmcache.tiers.resilience import CircuitBreaker
+    from lmcache.tiers.shared_index import SharedIndex
     from lmcache.tiers.slots import SlotTable
 
 KEY_BYTES = 32
@@ -114,6 +115,10 @@ class Arena(Protocol):
 
     table: SlotTable
     """What is known about every row."""
+
+    @property
+    def shared_index(self) -> SharedIndex | None:
+        """Where other processes look for visible rows; None when nobody does."""
 
     @property
     def geometry(self) -> Geometry | None:

@@ -2,8 +2,8 @@
 
 ::
 
-    0            4096              data_offset                            (aligned)
-    | head page  | table column 0, table column 1, .. | slots of column 0 | slots of column 1 | ..
+    0            4096                                 index_offset   data_offset           (aligned)
+    | head page  | table column 0, table column 1, .. | shared index | slots of column 0 | slots of col..
 
 A column's slots follow each other without gaps, so a rank maps and pins one range.
 """
@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass
 
 from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry, round_up
+from lmcache.tiers.shared_index import BUCKET_BYTES, num_buckets
 from lmcache.tiers.slots import ENTRY_BYTES
 
 HEAD_BYTES = 4096
@@ -41,12 +42,14 @@ class Layout:
             raise ArenaError(f"{columns} columns of {slot_bytes}-byte slots: slots are whole pages")
         align = HUGE_PAGE_BYTES if capacity_bytes >= _LARGE_ARENA_BYTES else PAGE_BYTES
         fixed = HEAD_BYTES + align * (columns + 1)
-        num_rows = (capacity_bytes - fixed) // (columns * (slot_bytes + ENTRY_BYTES))
+        row_bytes = columns * (slot_bytes + ENTRY_BYTES) + BUCKET_BYTES
+        num_rows = (capacity_bytes - fixed) // row_bytes
         if num_rows < 1:
-            least = fixed + columns * (slot_bytes + ENTRY_BYTES)
-            raise ArenaError(f"an arena of {capacity_bytes} bytes holds no row: one needs {least} bytes")
-        data_offset = round_up(HEAD_BYTES + columns * num_rows * ENTRY_BYTES, align)
-        return cls(geometry, num_rows, data_offset, round_up(num_rows * slot_bytes, align))
+            raise ArenaError(
+                f"an arena of {capacity_bytes} bytes holds no row: one needs {fixed + row_bytes} bytes"
+            )
+        end = HEAD_BYTES + columns * num_rows * ENTRY_BYTES + num_buckets(num_rows) * BUCKET_BYTES
+        return cls(geometry, num_rows, round_up(end, align), round_up(num_rows * slot_bytes, align))
 
     @classmethod
     def unformatted(cls, capacity_bytes: int) -> Layout:
@@ -61,6 +64,16 @@ class Layout:
     def table_offset(self, column: int) -> int:
         """Byte offset of the entry of row 0 of a column."""
         return HEAD_BYTES + column * self.num_rows * ENTRY_BYTES
+
+    @property
+    def index_offset(self) -> int:
+        """Byte offset of the shared index, which follows the tables."""
+        return self.table_offset(self.geometry.num_columns)
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the shared index."""
+        return num_buckets(self.num_rows)
 
     def pieces(self, rows: range) -> list[tuple[int, int]]:
         """Where the slots of these rows begin and end, column by column."""
@@ -85,7 +98,7 @@ class Head:
     geometry: Geometry | None  # None: not formatted
 
     _MAGIC = b"LMCarena"
-    _VERSION = 2
+    _VERSION = 3
     _FIELDS = struct.Struct("<8sIIQQQQ")
     _CHECKSUM = struct.Struct("<I")
 

@@ -162,17 +162,19 @@ class MemoryTier:
 
     # ---- load ----
 
-    def lookup(self, lease_id: LeaseId, keys: Sequence[RowKey]) -> tuple[int, list[Slot]]:
+    def lookup(
+        self, lease_id: LeaseId, keys: Sequence[RowKey], *, is_hint: bool = False
+    ) -> tuple[int, list[Slot]]:
         """Return the number of leading keys resident, and the slots of those (leading, too) now under the
-        lease.
+        lease. A hint leases none.
 
         Asking again under the same id extends the lease. At most half of the usable rows are leased in all.
         """
         lease = self._leases.get(lease_id, {})
         resident, leases = self._rows.prefix(keys), self._rows.leases
         room = max(0, self.usable_rows // 2 - len(leases))
-        leased = resident
-        if len(resident) > room:
+        leased = [] if is_hint else resident
+        if len(leased) > room:
             unleased = [position for position, row in enumerate(resident) if row not in leases]
             leased = resident[: unleased[room]] if len(unleased) > room else resident
         if new := dict.fromkeys(row for row in leased if row not in lease):
@@ -203,6 +205,16 @@ class MemoryTier:
         """Could a lookup lease it?"""
         return self._rows.find(key) is not None
 
+    def is_coming(self, key: RowKey) -> bool:
+        """Is somebody writing it now?"""
+        number = self._rows.index.get(key)
+        return number in self._rows.open and bool(self._rows.open[number].writers)
+
+    @property
+    def has_unverified(self) -> bool:
+        """Are there adopted rows that lookups find only after a verification?"""
+        return any(self._rows.unverified.tobytes())
+
     def unverified(self, key: RowKey) -> Slot | None:
         """Return the slot of an adopted row whose bytes must be compared with their checksums before use."""
         number = self._rows.index.get(key)
@@ -210,8 +222,10 @@ class MemoryTier:
 
     def verified(self, slot: Slot, *, is_intact: bool) -> None:
         """Say what the comparison found; a row that is not intact is gone. The row must be pinned."""
-        self._rows.unverified[slot.row] = 0
-        if not is_intact:
+        if is_intact:
+            self._rows.note_verified(slot.row)
+        else:
+            self._rows.unverified[slot.row] = 0
             self.stats.removed[Removal.INVALID] += 1
             self._table.unseal(slot.row)  # another restart must not bring it back
             self._rows.spoil(slot.row)
@@ -256,7 +270,7 @@ class MemoryTier:
 
     @property
     def usable_rows(self) -> int:
-        """Only rows below this are given out or leased: what all attached workers have mapped."""
+        """Only rows below this are given out or leased: unless it was set, those that are populated."""
         return self._rows.usable_slots
 
     @usable_rows.setter

@@ -22,6 +22,7 @@ class PrivateArena:
     """
 
     first_generation = 1
+    shared_index = None
 
     def __init__(
         self, geometry: Geometry, num_slots: int, *, huge_pages: bool = True, numa_node: int | None = None

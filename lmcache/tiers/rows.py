@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,6 +66,10 @@ class Rows:
         if arena.geometry is None:
             raise ArenaError("the arena is not formatted yet")
         self._bytes_per_slot = arena.geometry.slot_bytes * arena.geometry.num_columns
+        self._shared = arena.shared_index
+        if self._shared is not None:
+            self._shared.clear()
+        self._arena = arena
         self.index: dict[RowKey, int] = {}  # visible rows, and those that are being written under a key
         self.open: dict[int, OpenRow] = {}
         self.pins: dict[int, int] = {}  # row -> readers of our own; it stays in the policy
@@ -79,17 +83,20 @@ class Rows:
         self._tenants = zeros(self.allocator.num_numbers, "I")
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
         self.dropped: dict[int, None] = {}  # adopted rows of no use: not free while adopted rows are held
-        self.usable_slots = arena.ready_rows
+        self._limit: int | None = None
 
     @property
     def usable_slots(self) -> int:
-        """Only rows below this slot are given out or leased."""
-        return self._usable_slots
+        """Only rows below this slot are given out or leased: unless it was set, those that are populated."""
+        return self._arena.ready_rows if self._limit is None else self._limit
 
     @usable_slots.setter
     def usable_slots(self, number: int) -> None:
-        self._usable_slots = number
-        self._usable_frames = -(-number // self.allocator.slots_per_frame)
+        self._limit = number
+
+    @property
+    def _usable_frames(self) -> int:
+        return -(-self.usable_slots // self.allocator.slots_per_frame)
 
     # ---- find ----
 
@@ -151,7 +158,15 @@ class Rows:
         if self.index.get(row.key, number) != number:
             self.remove(row.key)
         self.index[row.key] = number
+        self._show(row.key, number)
         self.policy.admit(number, row.request)
+
+    def note_verified(self, number: int) -> None:
+        """An adopted row is intact."""
+        self.unverified[number] = 0
+        key = self.table.key(number)
+        if self.index.get(key) == number and number not in self.open:
+            self._show(key, number)
 
     def remove(self, key: RowKey) -> None:
         """Take a visible row out; it is free when its last reader ends."""
@@ -164,8 +179,7 @@ class Rows:
         row = self.open.get(number)
         if row is None:
             row = self.open[number] = OpenRow(self.table.key(number), self.slot(number))
-        if self.index.get(row.key) == number:
-            del self.index[row.key]
+        self._forget(row.key, number)
         self.policy.remove(number)
         row.spoilt = True
         return row
@@ -252,6 +266,8 @@ class Rows:
                     num_evicted += 1
                 else:
                     blocked[user] += 1
+                    if self._shared is not None:
+                        self._shared.remove(self.table.key(number), number)
         return Vacated(num_evicted, dict(blocked))
 
     def _user(self, number: int) -> str | None:
@@ -266,25 +282,31 @@ class Rows:
         return "quarantined" if writers or self.is_holding_adopted else None
 
     def _take(self, num_slots: int, sparing: Hashable) -> int | None:
+        usable_frames = self._usable_frames
         for _ in range(_MAX_EVICTIONS):
-            number = self.allocator.take(num_slots, self._usable_frames)
+            number = self.allocator.take(num_slots, usable_frames)
             if number is not None:
                 return number
-            if self._usable_frames == 0 or self.is_holding_adopted or not self._make_room(num_slots, sparing):
+            if self.is_holding_adopted or not self._make_room(num_slots, sparing, usable_frames):
                 break
         return None
 
-    def _make_room(self, num_slots: int, sparing: Hashable) -> bool:
-        """Free the slots of one row, whichever can be spared most easily (they may lie beyond what is usable:
-        of no use there)."""
-        if self.dropped:
-            self._free(next(iter(self.dropped)))
+    def _make_room(self, num_slots: int, sparing: Hashable, usable_frames: int) -> bool:
+        """Free the slots of one row, whichever can be spared most easily, of those that may be used again."""
+
+        def first_usable(rows: Iterable[int]) -> Iterator[int]:
+            few = itertools.islice(rows, _MAX_EVICTIONS)
+            return (number for number in few if number % self.allocator.num_frames < usable_frames)
+
+        for number in first_usable(self.dropped):
+            self._free(number)
             return True
-        number, since = next(iter(self._incomplete.items()), (-1, 0.0))
-        if number >= 0 and self._clock() - since > INCOMPLETE_SECONDS:
+        for number in first_usable(self._incomplete):
+            if self._clock() - self._incomplete[number] <= INCOMPLETE_SECONDS:
+                break
             self._evict(number)
             return True
-        for victim in itertools.islice(self.policy.victims(sparing), _MAX_EVICTIONS):
+        for victim in first_usable(self.policy.victims(sparing)):
             for leaving in self.allocator.ways_to_free(victim, num_slots):
                 if not any(map(self._user, leaving)):
                     for number in leaving:
@@ -295,11 +317,20 @@ class Rows:
     def _evict(self, number: int) -> None:
         row = self.open.get(number)
         key = row.key if row else self.table.key(number)
-        if self.index.get(key) == number:
-            del self.index[key]
+        self._forget(key, number)
         self.policy.remove(number)
         self._free(number)
         self.stats.removed[Removal.EVICTED] += 1
+
+    def _show(self, key: RowKey, number: int) -> None:
+        if self._shared is not None:
+            self._shared.insert(key, number)
+
+    def _forget(self, key: RowKey, number: int) -> None:
+        if self.index.get(key) == number:
+            del self.index[key]
+        if self._shared is not None:  # before the slot is free
+            self._shared.remove(key, number)
 
     def _free(self, number: int) -> None:
         self.open.pop(number, None)

@@ -31,6 +31,7 @@ class TorchArena:
     """
 
     first_generation = 1
+    shared_index = None
 
     def __init__(self, geometry: Geometry, num_slots: int, device: str = "cpu") -> None:
         self.geometry = geometry

@@ -1,0 +1,274 @@
+"""The index in shared memory: what readers find between any two stores of the writer, and after scribbles."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lmcache.tiers.arena import ArenaFile
+from lmcache.tiers.base import ArenaError, Geometry, Reserved
+from lmcache.tiers.mapping import MappedColumn, MappedIndex
+from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
+
+SLOT_BYTES = 4096
+NUM_COLUMNS = 2
+OWNER = b"o" * 16
+CAPACITY = 80 << 10
+NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120"))
+
+
+def row_key(number: int, namespace: bytes = b"n") -> bytes:
+    return namespace * 32 + hashlib.sha256(b"%d" % number).digest()
+
+
+def words(*keys: bytes) -> np.ndarray:
+    return np.frombuffer(b"".join(keys), U64).reshape(-1, 8)
+
+
+def content(key: bytes, column: int) -> bytes:
+    return (key + bytes([column]) * 64) * (SLOT_BYTES // 128)
+
+
+# A chain in one namespace, and one of its keys in another.
+KEYS = [*map(row_key, range(14)), row_key(3, b"m")]
+chains = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
+
+
+class Watched:
+    """Words of shared memory: somebody looks after every store."""
+
+    def __init__(self, memory, look) -> None:
+        self._memory, self._look = memory, look
+
+    def __getitem__(self, place):
+        return self._memory[place]
+
+    def __setitem__(self, place, value) -> None:
+        self._memory[place] = value
+        self._look()
+
+
+class IndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+        self.path = Path(self._folder.name) / "arena"
+        self.is_scribbled = False
+        self.arena = ArenaFile(self.path, CAPACITY)
+        self.arena.format(Geometry(SLOT_BYTES, NUM_COLUMNS))
+        self.open()
+
+    def open(self) -> None:
+        arena = self.arena
+        self.reader = MappedIndex(self.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
+        self.columns = [
+            MappedColumn(
+                self.path, arena.table_offset(column), arena.column_offset(column), SLOT_BYTES, arena.num_rows
+            )
+            for column in range(NUM_COLUMNS)
+        ]
+        self.start()
+
+    def start(self) -> None:
+        self.tier = MemoryTier(self.arena)
+        self.tier.usable_rows = self.arena.num_rows
+        list(self.tier.adopt())
+        self.tier.end_quarantine(OWNER)
+        self.tier.release_adopted()
+        for shared in (self.arena.table, self.arena.shared_index):
+            if not isinstance(shared._words, Watched):
+                shared._words = Watched(shared._words, self.what_is_found_is_right)
+
+    def teardown(self) -> None:
+        self.reader.close()
+        for column in self.columns:
+            column.close()
+        self.arena.table._words = self.arena.shared_index._words = None
+        del self.tier
+        self.arena.close()
+        self._folder.cleanup()
+
+    def reserve(self, key: bytes) -> list:
+        slots = []
+        for column in range(NUM_COLUMNS):
+            result, slot = self.tier.reserve(key, column, OWNER, length=SLOT_BYTES)
+            if result is Reserved.SLOT:
+                self.arena.view(slot.row, column)[:] = content(key, column)
+                slots.append((slot, column))
+        return slots
+
+    @rule(chain=chains)
+    def store(self, chain):
+        for key in chain:
+            for slot, column in self.reserve(key):
+                self.tier.commit([slot], column, OWNER)
+
+    @rule(chain=chains)
+    def store_the_first_column_only(self, chain):
+        for key in chain:
+            for slot, column in self.reserve(key):
+                (self.tier.abort if column else self.tier.commit)([slot], column, OWNER)
+
+    @rule(first=st.integers(0, 9), is_leased=st.booleans())
+    def vacate(self, first, is_leased):
+        if is_leased:
+            self.tier.lookup((b"e" * 16, "r"), KEYS[:4])
+        self.tier.vacate(first)
+        assert len(self.reader.find(words(*KEYS)).rows) <= first or self.is_scribbled
+        self.tier.release((b"e" * 16, "r"))
+        self.tier.vacate(first)
+        self.tier.usable_rows = self.arena.num_rows
+
+    @rule(place=st.integers(0, 10**6), value=st.binary(min_size=8, max_size=8))
+    def scribble(self, place, value):
+        offset, buckets = self.arena.index_place
+        at = offset + place % (buckets * BUCKET_BYTES) // 8 * 8
+        self.arena._data[at : at + 8] = np.frombuffer(value, np.uint8)
+        self.is_scribbled = True
+
+    @rule(key=st.sampled_from(KEYS), row=st.integers(0, 20))
+    def scribble_a_plausible_entry(self, key, row):
+        self.arena.shared_index.insert(key, row)
+        self.is_scribbled = True
+
+    @rule()
+    def restart(self):
+        for number in range(self.arena.num_rows):
+            for column in range(NUM_COLUMNS):
+                self.arena.table.seal(number, column, b"s" * 16)
+        self.is_scribbled = False
+        self.start()
+        assert not any(len(self.reader.find(words(key)).rows) for key in KEYS), "nothing is verified yet"
+
+    @rule(key=st.sampled_from(KEYS), is_intact=st.booleans())
+    def verify(self, key, is_intact):
+        slot = self.tier.unverified(key)
+        if slot is not None and self.tier.pin(slot):
+            self.tier.verified(slot, is_intact=is_intact)
+            self.tier.unpin(slot)
+
+    def what_is_found_is_right(self) -> None:
+        for key in KEYS:
+            found = self.reader.find(words(key))
+            for slot in found.slots(0, len(found.rows)):
+                for number, column in enumerate(self.columns):
+                    seen = column.slots[slot.row].tobytes()
+                    if column.holds(slot):
+                        assert seen == content(key, number)
+
+    @invariant()
+    def all_that_may_be_read_is_found(self):
+        self.what_is_found_is_right()
+        if self.is_scribbled:
+            return
+        is_found = [len(self.reader.find(words(key)).rows) == 1 for key in KEYS]
+        assert is_found == [self.tier.is_resident(key) for key in KEYS]
+        leading = (*is_found, False).index(False)
+        found = self.reader.find(words(*KEYS))
+        assert [self.arena.table.key(slot.row) for slot in found.slots(0, 99)] == KEYS[:leading]
+
+
+TestIndexModel = IndexMachine.TestCase
+TestIndexModel.settings = settings(max_examples=NUM_EXAMPLES // 2, stateful_step_count=25, deadline=None)
+
+
+@pytest.fixture
+def tier(tmp_path):
+    arena = ArenaFile(tmp_path / "arena", 8 << 20)
+    arena.format(Geometry(SLOT_BYTES, 1))
+    tier = MemoryTier(arena)
+    tier.usable_rows = arena.num_rows
+    yield tier
+    arena.close()
+
+
+def fill(tier: MemoryTier, number: int) -> list[bytes]:
+    keys = list(map(row_key, range(number)))
+    for key in keys:
+        tier.commit([tier.reserve(key, 0, OWNER, length=1).slot], 0, OWNER)
+    return keys
+
+
+def reader_of(arena: ArenaFile) -> MappedIndex:
+    return MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
+
+
+def test_a_full_arena_is_found_whole(tier):
+    keys = fill(tier, tier.arena.num_rows)
+    reader = reader_of(tier.arena)
+    assert reader.find(words(*keys)).slots(0, len(keys)) == [
+        tier._rows.slot(tier._rows.index[k]) for k in keys
+    ]
+    reader.close()
+
+
+def test_a_key_that_finds_no_room_is_a_miss_and_the_others_stay(tier):
+    buckets = np.zeros(BUCKET_BYTES * 2, np.uint8)
+    index = SharedIndex(buckets)
+    for row in range(2 * BUCKET_ENTRIES + 3):
+        index.insert(row_key(row), row)
+    before = buckets.copy()
+    index.remove(row_key(2 * BUCKET_ENTRIES + 1), 2 * BUCKET_ENTRIES + 1)
+    assert np.array_equal(buckets, before)
+    index.remove(row_key(0), 0)
+    assert not np.array_equal(buckets, before)
+
+
+@pytest.mark.parametrize("torn", ["generation", "state"])
+def test_an_entry_that_changes_while_it_is_read_is_a_miss(tier, torn):
+    """The row is given anew between the two looks at its entry: the key was another's, perhaps."""
+    (key,) = fill(tier, 1)
+    reader = reader_of(tier.arena)
+    state, generation = 14, 13
+
+    class Changing:
+        """Reads of the table; the second one comes after the change."""
+
+        num_reads = 0
+
+        def __len__(self):
+            return len(table)
+
+        def __getitem__(self, place):
+            self.num_reads += 1
+            if self.num_reads == 3:
+                row = tier._rows.index[key]
+                tier.arena.table._quads[row * 16 + (generation if torn == "generation" else state)] += 1
+            return table[place]
+
+    table, reader._table = reader._table, Changing()
+    assert len(reader.find(words(key)).rows) == 0
+    assert reader._table.num_reads == 3
+    reader._table = table
+    reader.close()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 63, 64, 65, 1000, 1 << 20])
+def test_at_most_a_quarter_is_in_use_and_buckets_are_no_more_than_rows(num_rows):
+    buckets = num_buckets(num_rows)
+    assert buckets & (buckets - 1) == 0
+    assert buckets <= num_rows
+    assert num_rows <= 2 * buckets
+
+
+def test_a_file_that_is_too_short_is_refused(tier):
+    arena = tier.arena
+    offset, buckets = arena.index_place
+    with pytest.raises(ArenaError, match="not the same file"):
+        MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, offset, buckets << 20)
+
+
+def test_readers_can_not_write(tier):
+    reader = reader_of(tier.arena)
+    with pytest.raises(ValueError, match="read-only"):
+        reader._buckets[0] = 0
+    reader.close()
