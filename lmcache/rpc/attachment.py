@@ -1,7 +1,8 @@
 """One Attach stream, from connecting to its end.
 
 Two threads serve it: the client's reads the replies, and gRPC's own pulls the requests, which is where
-extents are populated. The engine's threads make the unary calls of the session that comes out of it.
+extents are faulted in ahead of the first copies (a copy that comes sooner faults for itself). The engine's
+threads make the unary calls of the session that comes out of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import Copies, Session
 from lmcache.tiers.base import ArenaError
-from lmcache.tiers.mapping import MappedColumn
+from lmcache.tiers.mapping import MappedColumn, MappedIndex
 
 _ATTACH_SECONDS = 2.0
 """Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""
@@ -26,7 +27,7 @@ _ATTACH_SECONDS = 2.0
 _NO_ANSWER = f"the sidecar did not answer within {_ATTACH_SECONDS:g} s: is it frozen?"
 
 _POPULATE_BYTES = 256 << 20
-"""Acknowledged at once: small enough that the first rows are usable soon, a few 10 ms each."""
+"""Faulted in at once, a few 10 ms each: between two of these the stream has its say."""
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", service.MAX_MESSAGE_BYTES),
@@ -104,7 +105,9 @@ class Attachment:
             self._changed.notify()
 
     def _begin(self, channel: grpc.Channel, attached: pb.Attached) -> Session:
-        column = self._map(attached) if self._hello.role == pb.ROLE_WORKER else None
+        is_worker = self._hello.role == pb.ROLE_WORKER
+        column = self._map_column(attached) if is_worker else None
+        index = None if is_worker else self._map_index(attached)
         with self._changed:
             self._epoch, self._column = attached.epoch, column
         self._extend(attached.ready_rows)
@@ -113,18 +116,36 @@ class Attachment:
             self._hello.client_uuid,
             attached.epoch,
             column,
+            index,
             self._copies,
+            memory_only=attached.memory_only,
             on_stale=self.cancel,
             owed=self._owed,
         )
 
-    def _map(self, attached: pb.Attached) -> MappedColumn:
+    def _map_column(self, attached: pb.Attached) -> MappedColumn:
+        return MappedColumn(
+            self._arena_path(attached),
+            attached.table_offset,
+            attached.column_offset,
+            attached.slot_bytes,
+            attached.num_rows,
+        )
+
+    def _map_index(self, attached: pb.Attached) -> MappedIndex:
+        return MappedIndex(
+            self._arena_path(attached),
+            attached.table_offset,
+            attached.num_rows,
+            attached.index_offset,
+            attached.index_buckets,
+        )
+
+    def _arena_path(self, attached: pb.Attached) -> Path:
         path = Path(attached.arena_path)
         if not path.exists():  # mounted elsewhere in this container
             path = Path(self._socket_path).parent / path.name
-        return MappedColumn(
-            path, attached.table_offset, attached.column_offset, attached.slot_bytes, attached.num_rows
-        )
+        return path
 
     def _extend(self, ready_rows: int) -> None:
         with self._changed:
@@ -150,7 +171,6 @@ class Attachment:
                 except ArenaError as error:  # gRPC would call it "Exception iterating requests!"
                     return self.cancel(str(error))
                 self._mapped_rows = end
-                yield pb.AttachRequest(extents_mapped=pb.ExtentsMapped(epoch=self._epoch, num_rows=end))
 
     def _must_drain(self) -> bool:
         return self._epoch > 0 and not self._drained and self._copies.drained

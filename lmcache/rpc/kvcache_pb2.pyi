@@ -37,14 +37,12 @@ EXISTS: Reservation
 BUSY: Reservation
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "extents_mapped", "drained")
+    __slots__ = ("hello", "drained")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    EXTENTS_MAPPED_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
-    extents_mapped: ExtentsMapped
     drained: Drained
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., extents_mapped: _Optional[_Union[ExtentsMapped, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("attached", "extents")
@@ -133,7 +131,7 @@ class DeviceAllocation(_message.Message):
     def __init__(self, ipc_handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows")
+    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +143,9 @@ class Attached(_message.Message):
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     READY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     epoch: int
@@ -156,21 +157,16 @@ class Attached(_message.Message):
     slot_bytes: int
     num_rows: int
     ready_rows: int
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ...) -> None: ...
+    index_offset: int
+    index_buckets: int
+    memory_only: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ...) -> None: ...
 
 class Extents(_message.Message):
     __slots__ = ("ready_rows",)
     READY_ROWS_FIELD_NUMBER: _ClassVar[int]
     ready_rows: int
     def __init__(self, ready_rows: _Optional[int] = ...) -> None: ...
-
-class ExtentsMapped(_message.Message):
-    __slots__ = ("epoch", "num_rows")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    num_rows: int
-    def __init__(self, epoch: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class Drained(_message.Message):
     __slots__ = ("epoch",)
@@ -179,20 +175,24 @@ class Drained(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "tenant", "prefill_tokens_per_second")
+    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "tenant", "prefill_tokens_per_second", "hint", "namespace")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
     request_id: str
     groups: _containers.RepeatedCompositeFieldContainer[GroupKeys]
     tenant: bytes
     prefill_tokens_per_second: float
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., tenant: _Optional[bytes] = ..., prefill_tokens_per_second: _Optional[float] = ...) -> None: ...
+    hint: bool
+    namespace: bytes
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., tenant: _Optional[bytes] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class GroupKeys(_message.Message):
     __slots__ = ("group", "keys")
@@ -243,13 +243,14 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "group", "keys", "tenant", "first_chunk", "request_id")
+    __slots__ = ("epoch", "client_uuid", "group", "keys", "tenant", "first_chunk", "namespace", "request_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
@@ -257,8 +258,9 @@ class ReserveRequest(_message.Message):
     keys: bytes
     tenant: bytes
     first_chunk: int
+    namespace: bytes
     request_id: str
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., first_chunk: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., first_chunk: _Optional[int] = ..., namespace: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("results", "rows", "generations")

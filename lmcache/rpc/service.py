@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Changes when an old peer would misread a message; fields are otherwise only ever added."""
 
 SERVICE = "lmcache.kvcache.v1.KVCache"
@@ -24,10 +24,11 @@ MAX_SOCKET_PATH_BYTES = 107
 """``sun_path`` is 108 bytes with its terminating zero."""
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Larger messages are refused by gRPC itself with RESOURCE_EXHAUSTED. 4 MiB is a lookup of 130,000 keys."""
+"""Larger messages are refused by gRPC itself with RESOURCE_EXHAUSTED."""
 
-MAX_KEYS_PER_CALL = 1 << 16
-"""Handlers take time in proportion to their keys and the server's loop must stay responsive."""
+MAX_KEYS_PER_CALL = 256
+"""Handlers take time in proportion to their keys (a Reserve of so many about 4 ms) while all others wait: who
+has more makes several calls."""
 
 MAX_REQUEST_ID_BYTES = 256
 

@@ -17,8 +17,8 @@ from google.protobuf.message import Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import RpcRefused, SidecarError, SidecarUnavailable, StaleSession
-from lmcache.tiers.base import Reservation, Reserved, Slot
-from lmcache.tiers.mapping import MappedColumn
+from lmcache.tiers.base import KEY_BYTES, Reservation, Reserved, Slot
+from lmcache.tiers.mapping import MappedColumn, MappedIndex
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
 
@@ -42,9 +42,24 @@ class LookupResult(NamedTuple):
 
     num_resident: int  # in memory
     num_leased: int  # in memory and under this request's lease: may be loaded
-    num_pending: int  # after num_resident: lower tiers are bringing them, ask again
+    num_pending: int  # after num_resident: on their way, ask again
     probing: bool  # lower tiers have not said yet what they hold
     slots: dict[int, list[Slot]]  # group -> slots of its leased chunks, in order
+
+    def followed_by(self, reply: pb.LookupReply) -> LookupResult:
+        """Append the answer about the next keys; what follows a gap does not count."""
+        is_resident = not self.num_pending
+        slots = {
+            found.group: list(map(Slot._make, zip(found.rows, found.generations, strict=True)))
+            for found in reply.slots
+        }
+        return LookupResult(
+            self.num_resident + (reply.num_resident if is_resident else 0),
+            self.num_leased + (reply.num_leased if self.num_leased == self.num_resident else 0),
+            self.num_pending + reply.num_pending + (0 if is_resident else reply.num_resident),
+            reply.probing,
+            {group: known + slots.get(group, []) for group, known in self.slots.items()},
+        )
 
 
 class Copies:
@@ -100,14 +115,20 @@ class Session:
         client_uuid: bytes,
         epoch: int,
         column: MappedColumn | None,
+        index: MappedIndex | None,
         copies: Copies,
         *,
+        memory_only: bool,
         on_stale: Callable[[str], None],
         owed: set[str],
     ) -> None:
         """``on_stale``: called with the reason why this epoch must end; ``owed``: ids to be released."""
         self.epoch = epoch
         self.is_over = False
+        self.index = index
+        """What is in memory, to be read without a call; None for a worker."""
+        self.memory_only = memory_only
+        """True when the index shows all there is: no call would find more."""
         self._client_uuid = client_uuid
         self._column = column
         self._copies = copies
@@ -138,33 +159,37 @@ class Session:
         *,
         tenant: bytes = b"",
         prefill_tokens_per_second: float = 0.0,
+        hint: bool = False,
+        namespace: bytes = b"",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> LookupResult:
         """Lease the leading chunks that are in memory; ``group_keys`` is (group, 32 bytes per chunk) per
-        group.
+        group. A ``hint`` leases nothing: it only says what is where, and has lower tiers bring theirs.
 
-        Repeating it with the same id extends the lease. Release the id in the end, also after an error: a
-        call whose answer was lost may have leased.
+        ``namespace``: instead of the Hello's. Repeating it with the same id extends the lease. Release the id
+        in the end, also after an error: a call whose answer was lost may have leased.
         """
-        self._owed.discard(bounded(request_id))  # or a late release would end this lease
-        reply = self._call(
-            service.LOOKUP,
-            timeout,
-            request_id=bounded(request_id),
-            groups=[pb.GroupKeys(group=group, keys=keys) for group, keys in group_keys],
-            tenant=tenant,
-            prefill_tokens_per_second=prefill_tokens_per_second,
-        )
-        return LookupResult(
-            reply.num_resident,
-            reply.num_leased,
-            reply.num_pending,
-            reply.probing,
-            {
-                found.group: list(map(Slot._make, zip(found.rows, found.generations, strict=True)))
-                for found in reply.slots
-            },
-        )
+        if not hint:
+            self._owed.discard(bounded(request_id))  # or a late release would end this lease
+        result = LookupResult(0, 0, 0, False, {group: [] for group, _ in group_keys})
+        num_keys = max((len(keys) // KEY_BYTES for _, keys in group_keys), default=0)
+        step = service.MAX_KEYS_PER_CALL // max(1, len(group_keys))
+        for first in range(0, max(1, num_keys), step):
+            part = slice(first * KEY_BYTES, (first + step) * KEY_BYTES)
+            reply = self._call(
+                service.LOOKUP,
+                timeout,
+                request_id=bounded(request_id),
+                groups=[pb.GroupKeys(group=group, keys=keys[part]) for group, keys in group_keys],
+                tenant=tenant,
+                prefill_tokens_per_second=prefill_tokens_per_second,
+                hint=hint,
+                namespace=namespace,
+            )
+            result = result.followed_by(reply)
+            if reply.num_resident + reply.num_pending < step:
+                break
+        return result
 
     def reserve(
         self,
@@ -174,33 +199,40 @@ class Session:
         request_id: str = "",
         first_chunk: int = 0,
         tenant: bytes = b"",
+        namespace: bytes = b"",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> list[Reservation]:
         """Ask for slots of this client's column: one answer per 32-byte key, the chain's head first.
 
         What is stored under one ``request_id``, in however many calls, is evicted from its tail.
         """
-        reply = self._call(
-            service.RESERVE,
-            timeout,
-            group=group,
-            keys=keys,
-            request_id=bounded(request_id) if request_id else "",
-            first_chunk=first_chunk,
-            tenant=tenant,
-        )
-        return [
-            Reservation(Reserved(result), Slot(row, generation) if result == pb.SLOT else None)
-            for result, row, generation in zip(reply.results, reply.rows, reply.generations, strict=True)
-        ]
+        reservations = []
+        step = service.MAX_KEYS_PER_CALL
+        for first in range(0, max(1, len(keys) // KEY_BYTES), step):
+            reply = self._call(
+                service.RESERVE,
+                timeout,
+                group=group,
+                keys=keys[first * KEY_BYTES : (first + step) * KEY_BYTES],
+                request_id=bounded(request_id) if request_id else "",
+                first_chunk=first_chunk + first,
+                tenant=tenant,
+                namespace=namespace,
+            )
+            reservations += [
+                Reservation(Reserved(result), Slot(row, generation) if result == pb.SLOT else None)
+                for result, row, generation in zip(reply.results, reply.rows, reply.generations, strict=True)
+            ]
+        return reservations
 
     def commit(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """Say that the bytes of reserved slots are complete. All or none: refused if one is not held."""
-        self._call(service.COMMIT, timeout, **_rows_and_generations(slots))
+        """Say that the bytes of reserved slots are complete. Refused if one is not held; none, or (of very
+        many) only the first ones are committed then."""
+        self._call_sliced(service.COMMIT, slots, timeout)
 
     def abort(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         """Give reserved slots back. No copy into them may be under way."""
-        self._call(service.ABORT, timeout, **_rows_and_generations(slots))
+        self._call_sliced(service.ABORT, slots, timeout)
 
     def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         """End leases. Call it once per request: ids that were not sent go with the next release or attach."""
@@ -238,6 +270,13 @@ class Session:
         if self.is_over:
             raise StaleSession(f"epoch {self.epoch} is over: take the client's present session")
 
+    def _call_sliced(self, method: service.Method, slots: Sequence[Slot], timeout: float) -> None:
+        step = service.MAX_KEYS_PER_CALL
+        for first in range(0, max(1, len(slots)), step):
+            part = slots[first : first + step]
+            rows, generations = [slot.row for slot in part], [slot.generation for slot in part]
+            self._call(method, timeout, rows=rows, generations=generations)
+
     def _call(self, method: service.Method, timeout: float, **fields: Any) -> Any:
         self.check_present()
         try:
@@ -270,7 +309,3 @@ def bounded(request_id: str) -> str:
     if request_id.isascii() and 0 < len(request_id) <= service.MAX_REQUEST_ID_BYTES:
         return request_id
     return hashlib.sha256(request_id.encode(errors="backslashreplace")).hexdigest()
-
-
-def _rows_and_generations(slots: Sequence[Slot]) -> dict[str, list[int]]:
-    return {"rows": [slot.row for slot in slots], "generations": [slot.generation for slot in slots]}

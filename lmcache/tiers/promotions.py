@@ -60,6 +60,8 @@ class Promotions:
                 num_coming += 1
             elif (slot := self._memory.unverified(key)) is not None:
                 to_verify.append((key, slot))
+            elif self._memory.is_coming(key):
+                num_coming += 1
             elif not self._memory.is_resident(key):
                 break
             num_leading += 1

@@ -88,6 +88,11 @@ class TieredStore:
         self._promotions = Promotions(self.memory, self._seals, self._hits, tiers, self._tasks, clock)
         self._tasks.spawn(self._hits.run())
 
+    @property
+    def is_memory_only(self) -> bool:
+        """Is all there is what the shared index shows?"""
+        return not self.lower and not self.memory.has_unverified
+
     async def adopt(self) -> None:
         """Rebuild the index from the slot table, letting the loop run in between."""
         for _ in self.memory.adopt():
@@ -109,8 +114,10 @@ class TieredStore:
         *,
         lengths: Sequence[int],
         chunk_seconds: float = 0.0,
+        is_hint: bool = False,
     ) -> Lookup:
-        """Lease what is in memory, and start bringing what lower tiers hold; repeat to see how it goes on.
+        """Lease what is in memory (unless it is a hint), and start bringing what lower tiers hold; repeat to
+        see how it goes on.
 
         ``groups``: the keys of the same chunks in every KV group, head first; ``lengths``: payload bytes of
         one column in each group, what is not as long is not brought. ``chunk_seconds``: what computing one
@@ -118,7 +125,7 @@ class TieredStore:
         """
         chain = [key for chunk in zip(*groups, strict=True) for key in chunk]
         width = max(1, len(groups))
-        num_resident, slots = self.memory.lookup(lease_id, chain)
+        num_resident, slots = self.memory.lookup(lease_id, chain, is_hint=is_hint)
         num_leading, num_coming = self._promotions.verify(chain[num_resident:])
         num_here = num_resident + num_leading
         probing = False

@@ -126,13 +126,9 @@ class Server:
             await context.write(pb.AttachReply(attached=attached))
             growth = asyncio.create_task(self._announce_growth(context, attached.ready_rows))
             while (message := await _read(context)) is not None:
-                kind = message.WhichOneof("message")
-                if kind == "extents_mapped":
-                    self._sessions.mapped(client, message.extents_mapped)
-                elif kind == "drained":
-                    self._sessions.drained(client, message.drained)
-                else:
-                    raise invalid("after hello only extents_mapped and drained are understood")
+                if message.WhichOneof("message") != "drained":
+                    raise invalid("after hello only drained is understood")
+                self._sessions.drained(client, message.drained)
         finally:
             self._sessions.detach(client)
             if growth is not None:

@@ -19,7 +19,7 @@ import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.arena import ArenaFile
-from lmcache.tiers.base import ArenaError, Geometry, Reserved, Slot, StaleSlot
+from lmcache.tiers.base import ArenaError, Geometry, Slot, StaleSlot
 from lmcache.tiers.tiered import TieredStore
 from lmcache_sidecar import wire
 from lmcache_sidecar.liveness import DeathWatch, LockProbe, probes_in
@@ -41,7 +41,6 @@ class Client:
     probe: LockProbe  # given to the death watch when the stream ends
     epoch: int
     is_attached: bool = True
-    mapped_rows: int = 0  # it can use rows below this
     prefill_tokens_per_second: float = 0.0  # as it said last; 0: not known yet
 
     @property
@@ -88,7 +87,6 @@ class Sessions:
         self._locks_directory = locks_directory
         self._make_store = make_store
         self.from_before: set[bytes] = set()  # clients of an earlier sidecar that may still use adopted rows
-        self._active: set[bytes] = set()  # engines that mapped all rows below usable_rows
         self._last_epoch = 0
         self._forming = asyncio.Lock()  # protects the change of the arena's format, which awaits
 
@@ -127,6 +125,7 @@ class Sessions:
     def attached_message(self, client: Client) -> pb.Attached:
         """The answer to Hello."""
         arena, column = self.arena, client.peer.hello.column
+        index_offset, index_buckets = arena.index_place
         return pb.Attached(
             protocol_version=service.PROTOCOL_VERSION,
             server_version=lmcache.__version__,
@@ -139,18 +138,10 @@ class Sessions:
             slot_bytes=client.peer.geometry.slot_bytes,
             num_rows=arena.num_rows,
             ready_rows=arena.ready_rows,
+            index_offset=index_offset,
+            index_buckets=index_buckets,
+            memory_only=self._present_store.is_memory_only,
         )
-
-    def mapped(self, client: Client, message: pb.ExtentsMapped) -> None:
-        """The client can use rows below ``num_rows``."""
-        client.check_epoch(message.epoch)
-        if not client.mapped_rows <= message.num_rows <= self.arena.ready_rows:
-            raise wire.invalid(
-                f"{message.num_rows} rows can't be mapped: {client.mapped_rows} were,"
-                f" {self.arena.ready_rows} are ready"
-            )
-        client.mapped_rows = message.num_rows
-        self._recount(client.peer.engine)
 
     def drained(self, client: Client, message: pb.Drained) -> None:
         """No copy of an older epoch is under way in the client."""
@@ -163,27 +154,29 @@ class Sessions:
             return
         client.is_attached = False
         self._present_store.memory.quarantine(client.peer.uuid)
-        self._recount(client.peer.engine)
         self.deaths.watch(client.peer.uuid, client.probe)
         logger.info("Client %s lost, epoch %d: in quarantine", client.peer.uuid.hex(), client.epoch)
 
     # ---- calls ----
 
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
-        """Lease what is in memory."""
+        """Lease what is in memory, unless it is a hint."""
         client = self._caller(request)
         keys = wire.parse_lookup(request, client.peer)
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
-        reply = pb.LookupReply(epoch=client.epoch)
-        if client.peer.engine not in self._active:  # it could not load what it would be given
-            return reply
-        lease_id = client.peer.engine, request.request_id
-        lengths = [client.peer.chunk_bytes[group.group] for group in request.groups]
         found = self._present_store.lookup(
-            lease_id, keys, lengths=lengths, chunk_seconds=client.chunk_seconds
+            (client.peer.engine, request.request_id),
+            keys,
+            lengths=[client.peer.chunk_bytes[group.group] for group in request.groups],
+            chunk_seconds=client.chunk_seconds,
+            is_hint=request.hint,
         )
-        reply.num_resident, reply.num_pending = found.num_resident, found.num_pending
-        reply.probing = found.probing
+        reply = pb.LookupReply(
+            epoch=client.epoch,
+            num_resident=found.num_resident,
+            num_pending=found.num_pending,
+            probing=found.probing,
+        )
         for group, slots in zip(request.groups, found.slots, strict=False):
             rows, generations = zip(*slots, strict=True) if slots else ((), ())
             reply.slots.add(group=group.group, rows=rows, generations=generations)
@@ -194,21 +187,18 @@ class Sessions:
         """Give out slots of the client's column."""
         peer = self._worker(request).peer
         keys = wire.parse_reserve(request, peer)
-        results, slots = [Reserved.BUSY] * len(keys), [_NO_SLOT] * len(keys)
-        if peer.engine in self._active:
-            reserved = self._present_store.reserve(
-                keys,
-                peer.hello.column,
-                peer.uuid,
-                length=peer.chunk_bytes[request.group],
-                first_chunk=request.first_chunk,
-                request=request.request_id,
-                tenant=request.tenant,
-            )
-            results = [reservation.result for reservation in reserved]
-            slots = [reservation.slot or _NO_SLOT for reservation in reserved]
+        reserved = self._present_store.reserve(
+            keys,
+            peer.hello.column,
+            peer.uuid,
+            length=peer.chunk_bytes[request.group],
+            first_chunk=request.first_chunk,
+            request=request.request_id,
+            tenant=request.tenant,
+        )
+        slots = [reservation.slot or _NO_SLOT for reservation in reserved]
         return pb.ReserveReply(
-            results=[pb.Reservation.Name(result.value) for result in results],
+            results=[pb.Reservation.Name(reservation.result.value) for reservation in reserved],
             rows=[slot.row for slot in slots],
             generations=[slot.generation for slot in slots],
         )
@@ -313,8 +303,6 @@ class Sessions:
 
     async def _open_store(self) -> TieredStore:
         store = self._make_store()
-        store.memory.usable_rows = 0
-        self._active.clear()
         await store.adopt()
         self.store = store
         # Slots of owners that left no lock file: their client said goodbye, or its pod is another one by now.
@@ -348,31 +336,6 @@ class Sessions:
             memory = self._present_store.memory
             memory.quarantine_leases(client.peer.engine)
             memory.end_lease_quarantine(client.peer.engine)
-
-    def _recount(self, engine: bytes) -> None:
-        """Keep usable_rows at what all active engines have mapped.
-
-        An engine that is still mapping does not take rows away from those that are done: it becomes active
-        when it has caught up. Only when nobody else is active, its own count is what counts.
-        """
-        memory = self._present_store.memory
-        self._active.discard(engine)
-        mapped = self._mapped_rows(engine)
-        if mapped and (not self._active or mapped >= memory.usable_rows):
-            self._active.add(engine)
-        if self._active:
-            memory.usable_rows = min(map(self._mapped_rows, self._active))
-
-    def _mapped_rows(self, engine: bytes) -> int:
-        """Rows that every rank can use; 0 while one is missing."""
-        workers = [
-            client
-            for client in self.clients.values()
-            if client.is_attached and client.peer.engine == engine and client.peer.is_worker
-        ]
-        columns = {worker.peer.hello.column for worker in workers}
-        is_whole = workers and len(columns) == workers[0].peer.geometry.num_columns
-        return min(worker.mapped_rows for worker in workers) if is_whole else 0
 
 
 def _describe(peer: Peer) -> str:

@@ -125,7 +125,6 @@ def _client(client: Client) -> dict[str, Any]:
         "copier_reason": client.copier_reason,
         "epoch": client.epoch,
         "is_attached": client.is_attached,
-        "mapped_rows": client.mapped_rows,
         "prefill_tokens_per_second": client.prefill_tokens_per_second,
     } | {name: getattr(hello, name) for name in names}
 

@@ -115,7 +115,7 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[list[RowKey]]:
         )
     if len({len(group.keys) for group in request.groups}) > 1:
         raise invalid("all groups must have the same number of keys")
-    return _split_keys(peer, request.tenant, *(group.keys for group in request.groups))
+    return _split_keys(peer, request, *(group.keys for group in request.groups))
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
@@ -124,7 +124,7 @@ def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
         raise invalid(f"group {request.group} is unknown: the Hello had {sorted(peer.chunk_bytes)}")
     if request.request_id:
         parse_request_id(request.request_id)
-    return _split_keys(peer, request.tenant, request.keys)[0]
+    return _split_keys(peer, request, request.keys)[0]
 
 
 def parse_slots(rows: Sequence[int], generations: Sequence[int], num_rows: int) -> list[Slot]:
@@ -175,16 +175,19 @@ def _check_group(group: pb.KVGroup, chunk_tokens: int) -> None:
     )
 
 
-def _split_keys(peer: Peer, tenant: bytes, *groups: bytes) -> list[list[RowKey]]:
+def _split_keys(
+    peer: Peer, request: pb.LookupRequest | pb.ReserveRequest, *groups: bytes
+) -> list[list[RowKey]]:
     """Row keys per group of a call."""
-    _check_length("tenant", tenant, _MAX_TEXT_BYTES)
+    _check_length("tenant", request.tenant, _MAX_TEXT_BYTES)
+    namespace, step = request.namespace or peer.hello.namespace, KEY_BYTES
+    _require(len(namespace) == KEY_BYTES, f"namespace must have {KEY_BYTES} bytes, it has {len(namespace)}")
     if sum(map(len, groups)) > service.MAX_KEYS_PER_CALL * KEY_BYTES:
         raise invalid(f"a call takes at most {service.MAX_KEYS_PER_CALL} keys: ask for fewer at once")
     for keys in groups:
         if len(keys) % KEY_BYTES:
             raise invalid(f"keys must have {KEY_BYTES} bytes each, {len(keys)} bytes are no multiple of that")
     # As row_key() does, without a call per key: this is the longest part of a lookup outside the tiers.
-    namespace, step = peer.hello.namespace, KEY_BYTES
     return [[namespace + keys[at : at + step] for at in range(0, len(keys), step)] for keys in groups]
 
 

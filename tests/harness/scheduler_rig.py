@@ -11,7 +11,6 @@ from lmcache.tiers.base import Slot
 from tests.harness.session_double import SessionDouble
 
 GRID = Grid(chunk_tokens=64, block_tokens=32, hash_tokens=32)
-ANSWER_SECONDS = 0.02
 IDENTITY = EngineIdentity(b"n" * 32, "", GRID, 4096, 1, "tiny")
 
 
@@ -43,7 +42,7 @@ class Rig:
         self.session = SessionDouble()
         self.marks = {None: ()}
         self.scheduler = Scheduler(
-            num_ranks, lambda _: self.session, self._find_marks, ANSWER_SECONDS, lambda: self.now
+            num_ranks, lambda _: self.session, self._find_marks, clock=lambda: self.now
         )
         self.scheduler.adopt(["another connector's message", IDENTITY])
         self.lookups = self.scheduler._lookups
@@ -63,7 +62,7 @@ class Rig:
     def settle(self):
         """Wait until the lookup thread did all that was asked so far."""
         done = threading.Event()
-        self.lookups.ask(Ticket("", [], "", done.set))
+        self.lookups.ask(Ticket("", [], "", done.set, b""))
         assert done.wait(10)
 
     def arrive(self, request):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy as np
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import LookupResult
 from lmcache.tiers.base import KEY_BYTES, Reservation, Reserved, Slot
+from lmcache.tiers.mapping import Found
+from tests.harness.wire import NAMESPACE
 
 
 class SessionDouble:
@@ -25,6 +28,8 @@ class SessionDouble:
         self.leased: set[str] = set()
         self.owed: list[str] = []
         self.num_pending = 0
+        self.num_hints = 0
+        self.memory_only = False
         self.is_down = False
         self.is_copying = False
         self.before_lookup: Callable[[], None] = lambda: None
@@ -40,21 +45,42 @@ class SessionDouble:
     def close(self) -> None:
         pass
 
-    def lookup(self, request_id: str, group_keys: Sequence[tuple[int, bytes]], **_: Any) -> LookupResult:
+    @property
+    def index(self) -> SessionDouble:
+        return self
+
+    def find(self, row_keys: Any) -> Found:
+        """As ``MappedIndex`` does."""
+        slots = self._leading(_name(row[:4].tobytes(), row[4:].tobytes()) for row in row_keys)
+        rows, generations = [slot.row for slot in slots], [slot.generation for slot in slots]
+        return Found(np.array(rows, np.int64), np.array(generations, np.uint64))
+
+    def lookup(
+        self,
+        request_id: str,
+        group_keys: Sequence[tuple[int, bytes]],
+        *,
+        hint: bool = False,
+        namespace: bytes = b"",
+        **_: Any,
+    ) -> LookupResult:
         self.before_lookup()
         self._check_up()
         ((group, keys),) = group_keys
-        found = []
-        for key in _split(keys):
-            if (slot := self.rows.get(key)) not in self.committed:
-                break
-            found.append(slot)
+        found = self._leading(namespace + key for key in _split(keys))
+        self.num_hints += hint
+        if hint:
+            return LookupResult(len(found), 0, self.num_pending, False, {group: []})
         self.leased.add(request_id)
         return LookupResult(len(found), len(found), self.num_pending, False, {group: found})
 
-    def reserve(self, group: int, keys: bytes, **_: Any) -> list[Reservation]:
+    def _leading(self, keys: Iterable[bytes]) -> list[Slot]:
+        slots = itertools.takewhile(lambda slot: slot in self.committed, map(self.rows.get, keys))
+        return [slot for slot in slots if slot is not None]
+
+    def reserve(self, group: int, keys: bytes, *, namespace: bytes = b"", **_: Any) -> list[Reservation]:
         self._check_up()
-        return [self._reserve(key) for key in _split(keys)]
+        return [self._reserve(namespace + key) for key in _split(keys)]
 
     def commit(self, slots: Sequence[Slot], timeout: float = 0) -> None:
         assert self.is_copying, "commit belongs into the copying block"
@@ -90,6 +116,11 @@ class SessionDouble:
     def _check_up(self) -> None:
         if self.is_down:
             raise SidecarUnavailable("down")
+
+
+def _name(namespace: bytes, key: bytes) -> bytes:
+    """How a row is called here: rows of the Hello's namespace have no prefix."""
+    return key if namespace == NAMESPACE else namespace + key
 
 
 def _split(keys: bytes) -> list[bytes]:

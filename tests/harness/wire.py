@@ -50,7 +50,7 @@ def attached(client: SidecarClient, *, newer_than: Session | None = None) -> Ses
 
 
 def usable(sidecar: SidecarProcess) -> None:
-    """Wait until the engine has mapped the whole arena."""
+    """Wait until the whole arena is populated."""
     sidecar.wait_until(lambda stats: 0 < stats["memory"]["num_rows"] == stats["memory"]["usable_rows"])
 
 
@@ -89,21 +89,13 @@ class RawClient:
         self._stream = attach(_until_none(self._outgoing), timeout=30)
         return self._stream
 
-    def attach(self, *, map_all: bool = True) -> pb.Attached:
-        """Attach, and say that all ready rows are mapped."""
+    def attach(self) -> pb.Attached:
+        """Attach, and wait until all rows are populated."""
         attached: pb.Attached = next(self.open(pb.AttachRequest(hello=self.hello))).attached
         self.epoch = attached.epoch
-        if map_all:
-            ready = attached.ready_rows
-            while ready < attached.num_rows:
-                ready = next(self._stream).extents.ready_rows
-            self.say(extents_mapped=pb.ExtentsMapped(epoch=self.epoch, num_rows=ready))
-            self._sidecar.wait_until(
-                lambda stats: (
-                    (self.uuid.hex(), ready)
-                    in [(client["uuid"], client["mapped_rows"]) for client in stats["clients"]]
-                )
-            )
+        ready = attached.ready_rows
+        while ready < attached.num_rows:
+            ready = next(self._stream).extents.ready_rows
         return attached
 
     def say(self, **message: Any) -> None:

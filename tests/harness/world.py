@@ -42,6 +42,7 @@ class FakeArena:
         return column
 
     column_offset = table_offset
+    index_place = (0, 1)
 
 
 class FakeStore:
@@ -50,6 +51,7 @@ class FakeStore:
     def __init__(self, arena: FakeArena, clock) -> None:
         self.memory = MemoryTier(arena, clock=clock)
         self.is_closed = False
+        self.is_memory_only = True
 
     async def adopt(self) -> None:
         for _ in self.memory.adopt():
@@ -65,8 +67,8 @@ class FakeStore:
     def register(self, namespace, *, label) -> None:
         pass
 
-    def lookup(self, lease_id, groups, *, lengths, chunk_seconds) -> Lookup:
-        num_resident, slots = self.memory.lookup(lease_id, groups[0])
+    def lookup(self, lease_id, groups, *, lengths, chunk_seconds, is_hint) -> Lookup:
+        num_resident, slots = self.memory.lookup(lease_id, groups[0], is_hint=is_hint)
         return Lookup(num_resident=num_resident, slots=[slots])
 
     def reserve(self, keys, column, owner, *, length, first_chunk, request, tenant):
@@ -116,9 +118,7 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def attach(
-        self, client_uuid: bytes, role: Role = Role.WORKER, *, map_all: bool = True, **fields
-    ) -> Client:
+    def attach(self, client_uuid: bytes, role: Role = Role.WORKER, **fields) -> Client:
         FakeLock.held.add(client_uuid.hex())
         defaults = {
             "engine_uuid": b"e" * 16,
@@ -127,13 +127,7 @@ class World:
             "groups": (KVGroup(0, 16, 4096),),
         }
         hello = ClientHello(role, **(defaults | fields)).message(client_uuid)
-        client = asyncio.run(self.sessions.attach(hello))
-        if map_all and role is Role.WORKER:
-            self.mapped(client, NUM_ROWS)
-        return client
-
-    def mapped(self, client: Client, num_rows: int) -> None:
-        self.sessions.mapped(client, pb.ExtentsMapped(epoch=client.epoch, num_rows=num_rows))
+        return asyncio.run(self.sessions.attach(hello))
 
     def reserve(self, client: Client, *numbers: int) -> pb.ReserveReply:
         keys = b"".join(bytes([number]) * 32 for number in numbers)

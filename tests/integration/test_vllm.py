@@ -65,9 +65,7 @@ def engine(sidecar, tmp_path_factory):
     config = connector_config(sidecar.socket_path, answer_seconds=PATIENCE)
     with EngineProcess(log, config, enable_prefix_caching=True) as engine:
         engine.wait_ready()
-        sidecar.wait_until(
-            lambda stats: [client["mapped_rows"] > 0 for client in stats["clients"]].count(True)
-        )
+        wait_attached(sidecar)
         yield engine
 
 
@@ -97,8 +95,7 @@ def small_engine(late_sidecar, tmp_path_factory):
 def wait_attached(sidecar):
     sidecar.wait_until(
         lambda stats: (
-            len([c for c in stats["clients"] if c["is_attached"]]) >= 2
-            and any(c["mapped_rows"] for c in stats["clients"])
+            len([c for c in stats["clients"] if c["is_attached"]]) >= 2 and stats["memory"]["usable_rows"] > 0
         )
     )
 
@@ -264,7 +261,7 @@ def test_two_ranks_over_http(tmp_path):
         ) as engine,
     ):
         engine.wait_ready()
-        sidecar.wait_until(lambda stats: [c["mapped_rows"] > 0 for c in stats["clients"]].count(True) == 2)
+        sidecar.wait_until(lambda stats: [c["is_attached"] for c in stats["clients"]].count(True) == 3)
         prompt = make_prompt(2000)
         first, second = engine.complete(prompt), engine.complete(prompt)
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

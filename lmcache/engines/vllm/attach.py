@@ -34,7 +34,7 @@ class Settings(NamedTuple):
 
     socket: str = DEFAULT_SOCKET
     chunk_tokens: int = 256
-    answer_seconds: float = 0.02
+    answer_seconds: float = 0.0  # bound of waiting for an answer; 0: as measured
     copy_threads: int | None = None
 
     @classmethod

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -72,8 +73,14 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         _call(self._worker, "register_kv_caches", None, kv_caches)
 
     def get_handshake_metadata(self) -> EngineIdentity | None:
-        """Tell the scheduler half who we are, before the first request."""
-        return self._worker.identity if self._worker is not None else None
+        """Tell the scheduler half who we are, before the first request.
+
+        Inside another connector (MultiConnector) it would be given to all of its children, who don't know
+        what to do with it: there the first step's report says it.
+        """
+        if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
+            return None
+        return self._worker.identity
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Blocks of preempted requests are about to be overwritten."""
@@ -134,6 +141,10 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     def update_connector_output(self, connector_output: Any) -> None:
         """Note what the workers ended."""
         _call(self._scheduler, "update_connector_output", None, connector_output)
+
+    def reset_cache(self) -> bool:
+        """Forget what is cached: the weights may have changed. False: not possible now."""
+        return _call(self._scheduler, "reset_cache", True)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks must be held."""

@@ -1,4 +1,7 @@
-"""Asks the sidecar what it has, on a thread of its own: the scheduler's thread only enqueues."""
+"""What the sidecar has for a request: read from its index in shared memory, or asked for on another thread.
+
+The scheduler's thread reads the index itself (``find``); hints, leases and releases it only enqueues.
+"""
 
 from __future__ import annotations
 
@@ -6,72 +9,132 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from lmcache import keys
 from lmcache.engines.vllm.plan import GROUP, KeyContext, Marks
-from lmcache.rpc.client import Session, SidecarClient
+from lmcache.rpc.client import LookupResult, Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
-from lmcache.tiers.base import Slot
+from lmcache.tiers.base import KEY_BYTES
+from lmcache.tiers.mapping import Found
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _CALL_SECONDS = 0.5
 
 _PAUSE_SECONDS = 1.0
 """No calls for so long after one without an answer: a frozen sidecar must cost requests nothing."""
 
+MIN_ANSWER_SECONDS, MAX_ANSWER_SECONDS = 0.02, 0.2
 
-@dataclass(frozen=True)
-class Answer:
-    """Leading chunks of a request: leased slots, and how many more lower tiers are bringing."""
+_FEW_KEYS = 64
+"""So many are named on the scheduler's thread when it asks before the lookup thread had its turn: 50 us."""
 
-    slots: tuple[Slot, ...] = ()
-    num_resident: int = 0
-    is_pending: bool = False  # asking again may bring more
-
-
-NOTHING = Answer()
+_WORD = np.dtype("<u8")
+_NOTHING = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
-@dataclass
+class Answer(NamedTuple):
+    """What the sidecar said: how many leading chunks are in memory or on their way there."""
+
+    num_coming: int = 0
+    is_probing: bool = False  # lower tiers have not said yet what they hold
+    at: float = 0.0
+
+
+@dataclass(eq=False)
 class Ticket:
-    """One request's question. The lookup thread writes ``context`` and ``answer``, the scheduler reads."""
+    """One request's question. The lookup thread writes what follows ``asked_at``, the scheduler reads."""
 
     request_id: str
     hashes: list[bytes]  # one per chunk to look up
     cache_salt: str
-    marks: Callable[[], Marks | None]  # may do I/O; None means: do not cache
+    marks: Callable[[], Marks | None] | None  # may do I/O, what returns None is not cached; None: no marks
+    namespace: bytes  # of the engine since its last reset; empty: as the workers said
+    is_read: bool = True  # else it is only stored
+    asked_at: float = 0.0  # the scheduler's own
     context: KeyContext | None = None  # None: not known yet, or not cacheable
+    names: tuple[bytes, ...] = ()  # of the chunks
+    row_keys: npt.NDArray[np.uint64] | None = None  # [chunks, 8 words]; None: not known yet
     answer: Answer | None = None  # None: not answered yet
-    is_settled: bool = False  # the scheduler decided: no more questions
+    is_asking: bool = False  # a hint is on its way
     may_be_leased: bool = False  # also when no answer came; the lookup thread's own
 
 
 class LookupThread:
     """Serves tickets and releases in the order they come. All methods return at once and never raise."""
 
-    def __init__(self, client: SidecarClient, namespace: bytes, rate: Callable[[], float]) -> None:
-        """``rate``: the engine's prefill rate as it is now known, in tokens per second."""
+    def __init__(
+        self,
+        client: SidecarClient,
+        namespace: bytes,
+        rate: Callable[[], float],
+        answer_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``rate``: the engine's prefill rate as it is now known, in tokens per second; ``answer_seconds``:
+        see the property, 0.0: as measured."""
         self._client = client
         self._namespace = namespace
         self._rate = rate
+        self._clock = clock
+        self._fixed_seconds = answer_seconds
+        self.answer_seconds = answer_seconds or MIN_ANSWER_SECONDS
+        """How long the scheduler may wait for an answer: twice their 99th percentile, within bounds."""
+        self._latest: deque[float] = deque(maxlen=100)  # seconds of answers
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_owing = False  # releases that were not answered
         self._silent_epoch = 0
         self._paused_until = 0.0
         self.answered = threading.Event()  # set after every answer
         self._thread = threading.Thread(target=self._run, name="lmcache-lookup", daemon=True)
         self._thread.start()
 
+    @property
+    def is_attached(self) -> bool:
+        """Is there a sidecar?"""
+        return self._client.session is not None
+
+    @property
+    def memory_only(self) -> bool:
+        """True when no answer would tell of more than the index shows."""
+        session = self._client.session
+        return session is None or session.memory_only
+
+    def find(self, ticket: Ticket) -> Found | None:
+        """Find leading chunks in memory, now and without a call; None while their keys are not known."""
+        if ticket.row_keys is None and ticket.context is not None and len(ticket.hashes) <= _FEW_KEYS:
+            self._name(ticket)
+        if ticket.row_keys is None:
+            return None
+        session = self._client.session
+        if session is None or session.index is None or not len(ticket.row_keys):
+            return _NOTHING
+        return session.index.find(ticket.row_keys)
+
     def ask(self, ticket: Ticket) -> None:
-        """Answer the ticket as soon as possible, or again: lower tiers may have brought more."""
+        """Find out what is on its way, and let lower tiers bring theirs; leases nothing."""
+        if ticket.marks is None and ticket.context is None:
+            self._note_marks(ticket, ())
+        ticket.asked_at = self._clock()
+        ticket.is_asking = True
         self._queue.put(partial(self._serve, ticket))
 
+    def lease(self, ticket: Ticket, num_chunks: int) -> None:
+        """Keep the first chunks where they are: they are being loaded."""
+        self._queue.put(partial(self._lease, ticket, num_chunks))
+
     def release(self, ticket: Ticket) -> None:
-        """End the ticket's lease, if it has one; may come before the answer, the queue keeps the order."""
-        ticket.is_settled = True
+        """End the ticket's lease, if it has one."""
         self._queue.put(partial(self._release, ticket))
 
     def close(self) -> None:
@@ -79,7 +142,13 @@ class LookupThread:
         self._queue.put(None)
 
     def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
+        while True:
+            try:
+                task = self._queue.get(timeout=_PAUSE_SECONDS if self._is_owing else None)
+            except queue.Empty:
+                task = partial(self._release_ids, [])
+            if task is None:
+                break
             try:
                 task()
             except Exception:  # this thread serves all requests: one bad ticket must not end it
@@ -87,48 +156,97 @@ class LookupThread:
         self._client.close()
 
     def _serve(self, ticket: Ticket) -> None:
+        answer = Answer()
         try:
-            if ticket.context is None and (marks := ticket.marks()) is not None:
-                tenant = keys.tenant(ticket.cache_salt, self._namespace)
-                ticket.context = KeyContext(marks, ticket.cache_salt, tenant)
-            if ticket.context is not None and ticket.hashes and not ticket.is_settled:
-                ticket.answer = self._look_up(ticket, ticket.context)
+            if ticket.context is None and ticket.marks is not None:
+                self._note_marks(ticket, ticket.marks())
+            if ticket.row_keys is None:
+                self._name(ticket)
+            found = self.find(ticket)
+            if ticket.is_read and found is not None and len(found.rows) < len(ticket.names):
+                answer = self._look_up(ticket)
         finally:
-            ticket.answer = ticket.answer or NOTHING
+            now = self._clock()
+            ticket.answer = answer._replace(at=now)
+            ticket.is_asking = False
+            self._adapt(now - ticket.asked_at)
             self.answered.set()
 
-    def _look_up(self, ticket: Ticket, context: KeyContext) -> Answer:
-        session = self._session()
-        if session is None:
-            return NOTHING
-        names = context.chunk_keys(ticket.hashes)
+    def _note_marks(self, ticket: Ticket, marks: Marks | None) -> None:
+        if marks is not None:
+            tenant = keys.tenant(ticket.cache_salt, self._namespace)
+            ticket.context = KeyContext(marks, ticket.cache_salt, tenant, ticket.namespace)
+            ticket.row_keys = None
+
+    def _name(self, ticket: Ticket) -> None:
+        """Name the chunks; both threads may come to it, and do the same then."""
+        names = ticket.context.chunk_keys(ticket.hashes) if ticket.context is not None else b""
+        ticket.names = tuple(names[at : at + KEY_BYTES] for at in range(0, len(names), KEY_BYTES))
+        of_namespace = np.frombuffer(ticket.namespace or self._namespace, _WORD)
+        of_chunks = np.frombuffer(names, _WORD).reshape(-1, len(of_namespace))
+        prefix = np.broadcast_to(of_namespace, of_chunks.shape)
+        ticket.row_keys = np.concatenate((prefix, of_chunks), axis=1)
+
+    def _look_up(self, ticket: Ticket) -> Answer:
+        found = self._call(lambda session: self._lookup(session, ticket, len(ticket.names), is_hint=True))
+        return Answer(found.num_resident + found.num_pending, found.probing) if found else Answer()
+
+    def _lease(self, ticket: Ticket, num_chunks: int) -> None:
         ticket.may_be_leased = True
-        try:
-            found = session.lookup(
-                ticket.request_id,
-                [(GROUP, names)],
-                tenant=context.tenant,
-                prefill_tokens_per_second=self._rate(),
-                timeout=_CALL_SECONDS,
-            )
-        except SidecarError as error:
-            self._note(session, error)
-            return NOTHING
-        is_pending = found.probing or found.num_pending > 0
-        return Answer(tuple(found.slots.get(GROUP, ())), found.num_resident, is_pending)
+        self._call(lambda session: self._lookup(session, ticket, num_chunks, is_hint=False))
+
+    def _lookup(
+        self, session: Session, ticket: Ticket, num_chunks: int, *, is_hint: bool
+    ) -> LookupResult | None:
+        context = ticket.context
+        if context is None:
+            return None
+        return session.lookup(
+            ticket.request_id,
+            [(GROUP, b"".join(ticket.names[:num_chunks]))],
+            tenant=context.tenant,
+            prefill_tokens_per_second=self._rate(),
+            hint=is_hint,
+            namespace=context.namespace,
+            timeout=_CALL_SECONDS,
+        )
 
     def _release(self, ticket: Ticket) -> None:
         if not ticket.may_be_leased:
             return
         ticket.may_be_leased = False
+        self._release_ids([ticket.request_id])
+
+    def _release_ids(self, request_ids: list[str]) -> None:
+        """End these leases, and those that could not be ended before."""
+
+        def release(session: Session) -> bool:
+            session.release(request_ids, timeout=_CALL_SECONDS)
+            return True
+
+        if self._session() is None:
+            for request_id in request_ids:
+                self._client.release_later(request_id)
+        self._is_owing = not self._call(release)  # the session remembers what was not answered
+
+    def _call(self, call: Callable[[Session], T]) -> T | None:
         session = self._session()
         if session is None:
-            self._client.release_later(ticket.request_id)
-            return
+            return None
         try:
-            session.release([ticket.request_id], timeout=_CALL_SECONDS)
-        except SidecarError as error:  # the client still owes the release
-            self._note(session, error)
+            return call(session)
+        except SidecarError as error:
+            if isinstance(error, SidecarUnavailable):
+                self._silent_epoch, self._paused_until = session.epoch, time.monotonic() + _PAUSE_SECONDS
+            logger.debug("The sidecar did not answer: %s", error)
+            return None
+
+    def _adapt(self, seconds: float) -> None:
+        if self._fixed_seconds:
+            return
+        self._latest.append(seconds)
+        twice = 2 * sorted(self._latest)[-2 if len(self._latest) > 1 else -1]
+        self.answer_seconds = min(max(MIN_ANSWER_SECONDS, twice), MAX_ANSWER_SECONDS)
 
     def _session(self) -> Session | None:
         """The session, unless it was silent just now. Another one may be asked: its Attach was answered."""
@@ -136,8 +254,3 @@ class LookupThread:
         if session is None or session.epoch != self._silent_epoch or time.monotonic() >= self._paused_until:
             return session
         return None
-
-    def _note(self, session: Session, error: SidecarError) -> None:
-        if isinstance(error, SidecarUnavailable):
-            self._silent_epoch, self._paused_until = session.epoch, time.monotonic() + _PAUSE_SECONDS
-        logger.debug("The sidecar did not answer: %s", error)

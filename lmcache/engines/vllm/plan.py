@@ -9,20 +9,23 @@ and end inside a chunk.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmcache import keys
 from lmcache.tiers.base import Slot
+from lmcache.tiers.mapping import Found
 
 GROUP = 0
 """Number of the one KV group that is cached so far."""
 
-MAX_DEFERRAL_SECONDS = 0.2
-"""Bound of waiting for rows that lower tiers are bringing."""
+STALL_SECONDS = 0.05
+"""Rows that are on their way and do not come for so long are waited for no longer."""
+
+FIRST_ROW_SECONDS = 0.2
+"""The first one may take longer: nothing is known of its tier yet."""
 
 IDLE_WAIT_SECONDS = 0.0005
 """When there is nothing to do but to wait: an engine in its caller's process would spin for the GIL."""
@@ -72,7 +75,7 @@ class Offer(NamedTuple):
 
     start: int
     num_tokens: int
-    slots: tuple[Slot, ...]  # of the request's leading chunks
+    found: Found  # the request's leading chunks
 
 
 class Piece(NamedTuple):
@@ -97,11 +100,43 @@ def load_pieces(
     return tuple(pieces)
 
 
-def deferral_seconds(num_missing_tokens: int, prefill_tokens_per_second: float) -> float:
-    """How long waiting for a lower tier may take: not longer than computing the tokens, and bounded."""
-    if prefill_tokens_per_second <= 0:
-        return MAX_DEFERRAL_SECONDS
-    return min(num_missing_tokens / prefill_tokens_per_second, MAX_DEFERRAL_SECONDS)
+class Arrivals:
+    """How fast rows come up, seen by all requests of the engine that wait for some."""
+
+    _WEIGHT = 0.3
+
+    def __init__(self) -> None:
+        self.at = 0.0  # of the last ones
+        self.seconds_per_row = 0.0  # 0: not known yet
+
+    def note(self, num_rows: int, began_at: float, now: float) -> None:
+        """Rows came since the last ones, or since somebody began to wait."""
+        seconds = (now - max(self.at, began_at)) / num_rows
+        known = self.seconds_per_row
+        self.seconds_per_row = known + self._WEIGHT * (seconds - known) if known else seconds
+        self.at = now
+
+
+class Patience:
+    """How long one request waits for rows on their way up: as long as they come, and come faster than its
+    engine would compute them."""
+
+    def __init__(self, num_found: int, now: float) -> None:
+        self._began_at = now
+        self._num_found = num_found
+        self._has_some = False
+
+    def is_over(self, num_found: int, now: float, arrivals: Arrivals, chunk_seconds: float) -> bool:
+        """``num_found``: rows here now; ``chunk_seconds``: what computing one takes (0.0: not known)."""
+        if num_found > self._num_found:
+            arrivals.note(num_found - self._num_found, self._began_at, now)
+            self._num_found, self._has_some = num_found, True
+        pace = arrivals.seconds_per_row
+        if self._has_some and 0 < chunk_seconds < pace:
+            return True
+        has_begun = self._has_some or arrivals.at >= self._began_at
+        stall = max(STALL_SECONDS, 4 * pace) if has_begun else FIRST_ROW_SECONDS
+        return now - max(self._began_at, arrivals.at) >= stall
 
 
 Marks = tuple[tuple[int, bytes], ...]
@@ -115,17 +150,18 @@ class KeyContext:
     marks: Marks = ()
     cache_salt: str = ""
     tenant: bytes = b""
+    namespace: bytes = b""  # not empty: instead of the engine's, since it was reset
 
-    def chunk_keys(self, hashes: Iterable[bytes], first_chunk: int = 0) -> bytes:
+    def chunk_keys(self, hashes: Sequence[bytes], first_chunk: int = 0) -> bytes:
         """Join the keys of chunks from ``first_chunk`` on, which are named by the hashes of their last
         blocks.
         """
-        edges = [chunk for chunk, _ in self.marks]
-        fingerprints = [b"", *(fingerprint for _, fingerprint in self.marks)]
-        return b"".join(
-            keys.chunk_key(name, fingerprints[bisect_right(edges, chunk)], self.cache_salt, GROUP)
-            for chunk, name in enumerate(hashes, first_chunk)
-        )
+        joined, done, fingerprint = [], 0, b""
+        for edge, following in (*self.marks, (first_chunk + len(hashes), b"")):
+            end = min(max(done, edge - first_chunk), len(hashes))
+            joined.append(keys.chunk_keys(hashes[done:end], fingerprint, self.cache_salt, GROUP))
+            done, fingerprint = end, following
+        return b"".join(joined)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,20 @@
 
 The life of a request here::
 
-    on_new_request ──▶ ticket to the lookup thread
-    get_num_new_matched_tokens ──▶ None until answered, then how much can be loaded (the offer)
-    update_state_after_alloc ──▶ the offer becomes a LoadJob, or the lease ends
+    on_new_request ──▶ a hint: lower tiers may bring what they have
+    get_num_new_matched_tokens ──▶ the index in shared memory says how much can be loaded (the offer);
+                                   None while more is on its way
+    update_state_after_alloc ──▶ the offer becomes a LoadJob, the lease follows as a message
     build_connector_meta ──▶ a StoreJob for every chunk that this step completes
     request_finished ──▶ blocks are held while StoreJobs of the request are out
     update_connector_output ──▶ what the workers ended
+
+**Waiting** is worth while more rows come sooner than the request would compute them: rows that another
+request of this engine is computing now are not computed twice, and for rows that the sidecar says are on
+their way see ``Patience``.
+
+**A reset** of the engine's caches begins a new namespace: what was stored before is not found any more, and
+what requests of before still do under the old name stays there.
 
 Without a lookup thread (no sidecar half yet, unsupported model, offline) it knows no requests, and every hook
 answers what an engine without a cache expects; a load that was promised before is still handed out, to fail.
@@ -15,43 +23,55 @@ answers what an engine without a cache expects; a load that was promised before 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from lmcache.engines.vllm.lookups import Answer, LookupThread, Ticket
+from lmcache.engines.vllm.lookups import LookupThread, Ticket
 from lmcache.engines.vllm.plan import (
     IDLE_WAIT_SECONDS,
+    Arrivals,
     EngineIdentity,
     Grid,
     KeyContext,
     LoadJob,
     Marks,
     Offer,
+    Patience,
     PrefillRate,
     StepMeta,
     StoreJob,
     WorkerReport,
-    deferral_seconds,
     load_pieces,
     loadable_tokens,
 )
 from lmcache.rpc.client import SidecarClient
 
-ASK_AGAIN_SECONDS = 0.005
-"""Between two questions whether lower tiers have brought more."""
+ASK_AGAIN_SECONDS = 0.01
+"""Between two questions what is still on its way, of all requests."""
+
+OLD_SECONDS = 1.0
+"""An answer that was given so long ago says nothing any more: the request queued meanwhile."""
+
+_NOTHING, _NOTHING_IDLE = StepMeta(), StepMeta(is_idle=True)
+"""For the steps without work for us: most of them."""
 
 
 class RequestState:
     """What is known of one request."""
 
-    def __init__(self, request: Any, ticket: Ticket, now: float) -> None:
+    def __init__(self, request: Any, ticket: Ticket) -> None:
         self.request = request
         self.ticket = ticket
-        self.arrived_at = self.asked_at = now
+        self.is_settled = False  # it was allocated: to be asked for again means to begin anew
         self.offer: Offer | None = None
+        self.patience: Patience | None = None  # while it waits for rows
+        self.computing: tuple[bytes, ...] = ()  # chunks that are being computed for it
         self.blocks: list[int] = []
-        self.num_stored_chunks = 0  # leading chunks that need no store: stored, or found by the lookup
+        self.num_found = 0  # leading chunks in memory, when it was last asked for
+        self.num_stored_chunks = 0  # leading chunks that need no store: stored, or found
         self.num_stores = 0  # StoreJobs that not all ranks ended
         self.is_loading = False
         self.is_finished = False
@@ -66,13 +86,13 @@ class Scheduler:
         num_ranks: int,
         connect: Callable[[EngineIdentity], SidecarClient],
         find_marks: Callable[[Any, int], Marks | None],
-        answer_seconds: float,
+        answer_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``connect`` starts a client; ``find_marks`` takes a request and the size of chunks, on the lookup
         thread.
 
-        A request that was not answered ``answer_seconds`` after it arrived is computed.
+        A question that is not answered within ``answer_seconds`` is not waited for; 0.0: as measured.
         """
         self._num_ranks = num_ranks
         self._connect = connect
@@ -83,10 +103,15 @@ class Scheduler:
         self._is_offline = False
         self._grid = Grid(1, 1, 1)
         self._states: dict[str, RequestState] = {}
-        self._jobs: dict[int, tuple[RequestState, int]] = {}  # job id -> (request, ranks that did not end it)
+        # Job id -> (request, ranks that did not end it, chunks).
+        self._jobs: dict[int, tuple[RequestState, int, tuple[bytes, ...]]] = {}
         self._num_jobs = 0
+        self._computing: dict[bytes, RequestState] = {}  # chunks until they are stored -> for whom
+        self._namespace = b""  # since the last reset
         self._rate = PrefillRate()
-        self._is_waiting = False  # a request waits for an answer in this step
+        self._arrivals = Arrivals()
+        self._is_waiting = False  # a request waits for an answer, or for rows, in this step
+        self._asked_again_at = 0.0
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._preempted: list[str] = []
@@ -98,7 +123,13 @@ class Scheduler:
             if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
                 self._grid = message.grid
                 client = self._connect(message)
-                self._lookups = LookupThread(client, message.namespace, lambda: self._rate.tokens_per_second)
+                self._lookups = LookupThread(
+                    client,
+                    message.namespace,
+                    lambda: self._rate.tokens_per_second,
+                    self._answer_seconds,
+                    self._clock,
+                )
 
     def go_offline(self) -> None:
         """Release all leases, detach, forget all requests for good.
@@ -115,68 +146,93 @@ class Scheduler:
         self._lookups = None
         self._states.clear()
         self._jobs.clear()
+        self._computing.clear()
         self._stores.clear()
 
+    def reset_cache(self) -> bool:
+        """Find nothing of what was stored so far any more: the weights may be others from now on.
+
+        False: a load of it is under way, and its request will go on with it.
+        """
+        self._namespace = os.urandom(32)
+        self._computing.clear()
+        for request_id, state in self._states.items():
+            state.offer = None
+            if state.num_stores and not state.is_finished:
+                self._preempted.append(request_id)  # its blocks may be anybody's from now on
+        return not any(state.is_loading for state in self._states.values())
+
     def on_new_request(self, request: Any) -> None:
-        """Ask for a request that arrived."""
+        """Give a hint of a request that arrived; nothing is leased for it."""
         if self._lookups is None or getattr(request, "resumable", False):
             return  # a streaming session replaces tokens that were hashed already
-        self._states[request.request_id] = self._ask(request, self._lookups)
+        self._states[request.request_id] = RequestState(request, self._ask(request, self._lookups))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many more tokens can be loaded, and if there are any; (None, False): ask again."""
         state, lookups = self._states.get(request.request_id), self._lookups
-        if state is None or lookups is None or state.has_failed or request.skip_reading_prefix_cache:
+        if state is None or lookups is None:
+            return 0, False
+        if state.is_settled or state.ticket.namespace != self._namespace:
+            self._begin_anew(state, lookups)
+        if state.has_failed or request.skip_reading_prefix_cache:
             return 0, False
         num_chunks = self._grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
         if not loadable_tokens(self._grid, num_computed_tokens, request.num_tokens, num_chunks):
             return 0, False
-        if state.ticket.is_settled and state.offer is None:  # preempted after the lease was given back
-            self._states[request.request_id] = state = self._ask(request, lookups)
-        if self._must_wait(state, lookups):
+        if self._is_computed_now(state.ticket, state.num_found, lookups):
             self._is_waiting = True
             return None, False
-        answer = state.ticket.answer
-        if answer is None:
+        found = lookups.find(state.ticket)
+        num_found = state.num_found = len(found.rows) if found is not None else 0
+        if num_found < num_chunks and self._must_wait(state, lookups, num_found):
+            self._is_waiting = True
+            return None, False
+        if found is None:
             return 0, False
-        num_tokens = loadable_tokens(self._grid, num_computed_tokens, request.num_tokens, len(answer.slots))
-        state.ticket.is_settled = True
-        state.offer = Offer(num_computed_tokens, num_tokens, answer.slots)
+        num_tokens = loadable_tokens(self._grid, num_computed_tokens, request.num_tokens, num_found)
+        state.num_stored_chunks = num_found
+        state.offer = Offer(num_computed_tokens, num_tokens, found)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Turn the offer into a load, now that its blocks are allocated. The engine then waits for it."""
         state = self._states.get(request.request_id)
+        offer = None
+        if state is not None and not state.is_settled:
+            offer, state.offer, state.patience, state.is_settled = state.offer, None, None, True
+            state.computing = state.ticket.names[state.num_stored_chunks :]
+            self._computing |= dict.fromkeys(state.computing, state)
         if num_external_tokens == 0:
-            if state is not None and not state.is_loading:
-                self._release(state)
             return
         (block_ids,) = blocks.get_block_ids()
-        offer = state.offer if state is not None else None
-        if state is None or offer is None or num_external_tokens > offer.num_tokens:
+        if state is None or self._lookups is None or offer is None or num_external_tokens > offer.num_tokens:
             self._loads.append(LoadJob(request.request_id, (), tuple(block_ids)))
             return
-        pieces = load_pieces(self._grid, offer.start, num_external_tokens, offer.slots, block_ids)
+        num_chunks = -(-(offer.start + num_external_tokens) // self._grid.chunk_tokens)
+        slots = offer.found.slots(0, num_chunks)
+        pieces = load_pieces(self._grid, offer.start, num_external_tokens, slots, block_ids)
         destination = tuple(block for piece in pieces for block in piece.blocks)
         self._loads.append(LoadJob(request.request_id, pieces, destination))
+        self._lookups.lease(state.ticket, num_chunks)
         state.is_loading = True
-        state.offer = None
 
     def build_connector_meta(self, output: Any) -> StepMeta:
         """Hand out the step's work. ``output`` is the engine's SchedulerOutput and stays as it is."""
-        is_idle = output.total_num_scheduled_tokens == 0
-        preempted = getattr(output, "preempted_req_ids", None) or ()
-        for request_id in preempted:
+        num_tokens = output.total_num_scheduled_tokens
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
             self._forget_progress(request_id)
-        self._preempted.extend(preempted)
+            self._preempted.append(request_id)
         if self._states:
             self._follow_blocks(output)
-        if self._is_waiting and is_idle and self._lookups is not None:
+        if self._is_waiting and not num_tokens and self._lookups is not None:
             self._lookups.answered.wait(IDLE_WAIT_SECONDS)
             self._lookups.answered.clear()
         self._is_waiting = False
-        step = self._rate.begin(output.total_num_scheduled_tokens, self._clock()) if self._lookups else 0
-        meta = StepMeta(self._loads, self._stores, self._preempted, self._held, is_idle, step)
+        step = self._rate.begin(num_tokens, self._clock()) if self._lookups else 0
+        if not (self._loads or self._stores or self._preempted or self._held or step):
+            return _NOTHING if num_tokens else _NOTHING_IDLE
+        meta = StepMeta(self._loads, self._stores, self._preempted, self._held, not num_tokens, step)
         self._loads, self._stores, self._preempted, self._held = [], [], [], []
         return meta
 
@@ -202,47 +258,84 @@ class Scheduler:
             return False
         state.is_finished = True
         if state.is_loading:  # the engine holds the blocks itself until the load is reported
+            self._uncompute(state)
             return False
-        self._release(state)
         # With async scheduling the last chunk may have got its name only now. The last token has no KV yet.
         self._store(state, min(request.num_computed_tokens, request.num_tokens - 1))
+        self._end_computing(state, state.ticket.names[state.num_stored_chunks :])
         if not state.num_stores:
             del self._states[request.request_id]
             return False
         self._held.append(request.request_id)
         return True
 
-    def _ask(self, request: Any, lookups: LookupThread) -> RequestState:
+    def _ask(self, request: Any, lookups: LookupThread) -> Ticket:
         num_chunks = self._grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
-        if request.skip_reading_prefix_cache:
-            num_chunks = 0
+        lora, media = request.lora_request, getattr(request, "mm_features", None)
+        chunk_tokens = self._grid.chunk_tokens
         ticket = Ticket(
             request.request_id,
             self._grid.chunk_hashes(request.block_hashes, 0, num_chunks),
             request.cache_salt or "",
-            lambda: self._find_marks(request, self._grid.chunk_tokens),
+            None if lora is None and not media else partial(self._find_marks, request, chunk_tokens),
+            self._namespace,
+            is_read=not request.skip_reading_prefix_cache,
         )
         lookups.ask(ticket)
-        return RequestState(request, ticket, self._clock())
+        return ticket
 
-    def _must_wait(self, state: RequestState, lookups: LookupThread) -> bool:
-        if state.ticket.is_settled:
+    def _begin_anew(self, state: RequestState, lookups: LookupThread) -> None:
+        """It was preempted, its load failed, or the engine was reset: nothing of it is computed any more."""
+        self._uncompute(state)
+        state.ticket = self._ask(state.request, lookups)
+        state.is_settled, state.patience, state.offer = False, None, None
+        state.blocks, state.num_stored_chunks, state.num_found = [], 0, 0
+
+    def _must_wait(self, state: RequestState, lookups: LookupThread, num_found: int) -> bool:
+        now, ticket = self._clock(), state.ticket
+        if self._is_computed_now(ticket, num_found, lookups):
+            return True
+        is_late = now - ticket.asked_at >= lookups.answer_seconds
+        if ticket.row_keys is None:
+            return lookups.is_attached and not is_late
+        if lookups.memory_only or ticket.namespace:
             return False
-        now, answer = self._clock(), state.ticket.answer
+        answer = ticket.answer
+        if answer is not None and now - answer.at >= OLD_SECONDS and state.patience is None:
+            ticket.answer = None
+            if not ticket.is_asking:
+                lookups.ask(ticket)
+            return True
         if answer is None:
-            return now - state.arrived_at < self._answer_seconds
-        missing = (len(state.ticket.hashes) - len(answer.slots)) * self._grid.chunk_tokens
-        patience = deferral_seconds(missing, self._rate.tokens_per_second)
-        if not answer.is_pending or now - state.arrived_at >= patience:
+            return not is_late
+        if num_found >= answer.num_coming and not answer.is_probing:
             return False
-        if now - state.asked_at >= ASK_AGAIN_SECONDS:
-            state.asked_at = now
-            lookups.ask(state.ticket)
-        return True
+        if now - self._asked_again_at >= ASK_AGAIN_SECONDS and not ticket.is_asking:
+            self._asked_again_at = now
+            lookups.ask(ticket)
+        if state.patience is None:
+            state.patience = Patience(num_found, now)
+        rate = self._rate.tokens_per_second
+        chunk_seconds = self._grid.chunk_tokens / rate if rate else 0.0
+        return not state.patience.is_over(num_found, now, self._arrivals, chunk_seconds)
+
+    def _is_computed_now(self, ticket: Ticket, num_found: int, lookups: LookupThread) -> bool:
+        """Is the next chunk being computed for another request, to be stored?"""
+        is_computed = any(name in self._computing for name in ticket.names[num_found : num_found + 1])
+        return is_computed and lookups.is_attached
+
+    def _uncompute(self, state: RequestState) -> None:
+        """Nobody waits for this request any more."""
+        self._end_computing(state, state.computing)
+        state.computing = ()
+
+    def _end_computing(self, state: RequestState, names: Iterable[bytes]) -> None:
+        for name in names:
+            if self._computing.get(name) is state:
+                del self._computing[name]
 
     def _release(self, state: RequestState) -> None:
         state.offer = None
-        state.ticket.is_settled = True
         if self._lookups is not None:
             self._lookups.release(state.ticket)
 
@@ -266,27 +359,31 @@ class Scheduler:
             self._store(state, num_computed_tokens + num_scheduled)
 
     def _store(self, state: RequestState, num_computed_tokens: int) -> None:
-        context: KeyContext | None = state.ticket.context
-        if context is None:
+        ticket = state.ticket
+        context: KeyContext | None = ticket.context
+        if context is None or ticket.namespace != self._namespace:
             return
-        answer = state.ticket.answer
-        first = max(state.num_stored_chunks, answer.num_resident if answer else 0)
+        first = state.num_stored_chunks
         grid, hashes = self._grid, state.request.block_hashes
         end = grid.num_full_chunks(len(hashes), num_computed_tokens)
-        if end <= first or len(state.blocks) < end * grid.blocks_per_chunk:
+        if end <= first:
+            return
+        if len(state.blocks) < end * grid.blocks_per_chunk:
+            self._uncompute(state)
             return
         self._num_jobs += 1
         blocks = state.blocks[first * grid.blocks_per_chunk : end * grid.blocks_per_chunk]
         names = grid.chunk_hashes(hashes, first, end)
         request_id = state.request.request_id
         self._stores.append(StoreJob(self._num_jobs, request_id, first, tuple(names), tuple(blocks), context))
-        self._jobs[self._num_jobs] = (state, self._num_ranks)
+        self._jobs[self._num_jobs] = (state, self._num_ranks, ticket.names[first:end])
         state.num_stores += 1
         state.num_stored_chunks = end
 
     def _forget_progress(self, request_id: str) -> None:
         state = self._states.get(request_id)
         if state is not None:  # its running stores may be aborted; Reserve says which chunks are there
+            self._uncompute(state)
             state.blocks, state.num_stored_chunks, state.offer = [], 0, None
 
     def _take_report(self, report: WorkerReport) -> None:
@@ -296,12 +393,13 @@ class Scheduler:
             state = self._states.get(request_id)
             if state is not None:
                 state.has_failed = True
-                state.ticket.answer = Answer()  # what was found is gone: store it again
+                state.num_stored_chunks = 0  # what was found is gone: store it again
         for job_id, num_ranks in report.stores_ended.items():
-            state, missing = self._jobs.pop(job_id, (None, 0))
+            state, missing, names = self._jobs.pop(job_id, (None, 0, ()))
             if state is None:
                 continue
             if missing > num_ranks:
-                self._jobs[job_id] = (state, missing - num_ranks)
+                self._jobs[job_id] = (state, missing - num_ranks, names)
             else:
                 state.num_stores -= 1
+                self._end_computing(state, names)

@@ -86,6 +86,7 @@ class StoreTransfer:
             request_id=job.request_id,
             first_chunk=job.first_chunk,
             tenant=job.context.tenant,
+            namespace=job.context.namespace,
         )
         return [
             (chunk, answer.slot)

@@ -11,52 +11,9 @@ from lmcache_sidecar.wire import Refused
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import Role
-from tests.harness.world import NUM_ROWS, FakeLock, World, new_uuid, world
+from tests.harness.world import FakeLock, new_uuid, world
 
 __all__ = ["world"]
-
-# ---- usable rows ----
-
-
-def usable_rows(world: World) -> int:
-    return world.sessions.store.memory.usable_rows
-
-
-def test_rows_are_usable_when_every_rank_has_mapped_them(world):
-    ranks = [world.attach(new_uuid(), map_all=False, num_columns=2, column=column) for column in range(2)]
-    world.mapped(ranks[0], 4)
-    assert usable_rows(world) == 0
-    world.mapped(ranks[1], 3)
-    assert usable_rows(world) == 3
-    world.mapped(ranks[1], 6)
-    assert usable_rows(world) == 4
-
-
-def test_a_second_engine_takes_no_rows_away_while_it_maps(world):
-    first = world.attach(new_uuid())
-    second = world.attach(new_uuid(), map_all=False, engine_uuid=b"f" * 16)
-    world.mapped(second, 2)
-    assert usable_rows(world) == NUM_ROWS
-    assert list(world.reserve(first, 1).results) == [pb.SLOT]
-    assert list(world.reserve(second, 2).results) == [pb.BUSY]
-    world.mapped(second, NUM_ROWS)
-    assert list(world.reserve(second, 2).results) == [pb.SLOT]
-
-
-def test_a_lone_engine_starts_with_what_it_has(world):
-    first = world.attach(new_uuid())
-    world.sessions.detach(first)
-    second = world.attach(new_uuid(), map_all=False, engine_uuid=b"f" * 16)
-    world.mapped(second, 2)
-    assert usable_rows(world) == 2
-    assert list(world.reserve(second, 1, 2, 3).results) == [pb.SLOT, pb.SLOT, pb.BUSY]
-
-
-def test_rows_can_not_be_unmapped(world):
-    client = world.attach(new_uuid())
-    with pytest.raises(Refused, match="can't be mapped"):
-        world.mapped(client, NUM_ROWS - 1)
-
 
 # ---- epochs and streams ----
 
@@ -89,8 +46,6 @@ def test_what_arrives_late_on_a_stream_that_was_replaced_frees_nothing(world):
     world.attach(client_uuid)
     with pytest.raises(Refused, match="attach again"):
         world.drain(first)  # said before the reservation, which may be copied into now
-    with pytest.raises(Refused, match="attach again"):
-        world.mapped(first, NUM_ROWS)
     assert world.sessions.store.memory.num_quarantined == 1
 
 

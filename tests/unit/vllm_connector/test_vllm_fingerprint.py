@@ -133,7 +133,7 @@ def test_settings(monkeypatch):
     assert Settings.read({"lmcache.socket": "/s", "lmcache.chunk_tokens": 64, "other": 1}) == (
         "/s",
         64,
-        0.02,
+        0.0,
         None,
     )
     monkeypatch.setenv("LMCACHE_SOCKET", "/env")

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache.engines.vllm.plan import (
-    MAX_DEFERRAL_SECONDS,
     Grid,
     PrefillRate,
     WorkerReport,
-    deferral_seconds,
     load_pieces,
     loadable_tokens,
 )
@@ -81,12 +79,6 @@ def test_full_chunks_have_all_their_hashes_and_tokens(grid, num_hashes, num_toke
     hashes = [b"%d" % i for i in range(num_hashes)]
     names = grid.chunk_hashes(hashes, 0, chunks)
     assert names == [hashes[(c + 1) * grid.chunk_tokens // grid.hash_tokens - 1] for c in range(chunks)]
-
-
-def test_waiting_for_a_lower_tier_never_takes_longer_than_computing():
-    assert deferral_seconds(1000, 0) == MAX_DEFERRAL_SECONDS
-    assert deferral_seconds(1000, 100_000) == pytest.approx(0.01)
-    assert deferral_seconds(10**9, 100) == MAX_DEFERRAL_SECONDS
 
 
 def test_the_prefill_rate_of_overlapping_steps_counts_no_second_twice():

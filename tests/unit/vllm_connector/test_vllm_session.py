@@ -47,7 +47,17 @@ def client():
 
 def attach(client, channel, column=None):
     copies = Copies(lambda: None)
-    session = Session(channel, b"c" * 16, 1, column, copies, on_stale=lambda _: None, owed=client._owed)
+    session = Session(
+        channel,
+        b"c" * 16,
+        1,
+        column,
+        None,
+        copies,
+        memory_only=False,
+        on_stale=lambda _: None,
+        owed=client._owed,
+    )
     client._attached(session)
     return session
 
