@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from lmcache_sidecar.config import read
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILES = [ROOT / "operator" / "Dockerfile", ROOT / "sidecar" / "Dockerfile"]
@@ -74,6 +75,12 @@ def problems(text: str) -> list[str]:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
 def test_dockerfile_keeps_the_rules(path):
     assert problems(path.read_text()) == []
+
+
+def test_the_sidecar_s_image_stays_up_when_it_can_not_run():
+    text = (ROOT / "sidecar" / "Dockerfile").read_text()
+    words = [word for name, rest in instructions(text) if name == "ENV" for word in shlex.split(rest)]
+    assert read({}, dict(word.split("=", 1) for word in words)).config.stay_up
 
 
 @pytest.mark.parametrize(
