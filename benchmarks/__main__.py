@@ -27,6 +27,7 @@ NAMES = {
     "remote": "loads and stores of 4 MiB parts over one connection, against bare loops on the same Redis",
     "path": "remote and disk on the sidecar's whole path, against bare loops",
     "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
+    "operator": "many LMCacheClusters on a real API server: writes, requests and memory at rest",
     "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
 }
 

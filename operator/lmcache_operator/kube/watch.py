@@ -48,6 +48,7 @@ async def login(**kwargs: Any) -> kopf.AiohttpSession | None:
         headers=info.as_http_headers(),
         middlewares=(_ask_for_metadata,),
         response_class=_Response,
+        proxy=info.proxy_url,
         trust_env=bool(info.trust_env),
     )
     return kopf.AiohttpSession(
