@@ -15,6 +15,7 @@ from tools.kube.api import Object
 from tools.kube.cluster import Cluster
 from tools.kube.operator import (
     CHART,
+    CLUSTERS,
     CRDS,
     RELEASE,
     ROOT,
@@ -23,6 +24,8 @@ from tools.kube.operator import (
     USER,
     Operator,
 )
+
+__all__ = ["CHART", "CLUSTERS", "EXAMPLE", "SERVICE_ACCOUNT", "Operator", "example", "new_namespace"]
 
 EXAMPLE = ROOT / "examples" / "llama-8b.yaml"
 

@@ -26,7 +26,8 @@ def lost_fields(wanted: Object, live: Object) -> list[Path]:
     for entry in live["metadata"].get("managedFields") or ():
         is_ours = entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply"
         if is_ours and "subresource" not in entry:
-            return list(_lost(_recorded(wanted), entry.get("fieldsV1") or {}, ()))
+            fields = {"f:metadata": {".": {}}} | (entry.get("fieldsV1") or {})
+            return list(_lost(_recorded(wanted), fields, ()))
     return [()]
 
 

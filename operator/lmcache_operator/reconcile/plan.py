@@ -15,6 +15,8 @@ from .observed import Observed, annotations_of, is_ready, spec_hash_of
 from .ownership import Path, lost_fields, spell, without
 from .problems import Problem, pod_problems
 
+_HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{RENDERED_HASH}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -49,14 +51,10 @@ def plan(observed: Observed, images: Images) -> Plan:
             continue
         contested = observed.contested.get(ref, frozenset())
         declared, live = _leaving_alone(rendered, contested), observed.children.get(ref)
-        is_applied = live is not None and _rendered_hash(live) == _rendered_hash(declared)
-        # What we change ourselves is not lost.
-        missing: list[Path] = [()]
-        if live is not None:
-            missing = lost_fields(declared, live) if is_applied else []
+        missing = _lost(declared, live)
         if () in contested and () in missing:
             problems.append(_contest(f"deleting or taking over {ref}"))
-        elif missing or not is_applied:
+        elif live is None or missing or _rendered_hash(live) != _rendered_hash(declared):
             due.append(declared)
             lost[ref] = missing
     stateful_set = next(rendered for rendered in wanted if rendered["kind"] == "StatefulSet")
@@ -83,6 +81,16 @@ def _leaving_alone(rendered: Object, contested: frozenset[Path]) -> Object:
     kept["metadata"] = kept["metadata"] | {"annotations": annotations}
     annotations[RENDERED_HASH] = digest(kept)
     return kept
+
+
+def _lost(declared: Object, live: Object | None) -> list[Path]:
+    """Fields that are not as we applied them; what we are about to change ourselves is none."""
+    if live is None:
+        return [()]
+    lost = lost_fields(declared, live)
+    if any(_HASH_FIELD[: len(path)] == path for path in lost):
+        return [()]  # without the hash there is no telling
+    return lost if _rendered_hash(live) == _rendered_hash(declared) else []
 
 
 def _rendered_hash(child: Object) -> str | None:

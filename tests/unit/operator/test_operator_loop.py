@@ -225,6 +225,20 @@ def test_a_child_that_is_deleted_again_and_again_is_left_alone_for_a_while() -> 
     assert bench.ready()[0] == "True"
 
 
+def test_a_child_that_is_taken_over_again_and_again_is_left_alone_for_a_while() -> None:
+    """Whoever replaces all annotations takes the hash, by which we know what we applied."""
+    bench = Bench()
+    bench.settle()
+    written = 0
+    for _ in range(20):
+        bench.clock.now += 1
+        bench.world.edit(Ref("Service", NAME), "metadata", "annotations", value={})
+        bench.look()
+        written += "apply Service demo" in bench.writes
+    assert written == 3  # and once when the cluster was new
+    assert "deleting or taking over Service demo" in bench.ready()[1]
+
+
 def test_slow_drift_is_no_contest_and_a_lasting_one_is_left_alone_for_longer_and_longer() -> None:
     log, ref = ContestLog(), Ref("Service", "x")
     for minute in range(20):

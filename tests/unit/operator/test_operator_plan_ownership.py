@@ -96,6 +96,13 @@ def test_a_field_that_somebody_took_is_lost_named_and_can_be_left_alone(
     assert len(json.dumps(kept)) < len(json.dumps(WANTED))
 
 
+def test_all_of_the_metadata_can_be_lost_and_the_name_stays() -> None:
+    fields = {key: value for key, value in RECORDED.items() if key != "f:metadata"}
+    lost = lost_fields(WANTED, live(fields))
+    assert lost == [("f:metadata", "f:annotations")]
+    assert without(WANTED, lost)["metadata"] == {"name": "s", "namespace": "n"}
+
+
 def test_an_item_that_somebody_removed_is_named_by_what_names_it() -> None:
     fields = taken(RECORDED, (*POD, "f:volumes", 'k:{"name":"v"}'))
     (path,) = lost_fields(WANTED, live(fields))
