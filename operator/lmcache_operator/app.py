@@ -96,6 +96,8 @@ def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
 def _kopf_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
+    # Whatever keeps it from ending: the kubelet starts it again.
+    settings.process.ultimate_exiting_timeout = 20
     # A watch that is silently cut off by the network is noticed after 70 s; ten minutes bound what is left.
     settings.watching.server_timeout = 600
     settings.watching.connect_timeout = 10

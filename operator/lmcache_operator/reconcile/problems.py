@@ -57,12 +57,15 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
             yield Problem("Unschedulable", f"pod {name}: {condition.get('message', '')}")
-    for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+    containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    for container in containers:
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in _STUCK:
             where = f"pod {name}, container {container['name']}"
             yield Problem(waiting["reason"], f"{where}: {_why(waiting, container)}")
-    for event in _warnings(observed, pod):
+    # Everything is mounted before the first container starts: what was said of it before is over then.
+    has_started = any(container.get("state", {}).keys() - {"waiting"} for container in containers)
+    for event in () if has_started else _warnings(observed, pod):
         if event["reason"] in ("FailedMount", "FailedAttachVolume"):
             yield Problem(event["reason"], f"pod {name}: {event.get('message', '')}")
     if observed.now - _time(pod["metadata"].get("creationTimestamp"), observed) > _DEADLINE:

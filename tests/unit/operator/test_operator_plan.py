@@ -298,6 +298,17 @@ def test_what_the_kubelet_says_of_a_pod_that_is_not_ready_is_told(time: str, is_
     assert ('secret "hf" not found' in str(found)) is is_told
 
 
+def test_what_could_not_be_mounted_is_over_when_a_container_has_started() -> None:
+    world = settled_world()
+    pod = world.pods["demo-engine-0"]
+    world.warnings = [warning(pod, "FailedMount", 'secret "hf" not found', "2025-12-31T23:59:00Z")]
+    pod["status"] = {
+        "initContainerStatuses": [{"name": "sidecar", "state": {"running": {}}}],
+        "containerStatuses": [waiting("PodInitializing")],
+    }
+    assert condition(status_of(world), "Degraded") == ("False", "AsDeclared")
+
+
 def test_why_pods_cannot_be_made_is_told_until_one_was_made() -> None:
     world = settled_world(engine={"replicas": 2})
     del world.pods["demo-engine-1"]
