@@ -126,6 +126,7 @@ def test_an_absent_sidecar_costs_nothing_and_is_found_when_it_comes():
         assert client.session is None
         sidecar.start()
         attached(client)
+        wait_until(lambda: changes)  # told a moment after the session is there
         assert changes == [1]
         client.close()
         client.close()
