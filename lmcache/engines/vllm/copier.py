@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache.engines.vllm import streaming
+from lmcache import streaming
 from lmcache.engines.vllm.layouts import Layout
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,86 @@
+"""Copies of any layout are the right bytes and no others, streamed or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lmcache.storage_backend import copies
+
+SHAPE = (3, 2, 64, 8, 64)  # what one layer's K or V has is 64 KiB in fp16
+
+
+def values(shape, dtype=torch.float16):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+@pytest.fixture(params=[True, False], ids=["streamed", "by numpy"])
+def is_streamed(request):
+    return request.param
+
+
+@pytest.fixture
+def calls(is_streamed, monkeypatch):
+    """Sizes of the pieces that were streamed."""
+    sizes: list[int] = []
+    stream = copies._streaming_copy()
+    if stream is None and is_streamed:
+        pytest.skip("the loop can't be compiled here: there is no llvmlite")
+
+    def count(to, from_, each):
+        sizes.extend(each.tolist())
+        stream(to, from_, each)
+
+    monkeypatch.setattr(copies, "_streaming_copy", lambda: count if is_streamed else None)
+    return sizes
+
+
+LAYOUTS = {
+    "whole": lambda t: t,
+    "first tokens": lambda t: t.narrow(2, 0, 32),
+    "last tokens": lambda t: t.narrow(2, 17, 47),
+    "heads": lambda t: t.narrow(3, 2, 3),
+    "other order": lambda t: t.transpose(2, 3),
+    "every second layer": lambda t: t[::2],
+    "one layer": lambda t: t[1, 1],
+    "nothing": lambda t: t[:0],
+}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.complex128]
+)
+@pytest.mark.parametrize("to", LAYOUTS)
+@pytest.mark.parametrize("from_", ["the same", "contiguous", "another offset"])
+def test_exactly_the_target_is_written(calls, to, from_, dtype):
+    room, payload = torch.zeros(SHAPE, dtype=dtype), values(SHAPE, dtype)
+    target, source = LAYOUTS[to](room), LAYOUTS[to](payload)
+    if from_ == "contiguous":
+        source = source.contiguous()
+    if from_ == "another offset":
+        odd = torch.zeros(source.numel() + 1, dtype=dtype)[1:].view(source.shape)
+        source = odd.copy_(source)
+    copies.copy(target, source)
+    expected = torch.zeros(SHAPE, dtype=dtype)
+    LAYOUTS[to](expected).copy_(LAYOUTS[to](payload))
+    assert torch.equal(room, expected)
+
+
+def test_a_chunk_goes_into_a_longer_tensor_piece_by_piece(calls, is_streamed):
+    blob, chunk = torch.zeros(3, 2, 256, 8, 64, dtype=torch.float16), values((3, 2, 64, 8, 64))
+    assert blob.data_ptr() % 64 == 0
+    copies.copy(blob.narrow(2, 64, 64), chunk)
+    assert torch.equal(blob[:, :, 64:128], chunk)
+    assert blob.count_nonzero() == chunk.count_nonzero()
+    assert calls == [64 * 8 * 64 * 2] * 6 * is_streamed
+
+
+def test_only_what_is_aligned_is_streamed(calls, is_streamed):
+    room, payload = torch.empty(2 << 20, dtype=torch.uint8), values([1 << 20], torch.uint8)
+    first = -room.data_ptr() % 64
+    for offset in (0, 1):
+        target = room[first + offset :][: 1 << 20]
+        copies.copy(target, payload)
+        assert torch.equal(target, payload)
+        assert calls == [1 << 20] * is_streamed
