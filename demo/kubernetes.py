@@ -16,7 +16,7 @@ from tools.kube.cluster import Cluster
 from tools.kube.process import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMESPACE, RELEASE, NAME = "default", "lmcache", "llama-8b"
+NAMESPACE, RELEASE, NAME = "default", "lmcache", "qwen3-8b"
 KIND = "lmcache.io/v1alpha1/lmcacheclusters"
 CHILDREN = {
     "apps/v1/statefulsets": "StatefulSet",
@@ -75,8 +75,8 @@ def operator(cluster: Cluster, log: Path) -> Iterator[None]:
 
 
 def _becomes_ready(cluster: Cluster) -> dict[str, object]:
-    example = ROOT / "examples" / "llama-8b.yaml"
-    command("kubectl apply -f examples/llama-8b.yaml")
+    example = ROOT / "examples" / "qwen3-8b.yaml"
+    command("kubectl apply -f examples/qwen3-8b.yaml")
     start = time.monotonic()
     with step("waiting for the LMCacheCluster to become Ready"):
         cluster.kubectl("apply", "--server-side", "-f", example)
@@ -86,7 +86,7 @@ def _becomes_ready(cluster: Cluster) -> dict[str, object]:
         ready = time.monotonic() - start
     command("kubectl get lmcluster")
     note(cluster.kubectl("get", "lmcluster"))
-    command("kubectl get all,cm,pdb,netpol -l lmcache.io/cluster=llama-8b")
+    command("kubectl get all,cm,pdb,netpol -l lmcache.io/cluster=qwen3-8b")
     note("\n".join(f"{child['kind']:<22} {child['metadata']['name']}" for child in children(cluster)))
     note(cluster.kubectl("get", "pods", "-l", f"lmcache.io/cluster={NAME}"))
     return {
@@ -105,7 +105,7 @@ def _rests(cluster: Cluster) -> dict[str, object]:
 
 
 def _scales(cluster: Cluster) -> dict[str, object]:
-    command("kubectl scale lmcluster/llama-8b --replicas=3")
+    command("kubectl scale lmcluster/qwen3-8b --replicas=3")
     start = time.monotonic()
     with step("waiting for the third engine pod"):
         cluster.kubectl("scale", f"lmcluster/{NAME}", "--replicas=3")

@@ -25,9 +25,10 @@ from tools.kube.operator import (
     Operator,
 )
 
-__all__ = ["CHART", "CLUSTERS", "EXAMPLE", "SERVICE_ACCOUNT", "Operator", "example", "new_namespace"]
+__all__ = ["CHART", "CLUSTERS", "EXAMPLE", "NAME", "SERVICE_ACCOUNT", "Operator", "example", "new_namespace"]
 
-EXAMPLE = ROOT / "examples" / "llama-8b.yaml"
+EXAMPLE = ROOT / "examples" / "qwen3-8b.yaml"
+NAME = "qwen3-8b"  # as the example has it
 
 
 @contextlib.contextmanager

@@ -7,13 +7,12 @@ from subprocess import CalledProcessError
 import pytest
 import yaml
 
-from tests.harness.kube import CLUSTERS, EXAMPLE, Operator, example, new_namespace
+from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_namespace
 from tools.kube.api import ApiError, Object
 from tools.kube.cluster import Cluster, Write
 
 pytestmark = pytest.mark.kube
 
-NAME = "llama-8b"
 ENGINE = f"{NAME}-engine"
 HEAL_SECONDS = 5
 REST_SECONDS = 60

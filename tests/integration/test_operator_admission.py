@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.kube import CLUSTERS, Operator, example, new_namespace
+from tests.harness.kube import CLUSTERS, NAME, Operator, example, new_namespace
 from tests.harness.operator_model import cluster
 from tools.kube.api import ApiError, Object
 from tools.kube.cluster import Cluster
@@ -112,6 +112,6 @@ def test_any_text_reaches_the_engine(plane, operator: Operator, namespace):
     """An apply patch is YAML: it knows no surrogate pairs, and breaks lines where JSON does not."""
     text = "--chat-template=a\U0001f999b\u2028c\x85d\x7f\ufeffe"
     plane.api.create(CLUSTERS, example(engine={"args": [text]}), namespace)
-    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", "llama-8b-engine", namespace))
-    live = plane.api.get("apps/v1/statefulsets", "llama-8b-engine", namespace)
+    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", f"{NAME}-engine", namespace))
+    live = plane.api.get("apps/v1/statefulsets", f"{NAME}-engine", namespace)
     assert live["spec"]["template"]["spec"]["containers"][0]["args"][-1] == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import yaml
 from lmcache_operator.__main__ import _formatter, main
 
 ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     has_cluster = "kind: LMCacheCluster" in example.read_text()
     assert main(["render", "-f", str(example)]) == (0 if has_cluster else 2)
@@ -33,8 +35,18 @@ def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_bring_the_secrets_that_they_need(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the first thing a user tries waits for ever."""
+    texts = [file.read_text() for file in example.parent.glob("*.yaml")]
+    objects = [found for text in texts for found in yaml.safe_load_all(text)]
+    made = {found["metadata"]["name"] for found in objects if found["kind"] == "Secret"}
+    main(["render", "-f", str(example)])
+    assert set(re.findall(r"secretName: (\S+)", capsys.readouterr().out)) <= made
+
+
 def test_render_takes_the_settings_of_run(capsys: pytest.CaptureFixture[str]) -> None:
-    example = str(ROOT / "examples" / "llama-8b.yaml")
+    example = str(ROOT / "examples" / "qwen3-8b.yaml")
     arguments = ["--engine-image", "e:1", "--sidecar-image", "s:1"]
     assert main(["render", "-f", example, *arguments]) == 0
     output = capsys.readouterr().out

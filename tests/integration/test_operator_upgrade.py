@@ -1,0 +1,68 @@
+"""What an operator's upgrade leaves alone, and how clusters follow it when their users want it."""
+
+import json
+
+import pytest
+
+from tests.harness.kube import CLUSTERS, NAME, example
+from tools.kube.api import Object
+
+pytestmark = pytest.mark.kube
+
+ENGINE = f"{NAME}-engine"
+RECORDED = "lmcache.io/default-images"
+EARLIER = {"engine": "vllm/vllm-openai:v0.31.0", "sidecar": "ghcr.io/lmcache-cluster/sidecar:0.0.9"}
+
+
+def images_of(pod: Object) -> list[str]:
+    return [
+        container["image"] for kind in ("containers", "initContainers") for container in pod["spec"][kind]
+    ]
+
+
+def test_clusters_move_to_the_present_default_images_when_they_are_told(plane, operator, namespace):
+    from lmcache_operator.specs.names import STOCK_IMAGES
+
+    plane.api.create(CLUSTERS, example(), namespace)
+
+    def runs(images: Object) -> bool:
+        pods = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
+        wanted = [images["engine"], images["sidecar"], images["sidecar"]]
+        ready = [c for pod in pods for c in pod["status"].get("conditions", []) if c["type"] == "Ready"]
+        return [c["status"] for c in ready] == ["True"] * 2 and all(images_of(pod) == wanted for pod in pods)
+
+    plane.wait(lambda: runs(STOCK_IMAGES))
+    # As if an operator with other defaults had made it: this one keeps to what is recorded.
+    recorded = {"metadata": {"annotations": {RECORDED: json.dumps(EARLIER)}}}
+    plane.api.patch("apps/v1/statefulsets", ENGINE, recorded, namespace)
+    plane.wait(lambda: runs(EARLIER))
+    live = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)
+    assert json.loads(live["metadata"]["annotations"][RECORDED]) == EARLIER
+    # The guide's command.
+    selector = "--selector=app.kubernetes.io/managed-by=lmcache-operator"
+    plane.kubectl("annotate", "statefulsets", "--namespace", namespace, selector, f"{RECORDED}-")
+    plane.wait(lambda: runs(STOCK_IMAGES))
+
+
+def test_naming_the_image_that_is_there_already_replaces_no_pod(plane, operator, namespace):
+    from lmcache_operator.specs.names import STOCK_IMAGES
+
+    plane.api.create(CLUSTERS, example(), namespace)
+
+    def pods() -> list[str]:
+        found = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
+        return sorted(pod["metadata"]["uid"] for pod in found)
+
+    def seen() -> bool:
+        resource = plane.api.get(CLUSTERS, NAME, namespace)
+        status = resource.get("status", {})
+        ready = [c for c in status.get("conditions", []) if c["type"] == "Ready" and c["status"] == "True"]
+        generation = resource["metadata"]["generation"]
+        return bool(ready) and status["observedGeneration"] == ready[0]["observedGeneration"] == generation
+
+    plane.wait(seen)
+    before = pods()
+    images = {"engine": {"image": STOCK_IMAGES["engine"]}, "sidecar": {"image": STOCK_IMAGES["sidecar"]}}
+    plane.api.patch(CLUSTERS, NAME, {"spec": images}, namespace)
+    plane.wait(seen)
+    assert pods() == before
