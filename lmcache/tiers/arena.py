@@ -305,6 +305,8 @@ def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
             fd, head = fresh, None
         os.ftruncate(fd, capacity)
         _allocate(fd, 0, HEAD_BYTES)
+        with contextlib.suppress(PermissionError):  # another user's arena of before
+            os.fchmod(fd, 0o660)  # whatever the umask: an engine may run as another user of the group
     except BaseException:
         if os.fstat(fd).st_size == 0:  # made by us a moment ago
             path.unlink(missing_ok=True)

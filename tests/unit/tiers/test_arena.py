@@ -301,6 +301,15 @@ class TestRoom:
         assert memory_limit(tmp_path / "fs", tmp_path / "cgroup") == limit
 
 
+def test_engines_of_the_same_group_can_map_it(opened, path):
+    umask = os.umask(0o077)
+    try:
+        opened()
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o660
+
+
 def test_another_file_gives_no_slot_that_the_last_one_gave(opened, path):
     slots = []
     for _ in ("first", "second"):
