@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lmcache.storage_backend import abstract_backend
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.utils import CacheEngineKey
 
@@ -72,3 +73,12 @@ def test_batched_get_answers_every_key_in_order_and_lazily():
     assert next(answers) is None
     assert next(answers) == torch.tensor(2)
     assert list(answers) == []
+
+
+def test_the_default_batched_methods_write_no_line_per_call(monkeypatch):
+    lines: list[object] = []
+    monkeypatch.setattr(abstract_backend.logger, "info", lambda *arguments: lines.append(arguments))
+    backend = DictBackend("cpu")
+    assert backend.batched_put([("a", torch.ones(1))]) == 1
+    assert list(backend.batched_get(["a"])) == [torch.ones(1)]
+    assert not lines
