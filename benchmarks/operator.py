@@ -21,6 +21,7 @@ from tools.kube.api import Object
 from tools.kube.cluster import Cluster
 
 NUM_CLUSTERS = int(os.environ.get("NUM_CLUSTERS", "1000"))
+NUM_REPLICAS = int(os.environ.get("NUM_REPLICAS", "1"))
 PODS_PER_NODE = 200
 IDLE_SECONDS = 60.0
 RESYNC_MINUTES = 10.0
@@ -28,7 +29,7 @@ REQUESTS = "lmcache_operator_api_requests_total"
 
 
 def run() -> Report:
-    num_nodes = -(-NUM_CLUSTERS // PODS_PER_NODE)
+    num_nodes = max(1, -(-NUM_CLUSTERS * NUM_REPLICAS // PODS_PER_NODE))
     with tempfile.TemporaryDirectory() as directory, Cluster(crds=kube.CRDS, num_nodes=num_nodes) as plane:
         flags = ["--namespace", kube.SYSTEM_NAMESPACE, "--create-namespace", "--set", "crds.enabled=false"]
         plane.helm("install", kube.RELEASE, kube.CHART, *flags)
@@ -38,7 +39,7 @@ def run() -> Report:
             figures = measure(plane, operator)
         finally:
             operator.kill()
-    conditions = f"{NUM_CLUSTERS} LMCacheClusters with one pod each, {num_nodes} simulated nodes"
+    conditions = f"{NUM_CLUSTERS} LMCacheClusters of {NUM_REPLICAS} pods, {num_nodes} simulated nodes"
     return Report("operator", conditions, figures)
 
 
@@ -79,7 +80,7 @@ def measure(plane: Cluster, operator: kube.Operator) -> list[Figure]:
 def clusters() -> Iterator[Object]:
     requests = {"requests": {"cpu": "10m", "memory": "1Mi"}}
     template = {"spec": {"containers": [{"name": "engine", "resources": requests}]}}
-    engine = {"replicas": 1, "gpu": {"count": 0}, "podTemplate": template}
+    engine = {"replicas": NUM_REPLICAS, "gpu": {"count": 0}, "podTemplate": template}
     spec = {"model": {"name": "org/model"}, "engine": engine, "tiers": {"memory": {"size": "1Gi"}}}
     header = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster"}
     for number in range(NUM_CLUSTERS):
