@@ -1,0 +1,75 @@
+"""Plans for LMCacheClusters in memory: what is observed, and what carrying out a plan makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Any
+
+from hypothesis import strategies as st
+from lmcache_operator.reconcile.observed import Observed
+from lmcache_operator.reconcile.plan import Plan, plan
+from lmcache_operator.specs.kinds import Ref, ref_of
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+
+from tests.harness.operator_model import World, cluster
+
+STATEFUL_SET = Ref("StatefulSet", "demo-engine")
+
+
+EARLY, LATE = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
+
+
+def observe(world: World, **more: Any) -> Observed:
+    return Observed(**{
+        "resource": world.resource, "children": dict(world.objects), "pods": tuple(world.pods.values()),
+        "warnings": tuple(world.warnings), "now": EARLY,
+    } | more)  # fmt: skip
+
+
+def carry_out(world: World, due: Plan) -> None:
+    async def run() -> None:
+        for wanted in due.apply:
+            live = world.objects.get(ref_of(wanted))
+            await world.apply(wanted, live and live["metadata"]["uid"])
+        if due.evict:
+            await world.evict("", due.evict, world.pods[due.evict]["metadata"]["uid"])
+
+    asyncio.run(run())
+    world.run_stateful_sets()
+
+
+def settled_world(**changes: Any) -> World:
+    world = World(cluster(**changes))
+    carry_out(world, plan(observe(world), IMAGES))
+    return world
+
+
+def outdated_world(**changes: Any) -> World:
+    """Three ready pods of an earlier declaration, under a template of the present one."""
+    world = settled_world(engine={"replicas": 3})
+    world.change(engine={"args": ["--new"]}, **changes)
+    due = plan(observe(world), IMAGES)
+    assert due.evict is None, "the template has to be written first"
+    carry_out(world, due)
+    return world
+
+
+specs = st.fixed_dictionaries(
+    {},
+    optional={
+        "engine": st.fixed_dictionaries(
+            {"replicas": st.integers(0, 3)},
+            optional={
+                "args": st.lists(st.sampled_from(["--a=1", "--b"]), max_size=2),
+                "image": st.sampled_from(["e:1", "e:2"]),
+                "gpu": st.sampled_from([{"count": 0}, {"runtimeClassName": "nvidia"}]),
+            },
+        ),
+        "sidecar": st.fixed_dictionaries({"chunkTokens": st.sampled_from([64, 256])}),
+        "tiers": st.fixed_dictionaries(
+            {"memory": st.fixed_dictionaries({"size": st.sampled_from(["1Gi", "1024Mi", "3Gi"])})},
+            optional={"remote": st.just({"external": {"url": "redis://h:1"}})},
+        ),
+    },
+)

@@ -1,0 +1,188 @@
+"""What goes wrong, or is undone, is told and heals: the operator against a real API server."""
+
+import time
+
+import pytest
+
+from tests.harness.clusters import ENGINE, condition, look_once_more, pods, wait_quiet, wait_ready, written
+from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+from tools.kube.cluster import Cluster
+
+pytestmark = pytest.mark.kube
+
+HEAL_SECONDS = 5
+ZERO_VALUES = {
+    "hostNetwork": False,
+    "tolerations": [{"key": "gpu", "operator": "Exists", "value": ""}],
+    "volumes": [{"name": "extra", "persistentVolumeClaim": {"claimName": "x", "readOnly": False}}],
+    "containers": [
+        {
+            "name": "engine",
+            "env": [
+                {"name": "EMPTY", "value": ""},
+                {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": 1}}},
+            ],
+            "volumeMounts": [{"name": "extra", "mountPath": "/extra", "subPath": "", "readOnly": False}],
+            "livenessProbe": {"initialDelaySeconds": 0},
+            "resources": {"requests": {"cpu": "0.5", "memory": "1024Mi"}},
+        }
+    ],
+}
+
+
+def test_rest_is_what_the_api_server_made_of_what_was_applied(plane, operator, namespace):
+    """It drops zero values and spells quantities anew; neither is a change that somebody made."""
+    resource = example()
+    resource["spec"]["engine"]["podTemplate"] = {"spec": ZERO_VALUES}
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", ENGINE, namespace))
+    wait_quiet(plane, operator, namespace)
+    mark = plane.mark()
+    assert operator.stop() == 0
+    operator.start()
+    plane.wait(lambda: operator.num_looks() >= operator.metric("lmcache_operator_clusters") > 0)
+    look_once_more(plane, operator, namespace)
+    assert written(plane, operator, mark, namespace) == []
+    # But what somebody does change, to a zero value or from one, is healed.
+    edit = {"spec": {"template": {"spec": {"hostNetwork": True, "automountServiceAccountToken": None}}}}
+    plane.api.patch("apps/v1/statefulsets", ENGINE, edit, namespace)
+
+    def is_healed() -> bool:
+        pod = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["template"]["spec"]
+        return not pod.get("hostNetwork") and pod.get("automountServiceAccountToken") is False
+
+    plane.wait(is_healed, HEAL_SECONDS)
+
+
+def test_a_contested_field_keeps_no_other_from_being_applied(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(), namespace)
+    wait_ready(plane, namespace)
+    for _ in range(10):
+        plane.api.patch("apps/v1/statefulsets", ENGINE, {"spec": {"replicas": 1}}, namespace)
+        look_once_more(plane, operator, namespace)
+    assert "spec.replicas" in condition(plane, namespace, "Degraded")["message"]
+    assert condition(plane, namespace, "Degraded")["reason"] == "FieldContested"
+    image = "vllm/vllm-openai:v0.31.0"
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"image": image}}}, namespace)
+
+    def is_rolled_out() -> bool:
+        found = pods(plane, namespace).values()
+        return bool(found) and all(pod["spec"]["containers"][0]["image"] == image for pod in found)
+
+    plane.wait(is_rolled_out)
+    assert plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["replicas"] == 1
+
+
+def test_a_deletion_fight_is_damped(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(), namespace)
+    wait_ready(plane, namespace)
+    mark = plane.mark()
+    for _ in range(20):
+        if plane.api.find("policy/v1/poddisruptionbudgets", ENGINE, namespace):
+            plane.api.delete("policy/v1/poddisruptionbudgets", ENGINE, namespace)
+        look_once_more(plane, operator, namespace)
+    made = [w for w in written(plane, operator, mark, namespace) if w.resource == "poddisruptionbudgets"]
+    assert len(made) <= 4
+    assert "deleting" in condition(plane, namespace, "Degraded")["message"]
+
+
+def told_events(plane: Cluster, namespace: str) -> set[tuple[str, str]]:
+    events = plane.api.objects("v1/events", namespace)
+    return {(e["type"], e["reason"]) for e in events if e["involvedObject"]["kind"] == "LMCacheCluster"}
+
+
+def test_what_the_api_server_refuses_is_told_in_its_words(plane, operator, namespace):
+    resource = example()
+    resource["spec"]["engine"]["podTemplate"] = {"spec": {"priorityClassName": "Bad_Name"}}
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "Refused")
+    assert "priorityClassName" in condition(plane, namespace, "Ready")["message"]
+    plane.wait(lambda: ("Warning", "Refused") in told_events(plane, namespace))
+
+
+def test_what_a_webhook_keeps_from_being_made_is_told_and_heals(plane, operator, namespace):
+    kind, name = "admissionregistration.k8s.io/v1/mutatingwebhookconfigurations", "down"
+    rule = {"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["*"], "resources": ["statefulsets"]}
+    hook = {
+        "name": "down.example.com", "rules": [rule], "clientConfig": {"url": "https://127.0.0.1:1/"},
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+        "sideEffects": "None", "admissionReviewVersions": ["v1"],
+    }  # fmt: skip
+    plane.api.create(kind, {"metadata": {"name": name}, "webhooks": [hook]})
+    try:
+        plane.api.create(CLUSTERS, example(), namespace)
+        plane.wait(lambda: "down.example.com" in condition(plane, namespace, "Degraded").get("message", ""))
+    finally:
+        plane.api.delete(kind, name)
+    wait_ready(plane, namespace)
+
+
+def test_two_disruption_budgets_that_block_evictions_are_told(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(), namespace)
+    wait_ready(plane, namespace)
+    selector = plane.api.get("policy/v1/poddisruptionbudgets", ENGINE, namespace)["spec"]["selector"]
+    budget = {"metadata": {"name": "second"}, "spec": {"maxUnavailable": 1, "selector": selector}}
+    plane.api.create("policy/v1/poddisruptionbudgets", budget, namespace)
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"image": "e:2"}}}, namespace)
+    plane.wait(
+        lambda: "more than one PodDisruptionBudget" in condition(plane, namespace, "Degraded")["message"]
+    )
+
+
+def test_why_pods_cannot_be_made_is_told(plane, operator, namespace):
+    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+    plane.api.create("v1/resourcequotas", quota, namespace)
+    plane.wait(lambda: "hard" in plane.api.get("v1/resourcequotas", "none", namespace).get("status", {}))
+    plane.api.create(CLUSTERS, example(), namespace)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "FailedCreate")
+    assert "exceeded quota: none" in condition(plane, namespace, "Ready")["message"]
+
+
+def test_a_pod_that_fits_no_node_is_told(plane, operator, namespace):
+    plane.api.create(
+        CLUSTERS, example(engine={"gpu": {"count": 16}, "parallelism": {"tensor": 16}}), namespace
+    )
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "Unschedulable")
+    assert "Insufficient nvidia.com/gpu" in condition(plane, namespace, "Ready")["message"]
+
+
+def test_a_missing_secret_is_told_in_the_kubelets_words_and_heals(plane, operator, namespace):
+    """The test plays the kubelet: nothing is mounted here."""
+    resource = example(model={"name": "a/model", "tokenSecretRef": {"name": "hub", "key": "token"}})
+    template = {"metadata": {"annotations": {"test/hold": "true"}}}
+    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: pods(plane, namespace))
+    ((uid, pod),) = pods(plane, namespace).items()
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    message = 'MountVolume.SetUp failed for volume "hub-token" : secret "hub" not found'
+    about = {"kind": "Pod", "name": pod["metadata"]["name"], "namespace": namespace, "uid": uid}
+    event = {"metadata": {"name": "x"}, "type": "Warning", "reason": "FailedMount", "message": message}
+    plane.api.create("v1/events", event | {"involvedObject": about, "lastTimestamp": now}, namespace)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "FailedMount")
+    assert 'secret "hub" not found' in condition(plane, namespace, "Ready")["message"]
+    pod_path = f"{pod['metadata']['name']}"
+    plane.api.patch("v1/pods", pod_path, {"metadata": {"annotations": {"test/hold": "no"}}}, namespace)
+    wait_ready(plane, namespace)
+    assert condition(plane, namespace, "Degraded")["status"] == "False"
+
+
+def test_nothing_is_made_in_a_namespace_that_is_being_deleted(plane, operator):
+    with new_namespace(plane, "ending") as namespace:
+        plane.api.create(CLUSTERS, example(), namespace)
+        wait_ready(plane, namespace)
+        # As namespaces end: it is marked first, then everything in it goes in no order.
+        plane.api.patch("v1/namespaces", namespace, {"metadata": {"finalizers": ["test/hold"]}})
+        mark = plane.mark()
+        plane.api.patch(CLUSTERS, NAME, {"metadata": {"finalizers": ["test/hold"]}}, namespace)
+        plane.api.delete("v1/namespaces", namespace)
+        plane.wait(lambda: not plane.api.find("v1/services", NAME, namespace))
+        plane.api.patch(CLUSTERS, NAME, {"metadata": {"finalizers": None}}, namespace)
+        plane.wait(lambda: not plane.api.find(CLUSTERS, NAME, namespace))
+        made = [
+            w
+            for w in written(plane, operator, mark, namespace)
+            if w.verb == "patch" and "/status" not in w.uri
+        ]
+        assert made == []
+        plane.api.patch("v1/namespaces", namespace, {"metadata": {"finalizers": None}})

@@ -1,0 +1,135 @@
+"""Calls to the API server: what is sent, and what becomes of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.kube.errors import ApiError, NoAnswer, Refused, error_of
+from lmcache_operator.specs.kinds import POD
+
+from tests.harness.operator_model import cluster
+
+# -- errors and requests
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(0, NoAnswer), (408, ApiError), (409, ApiError), (429, ApiError), (500, ApiError), (503, ApiError),
+     (400, Refused), (401, Refused), (403, Refused), (404, Refused), (422, Refused)],
+)  # fmt: skip
+def test_errors_are_sorted_by_what_to_do(status: int, kind: type[Exception]) -> None:
+    error = error_of("PATCH /x", status, b'{"message": "why", "reason": "Something"}')
+    assert type(error) is kind
+    assert (error.message, str(error)) == ("why", "PATCH /x: why")
+
+
+def test_an_object_that_does_not_fit_the_schema_is_refused_for_good() -> None:
+    """The answer of server-side apply, word for word."""
+    message = "failed to create typed patch object: .spec.nodeSelectr: field not declared in schema"
+    body = {"kind": "Status", "metadata": {}, "status": "Failure", "message": message, "code": 500}
+    assert type(error_of("PATCH /x", 500, json.dumps(body).encode())) is Refused
+
+
+@pytest.mark.parametrize(("body", "message"), [(b"", "HTTP 502"), (b"<html>", "<html>"), (b"[]", "[]")])
+def test_an_error_without_a_status_object_still_has_a_message(body: bytes, message: str) -> None:
+    assert error_of("GET /x", 502, body).message == message
+
+
+class Server:
+    """Answers every request with what is set, and records it."""
+
+    def __init__(self) -> None:
+        self.answer: tuple[int, Any] = (200, {})
+        self.requests: list[tuple[str, str, str, Any]] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.text()
+        self.requests.append((request.method, request.path_qs, request.content_type, body))
+        status, answer = self.answer
+        return web.json_response(answer, status=status)
+
+
+async def call(server: Server, method: str, *arguments: Any, is_down: bool = False) -> Any:
+    application = web.Application()
+    application.router.add_route("*", "/{tail:.*}", server.handle)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    if is_down:
+        await runner.cleanup()
+    configuration = Configuration(host=f"http://127.0.0.1:{port}")
+    try:
+        async with ApiClient(configuration) as client:
+            return await getattr(KubeApi(client), method)(*arguments)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+CORE = "/api/v1/namespaces/n"
+FORCE = "?fieldManager=lmcache-operator&force=true"
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a", "namespace": "n"}}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "answer", "expected", "request_line"),
+    [
+        ("get", (POD, "n", "p"), (200, {"a": 1}), {"a": 1}, f"GET {CORE}/pods/p"),
+        ("get", (POD, "n", "p"), (404, {}), None, f"GET {CORE}/pods/p"),
+        ("list_pods", ("n", {"a": "b"}), (200, {"items": [1]}), [1], f"GET {CORE}/pods?labelSelector=a%3Db"),
+        ("get", (POD, "n", "p"), (404, "page not found"), None, f"GET {CORE}/pods/p"),
+        ("list_warnings", ("n", "u"), (200, {"items": [1]}), [1],
+         f"GET {CORE}/events?fieldSelector=involvedObject.uid%3Du,type%3DWarning"),
+        ("is_ending", ("n",), (200, {"metadata": {}}), False, "GET /api/v1/namespaces/n"),
+        ("is_ending", ("n",), (200, {"metadata": {"deletionTimestamp": "t"}}), True,
+         "GET /api/v1/namespaces/n"),
+        ("is_ending", ("n",), (403, {}), False, "GET /api/v1/namespaces/n"),
+        ("apply", (SERVICE, None), (201, {}), None, f"PATCH {CORE}/services/a{FORCE}"),
+        ("apply_status", (SERVICE,), (404, {}), None, f"PATCH {CORE}/services/a/status{FORCE}"),
+        ("evict", ("n", "p", "u"), (201, {}), True, f"POST {CORE}/pods/p/eviction"),
+        ("evict", ("n", "p", "u"), (429, {}), False, f"POST {CORE}/pods/p/eviction"),
+        ("evict", ("n", "p", "u"), (404, {}), False, f"POST {CORE}/pods/p/eviction"),
+        ("evict", ("n", "p", "u"), (409, {}), False, f"POST {CORE}/pods/p/eviction"),
+        ("post_event", (cluster(), "Normal", "Ready", "yes", NOW), (201, {}), None,
+         "POST /api/v1/namespaces/team/events"),
+    ],
+)  # fmt: skip
+def test_requests_and_their_answers(
+    server: Server, method: str, arguments: Any, answer: Any, expected: Any, request_line: str
+) -> None:
+    server.answer = answer
+    assert asyncio.run(call(server, method, *arguments)) == expected
+    ((verb, path, content_type, _),) = server.requests
+    assert f"{verb} {path}" == request_line
+    assert content_type == ("application/apply-patch+yaml" if verb == "PATCH" else "application/json")
+
+
+def test_only_the_object_that_was_seen_is_changed_and_none_that_appeared_meanwhile(server: Server) -> None:
+    for uid, condition in (("u", {"uid": "u"}), (None, {"resourceVersion": "1"})):
+        server.requests.clear()
+        asyncio.run(call(server, "apply", SERVICE, uid))
+        ((_, _, _, body),) = server.requests
+        assert json.loads(body)["metadata"] == SERVICE["metadata"] | condition
+
+
+def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -> None:
+    with pytest.raises(ApiError, match="no answer"):
+        asyncio.run(call(server, "get", POD, "n", "p", is_down=True))
+    for status, kind in ((429, ApiError), (503, ApiError), (403, Refused), (422, Refused)):
+        server.answer = (status, {"message": "why", "reason": "Something"})
+        with pytest.raises(kind, match="why"):
+            asyncio.run(call(server, "apply", SERVICE, None))
