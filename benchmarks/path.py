@@ -71,7 +71,7 @@ class Sidecar:
     async def load_all(self, keys: list[RowKey]) -> float:
         request, start = os.urandom(8).hex(), time.perf_counter()
         while True:
-            found = self.store.lookup((ENGINE, request), [keys])
+            found = self.store.lookup((ENGINE, request), [keys], lengths=[PART_BYTES])
             if found.num_resident == len(keys):
                 break
             if time.perf_counter() - start > LIMIT_SECONDS:
