@@ -90,9 +90,10 @@ class Workers:
         return await asyncio.to_thread(join)
 
     def _run_all(self) -> None:
-        if self._niceness:
+        thread = threading.get_native_id()
+        if os.getpriority(os.PRIO_PROCESS, thread) < self._niceness:  # else the process is nicer still
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+                os.setpriority(os.PRIO_PROCESS, thread, self._niceness)
         while (item := self._work.get()) is not None:
             _do(*item)
             del item  # else views of the arena stay while it is idle
