@@ -14,8 +14,6 @@ from ..api.quantity import quantity_equal
 # In this order: a volume mount has a name and a path, and only the path is its own.
 ITEM_KEYS = ("mountPath", "containerPort", "name")
 _QUANTITY_PARENTS = ("limits", "requests")
-# More labels here would mean something else, where more of anything else is somebody's addition.
-_ATOMIC_MAPS = ("matchLabels", "podSelector", "selector")
 
 
 def merge(base: Any, overlay: Any) -> Any:
@@ -33,14 +31,12 @@ def merge(base: Any, overlay: Any) -> Any:
 def first_difference(wanted: Any, live: Any, path: str = "") -> str | None:
     """Path of the first thing in `wanted` that `live` lacks or has otherwise; None if all of it is there.
 
-    `live` may hold more: defaults of the API server, and what others added. Empty lists and objects are the
-    same as absent ones, and quantities are compared by their amount, since the API server rewrites both.
+    `live` may hold more. Empty lists and objects are the same as absent ones, and quantities are compared by
+    their amount.
     """
     if isinstance(wanted, Mapping):
         if not isinstance(live, Mapping):
             return path if wanted else None
-        if path.endswith(_ATOMIC_MAPS) and wanted.keys() != live.keys():
-            return path
         for key, value in wanted.items():
             if found := first_difference(value, live.get(key), f"{path}.{key}" if path else key):
                 return found

@@ -342,7 +342,7 @@ def test_merging_changes_neither_side(base: dict[str, Any], overlay: dict[str, A
         ({"e": [{"name": "x", "v": 1}]}, {"e": [{"name": "x", "v": 2}]}, "e[x].v"),
         ({"e": [{"name": "x"}]}, {"e": [{"name": "y"}]}, "e[x]"),
         ({"ports": [{"port": 1}]}, {"ports": [{"port": 1}, {"port": 2}]}, "ports"),
-        ({"selector": {"a": "b"}}, {"selector": {"a": "b", "c": "d"}}, "selector"),
+        ({"selector": {"a": "b"}}, {"selector": {"a": "b", "c": "d"}}, None),
         ({"r": {"limits": {"memory": "1024Mi"}}}, {"r": {"limits": {"memory": "1Gi"}}}, None),
         ({"data": {"memory": "1024Mi"}}, {"data": {"memory": "1Gi"}}, "data.memory"),
     ],
