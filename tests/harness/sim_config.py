@@ -24,13 +24,11 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from tests.harness.fake_model import CELL
 from tools.engine.process import connector_config
 from tools.engine.tiny_model import tiny_model
 
 BLOCK, CHUNK, NUM_LAYERS = 16, 64, 2
 LAYERS = [f"layer{number}" for number in range(NUM_LAYERS)]
-PAGE_BYTES = BLOCK * CELL
 
 CONNECTOR = {"chunk_tokens": CHUNK, "answer_seconds": 1.0}  # a busy machine must not turn hits into misses
 
@@ -46,6 +44,7 @@ class SimSettings:
     is_async: bool = False  # the next step is scheduled before the last one's tokens are known
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 128
+    head_size: int = 1  # times CELL are a token's bytes per layer; the model fills the first CELL of them
 
 
 @contextmanager
@@ -67,11 +66,13 @@ def make_configs(settings: SimSettings, socket: str):
     config.kv_transfer_config = KVTransferConfig(**connector_config(socket, **CONNECTOR))
     config.kv_transfer_config.engine_id = config.instance_id = uuid.uuid4().hex
     config.cache_config.num_gpu_blocks = settings.num_blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    assert spec.page_size_bytes == PAGE_BYTES
-    layer_bytes = settings.num_blocks * PAGE_BYTES
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=settings.head_size, dtype=torch.float32
+    )
+    page_bytes = spec.page_size_bytes
+    layer_bytes = settings.num_blocks * page_bytes
     tensor = KVCacheTensor(
-        size=NUM_LAYERS * layer_bytes, layers=LAYERS, layer_stride=layer_bytes, block_stride=PAGE_BYTES
+        size=NUM_LAYERS * layer_bytes, layers=LAYERS, layer_stride=layer_bytes, block_stride=page_bytes
     )
     cache = KVCacheConfig(
         num_blocks=settings.num_blocks,

@@ -82,9 +82,10 @@ class SimEngine:
                 config, cache, StructuredOutputManager(config), block, hash_block, log_stats=True
             )
             self._num_batches = config.max_concurrent_batches
-        memory = torch.full((NUM_LAYERS, settings.num_blocks, 1, BLOCK, CELL // 4), 0.0)
+        memory = torch.empty(NUM_LAYERS, settings.num_blocks, 1, BLOCK, settings.head_size * CELL // 4)
         memory.view(torch.uint8).fill_(POISON)
-        self._memory: Cells = memory.view(torch.uint8).numpy().reshape(NUM_LAYERS, -1, BLOCK, CELL)
+        pages = memory.view(torch.uint8).numpy().reshape(NUM_LAYERS, settings.num_blocks, BLOCK, -1)
+        self._memory: Cells = pages[..., :CELL]
         self.worker = LMCacheClusterConnector(config, KVConnectorRole.WORKER, cache)
         self._start_worker(dict(zip(LAYERS, memory, strict=True)))
 
@@ -114,6 +115,8 @@ class SimEngine:
 
     def reset(self, new_weights: bytes) -> bool:
         """As before a weight update; whether the engine was ready for one. Then the weights are new."""
+        while self._batches:  # vLLM pauses first, and can't reset what is still being computed
+            self._update(*self._batches.popleft())
         try:
             is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         except RuntimeError:  # vLLM can't, while a request waits for its load

@@ -6,6 +6,7 @@ Each line is ``{"do": name, ...}`` and is answered by one line, ``{"error": text
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 import time
@@ -32,13 +33,14 @@ class Child:
         self._watch_finished_requests()
         self._count_preemptions()
 
-    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
         """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?}`` at once, to their
-        end.
+        end. After ``reset_after`` steps, if any, all caches are reset under the running requests.
         """
         from vllm import SamplingParams
 
         ids, results = [], {}
+        started = time.perf_counter()
         for request in requests:
             request_id = str(self._next_id)
             self._next_id += 1
@@ -55,9 +57,15 @@ class Child:
             )
             results[request_id] = {"began": time.perf_counter()}
             ids.append(self._engine.add_request(request_id, prompt, params))
-        while self._engine.has_unfinished_requests():
+        for step in itertools.count(1):
+            if not self._engine.has_unfinished_requests():
+                break
+            if reset_after and step >= reset_after and self._reset():
+                reset_after = 0
             for output in self._engine.step():
-                self._note(results[output.request_id], output)
+                self._note(results[output.request_id], output, started)
+        if reset_after:
+            raise RuntimeError("the engine could not be reset while requests ran")
         self._drain()
         for request_id in results:
             results[request_id]["kv"] = next(
@@ -111,11 +119,18 @@ class Child:
 
         return timed
 
-    def _note(self, result: dict[str, Any], output: Any) -> None:
+    def _reset(self) -> bool:
+        try:
+            return bool(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+        except RuntimeError:  # a request waits for its load: vLLM wants to be asked later
+            return False
+
+    def _note(self, result: dict[str, Any], output: Any, started: float) -> None:
         answer = output.outputs[0]
         if answer.token_ids and "ttft" not in result:
             result["ttft"] = time.perf_counter() - result.pop("began")
         if output.finished:
+            result["ended"] = time.perf_counter() - started
             result["tokens"] = list(answer.token_ids)
             result["logprobs"] = [
                 step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)

@@ -66,6 +66,7 @@ class Generated(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     ttft: float  # seconds
+    ended: float  # seconds after the first of the requests that were run with it arrived
     num_cached_tokens: int
     finish_reason: str
     kv: list[list[str]]  # per layer: a digest of each full block's bytes
@@ -127,10 +128,14 @@ class EngineProcess:
         self.start_generate(*prompts, max_tokens=max_tokens, **options)
         return self.finish_generate()
 
-    def start_generate(self, *prompts: list[int], max_tokens: int = 8, **options: Any) -> None:
-        """Like ``generate``, but returns while it runs."""
+    def start_generate(
+        self, *prompts: list[int], max_tokens: int = 8, reset_after: int = 0, **options: Any
+    ) -> None:
+        """Like ``generate``, but returns while it runs. After ``reset_after`` steps, if any, the engine's and
+        the connector's caches are reset, as before a weight update.
+        """
         requests = [{"prompt": prompt, "max_tokens": max_tokens, **options} for prompt in prompts]
-        self._send(do="generate", requests=requests)
+        self._send(do="generate", requests=requests, reset_after=reset_after)
 
     def finish_generate(self, timeout: float = 120) -> list[Generated]:
         """Wait for what ``start_generate`` started."""

@@ -1,0 +1,43 @@
+"""An arena of 8 GiB serves from the first second on, also after a restart, while it is being populated."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.sim_config import CHUNK, SimSettings
+from tests.harness.sim_world import SimWorld, assert_idle, make_tokens
+from tools.processes import SidecarProcess
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+
+SETTINGS = SimSettings(num_blocks=256, max_num_batched_tokens=1024, head_size=64)
+NUM_CHUNKS = 16
+
+
+@pytest.fixture(scope="module")
+def large():
+    with SidecarProcess(memory_size="8Gi") as sidecar:
+        world = SimWorld(sidecar)
+        yield world
+        world.close()
+
+
+def test_nothing_is_lost_while_an_engine_comes_and_the_arena_grows(large):
+    early, late = ([make_tokens(NUM_CHUNKS * CHUNK + 1) for _ in range(4)] for _ in range(2))
+    with large.engines(SETTINGS) as (engine,):
+        for prompt in early:
+            engine.add(prompt)
+        assert_idle(engine)
+    large.sidecar.restart()  # finds the rows in the arena again
+    with large.engines(SETTINGS) as (engine,):
+        for prompt in late:
+            engine.add(prompt)
+        assert_idle(engine)
+        for _ in range(2):  # rows of before are checked on first use, and this model is too fast to wait
+            names = [engine.add(prompt) for prompt in early + late]
+            assert_idle(engine)
+    cached = [engine.results[name].num_cached_tokens for name in names]
+    assert cached == [NUM_CHUNKS * CHUNK] * 8
+    memory = large.sidecar.stats()["memory"]
+    assert memory["num_rows"] > 2**16
+    assert not any(memory["removed"].values())  # so no row of before was stored anew

@@ -1,0 +1,193 @@
+"""Real engines under load on one sidecar: answers are right, and hits do not vanish when requests queue.
+
+Three engines serve all cases, on a sidecar with a disk: ``busy`` runs two requests at a time, ``drafting``
+speculates and is reset while requests run, and a ``vllm serve`` streams to 64 clients at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tools.engine.process import EngineProcess, ServedEngine, connector_config
+from tools.processes import SidecarProcess, free_port, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+BLOCK, CHUNK = 32, 256
+SALTS = map("salt {}".format, itertools.count())
+SEEDS = itertools.count()
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def make_prompt(num_tokens):
+    tokens = random.Random(f"load {next(SEEDS)}")
+    return [tokens.randrange(4, 260) for _ in range(num_tokens)]
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory):
+    disk = tmp_path_factory.mktemp("disk")
+    with SidecarProcess(memory_size="256Mi", disk_path=disk, disk_size="1Gi") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture(scope="module")
+def busy(sidecar, tmp_path_factory):
+    log = tmp_path_factory.mktemp("busy") / "log"
+    with EngineProcess(log, connector_config(sidecar.socket_path), max_num_seqs=2) as engine:
+        yield wait_hit(engine.wait_ready())
+
+
+@pytest.fixture(scope="module")
+def drafting(sidecar, tmp_path_factory):
+    log = tmp_path_factory.mktemp("drafting") / "log"
+    with EngineProcess(
+        log,
+        connector_config(sidecar.socket_path),
+        speculative_config=DRAFTS,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=512,
+    ) as engine:
+        yield wait_hit(engine.wait_ready())
+
+
+def wait_hit(engine):
+    """Until what the engine stores is found again: then it is attached."""
+    prompt = make_prompt(CHUNK + BLOCK)
+
+    def is_hit():
+        engine.scrub_kv()
+        return engine.generate(prompt, max_tokens=1)[0].num_cached_tokens
+
+    wait_until(is_hit, timeout=60, what="a hit")
+    return engine
+
+
+def cold(engine, *prompts, **options):
+    """Run without hits: nothing is stored under a new salt, and KV does not depend on it."""
+    return [engine.generate(prompt, cache_salt=next(SALTS), **options)[0] for prompt in prompts]
+
+
+def assert_same(answers, references):
+    for answer, reference in zip(answers, references, strict=True):
+        assert answer.tokens == reference.tokens
+        assert answer.finish_reason == "length"
+
+
+def assert_loaded(hits, stored):
+    """The KV of what was loaded is that of the request which stored it."""
+    for hit, computed in zip(hits, stored, strict=True):
+        end = hit.num_cached_tokens // CHUNK * CHUNK // BLOCK
+        for layer, (found, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
+            assert found[:end] == expected[:end], f"layer {layer}"
+
+
+def settle(sidecar):
+    sidecar.wait_until(lambda stats: stats["disk"]["num_queued_writes"] == 0)
+
+
+def forget_memory(engine, sidecar):
+    settle(sidecar)
+    sidecar.terminate()
+    sidecar.arena_path.unlink()
+    sidecar.start()
+    wait_hit(engine)
+
+
+def test_queued_requests_are_hit_as_those_of_an_idle_engine(busy, sidecar):
+    """Two run at a time: most wait for long after their lookup, and what is in memory comes from disk."""
+    prompts = [make_prompt(4 * CHUNK + 50) for _ in range(12)]
+    stored = busy.generate(*prompts)
+    forget_memory(busy, sidecar)
+    hits = busy.generate(*prompts)
+    assert_same(hits, stored)
+    assert_loaded(hits, stored)
+    assert sum(hit.num_cached_tokens for hit in hits) >= 0.9 * len(prompts) * 4 * CHUNK
+
+
+def test_what_a_queued_request_waits_for_is_hit_when_it_runs(busy):
+    """Nothing was cached when they arrived; the first one's chunks are there when the others run."""
+    prefix = make_prompt(4 * CHUNK)
+    prompts = [prefix + make_prompt(40) for _ in range(8)]
+    references = cold(busy, *prompts)
+    answers = busy.generate(*prompts)
+    assert_same(answers, references)
+    assert sum(answer.num_cached_tokens == 4 * CHUNK for answer in answers) >= 6
+
+
+def test_two_engines_one_of_them_speculating(busy, drafting):
+    """Each loads what the other has stored, also the chunks of answers."""
+    prompts = [make_prompt(CHUNK + 60) * 2 for _ in range(4)]
+    for stores, loads in ((drafting, busy), (busy, drafting)):
+        references = cold(loads, *prompts, max_tokens=1)
+        turns = stores.generate(*prompts, max_tokens=200)
+        following = [
+            prompt + turn.tokens + make_prompt(20) for prompt, turn in zip(prompts, turns, strict=True)
+        ]
+        loads.scrub_kv()
+        hits = loads.generate(*prompts, max_tokens=1)
+        assert_same(hits, references)
+        assert_loaded(hits, turns)
+        nexts = loads.generate(*following, max_tokens=1)
+        assert_loaded(nexts, turns)
+        assert {hit.num_cached_tokens for hit in nexts} == {3 * CHUNK}
+        prompts = [make_prompt(CHUNK + 60) * 2 for _ in range(4)]
+
+
+def test_reset_while_requests_run(drafting):
+    prompts = [make_prompt(3 * CHUNK + 50) for _ in range(6)]
+    references = cold(drafting, *prompts, max_tokens=40)
+    drafting.generate(*prompts[:3], max_tokens=40)
+    drafting.scrub_kv()
+    drafting.start_generate(*prompts, max_tokens=40, reset_after=6)  # three of them load, three store
+    assert_same(drafting.finish_generate(), references)
+    drafting.scrub_kv()
+    again = drafting.generate(*prompts, max_tokens=40)
+    assert_same(again, references)
+    assert sum(answer.num_cached_tokens for answer in again) >= 6 * 2 * CHUNK  # stored anew after the reset
+
+
+def test_64_clients_that_stream(tmp_path, sidecar):
+    prefixes = [make_prompt(3 * CHUNK) for _ in range(4)]
+    prompts = [prefixes[number % 4] + make_prompt(40) for number in range(64)]
+    with ServedEngine(
+        tmp_path / "log",
+        free_port(),
+        connector_config(sidecar.socket_path),
+        *("--max-num-seqs=4", "--speculative-config", json.dumps(DRAFTS)),
+    ) as engine:
+        engine.wait_ready()
+        with ThreadPoolExecutor(64) as clients:
+            references = list(clients.map(lambda prompt: stream(engine, prompt, next(SALTS)), prompts))
+            for _ in range(2):
+                answers = list(clients.map(lambda prompt: stream(engine, prompt), prompts))
+                assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in references]
+        assert sum(num_cached == 3 * CHUNK for _, num_cached in answers) >= 58
+
+
+def stream(engine, prompt, salt=None):
+    """One client: the answer's tokens, and how many of the prompt's came from a cache."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    if salt:
+        body["cache_salt"] = salt
+    request = urllib.request.Request(
+        f"{engine.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    tokens, num_cached = [], 0
+    with urllib.request.urlopen(request, timeout=180) as lines:
+        for line in lines:
+            if not line.startswith(b"data: {"):
+                continue
+            part = json.loads(line.removeprefix(b"data: "))
+            for choice in part["choices"]:
+                tokens += choice.get("token_ids") or []
+            if usage := part.get("usage"):
+                num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return tokens, num_cached

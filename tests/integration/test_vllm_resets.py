@@ -1,0 +1,116 @@
+"""A reset of the caches, as before a weight update, leaves nothing of the old weights for anybody to read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.harness.fake_model import answer
+from tests.harness.sim_config import CHUNK, SimSettings
+from tests.harness.sim_world import assert_idle, make_tokens, world
+
+__all__ = ["world"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+
+NEW = b"new weights"
+every_runner = pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(
+            SimSettings(runner=runner, num_drafts=drafts, has_prefix_caching=True, is_async=is_async),
+            id=f"runner{runner}-{'drafts' if drafts else 'plain'}-{'async' if is_async else 'sync'}",
+        )
+        for runner in (1, 2)
+        for drafts, is_async in ((0, False), (3, False), (0, True))
+    ],
+)
+
+
+def reset(engine, new_weights=NEW):
+    """Ask until the engine is ready for it; a request that loads is waited for."""
+    for _ in range(10_000):
+        if engine.reset(new_weights):
+            return
+        engine.step()
+    raise AssertionError("the engine can't be reset")
+
+
+@every_runner
+def test_nothing_old_is_loaded_and_the_new_is_stored(world, settings):
+    prompt = make_tokens(3 * CHUNK + 5)
+    with world.engines(settings) as (engine,):
+        engine.add(prompt)
+        assert_idle(engine)
+        reset(engine)
+        for num_cached in (0, 3 * CHUNK):
+            name = engine.add(prompt, max_tokens=20)
+            assert_idle(engine)
+            assert engine.results[name].num_cached_tokens == num_cached
+            assert engine.results[name].tokens == answer(prompt, 20, NEW)
+    assert world.audit(settings, [prompt]) >= 3 * CHUNK  # for those that kept the old weights
+
+
+@every_runner
+def test_in_mid_store_and_with_requests_under_way(world, settings):
+    """Chunks of the old weights that are copied after the reset are nobody's under their old name either."""
+    prompts = [make_tokens(3 * CHUNK + 5) for _ in range(3)]
+    with world.engines(settings) as (engine,):
+        world.store_gate.shut()
+        names = [engine.add(prompt, max_tokens=60) for prompt in prompts]
+        for _ in range(8):
+            engine.step()
+        world.store_gate.wait_arrived()
+        for _ in range(5):  # an engine that is refused tries again
+            if engine.reset(NEW):
+                break
+            engine.step()
+        world.store_gate.open()
+        if not engine.weights:
+            reset(engine)
+        assert_idle(engine)
+        assert all(len(engine.results[name].tokens) == 60 for name in names)
+        again = [engine.add(prompt, max_tokens=5) for prompt in prompts]
+        assert_idle(engine)
+        for name, prompt in zip(again, prompts, strict=True):
+            assert engine.results[name].num_cached_tokens >= 3 * CHUNK
+            assert engine.results[name].tokens == answer(prompt, 5, NEW)
+    world.audit(settings, prompts)
+
+
+@every_runner
+def test_in_mid_load(world, settings):
+    prompt = make_tokens(3 * CHUNK + 5)
+    with world.engines(settings) as (engine,):
+        engine.add(prompt)
+        assert_idle(engine)
+        world.load_gate.shut()
+        name = engine.add(prompt, max_tokens=10)
+        while not world.load_gate.num_waiting:
+            engine.step()
+        engine.reset(NEW)  # refused, or the load counts for nothing
+        world.load_gate.open()
+        if not engine.weights:
+            reset(engine)
+        assert_idle(engine)
+        again = engine.add(prompt, max_tokens=10)
+        assert_idle(engine)
+        assert engine.results[again].tokens == answer(prompt, 10, NEW)
+        assert len(engine.results[name].tokens) == 10
+
+
+def test_engines_with_different_new_weights_share_nothing(world):
+    settings = SimSettings()
+    prompt = make_tokens(3 * CHUNK + 5)
+    with world.engines(settings, replace(settings, runner=2)) as engines:
+        for number, engine in enumerate(engines):
+            reset(engine, b"weights %d" % number)
+            engine.add(prompt)
+            assert_idle(engine)
+        for number, engine in enumerate(engines):
+            name = engine.add(prompt, max_tokens=5)
+            assert_idle(engine)
+            assert engine.results[name].num_cached_tokens == 3 * CHUNK
+            assert engine.results[name].tokens == answer(prompt, 5, b"weights %d" % number)
+    assert world.audit(settings, [prompt]) == 0
