@@ -29,6 +29,7 @@ NAMES = {
     "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
     "operator": "many LMCacheClusters on a real API server: writes, requests and memory at rest",
     "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
+    "load": "hits on a busy engine: queueing requests, one hot prefix, an engine that is new",
 }
 
 

@@ -1,0 +1,210 @@
+"""What hits are worth on a real engine that is busy: requests queue, prefixes are hot, engines are new.
+
+Three cases, each beside what it is compared with in the same minute:
+
+- **queue**: 16 requests arrive at once at an engine that runs two at a time, and no chunk is in memory. Their
+  cached tokens, as a share of those when the same requests come one by one to the idle engine.
+- **hot**: 50 requests with one prefix of 8,192 tokens arrive at once. The time to the end of the last one, of
+  that on an engine with vLLM's own prefix caching alone; both have it on. How often the prefix was computed.
+- **new**: an engine that has never computed a prompt meets one of 4,096 tokens that another engine has stored
+  in Redis. The share of full chunks that it loads; time to first token, of that of a prompt nobody knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import Figure, Ratio, Report, at_least, at_most, of, paired, spread
+from benchmarks.vllm import forget_memory, prompt
+from tools.engine.process import EngineProcess, connector_config
+from tools.processes import RedisServer, SidecarProcess, wait_until
+
+CHUNK_TOKENS = 256
+QUEUED, QUEUED_TOKENS, AT_A_TIME, QUEUE_REPEATS = 16, 8 * CHUNK_TOKENS + 50, 2, 3
+SHARING, HOT_TOKENS, OWN_TOKENS, HOT_REPEATS = 50, 8192, 50, 9
+NEW_TOKENS, NEW_REPEATS = 16 * CHUNK_TOKENS + 50, 6
+SHORT_TOKENS = 200
+"""Of a prompt that warms an engine up without telling how fast it computes: it is below what is timed."""
+
+_SEEDS = itertools.count(1_000_000)
+
+
+class Queue(NamedTuple):
+    """Cached tokens of the same requests, per repeat."""
+
+    at_once: list[int]
+    one_by_one: list[int]
+
+
+class New(NamedTuple):
+    """Of engines that are new, one figure each."""
+
+    num_cached: list[int]
+    hit: list[float]  # seconds
+    cold: list[float]
+
+
+def new_prompt(num_tokens: int) -> list[int]:
+    """One that nobody has seen."""
+    return prompt(next(_SEEDS), num_tokens)
+
+
+def wait_hit(engine: EngineProcess) -> None:
+    """Until what the engine stores is found again: then it is attached."""
+    tokens = new_prompt(CHUNK_TOKENS + 50)
+    wait_until(lambda: engine.generate(tokens, max_tokens=1)[0].num_cached_tokens, timeout=60, what="a hit")
+
+
+def store(engine: EngineProcess, sidecar: SidecarProcess, tier: str, prompts: list[list[int]]) -> None:
+    """Compute prompts; returns when all their full chunks are in a lower tier."""
+    before = sidecar.stats()[tier]["writes"]["written"]
+    engine.generate(*prompts, max_tokens=1)
+    want = before + sum(len(tokens) // CHUNK_TOKENS for tokens in prompts)
+    sidecar.wait_until(lambda stats: stats[tier]["writes"]["written"] >= want, timeout=60)
+
+
+def queue(folder: Path, tier: str, **options: Any) -> Queue:
+    found = Queue([], [])
+    with (
+        SidecarProcess(memory_size="512Mi", **options) as sidecar,
+        EngineProcess(
+            folder / f"queue-{tier}", connector_config(sidecar.socket_path), max_num_seqs=AT_A_TIME
+        ) as engine,
+    ):
+        engine.wait_ready()
+        wait_hit(engine)
+        for _ in range(QUEUE_REPEATS):
+            prompts = [new_prompt(QUEUED_TOKENS) for _ in range(QUEUED)]
+            store(engine, sidecar, tier, prompts)
+            for name in random.sample(Queue._fields, 2):
+                forget_memory(sidecar)
+                wait_hit(engine)
+                batches = [prompts] if name == "at_once" else [[tokens] for tokens in prompts]
+                answers = [answer for batch in batches for answer in engine.generate(*batch, max_tokens=1)]
+                getattr(found, name).append(sum(answer.num_cached_tokens for answer in answers))
+    return found
+
+
+def hot(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds, and how many times the prefix was computed, of the engine with and without a connector."""
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    computed: dict[str, list[float]] = {"with": [], "without": []}
+    with (
+        SidecarProcess(memory_size="1Gi") as sidecar,
+        EngineProcess(
+            folder / "with", connector_config(sidecar.socket_path), enable_prefix_caching=True
+        ) as engine,
+        EngineProcess(folder / "without", enable_prefix_caching=True) as bare,
+    ):
+        engines = {"with": engine.wait_ready(), "without": bare.wait_ready()}
+        for each in engines.values():
+            each.stop_hashing_kv()
+            each.generate(new_prompt(HOT_TOKENS), max_tokens=1)
+        for _ in range(HOT_REPEATS):
+            prefix = new_prompt(HOT_TOKENS)
+            prompts = [prefix + new_prompt(OWN_TOKENS) for _ in range(SHARING)]
+            for name in random.sample(list(engines), 2):
+                answers = engines[name].generate(*prompts, max_tokens=1)
+                seconds[name].append(max(answer.ended for answer in answers))
+                missed = sum(max(0, HOT_TOKENS - answer.num_cached_tokens) for answer in answers)
+                computed[name].append(missed / HOT_TOKENS)
+    return seconds, computed
+
+
+def new(folder: Path) -> New:
+    found = New([], [], [])
+    prompts = [new_prompt(NEW_TOKENS) for _ in range(NEW_REPEATS)]
+    with RedisServer() as redis:
+        with (
+            SidecarProcess(memory_size="512Mi", remote_url=redis.unix_url) as sidecar,
+            EngineProcess(folder / "first", connector_config(sidecar.socket_path)) as first,
+        ):
+            first.wait_ready()
+            wait_hit(first)
+            store(first, sidecar, "remote", prompts)
+        for number, tokens in enumerate(prompts):
+            with ExitStack() as pod:
+                sidecar = pod.enter_context(SidecarProcess(memory_size="512Mi", remote_url=redis.unix_url))
+                engine = pod.enter_context(
+                    EngineProcess(folder / f"new-{number}", connector_config(sidecar.socket_path))
+                )
+                engine.wait_ready().stop_hashing_kv()
+                wait_attached(engine, sidecar)
+                (hit,) = engine.generate(tokens, max_tokens=1)
+                colds = [engine.generate(new_prompt(NEW_TOKENS), max_tokens=1)[0] for _ in range(2)]
+                found.num_cached.append(hit.num_cached_tokens)
+                found.hit.append(hit.ttft)
+                found.cold.append(min(cold.ttft for cold in colds))  # the first one finds pages untouched
+    return found
+
+
+def wait_attached(engine: EngineProcess, sidecar: SidecarProcess) -> None:
+    """Until the sidecar sees both halves, and some prompts too short to tell the engine's speed have run."""
+    sidecar.wait_until(lambda stats: sum(client["is_attached"] for client in stats["clients"]) == 2)
+    for _ in range(3):
+        engine.generate(new_prompt(SHORT_TOKENS), max_tokens=1)
+
+
+def run() -> Report:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        disk = queue(folder, "disk", disk_path=_made(folder / "disk"), disk_size="2Gi")
+        with RedisServer() as redis:
+            remote = queue(folder, "remote", remote_url=redis.unix_url)
+        seconds, computed = hot(folder)
+        others = new(folder)
+    figures = [
+        *_queue_figures("on disk", disk),
+        *_queue_figures("in Redis", remote),
+        at_most("hot: time, of vLLM's own prefix caching", _ratio(seconds), "x", 1.05),
+        at_most("hot: the prefix was computed, times, at most", max(computed["with"]), "", 1),
+        of("    with vLLM's own prefix caching alone", max(computed["without"]), ""),
+        at_least("new: full chunks loaded, at least", _least_share(others), "%", 100),
+        at_most("new: time to first token, of cold", paired(others.hit, others.cold), "%", 40),
+    ]
+    return Report("load", _conditions(seconds, others), figures)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def _ratio(seconds: dict[str, list[float]]) -> Ratio:
+    return paired(seconds["with"], seconds["without"])
+
+
+def _queue_figures(where: str, found: Queue) -> list[Figure]:
+    possible = QUEUED * (QUEUED_TOKENS // CHUNK_TOKENS) * CHUNK_TOKENS * QUEUE_REPEATS
+    at_once, one_by_one = sum(found.at_once), sum(found.one_by_one)
+    return [
+        at_least(
+            f"queue, {where}: cached tokens, of the idle engine's", _share(at_once, one_by_one), "%", 95
+        ),
+        of("    the idle engine's, of all full chunks", _share(one_by_one, possible), "%"),
+    ]
+
+
+def _share(part: int, whole: int) -> float:
+    return 100 * part / whole if whole else 0.0
+
+
+def _least_share(others: New) -> float:
+    return _share(min(others.num_cached), NEW_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS)
+
+
+def _conditions(seconds: dict[str, list[float]], others: New) -> str:
+    times = seconds | {"new, hit": others.hit, "new, cold": others.cold}
+    shown = "\n".join(f"  {name:<10}  {spread(samples)}" for name, samples in times.items())
+    return (
+        "vLLM on the CPU, a tiny Llama (fp32, 4 KiB of KV per token), Redis over a UNIX socket.\n"
+        f"queue: {QUEUED} requests of {QUEUED_TOKENS} tokens, max_num_seqs {AT_A_TIME},"
+        f" {QUEUE_REPEATS} times. hot: {SHARING} requests, {HOT_REPEATS} times.\n"
+        f"new: {NEW_REPEATS} engines, each with a sidecar of its own; cold is the faster of two prompts.\n"
+        "Median (min-max):\n" + shown
+    )
