@@ -42,7 +42,7 @@ bench: setup ## all benchmarks; one: python -m benchmarks NAME [--json FILE]
 	@$(PY) -m benchmarks
 
 bench-peer: setup ## the same beside upstream's packages, each in an environment of its own
-	@$(PY) -m benchmarks peer
+	@$(PY) -m benchmarks peer peer_server
 
 gpu-check: setup ## functional checks and benchmark of the GPU paths; needs an NVIDIA GPU
 	@$(PY) -m pytest -q tests/gpu

@@ -15,7 +15,7 @@ from benchmarks.report import Report, table
 
 NAMES = {
     "transfer": "256 MiB of KV between paged blocks and the arena, against memcpy of the same pieces",
-    "rpc": "lookup of 128 keys, client to sidecar and back, against a bare gRPC echo of the same bytes",
+    "rpc": "lookup of 128 keys: read from the index in shared memory, and by a call; idle and under load",
     "tiers": "the memory tier without copies: time and memory per chunk, share of the arena that is payload",
     "stress": "eight threads on one local store for a minute, every byte compared",
     "disk": "store and load of objects on disk, against a bare loop; the index at a start",
@@ -28,6 +28,7 @@ NAMES = {
     "path": "remote and disk on the sidecar's whole path, against bare loops",
     "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
     "operator": "many LMCacheClusters on a real API server: writes, requests and memory at rest",
+    "peer_server": "the sidecar's path and the connector beside lmcache 0.5.6's server; only when named",
     "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
     "load": "hits on a busy engine: queueing requests, one hot prefix, an engine that is new",
 }
@@ -39,13 +40,13 @@ def machine() -> str:
 
 
 def main() -> int:
-    listing = "\n".join(f"  {name:<10} {what}" for name, what in NAMES.items())
+    listing = "\n".join(f"  {name:<11} {what}" for name, what in NAMES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=f"Benchmarks (default: all):\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    usual = [name for name in NAMES if name != "peer"]
+    usual = [name for name in NAMES if not name.startswith("peer")]
     parser.add_argument("names", nargs="*", metavar="NAME", default=usual)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     args = parser.parse_args()

@@ -2,87 +2,28 @@
 
 lmcache 0.3.0 is the last one with the engine of the documents; of 0.5.6 the native Redis client is timed.
 Rounds alternate, so that a change of the machine's speed meets both, and every round stores another prompt:
-the first few fill the caches of 1 GB, and fault their memory in, and are not counted. The environments lie in
-the cache directory; torch comes from the project's own, so that both run on the same one.
+the first few fill the caches of 1 GB, and fault their memory in, and are not counted.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
-import sysconfig
 from contextlib import closing
-from pathlib import Path
 
 import torch
 
 from benchmarks import engine as ours
+from benchmarks.peers.child import Peer
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tools.cache import cache_root, uv
 from tools.processes import RedisServer
 
-CHILDREN = Path(__file__).parent / "peers"
 WARM_UP, ROUNDS = 5, 9
 NUM_PARTS = 32
-# What the timed parts import; --no-deps, or the first would pull a second torch of 3 GB.
-NEEDS = {
-    "0.3.0": ["lmcache==0.3.0", "nvtx", "sortedcontainers", "aiofiles", "setuptools<80"],
-    "0.5.6": ["lmcache==0.5.6"],
-}
-
-
-def environment(version: str) -> Path:
-    """The Python of a peer's environment, made at the first call."""
-    folder = cache_root() / f"peer-{version}"
-    python = folder / "bin" / "python"
-    stamp = folder / "made"
-    if not stamp.exists():
-        print(f"installing lmcache {version} into {folder}", file=sys.stderr, flush=True)
-        make = [uv(), "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]
-        subprocess.run(make, check=True)
-        install = [uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", *NEEDS[version]]
-        subprocess.run(install, check=True, env={**os.environ, "NO_CUDA_EXT": "1"})
-        site = sysconfig.get_path("purelib", vars={"base": str(folder)})
-        Path(site, "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        stamp.touch()
-    return python
-
 
 Rounds = list[tuple[dict[str, float], dict[str, float]]]
 """Seconds of theirs and of ours, by what was done."""
-
-
-class Peer:
-    """A child that runs one round per line."""
-
-    def __init__(self, version: str, script: str, *arguments: int) -> None:
-        command = [environment(version), "-W", "ignore", CHILDREN / script, *map(str, arguments)]
-        bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=bare, cwd=CHILDREN
-        )
-
-    def round(self) -> dict[str, float]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith("{"):  # it logs to stdout as well
-                seconds: dict[str, float] = json.loads(line)
-                return seconds
-        raise RuntimeError(f"the peer ended with status {self._process.wait()}")
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 def run() -> Report:

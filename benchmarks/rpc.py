@@ -1,29 +1,40 @@
-"""Lookup of 128 keys, client to sidecar and back, against a bare gRPC echo that moves the same bytes."""
+"""128 keys: read from the index in shared memory, and asked for by a call; idle and under load.
+
+A memory hit reads the index alone. The call is what a miss costs, off the scheduler's thread: it asks what
+lower tiers have. It is held against a bare gRPC echo of the same bytes. Load: another process commits rows of
+4 MiB that are written through to Redis, as fast as the sidecar takes them, while its pages are read.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
+import itertools
 import multiprocessing
 import statistics
 import tempfile
+import threading
 import time
-import uuid
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from benchmarks.report import Figure, Report, at_most
+from benchmarks.clients import EngineClients, chunk_keys, row_keys
+from benchmarks.report import Figure, Report, at_most, of, paired
+from lmcache import keys
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
-from lmcache.tiers.base import Slot
-from tools.processes import SidecarProcess, wait_until
+from tools.processes import RedisServer, SidecarProcess, wait_until
 
-NUM_KEYS, CHUNK_BYTES, CALLS, ROUNDS = 128, 4096, 300, 5
+NUM_KEYS, CHUNK_BYTES, CALLS, ROUNDS = 128, 4 << 20, 200, 9
+ARENA = "1280Mi"  # 320 rows: those that are looked up, and room for those under load
+WANTED_BYTES_PER_SECOND = 1 << 30
 PATH = "/echo.Echo/Echo"
-KEYS = b"".join(hashlib.sha256(bytes([number])).digest() for number in range(NUM_KEYS))
+PAUSE_SECONDS = 0.001  # between two lookups: an engine's step is longer
+
+Seconds = dict[str, list[float]]
 
 
 def echo_server(socket: str, reply: bytes) -> None:
@@ -45,30 +56,60 @@ def echo_server(socket: str, reply: bytes) -> None:
     asyncio.run(serve())
 
 
-def attach(sidecar: SidecarProcess, role: Role, engine: bytes) -> tuple[SidecarClient, Session]:
-    group = KVGroup(group=0, block_tokens=16, chunk_bytes=CHUNK_BYTES)
-    hello = ClientHello(role, engine, hashlib.sha256(b"benchmark").digest(), 256, (group,))
-    client = SidecarClient(sidecar.socket_path, hello)
-    client.start()
-    session: Session = wait_until(lambda: client.session, what="attached")
-    return client, session
+def keep_storing(socket_path: str, stop: Any) -> None:
+    """Commit rows that nobody has, at the wanted rate at most. Its own process, as another engine's is."""
+    sidecar = SidecarProcess.__new__(SidecarProcess)
+    sidecar.socket_path = socket_path
+    with EngineClients(sidecar, CHUNK_BYTES) as engine:
+        began, num_bytes = time.perf_counter(), 0
+        for prompt in itertools.count(1_000):
+            if stop.is_set():
+                return
+            num_bytes += CHUNK_BYTES * len(engine.fill(chunk_keys(prompt, 8)))
+            ahead = num_bytes / WANTED_BYTES_PER_SECOND - (time.perf_counter() - began)
+            time.sleep(max(0.001, ahead))  # the rate is what is wanted
 
 
-def fill(worker: Session) -> None:
-    """All keys are stored, as an engine does it."""
-    reserved = wait_until(lambda: [r for r in worker.reserve(0, KEYS) if r.slot], what="slots")
-    slots: list[Slot] = [reservation.slot for reservation in reserved if reservation.slot]
-    assert len(slots) == NUM_KEYS, f"{len(slots)} slots"
-    with worker.copying():
-        worker.commit(slots)
+def keep_scraping(url: str, stop: threading.Event) -> None:
+    while not stop.wait(0.1):
+        for page in ("/metrics", "/stats"):
+            with urllib.request.urlopen(url + page, timeout=5) as answer:
+                answer.read()
 
 
-def percentiles(call: Callable[[], object]) -> list[float]:
+@contextlib.contextmanager
+def load(sidecar: SidecarProcess) -> Iterator[Callable[[], float]]:
+    """Rows are stored and pages read meanwhile; gives what tells the rate of write-through (bytes/s)."""
+    spawn = multiprocessing.get_context("spawn")
+    stop, stop_scraping = spawn.Event(), threading.Event()
+    engine = spawn.Process(target=keep_storing, args=(sidecar.socket_path, stop), daemon=True)
+    scraper = threading.Thread(target=keep_scraping, args=(sidecar.url, stop_scraping))
+
+    def written() -> int:
+        return int(sidecar.stats()["remote"]["writes"]["written"])
+
+    engine.start()
+    scraper.start()
+    before = written()
+    wait_until(lambda: written() > before, what="rows are written through", timeout=60)
+    began, before = time.perf_counter(), written()
+    try:
+        yield lambda: (written() - before) * CHUNK_BYTES / (time.perf_counter() - began)
+    finally:
+        stop.set()
+        stop_scraping.set()
+        engine.join(20)
+        engine.kill()
+        scraper.join()
+
+
+def timed(call: Callable[[], object], number: int) -> list[float]:
     seconds = []
-    for _ in range(CALLS):
+    for _ in range(number):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
+        time.sleep(PAUSE_SECONDS)
     return seconds
 
 
@@ -81,49 +122,105 @@ def start_seconds() -> float:
         return time.perf_counter() - began
 
 
-def run() -> Report:
-    starts = [start_seconds() for _ in range(ROUNDS)]
-    engine, spawn = uuid.uuid4().bytes, multiprocessing.get_context("spawn")
-    with SidecarProcess(memory_size="64Mi") as sidecar, tempfile.TemporaryDirectory() as folder:
-        worker_client, worker = attach(sidecar, Role.WORKER, engine)
-        client, session = attach(sidecar, Role.SCHEDULER, engine)
-        fill(worker)
-        found = session.lookup("request", [(0, KEYS)])
-        assert found.num_leased == NUM_KEYS, found
-        request = pb.LookupRequest(
-            epoch=session.epoch, client_uuid=bytes(16), request_id="request",
-            groups=[pb.GroupKeys(group=0, keys=KEYS)],
-        )  # fmt: skip
-        rows, generations = zip(*found.slots[0], strict=True)
-        slots = [pb.GroupSlots(group=0, rows=rows, generations=generations)]
-        reply = pb.LookupReply(epoch=session.epoch, num_resident=NUM_KEYS, num_leased=NUM_KEYS, slots=slots)
+@contextlib.contextmanager
+def echo(engine: EngineClients, names: bytes) -> Iterator[Callable[[], object]]:
+    """A call that moves as many bytes as a lookup and does nothing."""
+    request = pb.LookupRequest(
+        epoch=engine.scheduler.epoch, client_uuid=bytes(16), request_id="request", hint=True,
+        groups=[pb.GroupKeys(group=0, keys=names)],
+    )  # fmt: skip
+    reply = pb.LookupReply(epoch=engine.scheduler.epoch, num_resident=NUM_KEYS)
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
         socket = str(Path(folder) / "echo.sock")
         server = spawn.Process(target=echo_server, args=(socket, reply.SerializeToString()), daemon=True)
         server.start()
         with grpc.insecure_channel(f"unix:{socket}") as channel:
-            echo, payload = channel.unary_unary(PATH), request.SerializeToString()
-            echo(payload, wait_for_ready=True, timeout=30)
-            seconds: dict[str, list[float]] = {"lookup": [], "echo": []}
-            for _ in range(ROUNDS):
-                seconds["lookup"] += percentiles(lambda: session.lookup("request", [(0, KEYS)]))
-                seconds["echo"] += percentiles(lambda: echo(payload))
+            call, payload = channel.unary_unary(PATH), request.SerializeToString()
+            call(payload, wait_for_ready=True, timeout=30)
+            yield lambda: call(payload)
         server.terminate()
-        client.close()
-        worker_client.close()
-    size = f"{len(payload)} bytes there, {reply.ByteSize()} back"
-    return Report(
-        "rpc",
-        f"{NUM_KEYS} keys, all leased; {size}; {ROUNDS} x {CALLS} calls, interleaved",
-        _figures(seconds, starts),
+
+
+def ways(engine: EngineClients, names: bytes) -> dict[str, Callable[[], object]]:
+    numbers, indexed = itertools.count(), row_keys(names)
+    absent = chunk_keys(77, NUM_KEYS)
+    blocks = [names[at : at + 32] for at in range(0, len(names), 32)]
+
+    def find() -> None:
+        if len(engine.find(indexed).rows) != NUM_KEYS:
+            raise RuntimeError("not all rows are in memory: what is timed would not be a hit")
+
+    def lease() -> None:
+        request = f"lease-{next(numbers)}"
+        if engine.scheduler.lookup(request, [(0, names)]).num_leased != NUM_KEYS:
+            raise RuntimeError("not all rows were leased")
+        engine.scheduler.release([request])
+
+    return {
+        "index": find,
+        "names": lambda: keys.chunk_keys(blocks),
+        "miss": lambda: engine.scheduler.lookup(f"miss-{next(numbers)}", [(0, absent)], hint=True),
+        "lease and release": lease,
+    }
+
+
+def run() -> Report:
+    starts = [start_seconds() for _ in range(ROUNDS)]
+    names = chunk_keys(0, NUM_KEYS)
+    with (
+        RedisServer(maxmemory="512mb", maxmemory_policy="allkeys-lru") as redis,
+        SidecarProcess(memory_size=ARENA, remote_url=redis.unix_url) as sidecar,
+        EngineClients(sidecar, CHUNK_BYTES) as engine,
+    ):
+        sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["num_rows"] > 0)
+        engine.fill(names)
+        held = engine.scheduler.lookup("held", [(0, names)])  # or they would be evicted under load
+        assert held.num_leased == NUM_KEYS, held
+        idle: Seconds = {}
+        with echo(engine, names) as bare:
+            calls = {**ways(engine, names), "echo": bare}
+            for _ in range(ROUNDS):
+                for name, call in calls.items():
+                    idle.setdefault(name, []).extend(timed(call, CALLS))
+        busy: Seconds = {}
+        with load(sidecar) as rate:
+            calls = ways(engine, names)
+            for _ in range(ROUNDS):
+                for name, call in calls.items():
+                    busy.setdefault(name, []).extend(timed(call, CALLS))
+            bytes_per_second = rate()
+    return Report("rpc", _conditions(bytes_per_second), list(_figures(idle, busy, starts)))
+
+
+def _conditions(bytes_per_second: float) -> str:
+    return (
+        f"{NUM_KEYS} keys, {ROUNDS} x {CALLS} calls each, interleaved, {PAUSE_SECONDS * 1e3:g} ms apart;"
+        f" median of all\nunder load: {bytes_per_second / 1e9:.2f} GB/s were written through to Redis,"
+        " /metrics and /stats read ten times a second"
     )
 
 
-def _figures(seconds: dict[str, list[float]], starts: list[float]) -> list[Figure]:
-    p50 = {name: statistics.median(samples) for name, samples in seconds.items()}
-    p99 = {name: statistics.quantiles(samples, n=100)[98] for name, samples in seconds.items()}
-    return [
-        at_most("p50 of a lookup, of an echo's", p50["lookup"] / p50["echo"], "x", 1.5),
-        at_most("sidecar's start, from exec until it listens", statistics.median(starts), "s", 1.0),
-        *(Figure(f"{name}, p50", value * 1e6, "us") for name, value in p50.items()),
-        *(Figure(f"{name}, p99", value * 1e6, "us") for name, value in p99.items()),
-    ]
+def _percentiles(seconds: list[float]) -> tuple[float, float]:
+    return statistics.median(seconds) * 1e6, statistics.quantiles(seconds, n=100)[98] * 1e6
+
+
+def _figures(idle: Seconds, busy: Seconds, starts: list[float]) -> Iterator[Figure]:
+    p50, p99 = _percentiles(idle["index"])
+    yield at_most("hit, read from the index, p50", p50, "us", 200)
+    yield of("    p99", p99, "us")
+    p50, p99 = _percentiles(busy["index"])
+    yield of("    under load, p50", p50, "us")
+    yield at_most("    under load, p99", p99, "us", 2000)
+    medians = {
+        name: [statistics.median(seconds[at : at + CALLS]) for at in range(0, len(seconds), CALLS)]
+        for name, seconds in idle.items()
+    }
+    yield of("miss, by a call, of an echo's p50", paired(medians["miss"], medians["echo"]), "x")
+    for name in ("names", "miss", "lease and release", "echo"):
+        p50, p99 = _percentiles(idle[name])
+        yield of(f"{name}, p50", p50, "us")
+        yield of("    p99", p99, "us")
+        if name in busy:
+            yield of("    under load, p99", _percentiles(busy[name])[1], "us")
+    yield at_most("sidecar's start, from exec until it listens", statistics.median(starts), "s", 1.0)

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -79,6 +80,9 @@ class EngineFailed(Exception):
 class EngineProcess:
     """A vLLM engine in a child process, driven step by step by ``child.py``. A context manager."""
 
+    child: Sequence[str | Path] = ("-m", "tools.engine.child")
+    python_path: str | Path = ROOT
+
     def __init__(self, log: Path, connector: dict[str, Any] | None = None, **engine_args: Any) -> None:
         """``engine_args`` go over ``ENGINE_ARGS``; the child's output goes to ``log``."""
         self._log = log
@@ -87,12 +91,13 @@ class EngineProcess:
             args["kv_transfer_config"] = connector
         child_reads, self._commands = os.pipe()
         self._answers, child_writes = os.pipe()
-        command = [sys.executable, "-m", "tools.engine.child", str(child_reads), str(child_writes)]
-        environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        command = [sys.executable, *map(str, self.child), str(child_reads), str(child_writes)]
+        paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(self.python_path)}
+        environment = {**os.environ, **ENVIRONMENT, **paths}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, json.dumps(args)],
-                cwd=ROOT,
+                cwd=self.python_path,
                 env=environment,
                 pass_fds=(child_reads, child_writes),
                 stdout=output,

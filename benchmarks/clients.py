@@ -1,0 +1,71 @@
+"""An engine's two clients of a real sidecar, without an engine: its scheduler's and its worker's."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
+from lmcache.tiers.base import Slot
+from lmcache.tiers.mapping import Found
+from tools.processes import SidecarProcess, wait_until
+
+NAMESPACE = hashlib.sha256(b"benchmark").digest()
+CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
+
+
+def chunk_keys(prompt: int, number: int) -> bytes:
+    """The keys of a prompt's chunks, joined."""
+    return b"".join(hashlib.sha256(b"%d/%d" % (prompt, chunk)).digest() for chunk in range(number))
+
+
+def row_keys(keys: bytes) -> npt.NDArray[np.uint64]:
+    """Chunk keys as the index is asked for them: ``[n, 8]`` words."""
+    of_chunks = np.frombuffer(keys, np.uint64).reshape(-1, 4)
+    of_namespace = np.broadcast_to(np.frombuffer(NAMESPACE, np.uint64), of_chunks.shape)
+    return np.concatenate((of_namespace, of_chunks), axis=1)
+
+
+class EngineClients:
+    """A context manager: attached when it is entered."""
+
+    def __init__(self, sidecar: SidecarProcess, chunk_bytes: int) -> None:
+        engine = uuid.uuid4().bytes
+        group = KVGroup(group=0, block_tokens=BLOCK_TOKENS, chunk_bytes=chunk_bytes)
+        self._clients = [
+            SidecarClient(sidecar.socket_path, ClientHello(role, engine, NAMESPACE, CHUNK_TOKENS, (group,)))
+            for role in (Role.SCHEDULER, Role.WORKER)
+        ]
+
+    def __enter__(self) -> EngineClients:
+        for client in self._clients:
+            client.start()
+        self.scheduler, self.worker = (
+            wait_until(lambda client=client: client.session, what="attached") for client in self._clients
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for client in self._clients:
+            client.close()
+
+    scheduler: Session
+    worker: Session
+
+    def find(self, keys: npt.NDArray[np.uint64]) -> Found:
+        """Read the index in shared memory."""
+        assert self.scheduler.index is not None
+        return self.scheduler.index.find(keys)
+
+    def fill(self, keys: bytes) -> list[Slot]:
+        """Commit rows without copying into them; those that are there already stay."""
+        slots = [reservation.slot for reservation in self.worker.reserve(0, keys) if reservation.slot]
+        with self.worker.copying():
+            self.worker.commit(slots)
+        return slots

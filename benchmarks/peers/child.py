@@ -1,0 +1,75 @@
+"""Peers' packages from the registry, each in an environment of its own, and children that run in it.
+
+The environments lie in the cache directory; torch comes from the project's own, so that both run on the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from tools.cache import cache_root, uv
+
+CHILDREN = Path(__file__).parent
+# torch is the project's own, or each would pull another of 3 GB. Of the first only what is timed is needed.
+NEEDS = {
+    "0.3.0": ["--no-deps", "lmcache==0.3.0", "nvtx", "sortedcontainers", "aiofiles", "setuptools<80"],
+    "0.5.6": ["--excludes", str(CHILDREN / "excluded.txt"), "lmcache==0.5.6"],
+}
+
+
+def environment(version: str) -> Path:
+    """The Python of a peer's environment, made at the first call."""
+    digest = hashlib.sha256(" ".join(NEEDS[version][-1:]).encode()).hexdigest()[:8]
+    folder = cache_root() / f"peer-{version}-{digest}"
+    python = folder / "bin" / "python"
+    stamp = folder / "made"
+    if not stamp.exists():
+        print(f"installing lmcache {version} into {folder}", file=sys.stderr, flush=True)
+        make = [uv(), "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]
+        subprocess.run(make, check=True)
+        install = [uv(), "pip", "install", "--quiet", "--python", python, *NEEDS[version]]
+        subprocess.run(install, check=True, env={**os.environ, "NO_CUDA_EXT": "1"})
+        site = sysconfig.get_path("purelib", vars={"base": str(folder)})
+        Path(site, "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        stamp.touch()
+    return python
+
+
+def site_packages(version: str) -> Path:
+    """Where the peer's packages lie."""
+    return Path(sysconfig.get_path("purelib", vars={"base": str(environment(version).parent.parent)}))
+
+
+class Peer:
+    """A child that runs one round per line."""
+
+    def __init__(self, version: str, script: str, *arguments: object) -> None:
+        command = [environment(version), "-W", "ignore", CHILDREN / script, *map(str, arguments)]
+        bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=bare, cwd=CHILDREN
+        )
+
+    def round(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):  # it logs to stdout as well
+                seconds: dict[str, float] = json.loads(line)
+                return seconds
+        raise RuntimeError(f"the peer ended with status {self._process.wait()}")
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()

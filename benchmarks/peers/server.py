@@ -1,0 +1,115 @@
+"""Times `lmcache server` of 0.5.6 by its own bench client: on every line of input one new prompt is stored,
+looked up and retrieved. Runs in that package's own environment.
+
+Arguments: transfer mode, tokens per prompt, KV shape (the package's own notation), lookups per round. Or
+``serve``: nothing is timed, every line is answered with the server's port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+os.environ["LMCACHE_TRACK_USAGE"] = "false"  # it phones home otherwise
+os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
+
+import torch
+from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
+from lmcache.cli.commands.bench.server_bench.config import BenchConfig
+
+MODEL_BLOCKS, BLOCK_TOKENS = 1024, 16
+START_SECONDS = 120
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def start_server(port: int, http_port: int) -> subprocess.Popen[bytes]:
+    address = [f"--port={port}", "--host=127.0.0.1", f"--http-port={http_port}", "--http-host=127.0.0.1"]
+    memory = ["--l1-size-gb=3", "--eviction-policy=LRU", "--supported-transfer-mode=auto"]
+    command = [str(Path(sys.executable).parent / "lmcache"), "server", *address, *memory]
+    process = subprocess.Popen(
+        [*command, f"--shm-name=bench{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{http_port}/healthcheck", timeout=2)
+            return process
+        time.sleep(0.2)
+    process.kill()
+    raise SystemExit("the peer's server did not start")
+
+
+def timed_round(client: ServerBenchClient, turn: int, num_lookups: int) -> dict[str, float]:
+    cold = client.create_request(turn, f"cold-{turn}", "cold")
+    client.lookup(cold)
+    stored = client.store(cold, 0, cold.num_full_tokens)
+    client.end_session(cold)
+    layer = next(iter(client._workers[0].kv_caches.values()))
+    before = layer.clone()
+    lookups = []
+    for number in range(num_lookups):
+        warm = client.create_request(turn, f"warm-{turn}-{number}", "warm")
+        found = client.lookup(warm)
+        if not found.is_full_hit:
+            raise SystemExit(f"the peer found {found.hit_chunks} of {found.total_chunks} chunks")
+        lookups.append(found.latency_ms / 1e3)
+        if number + 1 < num_lookups:
+            client.end_session(warm)
+    client.zero_destination(warm, 0, warm.num_full_tokens)
+    retrieved = client.retrieve(warm, 0, warm.num_full_tokens)
+    client.end_session(warm)
+    if not (stored.succeeded and retrieved.succeeded):
+        raise SystemExit(f"the peer failed: {stored}, {retrieved}")
+    if not torch.equal(layer, before):
+        raise SystemExit("the peer did not return what was stored")
+    lookups.sort()
+    return {
+        "store": stored.latency_ms / 1e3,
+        "retrieve": retrieved.latency_ms / 1e3,
+        "lookup": lookups[len(lookups) // 2],
+        "lookup p99": lookups[int(len(lookups) * 0.99)],
+    }
+
+
+def main() -> None:
+    port, http_port = free_port(), free_port()
+    server = start_server(port, http_port)
+    try:
+        if sys.argv[1] == "serve":
+            for _ in sys.stdin:
+                print(json.dumps({"port": port}), flush=True)
+        else:
+            time_prompts(port, http_port)
+    except BaseException as error:
+        print(error, file=sys.stderr, flush=True)
+    finally:
+        server.kill()
+        os._exit(0)  # its threads never end
+
+
+def time_prompts(port: int, http_port: int) -> None:
+    mode, tokens, shape, num_lookups = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    config = BenchConfig(
+        rpc_url=f"tcp://127.0.0.1:{port}", http_url=f"http://127.0.0.1:{http_port}", mode="cpu",
+        transfer_mode=mode, tp_size=1, use_mla=False, num_tokens=tokens, kvcache_shape_spec=shape,
+        num_blocks=MODEL_BLOCKS, block_size=BLOCK_TOKENS,
+    )  # fmt: skip
+    client = ServerBenchClient(config, lambda line: None)
+    client.start()
+    for turn, _ in enumerate(sys.stdin):
+        print(json.dumps(timed_round(client, turn, num_lookups)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
