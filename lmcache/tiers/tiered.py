@@ -132,10 +132,9 @@ class TieredStore:
         if chain and self._is_shared(chain[0]):
             if slots:
                 self._hits.note(lease_id, chain, slots)
-            row_lengths = (list(lengths) * (len(chain) // width))[num_here:]
-            probing = self._promotions.bring(
-                chain[num_here:], row_lengths, lease_id[1], chunk_seconds / width
-            )
+            if num_here < len(chain):
+                missing, row_lengths = chain[num_here:], (list(lengths) * (len(chain) // width))[num_here:]
+                probing = self._promotions.bring(missing, row_lengths, lease_id[1], chunk_seconds / width)
         # Whole chunks: the last one may lie partly in memory and partly be on its way.
         num_chunks = num_resident // width
         leased = slots[: len(slots) // width * width]
