@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
 from lmcache.rpc.client import Role
 from lmcache.rpc.errors import StaleSession
 from lmcache.rpc.service import LOOKUP, RESERVE
 from lmcache.tiers.base import ArenaError, Reserved
 from lmcache.tiers.mapping import MappedColumn
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
-from tests.harness.wire import ClientProcess, RawClient, attached, make_hello, make_keys, usable
+from tests.harness.wire import NAMESPACE, ClientProcess, RawClient, attached, make_hello, make_keys, usable
 from tools.processes import wait_until
 
 
@@ -41,6 +42,44 @@ def test_a_row_is_visible_when_all_ranks_committed(sidecar, connect):
     for rank in ranks:
         assert np.array_equal(rank.slots[found.slots[0][0].row, :CHUNK_BYTES], payload(1))
     assert not np.shares_memory(ranks[0].slots, ranks[1].slots)
+
+
+def test_more_keys_than_one_call_takes_are_sent_in_several(sidecar, connect):
+    worker, scheduler = (attached(connect(role, chunk_bytes=4096)) for role in (Role.WORKER, Role.SCHEDULER))
+    usable(sidecar)
+    keys = make_keys(*range(2 * service.MAX_KEYS_PER_CALL + 10))
+    with worker.copying():
+        reserved = worker.reserve(0, keys)
+        worker.commit([reservation.slot for reservation in reserved])
+    found = scheduler.lookup("r", [(0, keys + make_keys(10**6))])
+    assert found.num_resident == found.num_leased == len(reserved)
+    assert found.slots[0] == [reservation.slot for reservation in reserved]
+    reserved = worker.reserve(0, make_keys(*range(10**6, 10**6 + service.MAX_KEYS_PER_CALL + 1)))
+    with worker.copying():
+        worker.abort([reservation.slot for reservation in reserved])
+    assert scheduler.lookup("other", [(0, make_keys(10**6))], hint=True).num_pending == 0
+
+
+def test_a_scheduler_reads_what_is_in_memory_without_a_call(sidecar, connect):
+    worker, scheduler = attached(connect()), attached(connect(Role.SCHEDULER))
+    usable(sidecar)
+    store(worker, 1, 2)
+    sidecar.freeze()
+    keys = np.frombuffer(b"".join(NAMESPACE + make_keys(number) for number in (1, 2, 3)), "<u8")
+    found = scheduler.index.find(keys.reshape(-1, 8)).slots(0, 3)
+    assert_stored([worker.slots[slot.row, :CHUNK_BYTES] for slot in found], 1, 2)
+    assert all(map(worker.holds, found))
+    sidecar.thaw()
+
+
+def test_what_a_reset_engine_stores_is_of_no_namespace_that_others_ask(sidecar, connect):
+    worker, scheduler = attached(connect()), attached(connect(Role.SCHEDULER))
+    usable(sidecar)
+    (reserved,) = worker.reserve(0, make_keys(1), namespace=b"r" * 32)
+    with worker.copying():
+        worker.commit([reserved.slot])
+    assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
+    assert scheduler.lookup("r", [(0, make_keys(1))], namespace=b"r" * 32).num_resident == 1
 
 
 def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connect):

@@ -180,6 +180,20 @@ def test_prompt_logprobs_are_computed_and_not_loaded(engine):
     assert engine.generate(prompt, prompt_logprobs=1)[0].num_cached_tokens == 0
 
 
+def test_after_a_reset_nothing_from_before_is_loaded_and_what_is_computed_then_is(engine):
+    """The weights may have been changed in place: their old KV is none of theirs."""
+    prompt = make_prompt(1000)
+    (reference,) = engine.generate(prompt)
+    engine.scrub_kv()
+    assert_hit(engine.generate(prompt)[0], reference, 768)
+    engine.scrub_kv()
+    assert engine.reset_caches() is True
+    (computed,) = engine.generate(prompt)
+    assert computed.num_cached_tokens == 0
+    engine.scrub_kv()
+    assert_hit(engine.generate(prompt)[0], computed, 768)
+
+
 def test_without_a_sidecar_and_when_it_comes(small_engine, late_sidecar):
     prompt = make_prompt(1000)
     (reference,) = small_engine.generate(prompt)

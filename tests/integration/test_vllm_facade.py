@@ -13,6 +13,7 @@ vllm = pytest.importorskip("vllm")
 import torch  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer import kv_transfer_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -25,6 +26,7 @@ from lmcache.engines.vllm import connector as module  # noqa: E402
 from lmcache.engines.vllm.connector import LMCacheClusterConnector  # noqa: E402
 from lmcache.engines.vllm.plan import EngineIdentity, Grid, StepMeta  # noqa: E402
 
+IDENTITY = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([4, 5],))
 
 
@@ -42,8 +44,7 @@ def make_config():
 @pytest.fixture
 def scheduler():
     connector = LMCacheClusterConnector(make_config(), KVConnectorRole.SCHEDULER, None)
-    identity = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): identity})
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): IDENTITY})
     yield connector
     connector.shutdown()
 
@@ -197,6 +198,14 @@ def test_an_engine_that_can_t_be_cached_runs_untouched(worker):
     worker.register_kv_caches({"layer": "not a tensor"})
     assert worker.get_handshake_metadata() is None
     assert worker.get_finished(set()) == (set(), set())
+
+
+def test_inside_another_connector_the_handshake_says_nothing(worker, monkeypatch):
+    """It would be given to all of its children, who fail on it."""
+    worker._worker.identity = IDENTITY
+    for group, said in ((worker, IDENTITY), (object(), None)):
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
+        assert worker.get_handshake_metadata() is said
 
 
 def test_every_hook_takes_what_the_engine_gives():

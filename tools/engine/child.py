@@ -88,6 +88,11 @@ class Child:
         for kv in self._kv_caches():
             kv.view(torch.uint8).fill_(_SCRUBBED)
 
+    def reset_caches(self) -> bool:
+        """What the engine does when it is paused, put to sleep or given other weights."""
+        self._drain()
+        return bool(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+
     def hook_times(self) -> dict[str, list[float]]:
         """Seconds of every call of the connector's hooks on the scheduler's thread since the last call of
         this.

@@ -150,6 +150,10 @@ class EngineProcess:
         """Overwrite all of the engine's KV, and empty its own prefix cache."""
         self._call("scrub_kv")
 
+    def reset_caches(self) -> bool:
+        """Have the engine forget all KV, its connector's too; False when that is not possible now."""
+        return bool(self._call("reset_caches"))
+
     def time_hooks(self) -> None:
         """Begin to measure the connector's hooks on the scheduler's thread."""
         self._call("time_hooks")

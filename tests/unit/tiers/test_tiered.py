@@ -39,6 +39,24 @@ async def test_lookup_says_probing_then_pending_then_resident(world):
 
 
 @run
+async def test_a_hint_leases_nothing_and_says_the_same(world):
+    world.put(chain(2))
+    found = world.store.lookup(LEASE, [chain(3)], lengths=[SIZE], is_hint=True)
+    assert (found.num_resident, found.probing, found.slots) == (2, True, [[]])
+    assert world.store.memory.num_leased == 0
+
+
+@run
+async def test_what_another_engine_is_writing_now_is_on_its_way(world):
+    world.put(chain(1))
+    slots = world.fill(chain(2, start=1), 0)
+    found = world.lookup(chain(4))
+    assert (found.num_resident, found.num_pending, found.num_coming) == (1, 2, 2)
+    world.store.abort(slots, 0, OWNER)
+    assert world.lookup(chain(4)).num_pending == 0
+
+
+@run
 async def test_promotion_is_single_flight(world):
     world.remote.fill(chain(3))
     world.remote.open.clear()

@@ -1,4 +1,4 @@
-"""Rows that not all clients have mapped yet are of no use to anybody."""
+"""Rows that are not populated, or were vacated, are of no use to anybody, and none is evicted for them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ class TestUsableRows:
         assert tier.lookup((b"e" * 16, "r"), [bytes([2]) * 64])[0] == 0
         assert self.store(tier, 3) is Reserved.SLOT
         assert tier.lookup((b"e" * 16, "r"), [bytes([3]) * 64])[0] == 1
+
+    def test_only_what_can_be_used_again_is_evicted_and_only_when_it_is_needed(self):
+        tier = self.tier()
+        for name in range(8):
+            self.store(tier, name)
+        tier.usable_rows = 2
+        assert self.store(tier, 8) is Reserved.SLOT
+        tier.lookup((b"e" * 16, "r"), [bytes([8]) * 64])
+        assert [self.store(tier, name) for name in (9, 10)] == [Reserved.SLOT] * 2
+        tier.usable_rows = 8
+        assert [name for name in range(11) if tier.is_resident(bytes([name]) * 64)] == [
+            2,
+            3,
+            4,
+            5,
+            6,
+            7,
+            8,
+            10,
+        ]
 
     def test_nothing_is_evicted_while_nobody_can_use_a_row(self):
         tier = self.tier(2)
