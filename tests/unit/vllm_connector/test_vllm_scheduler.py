@@ -85,7 +85,7 @@ def test_nothing_is_leased_for_a_request_that_only_waits(rig):
 
 def test_a_hint_says_how_many_requests_come_first(rig):
     """What a lower tier brings meanwhile costs this one no time: it is not too slow for it."""
-    requests = [rig.arrive(make_request(200, str(number))) for number in range(3)]
+    requests = [rig.arrive(make_request(200, name, cache_salt=name)) for name in "abc"]
     assert rig.session.num_ahead == 2
     for request in requests[:2]:
         assert rig.match(request) == (0, False)
