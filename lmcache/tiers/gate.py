@@ -48,11 +48,13 @@ class Rate:
         return self._bytes / self._seconds if is_known else 0.0
 
 
-def is_worth(num_bytes: int, queued_bytes: int, bytes_per_second: float, recompute_seconds: float) -> bool:
-    """Is bringing ``num_bytes``, after what is queued before them, clearly sooner done than recomputing?
+def is_worth(num_bytes: int, bytes_per_second: float, recompute_seconds: float) -> bool:
+    """Is bringing ``num_bytes`` clearly sooner done than recomputing?
 
-    0.0 for either rate: not known, and then it is tried.
+    0.0 for either rate: not known, and then it is tried. What other requests have queued before does not
+    count: those wait for the engine as well, so their computing would be queued just the same. An engine that
+    has nothing else to do does not wait for rows that are slow to come (its connector watches them).
     """
     if not bytes_per_second or not recompute_seconds:
         return True
-    return (queued_bytes + num_bytes) / bytes_per_second < _WORTH * recompute_seconds
+    return num_bytes / bytes_per_second < _WORTH * recompute_seconds
