@@ -175,7 +175,7 @@ class Drained(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "tenant", "prefill_tokens_per_second", "hint", "namespace", "num_ahead")
+    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "tenant", "prefill_tokens_per_second", "hint", "namespace")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -184,7 +184,6 @@ class LookupRequest(_message.Message):
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    NUM_AHEAD_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
     request_id: str
@@ -193,8 +192,7 @@ class LookupRequest(_message.Message):
     prefill_tokens_per_second: float
     hint: bool
     namespace: bytes
-    num_ahead: int
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., tenant: _Optional[bytes] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., namespace: _Optional[bytes] = ..., num_ahead: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., tenant: _Optional[bytes] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class GroupKeys(_message.Message):
     __slots__ = ("group", "keys")

@@ -160,16 +160,13 @@ class Session:
         tenant: bytes = b"",
         prefill_tokens_per_second: float = 0.0,
         hint: bool = False,
-        num_ahead: int = 0,
         namespace: bytes = b"",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> LookupResult:
         """Lease the leading chunks that are in memory; ``group_keys`` is (group, 32 bytes per chunk) per
         group. A ``hint`` leases nothing: it only says what is where, and has lower tiers bring theirs.
 
-        ``num_ahead``: requests that the engine serves before this one. ``namespace``: instead of the Hello's.
-
-        Repeating it with the same id extends the lease. Release the id
+        ``namespace``: instead of the Hello's. Repeating it with the same id extends the lease. Release the id
         in the end, also after an error: a call whose answer was lost may have leased.
         """
         if not hint:
@@ -187,7 +184,6 @@ class Session:
                 tenant=tenant,
                 prefill_tokens_per_second=prefill_tokens_per_second,
                 hint=hint,
-                num_ahead=num_ahead,
                 namespace=namespace,
             )
             result = result.followed_by(reply)

@@ -168,7 +168,7 @@ class Sessions:
             (client.peer.engine, request.request_id),
             keys,
             lengths=[client.peer.chunk_bytes[group.group] for group in request.groups],
-            chunk_seconds=client.chunk_seconds * (1 + request.num_ahead),
+            chunk_seconds=client.chunk_seconds,
             is_hint=request.hint,
         )
         reply = pb.LookupReply(

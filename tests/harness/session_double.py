@@ -29,7 +29,6 @@ class SessionDouble:
         self.owed: list[str] = []
         self.num_pending = 0
         self.num_hints = 0
-        self.num_ahead = 0  # as the last lookup said
         self.memory_only = False
         self.is_down = False
         self.is_copying = False
@@ -62,7 +61,6 @@ class SessionDouble:
         group_keys: Sequence[tuple[int, bytes]],
         *,
         hint: bool = False,
-        num_ahead: int = 0,
         namespace: bytes = b"",
         **_: Any,
     ) -> LookupResult:
@@ -71,7 +69,6 @@ class SessionDouble:
         ((group, keys),) = group_keys
         found = self._leading(namespace + key for key in _split(keys))
         self.num_hints += hint
-        self.num_ahead = num_ahead
         if hint:
             return LookupResult(len(found), 0, self.num_pending, False, {group: []})
         self.leased.add(request_id)

@@ -61,7 +61,6 @@ class Ticket:
     marks: Callable[[], Marks | None] | None  # may do I/O, what returns None is not cached; None: no marks
     namespace: bytes  # of the engine since its last reset; empty: as the workers said
     is_read: bool = True  # else it is only stored
-    num_ahead: int = 0  # requests that are served before this one
     asked_at: float = 0.0  # the scheduler's own
     context: KeyContext | None = None  # None: not known yet, or not cacheable
     names: tuple[bytes, ...] = ()  # of the chunks
@@ -208,7 +207,6 @@ class LookupThread:
             tenant=context.tenant,
             prefill_tokens_per_second=self._rate(),
             hint=is_hint,
-            num_ahead=ticket.num_ahead,
             namespace=context.namespace,
             timeout=_CALL_SECONDS,
         )

@@ -110,7 +110,6 @@ class Scheduler:
         self._namespace = b""  # since the last reset
         self._rate = PrefillRate()
         self._arrivals = Arrivals()
-        self._waiting: set[str] = set()  # arrived, and not allocated yet
         self._is_waiting = False  # a request waits for an answer, or for rows, in this step
         self._asked_again_at = 0.0
         self._loads: list[LoadJob] = []
@@ -148,7 +147,6 @@ class Scheduler:
         self._states.clear()
         self._jobs.clear()
         self._computing.clear()
-        self._waiting.clear()
         self._stores.clear()
 
     def reset_cache(self) -> bool:
@@ -168,9 +166,7 @@ class Scheduler:
         """Give a hint of a request that arrived; nothing is leased for it."""
         if self._lookups is None or getattr(request, "resumable", False):
             return  # a streaming session replaces tokens that were hashed already
-        state = RequestState(request, self._ask(request, self._lookups))
-        self._states[request.request_id] = state
-        self._waiting.add(request.request_id)
+        self._states[request.request_id] = RequestState(request, self._ask(request, self._lookups))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many more tokens can be loaded, and if there are any; (None, False): ask again."""
@@ -205,7 +201,6 @@ class Scheduler:
         offer = None
         if state is not None and not state.is_settled:
             offer, state.offer, state.patience, state.is_settled = state.offer, None, None, True
-            self._waiting.discard(request.request_id)
             state.computing = state.ticket.names[state.num_stored_chunks :]
             self._computing |= dict.fromkeys(state.computing, state)
         if num_external_tokens == 0:
@@ -262,7 +257,6 @@ class Scheduler:
         if state is None:
             return False
         state.is_finished = True
-        self._waiting.discard(request.request_id)
         if state.is_loading:  # the engine holds the blocks itself until the load is reported
             self._uncompute(state)
             return False
@@ -286,7 +280,6 @@ class Scheduler:
             None if lora is None and not media else partial(self._find_marks, request, chunk_tokens),
             self._namespace,
             is_read=not request.skip_reading_prefix_cache,
-            num_ahead=len(self._waiting),
         )
         lookups.ask(ticket)
         return ticket
@@ -309,7 +302,7 @@ class Scheduler:
             return False
         answer = ticket.answer
         if answer is not None and now - answer.at >= OLD_SECONDS and state.patience is None:
-            ticket.answer, ticket.num_ahead = None, 0
+            ticket.answer = None
             if not ticket.is_asking:
                 lookups.ask(ticket)
             return True

@@ -15,31 +15,6 @@ from tests.harness.world import FakeLock, new_uuid, world
 
 __all__ = ["world"]
 
-
-def test_a_request_that_queues_has_the_time_of_those_before_it_for_its_rows(world, monkeypatch):
-    client = world.attach(new_uuid(), Role.SCHEDULER)
-    seconds = []
-    lookup = world.sessions.store.lookup
-
-    def note(*args, chunk_seconds, **kwargs):
-        seconds.append(chunk_seconds)
-        return lookup(*args, chunk_seconds=chunk_seconds, **kwargs)
-
-    monkeypatch.setattr(world.sessions.store, "lookup", note)
-    for num_ahead in (0, 3):
-        request = pb.LookupRequest(
-            epoch=client.epoch,
-            client_uuid=client.peer.uuid,
-            request_id="r",
-            hint=True,
-            num_ahead=num_ahead,
-            prefill_tokens_per_second=16,
-        )
-        request.groups.add(group=0, keys=b"k" * 32)
-        world.sessions.lookup(request)
-    assert seconds == [1.0, 4.0]
-
-
 # ---- epochs and streams ----
 
 

@@ -83,18 +83,6 @@ def test_nothing_is_leased_for_a_request_that_only_waits(rig):
     assert rig.session.leased == {"r"}
 
 
-def test_a_hint_says_how_many_requests_come_first(rig):
-    """What a lower tier brings meanwhile costs this one no time: it is not too slow for it."""
-    requests = [rig.arrive(make_request(200, name, cache_salt=name)) for name in "abc"]
-    assert rig.session.num_ahead == 2
-    for request in requests[:2]:
-        assert rig.match(request) == (0, False)
-        rig.allocate(request, blocks(7), 0)
-    rig.scheduler.request_finished(requests[2])
-    rig.arrive(make_request(200, "last"))
-    assert rig.session.num_ahead == 0
-
-
 def test_rows_stored_while_a_request_queued_are_offered(rig):
     request = rig.arrive(make_request(200))
     rig.now = 60.0
