@@ -47,6 +47,7 @@ from lmcache.engines.vllm.plan import (
     load_pieces,
     loadable_tokens,
 )
+from lmcache.engines.vllm.requests import Computing, RequestState
 from lmcache.rpc.client import SidecarClient
 
 ASK_AGAIN_SECONDS = 0.01
@@ -57,25 +58,6 @@ OLD_SECONDS = 1.0
 
 _NOTHING, _NOTHING_IDLE = StepMeta(), StepMeta(is_idle=True)
 """For the steps without work for us: most of them."""
-
-
-class RequestState:
-    """What is known of one request."""
-
-    def __init__(self, request: Any, ticket: Ticket) -> None:
-        self.request = request
-        self.ticket = ticket
-        self.is_settled = False  # it was allocated: to be asked for again means to begin anew
-        self.offer: Offer | None = None
-        self.patience: Patience | None = None  # while it waits for rows
-        self.computing: tuple[bytes, ...] = ()  # chunks that are being computed for it
-        self.blocks: list[int] = []
-        self.num_found = 0  # leading chunks in memory, when it was last asked for
-        self.num_stored_chunks = 0  # leading chunks that need no store: stored, or found
-        self.num_stores = 0  # StoreJobs that not all ranks ended
-        self.is_loading = False
-        self.is_finished = False
-        self.has_failed = False  # a load failed: don't try again, it could fail for ever
 
 
 class Scheduler:
@@ -106,7 +88,7 @@ class Scheduler:
         # Job id -> (request, ranks that did not end it, chunks).
         self._jobs: dict[int, tuple[RequestState, int, tuple[bytes, ...]]] = {}
         self._num_jobs = 0
-        self._computing: dict[bytes, RequestState] = {}  # chunks until they are stored -> for whom
+        self._computing = Computing()
         self._namespace = b""  # since the last reset
         self._rate = PrefillRate()
         self._arrivals = Arrivals()
@@ -201,8 +183,7 @@ class Scheduler:
         offer = None
         if state is not None and not state.is_settled:
             offer, state.offer, state.patience, state.is_settled = state.offer, None, None, True
-            state.computing = state.ticket.names[state.num_stored_chunks :]
-            self._computing |= dict.fromkeys(state.computing, state)
+            self._computing.begin(state)
         if num_external_tokens == 0:
             return
         (block_ids,) = blocks.get_block_ids()
@@ -258,11 +239,11 @@ class Scheduler:
             return False
         state.is_finished = True
         if state.is_loading:  # the engine holds the blocks itself until the load is reported
-            self._uncompute(state)
+            self._computing.end(state, state.ticket.names)
             return False
         # With async scheduling the last chunk may have got its name only now. The last token has no KV yet.
         self._store(state, min(request.num_computed_tokens, request.num_tokens - 1))
-        self._end_computing(state, state.ticket.names[state.num_stored_chunks :])
+        self._computing.end(state, state.ticket.names[state.num_stored_chunks :])
         if not state.num_stores:
             del self._states[request.request_id]
             return False
@@ -286,10 +267,8 @@ class Scheduler:
 
     def _begin_anew(self, state: RequestState, lookups: LookupThread) -> None:
         """It was preempted, its load failed, or the engine was reset: nothing of it is computed any more."""
-        self._uncompute(state)
-        state.ticket = self._ask(state.request, lookups)
-        state.is_settled, state.patience, state.offer = False, None, None
-        state.blocks, state.num_stored_chunks, state.num_found = [], 0, 0
+        self._computing.end(state, state.ticket.names)
+        state.begin_anew(self._ask(state.request, lookups))
 
     def _must_wait(self, state: RequestState, lookups: LookupThread, num_found: int) -> bool:
         now, ticket = self._clock(), state.ticket
@@ -323,16 +302,6 @@ class Scheduler:
         """Is the next chunk being computed for another request, to be stored?"""
         is_computed = any(name in self._computing for name in ticket.names[num_found : num_found + 1])
         return is_computed and lookups.is_attached
-
-    def _uncompute(self, state: RequestState) -> None:
-        """Nobody waits for this request any more."""
-        self._end_computing(state, state.computing)
-        state.computing = ()
-
-    def _end_computing(self, state: RequestState, names: Iterable[bytes]) -> None:
-        for name in names:
-            if self._computing.get(name) is state:
-                del self._computing[name]
 
     def _release(self, state: RequestState) -> None:
         state.offer = None
@@ -369,7 +338,7 @@ class Scheduler:
         if end <= first:
             return
         if len(state.blocks) < end * grid.blocks_per_chunk:
-            self._uncompute(state)
+            self._computing.end(state, state.ticket.names)
             return
         self._num_jobs += 1
         blocks = state.blocks[first * grid.blocks_per_chunk : end * grid.blocks_per_chunk]
@@ -383,8 +352,8 @@ class Scheduler:
     def _forget_progress(self, request_id: str) -> None:
         state = self._states.get(request_id)
         if state is not None:  # its running stores may be aborted; Reserve says which chunks are there
-            self._uncompute(state)
-            state.blocks, state.num_stored_chunks, state.offer = [], 0, None
+            self._computing.end(state, state.ticket.names)
+            state.forget_progress()
 
     def _take_report(self, report: WorkerReport) -> None:
         self.adopt([report.identity])
@@ -402,4 +371,4 @@ class Scheduler:
                 self._jobs[job_id] = (state, missing - num_ranks, names)
             else:
                 state.num_stores -= 1
-                self._end_computing(state, names)
+                self._computing.end(state, names)

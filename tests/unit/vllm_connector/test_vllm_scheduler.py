@@ -245,7 +245,7 @@ def test_who_does_not_compute_any_more_is_not_waited_for(rig, end):
         (job,) = rig.step(new=[("first", blocks(7), 0, 200)]).stores
         rig.report(ended=[job.job_id])
     assert rig.match(second) == (0, False)
-    assert rig.scheduler._computing == {}
+    assert rig.scheduler._computing._states == {}
 
 
 def test_nobody_waits_for_itself_after_a_preemption(rig):
