@@ -1,0 +1,59 @@
+"""Speculative decoding in a real vLLM: the V1 runner then asks for what ended before stores begin.
+
+Accepted drafts complete a chunk in a request's last step, whose blocks are given away at once: KV is small,
+and requests that queue take them in the next step.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tools.engine.process import EngineProcess, connector_config
+from tools.processes import SidecarProcess
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+BLOCK, CHUNK = 32, 64
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    with SidecarProcess(memory_size="256Mi") as sidecar:
+        config = connector_config(sidecar.socket_path, answer_seconds=1.0, chunk_tokens=CHUNK)
+        speculative = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
+        log = tmp_path_factory.mktemp("speculation") / "log"
+        with EngineProcess(
+            log,
+            config,
+            speculative_config=speculative,
+            max_model_len=1000,
+            kv_cache_memory_bytes=6 << 20,
+            max_num_batched_tokens=512,
+        ) as engine:
+            engine.wait_ready()
+            sidecar.wait_until(
+                lambda stats: len(stats["clients"]) == 2 and stats["memory"]["usable_rows"] > 0
+            )
+            yield engine
+
+
+def make_prompt(num_tokens, seed):
+    """Repeats itself, so that drafts are made; the tiny model's answers repeat themselves, too."""
+    tokens = random.Random(f"{num_tokens} {seed}")
+    return ([tokens.randrange(4, 260) for _ in range(12)] * num_tokens)[:num_tokens]
+
+
+def test_what_is_stored_is_what_was_computed(engine):
+    prompts = [make_prompt(90 + 11 * i, i) for i in range(24)]
+    turns = list(zip(prompts, engine.generate(*prompts, max_tokens=70), strict=True))
+    engine.scrub_kv()
+    num_loaded = 0
+    for prompt, turn in turns:
+        (hit,) = engine.generate(prompt + turn.tokens + [5], max_tokens=1)
+        num_loaded += hit.num_cached_tokens
+        end = hit.num_cached_tokens // BLOCK
+        for layer, (loaded, computed) in enumerate(zip(hit.kv, turn.kv, strict=True)):
+            assert loaded[:end] == computed[:end], f"layer {layer}"
+    assert num_loaded > len(turns) * CHUNK, "most were found"
