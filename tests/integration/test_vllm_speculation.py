@@ -1,7 +1,8 @@
 """Speculative decoding in a real vLLM: the V1 runner then asks for what ended before stores begin.
 
 Accepted drafts complete a chunk in a request's last step, whose blocks are given away at once: KV is small,
-and requests that queue take them in the next step.
+and requests that queue take them in the next step. A copy is faster than the next step, so the order of hooks
+itself is tested where a copy can be held up: test_vllm_transfers.py and test_vllm_lifetimes.py.
 """
 
 from __future__ import annotations
