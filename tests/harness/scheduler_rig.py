@@ -36,6 +36,10 @@ def blocks(num, first=100):
     return list(range(first, first + num))
 
 
+def chunk_ranges(meta):
+    return [(job.first_chunk, job.first_chunk + len(job.hashes)) for job in meta.stores]
+
+
 class Rig:
     def __init__(self, num_ranks=1):
         self.now = 0.0

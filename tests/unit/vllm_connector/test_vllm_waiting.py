@@ -1,0 +1,255 @@
+"""When the scheduler half asks, what it waits for, and what it finds after a reset."""
+
+import threading
+
+import pytest
+
+from lmcache.engines.vllm.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
+from lmcache.engines.vllm.plan import FIRST_ROW_SECONDS, STALL_SECONDS
+from lmcache.engines.vllm.scheduler import OLD_SECONDS
+from lmcache.tiers.base import Slot
+from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, make_request
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.scheduler.go_offline()
+
+
+def test_what_is_in_memory_is_offered_without_a_call(rig):
+    rig.stored(3)
+    rig.session.before_lookup = lambda: pytest.fail("no call is needed")
+    request = make_request(192 + 8)
+    rig.scheduler.on_new_request(request)
+    assert rig.match(request) == (192, True), "in the very step that it arrived in"
+
+
+def test_nothing_is_leased_for_a_request_that_only_waits(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(2000))
+    assert rig.session.num_hints == 1
+    assert rig.session.leased == set()
+    assert rig.match(request) == (192, True)
+    rig.settle()
+    assert rig.session.leased == set(), "not allocated yet"
+    rig.allocate(request, blocks(6), 192)
+    rig.settle()
+    assert rig.session.leased == {"r"}
+
+
+def test_rows_stored_while_a_request_queued_are_offered(rig):
+    request = rig.arrive(make_request(200))
+    rig.now = 60.0
+    rig.stored(3)
+    assert rig.match(request) == (192, True)
+
+
+def test_until_answered_the_engine_asks_again_and_then_takes_what_is_in_memory(rig):
+    rig.stored(2)
+    gate = threading.Event()
+    rig.session.before_lookup = gate.wait
+    request = make_request(200)
+    rig.scheduler.on_new_request(request)
+    assert rig.match(request) == (None, False)
+    rig.now = MIN_ANSWER_SECONDS - 0.001
+    assert rig.match(request) == (None, False)
+    rig.now = MIN_ANSWER_SECONDS
+    assert rig.match(request) == (128, True)
+    gate.set()
+    rig.settle()
+    rig.allocate(request, blocks(7), 0)
+    rig.settle()
+    assert rig.session.leased == set()
+
+
+def test_with_memory_alone_no_answer_is_waited_for(rig):
+    gate = threading.Event()
+    rig.session.memory_only, rig.session.before_lookup = True, gate.wait
+    rig.stored(1)
+    request = make_request(200)
+    rig.scheduler.on_new_request(request)
+    assert rig.match(request) == (64, True)
+    gate.set()
+
+
+def test_the_bound_of_an_answer_follows_how_long_answers_take(rig):
+    def slow():
+        rig.now += 0.05
+
+    rig.session.before_lookup = slow
+    for number in range(3):
+        rig.arrive(make_request(200, str(number)))
+    assert rig.lookups.answer_seconds == pytest.approx(0.1)
+    rig.session.before_lookup = lambda: setattr(rig, "now", rig.now + 5)
+    for number in range(3):
+        rig.arrive(make_request(200, str(number)))
+    assert rig.lookups.answer_seconds == MAX_ANSWER_SECONDS
+
+
+def test_an_old_answer_is_asked_for_again(rig):
+    request = rig.arrive(make_request(200))
+    rig.now = OLD_SECONDS
+    rig.session.num_pending = 3
+    assert rig.match(request) == (None, False)
+    rig.settle()
+    assert rig.match(request) == (None, False), "by now lower tiers have some"
+    rig.stored(3)
+    assert rig.match(request) == (192, True)
+
+
+# ---- waiting for rows on their way ----
+
+
+def test_rows_on_their_way_up_are_waited_for_while_they_come(rig):
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    for num_chunks in (0, 1, 2):
+        assert rig.match(request) == (None, False)
+        rig.settle()
+        rig.stored(num_chunks + 1)
+        rig.session.num_pending = 2 - num_chunks
+        rig.now += 0.15
+    assert rig.match(request) == (192, True), "after 0.45 s, with no rate known"
+
+
+def test_a_stall_ends_the_wait(rig):
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    rig.now = 0.01
+    assert rig.match(request) == (None, False)
+    rig.now += STALL_SECONDS
+    assert rig.match(request) == (64, True)
+
+
+def test_rows_that_never_come_are_given_up(rig):
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.now = FIRST_ROW_SECONDS
+    assert rig.match(request) == (0, False)
+
+
+def test_rows_that_come_slower_than_they_are_computed_are_not_waited_for(rig):
+    rig.session.num_pending = 3
+    rig.scheduler._rate.tokens_per_second = 64 / 0.01  # a chunk in 10 ms
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    rig.now = 0.04
+    assert rig.match(request) == (64, True)
+
+
+def test_only_what_is_on_its_way_is_waited_for(rig):
+    """A tail that nobody has must not cost the head its load, nor the request time."""
+    rig.session.num_pending = 1
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    assert rig.match(request) == (64, True)
+
+
+def test_who_waits_behind_another_s_rows_goes_on_waiting_while_those_come(rig):
+    rig.session.num_pending = 3
+    first = rig.arrive(make_request(200, "first"))
+    second = rig.arrive(make_request(200, "second", cache_salt="other"))
+    assert rig.match(first) == rig.match(second) == (None, False)
+    for num_chunks in (1, 2):
+        rig.now += 0.15
+        rig.stored(num_chunks)
+        assert rig.match(first) == rig.match(second) == (None, False)
+
+
+# ---- waiting for rows that another request is computing ----
+
+
+def test_a_prefix_that_another_request_is_computing_is_computed_once(rig):
+    rig.session.memory_only = True
+    first, second = make_request(200, "first"), make_request(200, "second")
+    rig.scheduler.on_new_request(first)
+    rig.scheduler.on_new_request(second)
+    assert rig.match(first) == (0, False)
+    rig.allocate(first, blocks(7), 0)
+    rig.now = 100.0  # however long its steps take
+    assert rig.match(second) == (None, False)
+    (job,) = rig.step(new=[("first", blocks(7), 0, 200)]).stores
+    assert rig.match(second) == (None, False), "computed, but not in memory yet"
+    rig.stored(3)
+    rig.report(ended=[job.job_id])
+    assert rig.match(second) == (192, True)
+
+
+@pytest.mark.parametrize("end", ["preempted", "finished", "not stored", "reset"])
+def test_who_does_not_compute_any_more_is_not_waited_for(rig, end):
+    rig.session.memory_only = True
+    first, second = make_request(200, "first"), make_request(200, "second")
+    rig.scheduler.on_new_request(first)
+    rig.scheduler.on_new_request(second)
+    assert rig.match(first) == (0, False)
+    rig.allocate(first, blocks(7), 0)
+    assert rig.match(second) == (None, False)
+    if end == "preempted":
+        rig.step(preempted=["first"])
+    elif end == "finished":
+        rig.scheduler.request_finished(first)
+    elif end == "reset":
+        rig.scheduler.reset_cache()
+    else:
+        (job,) = rig.step(new=[("first", blocks(7), 0, 200)]).stores
+        rig.report(ended=[job.job_id])
+    assert rig.match(second) == (0, False)
+    assert rig.scheduler._computing._states == {}
+
+
+def test_nobody_waits_for_itself_after_a_preemption(rig):
+    rig.session.memory_only = True
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (0, False)
+    rig.allocate(request, blocks(7), 0)
+    assert rig.match(request) == (0, False)
+
+
+# ---- resets ----
+
+
+def test_after_a_reset_nothing_from_before_is_found_and_new_rows_are(rig):
+    rig.session.memory_only = True
+    rig.stored(3)
+    before = rig.arrive(make_request(200, "before"))
+    assert rig.match(before) == (192, True)
+    assert rig.scheduler.reset_cache() is True
+    assert rig.match(before) == (0, False), "also for a request that arrived before"
+    rig.allocate(before, blocks(7), 0)
+    (job,) = rig.step(new=[("before", blocks(7), 0, 200)]).stores
+    assert len(job.context.namespace) == 32
+    for key in job.context.chunk_keys(job.hashes)[:32], job.context.chunk_keys(job.hashes)[32:64]:
+        slot = Slot(len(rig.session.rows), 1)
+        rig.session.rows[job.context.namespace + key] = slot
+        rig.session.committed.append(slot)
+    rig.report(ended=[job.job_id])
+    assert rig.match(rig.arrive(make_request(200, "after"))) == (128, True)
+    assert rig.scheduler.reset_cache() is True
+    assert rig.match(rig.arrive(make_request(200, "last"))) == (0, False), "every reset is another"
+
+
+def test_a_request_that_runs_through_a_reset_stores_nothing_more(rig):
+    """Its KV is of the old weights, or partly."""
+    rig.arrive(make_request(200))
+    assert chunk_ranges(rig.step(new=[("r", blocks(7), 0, 100)])) == [(0, 1)]
+    rig.scheduler.reset_cache()
+    meta = rig.step(cached=[("r", None, 100, 100, False)])
+    assert meta.stores == []
+    assert meta.preempted == ["r"], "and what is being copied is given up"
+
+
+def test_a_reset_during_a_load_is_refused(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (192, True)
+    rig.allocate(request, blocks(6), 192)
+    assert rig.scheduler.reset_cache() is False
+    rig.report(received=["r"])
+    assert rig.scheduler.reset_cache() is True
