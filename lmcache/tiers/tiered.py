@@ -88,10 +88,10 @@ class TieredStore:
         self._promotions = Promotions(self.memory, self._seals, self._hits, tiers, self._tasks, clock)
         self._tasks.spawn(self._hits.run())
 
-    @property
-    def is_memory_only(self) -> bool:
-        """Is all there is what the shared index shows?"""
-        return not self.lower and not self.memory.has_unverified
+    def is_memory_only(self, namespace: bytes) -> bool:
+        """Is all there is of a namespace what the shared index shows?"""
+        has_lower = self.lower and namespace in self._labels
+        return not has_lower and not self.memory.has_unverified
 
     async def adopt(self) -> None:
         """Rebuild the index from the slot table, letting the loop run in between."""

@@ -140,7 +140,7 @@ class Sessions:
             ready_rows=arena.ready_rows,
             index_offset=index_offset,
             index_buckets=index_buckets,
-            memory_only=self._present_store.is_memory_only,
+            memory_only=self._present_store.is_memory_only(client.peer.hello.namespace),
         )
 
     def drained(self, client: Client, message: pb.Drained) -> None:

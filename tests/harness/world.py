@@ -51,7 +51,9 @@ class FakeStore:
     def __init__(self, arena: FakeArena, clock) -> None:
         self.memory = MemoryTier(arena, clock=clock)
         self.is_closed = False
-        self.is_memory_only = True
+
+    def is_memory_only(self, namespace) -> bool:
+        return True
 
     async def adopt(self) -> None:
         for _ in self.memory.adopt():

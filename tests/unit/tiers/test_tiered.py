@@ -39,6 +39,19 @@ async def test_lookup_says_probing_then_pending_then_resident(world):
 
 
 @run
+async def test_an_answer_is_of_use_only_where_it_can_tell_more_than_the_index(world):
+    assert not world.store.is_memory_only(NAMESPACE), "there is a remote tier"
+    assert world.store.is_memory_only(b"p" * 32), "private: never below"
+    world.put(chain(1))
+    await world.store.drain(20)
+    restarted = TieredStore(world.arena)
+    assert restarted.is_memory_only(NAMESPACE)
+    await restarted.adopt()
+    assert not restarted.is_memory_only(NAMESPACE), "rows to be verified are asked for"
+    await restarted.close()
+
+
+@run
 async def test_a_hint_leases_nothing_and_says_the_same(world):
     world.put(chain(2))
     found = world.store.lookup(LEASE, [chain(3)], lengths=[SIZE], is_hint=True)
