@@ -267,6 +267,15 @@ class ServedEngine:
             time.sleep(0.2)
         return self
 
+    @property
+    def pid(self) -> int:
+        """The server's."""
+        return self._process.pid
+
+    def wait(self, timeout: float = 60) -> int:
+        """Until it has ended by itself; its exit status."""
+        return self._process.wait(timeout)
+
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
         """POST /v1/completions; returns the answer."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}

@@ -1,0 +1,45 @@
+"""An engine that is told to stop while it answers: as it is rendered, it finishes first."""
+
+import json
+import os
+import signal
+import urllib.request
+
+import pytest
+from lmcache_operator.api.parse import parse
+from lmcache_operator.specs.children import children
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from tests.harness.operator_model import cluster
+from tools.engine.process import ServedEngine
+from tools.kube.process import free_ports
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+NUM_TOKENS = 1500
+
+
+def rendered_timeout() -> str:
+    stateful_set = children(parse(cluster()), STOCK_IMAGES)[-1]
+    args = stateful_set["spec"]["template"]["spec"]["containers"][0]["args"]
+    (timeout,) = [arg for arg in args if arg.startswith("--shutdown-timeout=")]
+    return timeout
+
+
+def test_an_engine_that_is_told_to_stop_finishes_the_stream_it_has_begun(tmp_path):
+    (port,) = free_ports(1)
+    with ServedEngine(tmp_path / "vllm.log", port, None, rendered_timeout()) as engine:
+        engine.wait_ready()
+        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": NUM_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        request = urllib.request.Request(
+            f"{engine.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = (line for line in answer if line.startswith(b"data: "))
+            assert b'"finish_reason":null' in next(lines)  # it is in the middle of it
+            os.kill(engine.pid, signal.SIGTERM)
+            *_, usage, end = lines
+        assert end.strip() == b"data: [DONE]"
+        assert json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"] == NUM_TOKENS
+        assert engine.wait() == 0
