@@ -6,12 +6,13 @@ One control plane for the whole run and one namespace per test. The operator run
 import contextlib
 import itertools
 from collections.abc import Iterator
+from http import HTTPStatus
 
 import pytest
 import yaml
 
 from tools.kube import binaries, cluster
-from tools.kube.api import Object
+from tools.kube.api import ApiError, Object
 from tools.kube.cluster import Cluster
 from tools.kube.operator import (
     CHART,
@@ -37,7 +38,11 @@ def new_namespace(plane: Cluster, name: str, **labels: str) -> Iterator[str]:
     plane.api.create("v1/namespaces", {"metadata": {"name": name, "labels": labels}})
     plane.wait(lambda: plane.api.get("v1/serviceaccounts", "default", name))
     yield name
-    plane.api.delete("v1/namespaces", name)
+    try:
+        plane.api.delete("v1/namespaces", name)
+    except ApiError as error:  # the test has deleted it itself
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
 
 
 def example(**spec: object) -> Object:
