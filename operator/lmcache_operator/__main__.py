@@ -35,13 +35,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lmcache-operator", description=about)
     parser.add_argument("--version", action="version", version=f"lmcache-operator {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    images = argparse.ArgumentParser(add_help=False)
+    rendering = argparse.ArgumentParser(add_help=False)
     for name, image in STOCK_IMAGES.items():
         about = "for clusters that name none (default: %(default)s)"
-        images.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
+        rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
+    about = "namespace of the operator's pod, which may reach the sidecars' metrics port (default: none)"
+    rendering.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
 
     about = "watch a Kubernetes cluster and look after its LMCacheClusters"
-    run = commands.add_parser("run", parents=[images], help=about)
+    run = commands.add_parser("run", parents=[rendering], help=about)
     run.set_defaults(command=_run)
     about = "watch this namespace only; may be repeated (default: all namespaces)"
     run.add_argument("--namespace", action="append", default=[], metavar="NAME", help=about)
@@ -54,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=about)
 
     about = "print what `run` would apply; needs no Kubernetes cluster"
-    render = commands.add_parser("render", parents=[images], help=about)
+    render = commands.add_parser("render", parents=[rendering], help=about)
     render.set_defaults(command=_render)
     about = "YAML file with LMCacheClusters; - for standard input"
     render.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
@@ -78,6 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
     asyncio.run(
         run(
             images=_images(arguments),
+            operator_namespace=arguments.operator_namespace,
             kubeconfig=arguments.kubeconfig,
             namespaces=arguments.namespace,
             health_port=arguments.health_port,
@@ -99,7 +102,7 @@ def _render(arguments: argparse.Namespace) -> int:
         text = sys.stdin.read() if str(arguments.filename) == "-" else arguments.filename.read_text()
         for resource in yaml.safe_load_all(text):
             if isinstance(resource, dict) and resource.get("kind") == KIND:
-                rendered += children(parse(resource), _images(arguments))
+                rendered += children(parse(resource), _images(arguments), arguments.operator_namespace)
         if not rendered:
             raise ValueError(f"holds no {KIND}")
     except RecursionError:

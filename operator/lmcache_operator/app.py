@@ -20,6 +20,7 @@ from .kube.client import connect
 from .kube.watch import login
 from .queue import KeyedQueue
 from .reconcile.loop import ClusterKey, Reconciler
+from .sidecars import SidecarStats
 from .specs import Images
 from .specs.kinds import CHILDREN, CLUSTER
 from .specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
@@ -32,14 +33,21 @@ _Queue = KeyedQueue[ClusterKey]
 
 
 async def run(
-    *, images: Images, kubeconfig: str | None, namespaces: Sequence[str], health_port: int, metrics_port: int
+    *,
+    images: Images,
+    operator_namespace: str,
+    kubeconfig: str | None,
+    namespaces: Sequence[str],
+    health_port: int,
+    metrics_port: int,
 ) -> None:
     """Run until SIGTERM or SIGINT; without namespaces for all of them."""
     if kubeconfig is not None:
         os.environ["KUBECONFIG"] = kubeconfig  # where kopf looks for it
     start_http_server(metrics_port)
-    async with connect(kubeconfig) as api:
-        queue = KeyedQueue(Reconciler(api, images).reconcile, num_workers=_NUM_WORKERS)
+    async with connect(kubeconfig) as api, SidecarStats() as sidecars:
+        reconciler = Reconciler(api, images, sidecars.read, operator_namespace=operator_namespace)
+        queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
         metrics.CLUSTERS.set_function(lambda: len(queue))
         await kopf.operator(
             registry=build_registry(queue),

@@ -60,7 +60,15 @@ class World:
         """What a call raises: by the name of the call, or by it and a kind, as in "apply Service"."""
         self.is_namespace_ending = False
         self.evictions_allowed = True
+        self.stats: dict[str, Any] = {}
+        """What sidecars answer, by their pods' IP addresses."""
+        self.num_asked = 0
         self._uids = itertools.count(100)
+
+    async def ask(self, address: str) -> Any:
+        """A sidecar's /stats; None where there is no answer."""
+        self.num_asked += 1
+        return self.stats.get(address)
 
     # -- the calls of KubeApi
 

@@ -9,6 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 from lmcache_operator.reconcile.observed import Observed
 from lmcache_operator.reconcile.plan import Plan, plan
+from lmcache_operator.reconcile.problems import Problem
+from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
@@ -37,6 +39,12 @@ def carry_out(world: World, due: Plan) -> None:
 
     asyncio.run(run())
     world.run_stateful_sets()
+
+
+def status_of(world: World, failures: tuple[Problem, ...] = (), **more: Any) -> dict[str, Any]:
+    """What is told of the world as it is."""
+    observed = observe(world, **more)
+    return derive_status(observed, plan(observed, IMAGES), failures)
 
 
 def settled_world(**changes: Any) -> World:

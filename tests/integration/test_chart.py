@@ -212,6 +212,7 @@ def test_wrong_values_are_refused_by_name(plane, setting, message):
 def test_deployment_flags_are_understood_by_the_operator(plane):
     """The container's arguments, all optional ones included, parse with the operator's own command line."""
     from lmcache_operator.__main__ import _parser
+    from lmcache_operator.specs.names import OPERATOR_LABELS
 
     settings = [
         "watchNamespaces={a,b}", "defaults.engineImage=e:1", "defaults.sidecarImage=s:1",
@@ -221,6 +222,9 @@ def test_deployment_flags_are_understood_by_the_operator(plane):
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     parsed = _parser().parse_args(container["args"])
     assert parsed.namespace == ["a", "b"]
+    # By these the sidecars' NetworkPolicies let it in.
+    assert parsed.operator_namespace == deployment["metadata"]["namespace"]
+    assert OPERATOR_LABELS.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
     assert (parsed.engine_image, parsed.sidecar_image, parsed.log_format) == ("e:1", "s:1", "json")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])

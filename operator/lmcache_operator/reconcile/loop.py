@@ -23,7 +23,8 @@ from .observed import Observed, is_ready
 from .ownership import spell
 from .plan import Plan, plan
 from .problems import Problem
-from .status import derive_status, news, unobserved_status
+from .sidecars import Ask, Hearing
+from .status import derive_status, is_flip, is_to_be_watched, news, unobserved_status
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class ClusterKey(NamedTuple):
 class _Memory:
     """What is remembered of a cluster between looks; nothing breaks when it is lost."""
 
+    hearing: Hearing
     contests: ContestLog = field(default_factory=ContestLog)
     num_failures: int = 0
     """Looks that failed one after the other."""
@@ -58,9 +60,19 @@ class _Memory:
 class Reconciler:
     """Brings clusters to their declared state."""
 
-    def __init__(self, api: KubeApi, images: Images, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        api: KubeApi,
+        images: Images,
+        ask: Ask,
+        *,
+        operator_namespace: str = "",
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._api = api
         self._images = images
+        self._ask = ask
+        self._operator_namespace = operator_namespace
         self._monotonic = monotonic
         self._memories: dict[str, _Memory] = {}
 
@@ -79,7 +91,9 @@ class Reconciler:
                 return None
             if "deletionTimestamp" in resource["metadata"]:
                 return None
-            return await self._look(key, resource, self._memories.setdefault(key.uid, _Memory()))
+            if key.uid not in self._memories:
+                self._memories[key.uid] = _Memory(Hearing(self._ask, self._monotonic))
+            return await self._look(key, resource, self._memories[key.uid])
 
     async def _look(self, key: ClusterKey, resource: Object, memory: _Memory) -> float | None:
         observed, due = Observed(resource=resource, now=datetime.now(UTC)), None
@@ -91,18 +105,20 @@ class Reconciler:
                 key.namespace
             ):
                 return None
-            due = plan(observed, self._images)
+            due = plan(observed, self._images, self._operator_namespace)
             failure = await self._carry_out(key, observed, due, memory, problems)
+            observed = replace(observed, heard=await memory.hearing.listen(observed.pods))
         except Exception as error:
             failure = error
         if failure is not None and (problem := _told(failure, memory)):
             problems.append(problem)
-        is_news = await self._report(key, observed, due, problems)
+        status = _status(observed, due, problems)
+        is_news = await self._report(key, observed, status)
         if failure is not None:
             memory.num_failures += 1
             raise failure
         memory.num_failures = 0
-        if problems or due is None or not _is_at_rest(observed, due):
+        if problems or due is None or not _is_at_rest(observed, due) or is_to_be_watched(status):
             memory.num_waits = 0 if is_news else memory.num_waits + 1
             return min(_FIRST_WAIT_SECONDS * 2.0 ** min(memory.num_waits, 10), _MAX_WAIT_SECONDS)
         return _RESYNC_SECONDS * random.uniform(0.9, 1.1)
@@ -177,16 +193,8 @@ class Reconciler:
                 logger.info("%s: %s of %s was changed; healed it", key, spell(path) or "all", ref)
             memory.contests.note_healing(ref, path, self._monotonic())
 
-    async def _report(
-        self, key: ClusterKey, observed: Observed, due: Plan | None, problems: list[Problem]
-    ) -> bool:
-        """Write the status if it is news."""
-        if due is not None:
-            status = derive_status(observed, due, problems)
-        elif problems:
-            status = unobserved_status(observed, problems)
-        else:
-            return False
+    async def _report(self, key: ClusterKey, observed: Observed, status: Object) -> bool:
+        """Write the status if it is news; whether it is more than other figures."""
         before = observed.resource.get("status") or {}
         if status == before:
             return False
@@ -196,13 +204,19 @@ class Reconciler:
         metrics.WRITES.labels("status").inc()
         for told in news(before, status):
             await self._tell(observed, *told)
-        return True
+        return is_flip(before, status)
 
     async def _tell(self, observed: Observed, kind: str, reason: str, message: str) -> None:
         try:
             await self._api.post_event(observed.resource, kind, reason, message, observed.now)
         except ApiError as error:
             logger.warning("an Event was not taken: %s", error)
+
+
+def _status(observed: Observed, due: Plan | None, problems: list[Problem]) -> Object:
+    if due is not None:
+        return derive_status(observed, due, problems)
+    return unobserved_status(observed, problems) if problems else observed.resource.get("status") or {}
 
 
 def _told(failure: Exception, memory: _Memory) -> Problem | None:

@@ -5,11 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import NamedTuple
 
 from ..specs import Object
 from ..specs.kinds import Ref
 from ..specs.names import SPEC_HASH, engine_name
 from .contest import Contested
+
+
+class Sidecar(NamedTuple):
+    """What the sidecar of a pod that runs says of itself."""
+
+    pod: str = ""
+    is_engine_ready: bool = False
+    """Whether the pod is Ready."""
+    answers: bool = True
+    reason: str = ""
+    """Why it is not ready; empty: it is."""
+    is_attached: bool = False
+    """Whether its engine uses it."""
+    is_remote_reachable: bool | None = None
+    """None: it has no remote tier, or does not say."""
+
+
+class Heard(NamedTuple):
+    """What the sidecars of a cluster say."""
+
+    sidecars: tuple[Sidecar, ...]
+    is_certain: bool
+    """False: one that did not answer may do so the next time, as it perhaps did before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +50,8 @@ class Observed:
     """The engine's pods."""
     warnings: tuple[Object, ...] = ()
     """Events that say why pods are not there, or not ready."""
+    heard: Heard | None = None
+    """What the sidecars say; asked when all that is due has been done, None before."""
     contested: Contested = field(default_factory=dict)
     """Fields of children that somebody else keeps changing back."""
     now: datetime

@@ -35,13 +35,14 @@ class Plan:
     """Other pods whose memory tier has a size that was declared before."""
 
 
-def plan(observed: Observed, images: Images) -> Plan:
+def plan(observed: Observed, images: Images, operator_namespace: str = "") -> Plan:
     """Compare the cluster with its spec. With an invalid spec everything stays as it is.
 
     `images` are the operator's own, for a cluster that names none and has none yet.
     """
     try:
-        wanted = children(parse(observed.resource), _default_images(observed.stateful_set, images))
+        default_images = _default_images(observed.stateful_set, images)
+        wanted = children(parse(observed.resource), default_images, operator_namespace)
     except InvalidSpec as error:
         return Plan(problems=(Problem("InvalidSpec", str(error)),))
     due, lost, problems = [], {}, list(_problems(observed))

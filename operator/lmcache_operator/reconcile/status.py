@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 from ..specs import Object
 from ..specs.names import selector
-from .observed import Observed, is_ready
+from .observed import Observed, Sidecar, is_ready
 from .plan import Plan
 from .problems import Problem
 
 _TRUE, _FALSE, _UNKNOWN = "True", "False", "Unknown"
 _MAX_MESSAGE = 4096
 _DEADLINE = "ProgressDeadlineExceeded"
+_ATTACHED, _REACHABLE = "SidecarAttached", "RemoteTierReachable"
+_OF_SIDECARS = (_ATTACHED, _REACHABLE)
 
 
 class _Verdict(NamedTuple):
@@ -40,11 +42,15 @@ def derive_status(observed: Observed, plan: Plan, failures: Sequence[Problem]) -
         ready = _Verdict(_FALSE, *problems[0])
     elif progressing.status == _TRUE:
         ready = _Verdict(_FALSE, progressing.reason, progressing.message)
+    of_sidecars = _of_sidecars(observed)
+    # Engines serve without their cache: it makes nothing unready.
+    degrading = [Problem(v.reason, v.message) for v in of_sidecars.values() if v.status == _FALSE]
     verdicts = {
-        "Degraded": _degraded(problems),
+        "Degraded": _degraded([*problems, *degrading]),
         "EngineAvailable": _engine_available(desired, num_ready, count),
         "Progressing": progressing,
         "Ready": ready,
+        **of_sidecars,
     }
     return {
         "conditions": _conditions(observed, verdicts),
@@ -58,12 +64,25 @@ def derive_status(observed: Observed, plan: Plan, failures: Sequence[Problem]) -
 def unobserved_status(observed: Observed, failures: Sequence[Problem]) -> Object:
     """The status when the cluster could not be looked at: as before, and why it is not known to be so."""
     before: Object = observed.resource.get("status") or {}
-    verdicts = {
-        found["type"]: _Verdict(found["status"], found["reason"], found["message"])
-        for found in before.get("conditions") or ()
+    verdicts = _former(observed) | {
+        "Degraded": _degraded(failures),
+        "Ready": _Verdict(_UNKNOWN, *failures[0]),
     }
-    verdicts |= {"Degraded": _degraded(failures), "Ready": _Verdict(_UNKNOWN, *failures[0])}
     return before | {"conditions": _conditions(observed, verdicts)}
+
+
+def is_to_be_watched(status: Object) -> bool:
+    """Whether something is not as it should be that only asking again tells the end of."""
+    return any(c["type"] in _OF_SIDECARS and c["status"] == _FALSE for c in status["conditions"])
+
+
+def is_flip(before: Object, after: Object) -> bool:
+    """Whether more has changed than messages and figures."""
+
+    def verdicts(status: Object) -> list[tuple[str, str, str]]:
+        return [(c["type"], c["status"], c["reason"]) for c in status.get("conditions") or ()]
+
+    return verdicts(before) != verdicts(after)
 
 
 def news(before: Object, after: Object) -> Iterator[tuple[str, str, str]]:
@@ -100,6 +119,55 @@ def _progressing(plan: Plan, reasons: list[str], num_pods: int, desired: int, nu
 def _former_size(plan: Plan) -> str:
     mend = "replaced pods get the new one; a changed annotation in spec.engine.podTemplate replaces all"
     return f"{plan.num_former_size} still have the former size of the memory tier: {mend}"
+
+
+def _former(observed: Observed) -> dict[str, _Verdict]:
+    """What was told before, by the conditions' types."""
+    return {
+        found["type"]: _Verdict(found["status"], found["reason"], found["message"])
+        for found in (observed.resource.get("status") or {}).get("conditions") or ()
+    }
+
+
+def _of_sidecars(observed: Observed) -> dict[str, _Verdict]:
+    former = {kind: verdict for kind, verdict in _former(observed).items() if kind in _OF_SIDECARS}
+    if observed.heard is None:
+        return former
+    sidecars, is_certain = observed.heard
+    verdicts = {_ATTACHED: _attached(sidecars)}
+    was_known = _ATTACHED in former and former[_ATTACHED].status != _UNKNOWN
+    if verdicts[_ATTACHED].status == _UNKNOWN and was_known and not is_certain:
+        return former
+    with_remote = [sidecar for sidecar in sidecars if sidecar.is_remote_reachable is not None]
+    if lost := [sidecar for sidecar in with_remote if not sidecar.is_remote_reachable]:
+        message = f"{len(lost)} of {len(sidecars)} sidecars get no answer from it: pod {lost[0].pod}"
+        verdicts[_REACHABLE] = _Verdict(_FALSE, "RemoteTierUnreachable", message)
+    elif with_remote:
+        verdicts[_REACHABLE] = _Verdict(_TRUE, "Reachable", "no sidecar misses an answer from it")
+    return verdicts
+
+
+def _attached(sidecars: Sequence[Sidecar]) -> _Verdict:
+    """The first sidecar of which something is to be told stands for all of these."""
+
+    def count(some: Sequence[Sidecar]) -> str:
+        return f"{len(some)} of {len(sidecars)}"
+
+    if failed := [sidecar for sidecar in sidecars if sidecar.reason]:
+        why = f"pod {failed[0].pod}: {failed[0].reason}"
+        return _Verdict(_FALSE, "SidecarNotReady", f"{count(failed)} sidecars are not ready: {why}")
+    if silent := [sidecar for sidecar in sidecars if not sidecar.answers]:
+        why = f"pod {silent[0].pod}; the operator must reach the pods' metrics port"
+        return _Verdict(_UNKNOWN, "NoAnswer", f"{count(silent)} sidecars don't answer: {why}")
+    attached = [sidecar for sidecar in sidecars if sidecar.is_attached]
+    if bare := [s for s in sidecars if s.is_engine_ready and not s.is_attached]:
+        why = f"the log of the engine in pod {bare[0].pod} says why"
+        return _Verdict(
+            _FALSE, "EngineNotAttached", f"{count(bare)} engines serve without their cache: {why}"
+        )
+    if not attached:
+        return _Verdict(_UNKNOWN, "NoEngine", "no engine runs yet")
+    return _Verdict(_TRUE, "Attached", f"{count(attached)} engines use their sidecars")
 
 
 def _degraded(problems: Sequence[Problem]) -> _Verdict:

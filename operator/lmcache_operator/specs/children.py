@@ -19,10 +19,11 @@ _HTTP_PORT = {"name": "http", "port": names.ENGINE_PORT, "protocol": "TCP", "tar
 _METRICS_PORT = {"name": "metrics", "port": names.SIDECAR_PORT, "protocol": "TCP", "targetPort": "metrics"}
 
 
-def children(cluster: Cluster, default_images: Images) -> list[Object]:
+def children(cluster: Cluster, default_images: Images, operator_namespace: str = "") -> list[Object]:
     """All objects of a cluster, prerequisites of the pods first: one of each of `names.child_refs`.
 
-    `default_images` are the images by container that stand in where the user names none.
+    `default_images` are the images by container that stand in where the user names none. An operator whose
+    namespace is given may ask the sidecars.
 
     Raises:
         InvalidSpec: the spec can't be rendered.
@@ -40,7 +41,7 @@ def children(cluster: Cluster, default_images: Images) -> list[Object]:
         ),
         names.child(cluster, "Service", engine, spec=_headless_service(cluster)),
         names.child(cluster, "Service", cluster.name, spec=client_service),
-        names.child(cluster, "NetworkPolicy", engine, spec=_network_policy(cluster)),
+        names.child(cluster, "NetworkPolicy", engine, spec=_network_policy(cluster, operator_namespace)),
         names.child(cluster, "PodDisruptionBudget", engine, spec=_disruption_budget(cluster)),
         names.child(cluster, "StatefulSet", engine, spec=_stateful_set(cluster, default_images)),
     ]
@@ -120,9 +121,15 @@ def _headless_service(cluster: Cluster) -> Object:
     }
 
 
-def _network_policy(cluster: Cluster) -> Object:
+def _network_policy(cluster: Cluster, operator_namespace: str) -> Object:
     """Limits who reaches the sidecar's port; every other port of the pod stays open, and egress too."""
     scrapers = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {SCRAPER_LABEL: "true"}}}]
+    if operator_namespace:
+        # The label of a namespace that nobody can set to another's name.
+        namespace = {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}}
+        scrapers.append(
+            {"namespaceSelector": namespace, "podSelector": {"matchLabels": names.OPERATOR_LABELS}}
+        )
     others = [
         {"endPort": names.SIDECAR_PORT - 1, "port": 1, "protocol": "TCP"},
         {"endPort": _HIGHEST_PORT, "port": names.SIDECAR_PORT + 1, "protocol": "TCP"},

@@ -12,6 +12,11 @@ FIELD_MANAGER = "lmcache-operator"
 CLUSTER_LABEL = "lmcache.io/cluster"
 COMPONENT_LABEL = "lmcache.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+OPERATOR_LABELS = {
+    "app.kubernetes.io/component": "operator",
+    "app.kubernetes.io/part-of": "lmcache-cluster",
+}
+"""Of the operator's own pod, as the chart makes it."""
 
 SPEC_HASH = "lmcache.io/spec-hash"
 """On pods: what the user declared for them. A pod with another hash than its template is replaced."""

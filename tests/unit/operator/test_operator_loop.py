@@ -40,7 +40,9 @@ class Bench:
         self.restart()
 
     def restart(self) -> None:
-        self.reconciler = Reconciler(cast(KubeApi, self.world), STOCK_IMAGES, monotonic=self.clock)
+        self.reconciler = Reconciler(
+            cast(KubeApi, self.world), STOCK_IMAGES, self.world.ask, monotonic=self.clock
+        )
 
     def look(self) -> float | None:
         """One look; what it wrote is in `writes`."""
@@ -333,3 +335,36 @@ def test_healthz_answers_and_fails_when_work_hangs(
         return found
 
     assert asyncio.run(ask()) == status
+
+
+def test_sidecars_are_asked_at_looks_that_come_again_while_one_can_not_run() -> None:
+    bench = Bench()
+    bench.settle()
+    bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
+    bench.world.stats["10.0.0.1"] = {"is_ready": False, "not_ready_reason": "bad URL"}
+    assert bench.look() == 5.0
+    assert bench.writes == ["status"]
+    assert "SidecarNotReady" in str(bench.world.told)
+    assert bench.ready()[0] == "True"
+    waits = []
+    for number in range(6):  # other words are written, and are no reason to look sooner
+        bench.world.stats["10.0.0.1"]["not_ready_reason"] = f"bad URL {'x' * number}"
+        waits.append(bench.look())
+    assert waits == [10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
+    bench.world.stats["10.0.0.1"] = {"is_ready": True, "num_clients": {"attached": 1}}
+    num_asked = bench.world.num_asked
+    assert (bench.look() or 0) > 500
+    assert bench.world.num_asked == num_asked + 1
+    bench.look()
+    bench.restart()
+    bench.look()
+    assert bench.writes == []
+
+
+def test_a_sidecar_that_does_not_answer_keeps_nothing_from_resting() -> None:
+    bench = Bench()
+    bench.settle()
+    bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
+    for expected in (["status"], [], []):
+        assert (bench.look() or 0) > 500
+        assert bench.writes == expected

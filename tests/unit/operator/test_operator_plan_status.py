@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_operator.reconcile.plan import plan
 from lmcache_operator.reconcile.problems import Problem
-from lmcache_operator.reconcile.status import derive_status, news, unobserved_status
+from lmcache_operator.reconcile.status import news, unobserved_status
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
@@ -22,6 +22,7 @@ from tests.harness.operator_plans import (
     outdated_world,
     settled_world,
     specs,
+    status_of,
 )
 
 # -- why pods are not there, or not ready
@@ -119,11 +120,6 @@ def test_a_pod_that_does_not_get_ready_in_time_is_told() -> None:
 
 
 # -- status
-
-
-def status_of(world: World, failures: tuple[Problem, ...] = (), **more: Any) -> dict[str, Any]:
-    observed = observe(world, **more)
-    return derive_status(observed, plan(observed, IMAGES), failures)
 
 
 def condition(status: dict[str, Any], kind: str) -> tuple[str, str]:

@@ -19,8 +19,8 @@ from lmcache_operator.api.plain_yaml import dump
 from lmcache_operator.specs.children import children, spec_hash
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.merge import first_difference, merge
+from lmcache_operator.specs.names import OPERATOR_LABELS, child_refs
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-from lmcache_operator.specs.names import child_refs
 from lmcache_operator.specs.pod import arena_limit, sidecar_memory
 
 from tests.harness.operator_model import cluster
@@ -349,3 +349,14 @@ def test_merging_changes_neither_side(base: dict[str, Any], overlay: dict[str, A
 )
 def test_the_first_difference_is_named(wanted: Any, live: Any, where: str | None) -> None:
     assert first_difference(wanted, live) == where
+
+
+def test_the_operator_may_ask_the_sidecars() -> None:
+    def sources(*where: str) -> list[Any]:
+        policy = next(o for o in children(parse(cluster()), IMAGES, *where) if o["kind"] == "NetworkPolicy")
+        (own,) = [rule for rule in policy["spec"]["ingress"] if "from" in rule]
+        return own["from"]
+
+    (more,) = [source for source in sources("lmcache-system") if source not in sources()]
+    assert more["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "lmcache-system"}
+    assert more["podSelector"]["matchLabels"] == OPERATOR_LABELS

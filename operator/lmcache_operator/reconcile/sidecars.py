@@ -1,0 +1,115 @@
+"""What the sidecars of engine pods say of themselves: asked at a look, a few at once, and never relied on.
+
+What they say is text from a user's pod: it is cut, cleaned, and used for nothing but the status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..specs import Object
+from .observed import Heard, Sidecar, is_ready
+
+Ask = Callable[[str], Awaitable[Any]]
+"""Answers the /stats of the sidecar at an IP address; None where none is to be had within a second or so."""
+
+_MAX_AT_ONCE = 16
+_LOOK_SECONDS = 3.0
+"""For all sidecars of a cluster; whoever was not reached then comes first the next time."""
+_SILENCE_SECONDS = 60.0
+"""Who did not answer is not asked for that long, so that looks stay fast where pods can't be reached."""
+_MAX_REASON = 512
+
+
+class _Last(NamedTuple):
+    """The last time that a sidecar was asked."""
+
+    sidecar: Sidecar | None = None
+    time: float = float("-inf")
+    num_misses: int = 0
+    """Answers, one after the other, that did not come. One is no news: the operator may be busy itself."""
+
+
+@dataclass
+class Hearing:
+    """Asks the sidecars of one cluster, and remembers between looks what they said."""
+
+    ask: Ask
+    monotonic: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._last: dict[str, _Last] = {}
+
+    async def listen(self, pods: Sequence[Object]) -> Heard:
+        """Ask those of the pods that run. Raises nothing that comes from them."""
+        running = {pod["metadata"]["uid"]: pod for pod in pods if _is_running(pod)}
+        self._last = {uid: self._last.get(uid, _Last()) for uid in running}
+        now, slots = self.monotonic(), asyncio.Semaphore(_MAX_AT_ONCE)
+        due = [
+            uid
+            for uid, last in self._last.items()
+            if not last.num_misses or now - last.time > _SILENCE_SECONDS
+        ]
+
+        async def ask(uid: str) -> None:
+            async with slots:
+                stats = await self.ask(running[uid]["status"]["podIP"])
+            self._last[uid] = _heard(stats, self._last[uid], now)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                await asyncio.gather(*map(ask, sorted(due, key=lambda uid: self._last[uid].time)))
+        return Heard(tuple(self._sidecars(running)), all(map(_is_certain, self._last.values())))
+
+    def _sidecars(self, running: dict[str, Object]) -> Iterator[Sidecar]:
+        for uid, pod in sorted(running.items(), key=lambda item: str(item[1]["metadata"]["name"])):
+            said = self._last[uid].sidecar or Sidecar(answers=False)
+            yield said._replace(pod=str(pod["metadata"]["name"]), is_engine_ready=is_ready(pod))
+
+
+def _is_running(pod: Object) -> bool:
+    status = pod.get("status", {})
+    is_there = status.get("phase") == "Running" and status.get("podIP")
+    return bool(is_there) and "deletionTimestamp" not in pod["metadata"]
+
+
+def _is_certain(last: _Last) -> bool:
+    return last.num_misses > 1 or (last.num_misses == 0 and last.sidecar is not None)
+
+
+def _heard(stats: Any, last: _Last, now: float) -> _Last:
+    if not isinstance(stats, dict):
+        num_misses = last.num_misses + 1
+        return _Last(last.sidecar if num_misses == 1 else None, now, num_misses)
+    said = _read(stats)
+    # A reason whose figures change, as of free bytes, is told once.
+    if last.sidecar and _without_figures(last.sidecar.reason) == _without_figures(said.reason):
+        said = said._replace(reason=last.sidecar.reason)
+    return _Last(said, now)
+
+
+def _read(stats: dict[str, Any]) -> Sidecar:
+    clients, remote = stats.get("num_clients"), stats.get("remote")
+    clients, remote = (value if isinstance(value, dict) else {} for value in (clients, remote))
+    num_attached, is_remote_reachable = clients.get("attached"), remote.get("is_reachable")
+    reason = _plain(stats.get("not_ready_reason")) or "it does not say why"
+    return Sidecar(
+        reason="" if stats.get("is_ready") is True else reason,
+        is_attached=isinstance(num_attached, int) and num_attached > 0,
+        is_remote_reachable=is_remote_reachable if isinstance(is_remote_reachable, bool) else None,
+    )
+
+
+def _plain(text: Any) -> str:
+    """One printable line of bounded length."""
+    cut = text[:_MAX_REASON] if isinstance(text, str) else ""
+    return " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+
+
+def _without_figures(reason: str) -> str:
+    return re.sub(r"[0-9.]+", "", reason)

@@ -1,0 +1,51 @@
+"""Reads what sidecars say of themselves, over HTTP from their pods."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any, Self
+
+import aiohttp
+from yarl import URL
+
+from .specs.names import SIDECAR_PORT
+
+_SECONDS = 1.0
+_MAX_BYTES = 256 << 10
+
+
+class SidecarStats:
+    """An HTTP client for the sidecars' /stats; an async context manager.
+
+    Whatever is at the other end is a user's: no redirect is followed, nothing decompressed or remembered.
+    """
+
+    def __init__(self, port: int = SIDECAR_PORT) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # whoever asks bounds it
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=_SECONDS),
+            auto_decompress=False,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def read(self, address: str) -> Any:
+        """The JSON value of the sidecar at an IP address; None if no answer comes within a second."""
+        try:
+            url = URL.build(scheme="http", host=address, port=self._port, path="/stats")
+            async with self._session.get(url, allow_redirects=False) as answer:
+                body = bytearray()
+                async for chunk in answer.content.iter_any():
+                    body += chunk
+                    if len(body) > _MAX_BYTES:
+                        return None
+                return json.loads(bytes(body)) if answer.status == HTTPStatus.OK else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError):
+            return None

@@ -1,0 +1,70 @@
+"""What a real sidecar says reaches the status, over the network and past a real API server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from lmcache_operator.specs.names import SIDECAR_PORT
+
+from tests.harness.clusters import condition, look_once_more, pods, wait_ready, written
+from tests.harness.kube import CLUSTERS, example
+from tests.harness.wire import RawClient
+from tools.processes import RedisServer, SidecarProcess
+
+pytestmark = pytest.mark.kube
+
+ADDRESS = "127.94.64.1"
+"""Loopback, and of no other test."""
+
+
+def wait_told(plane, operator, namespace, kind: str, reason: str) -> None:
+    """Until a look tells it; the operator is not reported what happens inside of pods."""
+
+    def is_told() -> bool:
+        look_once_more(plane, operator, namespace)
+        return condition(plane, namespace, kind).get("reason") == reason
+
+    plane.wait(is_told)
+
+
+def test_a_sidecar_that_can_not_run_is_told_in_its_words_and_heals(plane, operator, namespace, tmp_path):
+    """The test plays the kubelet: the pod's container is a process of ours."""
+    resource = example()
+    template = {"metadata": {"annotations": {"test/hold": "true"}}}
+    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: pods(plane, namespace))
+    (pod,) = pods(plane, namespace).values()
+    options = {"config": tmp_path / "sidecar.yaml", "http_host": ADDRESS, "http_port": SIDECAR_PORT}
+    options["config"].write_text("remote_url: redis://h:99999\n")
+    with RedisServer() as redis, SidecarProcess(stay_up="true", **options) as sidecar:
+        running = {"phase": "Running", "podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
+        ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+        name = pod["metadata"]["name"]
+        plane.api.patch("v1/pods", f"{name}/status", {"status": running | ready}, namespace)
+
+        # The engine serves, and the user reads what the sidecar says.
+        wait_ready(plane, namespace)
+        wait_told(plane, operator, namespace, "SidecarAttached", "SidecarNotReady")
+        told = condition(plane, namespace, "SidecarAttached")
+        said = f"{options['config']}: remote_url: remote URL: the host or port can't be read"
+        assert told["message"].startswith(f"1 of 1 sidecars are not ready: pod {name}: {said}")
+        assert condition(plane, namespace, "Degraded")["message"] == told["message"]
+        assert condition(plane, namespace, "EngineAvailable")["status"] == "True"
+
+        # What goes on is no news.
+        mark = plane.mark()
+        look_once_more(plane, operator, namespace)
+        assert written(plane, operator, mark, namespace) == []
+
+        # The kubelet renews the file.
+        options["config"].write_text(f"remote_url: {json.dumps(redis.url)}\n")
+        plane.wait(lambda: "The sidecar can't run" in sidecar.log and "LMCache sidecar" in sidecar.log)
+        wait_told(plane, operator, namespace, "SidecarAttached", "EngineNotAttached")
+        with RawClient(sidecar) as engine:
+            engine.attach()
+            wait_told(plane, operator, namespace, "SidecarAttached", "Attached")
+            assert condition(plane, namespace, "RemoteTierReachable")["status"] == "True"
+            assert condition(plane, namespace, "Degraded")["status"] == "False"
+            assert condition(plane, namespace, "Ready")["status"] == "True"
