@@ -8,6 +8,7 @@ lookup of rows that only the lower tier has until the lookup that finds them all
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import os
 import random
@@ -22,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.disk import scratch
-from benchmarks.remote import NUM_PARTS, SLOT_BYTES, connect, url_of
+from benchmarks.remote import connect, url_of
 from benchmarks.report import Figure, Report, at_least, of, paired
 from lmcache.tiers.base import Geometry, LowerTier, Reserved, RowKey
 from lmcache.tiers.disk import DiskTier
@@ -31,10 +32,10 @@ from lmcache.tiers.remote import PART_BYTES, RemoteTier
 from lmcache.tiers.tiered import TieredStore
 from tools.processes import RedisServer
 
-ROUNDS, WARM_UP = 31, 2
-ARENA_ROWS = 16 * NUM_PARTS  # a lookup brings at most a quarter of them
+NUM_ROWS, ROUNDS, WARM_UP = 32, 21, 2
+ARENA_ROWS = 8 * NUM_ROWS  # a lookup brings at most a quarter of them
 NAMESPACE, OWNER, ENGINE = b"n" * 32, b"o" * 16, b"e" * 16
-POLL_SECONDS = 1e-4
+POLL_SECONDS = 2e-3  # an engine asks every 10 ms
 DISK_CAPACITY = 8 << 30
 LIMIT_SECONDS = 30
 
@@ -90,7 +91,7 @@ async def rounds(tier: LowerTier, bare_store: Way, bare_load: Way, clear: Way) -
     await reader.store.adopt()
     seconds: dict[str, list[float]] = {name: [] for name in ("store", "bare store", "load", "bare load")}
     for turn in range(ROUNDS + WARM_UP):
-        keys = [NAMESPACE + os.urandom(32) for _ in range(NUM_PARTS)]
+        keys = [NAMESPACE + os.urandom(32) for _ in range(NUM_ROWS)]
         clear()
         took = {}
         for pair in (("store", "bare store"), ("load", "bare load")):
@@ -113,17 +114,19 @@ async def rounds(tier: LowerTier, bare_store: Way, bare_load: Way, clear: Way) -
 @contextmanager
 def bare_files(folder: Path) -> Iterator[tuple[Way, Way, Way]]:
     """One file per part by O_DIRECT, no header, no name to rename."""
-    memory = memoryview(mmap.mmap(-1, PART_BYTES))
-    memory[:] = os.urandom(PART_BYTES)
+    memory = memoryview(mmap.mmap(-1, ARENA_ROWS * PART_BYTES))
+    memory[:] = os.urandom(PART_BYTES) * ARENA_ROWS
+    slots = itertools.cycle(range(ARENA_ROWS))
 
     def each(flags: int, transfer: Callable[[int, list[memoryview], int], int]) -> None:
-        for part in range(NUM_PARTS):
+        for part in range(NUM_ROWS):
             fd = os.open(folder / str(part), flags | os.O_DIRECT, 0o600)
-            transfer(fd, [memory], 0)
+            start = next(slots) * PART_BYTES
+            transfer(fd, [memory[start : start + PART_BYTES]], 0)
             os.close(fd)
 
     def clear() -> None:
-        for part in range(NUM_PARTS):
+        for part in range(NUM_ROWS):
             (folder / str(part)).unlink(missing_ok=True)
 
     yield lambda: each(os.O_WRONLY | os.O_CREAT, os.pwritev), lambda: each(os.O_RDONLY, os.preadv), clear
@@ -133,14 +136,17 @@ def _figures(what: str, seconds: dict[str, list[float]]) -> Iterator[Figure]:
     for name in ("load", "store"):
         share = paired(seconds[f"bare {name}"], seconds[name])
         yield at_least(f"{name}, {what}, of the bare loop's rate", share, "%", 90)
-        yield of("    rate", SLOT_BYTES / statistics.median(seconds[name]) / 1e9, "GB/s")
+        yield of("    rate", NUM_ROWS * PART_BYTES / statistics.median(seconds[name]) / 1e9, "GB/s")
 
 
 def run() -> Report:
     figures: list[Figure] = []
     with RedisServer() as server:
         for kind in ("unix", "tcp"):
-            tier, bare = RemoteTier(url_of(kind, server), timeout_seconds=10), connect(kind, server)
+            tier, bare = (
+                RemoteTier(url_of(kind, server), timeout_seconds=10),
+                connect(kind, server, NUM_ROWS, ARENA_ROWS // NUM_ROWS),
+            )
 
             def clear(server: RedisServer = server) -> None:
                 server.client.flushall()
@@ -159,7 +165,7 @@ def run() -> Report:
 
 def _conditions() -> str:
     return (
-        f"{NUM_PARTS} rows of {PART_BYTES >> 20} MiB, {ROUNDS} rounds, in turn with the bare loop: it moves"
+        f"{NUM_ROWS} rows of {PART_BYTES >> 20} MiB, {ROUNDS} rounds, in turn with the bare loop: it moves"
         " one part after the\nother over one connection and neither hashes nor has a header; the disk is that"
         f" of {tempfile.gettempdir()}, O_DIRECT"
     )

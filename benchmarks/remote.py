@@ -6,6 +6,7 @@ part after the other, values of the same length, no header, no checksum.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import ssl
@@ -29,16 +30,21 @@ BARS = {"unix": 90, "tcp": 90, "tls": 85}  # per cent of the bare loop
 
 
 class BareLoop:
-    """The least that moves NUM_PARTS values of a part's length, header included, each way."""
+    """The least that moves some values of a part's length, header included, each way.
 
-    def __init__(self, connection: socket.socket, flags: int) -> None:
+    It takes turns over ``num_places`` places, as an arena does: memory that is in the caches is faster.
+    """
+
+    def __init__(self, connection: socket.socket, flags: int, num_parts: int, num_places: int) -> None:
         self._connection, self._flags = connection, flags
-        slot = memoryview(bytearray(os.urandom(NUM_PARTS * VALUE_BYTES)))
-        self._values = [slot[start : start + VALUE_BYTES] for start in range(0, len(slot), VALUE_BYTES)]
+        memory = memoryview(bytearray(os.urandom(VALUE_BYTES) * num_parts * num_places))
+        values = [memory[start : start + VALUE_BYTES] for start in range(0, len(memory), VALUE_BYTES)]
+        places = [values[first : first + num_parts] for first in range(0, len(values), num_parts)]
+        self._places = itertools.cycle(places)
         self._line = memoryview(bytearray(64))
 
     def store(self) -> None:
-        for part, value in enumerate(self._values):
+        for part, value in enumerate(next(self._places)):
             name = b"bare:%d" % part
             head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, len(value))
             self._connection.sendall(head)
@@ -47,7 +53,7 @@ class BareLoop:
             self._receive(5)  # +OK
 
     def load(self) -> None:
-        for part, value in enumerate(self._values):
+        for part, value in enumerate(next(self._places)):
             name = b"bare:%d" % part
             self._connection.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
             self._receive(len(b"$%d\r\n" % len(value)))
@@ -61,18 +67,18 @@ class BareLoop:
             num_bytes -= self._connection.recv_into(self._line[:num_bytes])
 
 
-def connect(kind: str, server: RedisServer) -> BareLoop:
+def connect(kind: str, server: RedisServer, num_parts: int = NUM_PARTS, num_places: int = 1) -> BareLoop:
     if kind == "unix":
         plain = socket.socket(socket.AF_UNIX)
         plain.connect(str(server.socket_path))
-        return BareLoop(plain, socket.MSG_WAITALL)
+        return BareLoop(plain, socket.MSG_WAITALL, num_parts, num_places)
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if kind == "tcp":
-        return BareLoop(connection, socket.MSG_WAITALL)
+        return BareLoop(connection, socket.MSG_WAITALL, num_parts, num_places)
     assert server.tls is not None
     context = ssl.create_default_context(cafile=str(server.tls.ca))
-    return BareLoop(context.wrap_socket(connection, server_hostname="127.0.0.1"), 0)
+    return BareLoop(context.wrap_socket(connection, server_hostname="127.0.0.1"), 0, num_parts, num_places)
 
 
 def url_of(kind: str, server: RedisServer) -> str:
@@ -103,7 +109,9 @@ def measure(kind: str, server: RedisServer) -> list[Figure]:
         assert remote.store(KEY, 0, payload)
 
     def load() -> None:
-        assert remote.load(KEY, 0, slot) == SLOT_BYTES
+        loaded = remote.load(KEY, 0, slot)
+        assert loaded is not None
+        assert loaded.length == SLOT_BYTES
 
     seconds = interleaved({"bare store": bare.store, "store": store}, before=client.flushall)
     store()
