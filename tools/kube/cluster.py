@@ -191,6 +191,8 @@ class Cluster:
             "kwok", f"--kubeconfig={self.kubeconfig('kwok')}", f"--config={HERE / 'stages.yaml'}",
             "--enable-crds=", f"--manage-nodes-with-annotation-selector={FAKE_NODE}=fake",
             "--node-lease-duration-seconds=40", f"--server-address=127.0.0.1:{kwok_port}",
+            # Addresses to which nobody can connect, and no packet leaves this machine: pods are not there.
+            "--cidr=239.0.0.1/12",
         )  # fmt: skip
         for number in range(self.num_nodes):
             self.add_node(f"node-{number}")
