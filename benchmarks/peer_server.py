@@ -25,7 +25,7 @@ from benchmarks.report import Figure, Report, at_least, of, paired, spread
 from benchmarks.transfer import BLOCKS, BLOCKS_PER_CHUNK, CHUNK_BYTES, CHUNKS, TOTAL_BYTES, make_kv
 from benchmarks.vllm import prompt, ttft
 from lmcache.engines.vllm.copier import CpuCopier
-from lmcache.engines.vllm.plan import Grid, KeyContext, LoadJob, StoreJob, load_pieces
+from lmcache.engines.vllm.plan import Grid, KeyContext, LoadJob, Offer, StoreJob
 from lmcache.engines.vllm.transfers import LoadTransfer, StoreTransfer
 from tools.engine.process import ROOT, EngineProcess, connector_config
 from tools.processes import SidecarProcess
@@ -76,8 +76,9 @@ class OurPath:
         names = job.context.chunk_keys(job.hashes)
         found = self._engine.find(row_keys(names))
         lease = self._lookups.submit(self._engine.scheduler.lookup, request_id, [(0, names)])
-        pieces = load_pieces(GRID, 0, CHUNKS * CHUNK_TOKENS, found.slots(0, CHUNKS), job.blocks)
-        transfer = LoadTransfer(LoadJob(request_id, pieces, job.blocks), None)
+        num_tokens = CHUNKS * CHUNK_TOKENS
+        load = LoadJob.from_offer(request_id, GRID, Offer(0, num_tokens, found), num_tokens, job.blocks)
+        transfer = LoadTransfer(load, None)
         transfer.run(self._engine.worker, self._copiers[threads])
         if transfer.bad_blocks:
             raise RuntimeError("a load failed")

@@ -69,9 +69,9 @@ class Found(NamedTuple):
     rows: NDArray[np.int64]
     generations: NDArray[np.uint64]
 
-    def slots(self, first: int, end: int) -> list[Slot]:
-        """Slots of some of the keys."""
-        return list(map(Slot, self.rows[first:end].tolist(), self.generations[first:end].tolist()))
+    def slots(self) -> list[Slot]:
+        """As slots."""
+        return list(map(Slot, self.rows.tolist(), self.generations.tolist()))
 
 
 class MappedIndex:

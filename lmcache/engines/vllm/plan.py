@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class Grid:
     def chunk_hashes(self, block_hashes: Sequence[bytes], first: int, end: int) -> list[bytes]:
         """Per chunk from ``first`` to ``end``: its last block's hash, which folds in all tokens before."""
         step = self.chunk_tokens // self.hash_tokens
-        return [bytes(block_hashes[(chunk + 1) * step - 1]) for chunk in range(first, end)]
+        return list(map(bytes, block_hashes[(first + 1) * step - 1 : end * step : step]))
 
 
 def loadable_tokens(grid: Grid, num_computed_tokens: int, num_tokens: int, num_leased: int) -> int:
@@ -84,20 +84,6 @@ class Piece(NamedTuple):
     slot: Slot
     first_block: int  # within the chunk
     blocks: tuple[int, ...]  # ids in the engine's KV
-
-
-def load_pieces(
-    grid: Grid, start: int, num_tokens: int, slots: Sequence[Slot], blocks: Sequence[int]
-) -> tuple[Piece, ...]:
-    """Cut a load at the edges of chunks; ``slots`` and ``blocks`` are the request's from its start."""
-    pieces, last = [], start + num_tokens
-    while start < last:
-        chunk, offset = divmod(start, grid.chunk_tokens)
-        end = min((chunk + 1) * grid.chunk_tokens, last)
-        ids = blocks[start // grid.block_tokens : end // grid.block_tokens]
-        pieces.append(Piece(slots[chunk], offset // grid.block_tokens, tuple(ids)))
-        start = end
-    return tuple(pieces)
 
 
 class Arrivals:
@@ -166,11 +152,35 @@ class KeyContext:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Fill blocks of a request from leased slots. Without pieces: report it as failed."""
+    """Fill blocks of a request from consecutive chunks. Without chunks: report it as failed.
+
+    It is cut into pieces where it is copied: the engine's scheduler has no time for it.
+    """
 
     request_id: str
-    pieces: tuple[Piece, ...]
-    blocks: tuple[int, ...]  # all that count as not loaded when the job fails before its first piece
+    blocks: tuple[int, ...]  # ids in the engine's KV
+    found: Found | None = None  # its chunks
+    first_block: int = 0  # within the first chunk
+    blocks_per_chunk: int = 1
+
+    @classmethod
+    def from_offer(
+        cls, request_id: str, grid: Grid, offer: Offer, num_tokens: int, blocks: Sequence[int]
+    ) -> LoadJob:
+        """Load the first ``num_tokens`` (> 0) of an offer; ``blocks`` are the request's from its start."""
+        first, end = offer.start // grid.block_tokens, (offer.start + num_tokens) // grid.block_tokens
+        chunks = slice(first // grid.blocks_per_chunk, -(-end // grid.blocks_per_chunk))
+        found = Found(offer.found.rows[chunks], offer.found.generations[chunks])
+        in_chunk = first % grid.blocks_per_chunk
+        return cls(request_id, tuple(blocks[first:end]), found, in_chunk, grid.blocks_per_chunk)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Cut it at the edges of chunks."""
+        start, first_block = 0, self.first_block
+        for slot in self.found.slots() if self.found is not None else ():
+            end = start + self.blocks_per_chunk - first_block
+            yield Piece(slot, first_block, self.blocks[start:end])
+            start, first_block = end, 0
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ from lmcache.engines.vllm.plan import (
     StepMeta,
     StoreJob,
     WorkerReport,
-    load_pieces,
     loadable_tokens,
 )
 from lmcache.engines.vllm.requests import Computing, RequestState
@@ -188,13 +187,12 @@ class Scheduler:
             return
         (block_ids,) = blocks.get_block_ids()
         if state is None or self._lookups is None or offer is None or num_external_tokens > offer.num_tokens:
-            self._loads.append(LoadJob(request.request_id, (), tuple(block_ids)))
+            self._loads.append(LoadJob(request.request_id, tuple(block_ids)))
             return
+        self._loads.append(
+            LoadJob.from_offer(request.request_id, self._grid, offer, num_external_tokens, block_ids)
+        )
         num_chunks = -(-(offer.start + num_external_tokens) // self._grid.chunk_tokens)
-        slots = offer.found.slots(0, num_chunks)
-        pieces = load_pieces(self._grid, offer.start, num_external_tokens, slots, block_ids)
-        destination = tuple(block for piece in pieces for block in piece.blocks)
-        self._loads.append(LoadJob(request.request_id, pieces, destination))
         self._lookups.lease(state.ticket, num_chunks)
         state.is_loading = True
 

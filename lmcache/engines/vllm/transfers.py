@@ -22,21 +22,25 @@ class LoadTransfer:
         self.job = job
         self.ended = threading.Event()
         self._fence = fence
-        self.bad_blocks: tuple[int, ...] = job.blocks
+        self._num_good = 0  # blocks, from the first one on, whose bytes are proven
+
+    @property
+    def bad_blocks(self) -> tuple[int, ...]:
         """Blocks that can't be used: all, until their pieces are proven good."""
+        return self.job.blocks[self._num_good :]
 
     def run(self, session: Session, copier: EngineCopier) -> None:
         """Copy piece by piece; the first bad one ends it: KV after a gap is useless. Raises SidecarError."""
         if session.slots is None:
             return
         with session.copying():
-            for piece in self.job.pieces:
+            for piece in self.job.pieces():
                 if not session.holds(piece.slot):  # from an older arena: its row may not even exist
                     return
                 copier.load(session.slots[piece.slot.row], piece.first_block, piece.blocks, self._fence)
                 if not session.holds(piece.slot):
                     return
-                self.bad_blocks = self.bad_blocks[len(piece.blocks) :]
+                self._num_good += len(piece.blocks)
 
 
 class StoreTransfer:

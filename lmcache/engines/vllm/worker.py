@@ -225,8 +225,8 @@ class Worker:
             return
         self._loading.discard(request_id)
         loaded.add(request_id)
-        if transfer.bad_blocks:
-            self._bad_blocks.update(transfer.bad_blocks)
+        if bad_blocks := transfer.bad_blocks:
+            self._bad_blocks.update(bad_blocks)
             self._report.failed_loads.add(request_id)
 
     def _let_go(self) -> set[str]:

@@ -159,7 +159,7 @@ class IndexMachine(RuleBasedStateMachine):
     def what_is_found_is_right(self) -> None:
         for key in KEYS:
             found = self.reader.find(words(key))
-            for slot in found.slots(0, len(found.rows)):
+            for slot in found.slots():
                 for number, column in enumerate(self.columns):
                     seen = column.slots[slot.row].tobytes()
                     if column.holds(slot):
@@ -174,7 +174,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert is_found == [self.tier.is_resident(key) for key in KEYS]
         leading = (*is_found, False).index(False)
         found = self.reader.find(words(*KEYS))
-        assert [self.arena.table.key(slot.row) for slot in found.slots(0, 99)] == KEYS[:leading]
+        assert [self.arena.table.key(slot.row) for slot in found.slots()] == KEYS[:leading]
 
 
 TestIndexModel = IndexMachine.TestCase
@@ -205,9 +205,7 @@ def reader_of(arena: ArenaFile) -> MappedIndex:
 def test_a_full_arena_is_found_whole(tier):
     keys = fill(tier, tier.arena.num_rows)
     reader = reader_of(tier.arena)
-    assert reader.find(words(*keys)).slots(0, len(keys)) == [
-        tier._rows.slot(tier._rows.index[k]) for k in keys
-    ]
+    assert reader.find(words(*keys)).slots() == [tier._rows.slot(tier._rows.index[k]) for k in keys]
     reader.close()
 
 

@@ -3,18 +3,20 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache.engines.vllm.plan import (
     Grid,
+    LoadJob,
+    Offer,
     PrefillRate,
     WorkerReport,
-    load_pieces,
     loadable_tokens,
 )
-from lmcache.tiers.base import Slot
+from lmcache.tiers.mapping import Found
 
 GRIDS = st.builds(
     Grid.fit,
@@ -47,16 +49,19 @@ def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blo
         assert most <= computed, "nothing loadable was left out"
 
     blocks = [1000 + i for i in range(math.ceil(num_tokens / grid.block_tokens))]
-    slots = [Slot(7 * i, i) for i in range(num_leased)]
+    found = Found(7 * np.arange(num_leased), np.arange(num_leased, dtype=np.uint64))
+    job = LoadJob.from_offer("r", grid, Offer(computed, num_loaded, found), num_loaded, blocks)
     loaded = {}
-    for piece in load_pieces(grid, computed, num_loaded, slots, blocks):
-        chunk = slots.index(piece.slot)
+    for piece in job.pieces() if num_loaded else ():
+        chunk = found.slots().index(piece.slot)
         for offset, block in enumerate(piece.blocks):
             token = chunk * grid.chunk_tokens + (piece.first_block + offset) * grid.block_tokens
             loaded[token] = block
         assert 0 < len(piece.blocks) <= grid.blocks_per_chunk - piece.first_block
     wanted = range(computed, end, grid.block_tokens)
     assert loaded == {token: blocks[token // grid.block_tokens] for token in wanted}
+    assert job.blocks == tuple(loaded.values())
+    assert not num_loaded or job.found.rows[0] == 7 * (computed // grid.chunk_tokens), "none before it"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_a_hit_is_offered_loaded_and_its_lease_ended(rig):
     rig.allocate(request, blocks(6), 192)
     (load,) = rig.step().loads
     assert load.blocks == tuple(blocks(6))
-    assert [(piece.slot.row, piece.first_block, piece.blocks) for piece in load.pieces] == [
+    assert [(piece.slot.row, piece.first_block, piece.blocks) for piece in load.pieces()] == [
         (0, 0, (100, 101)),
         (1, 0, (102, 103)),
         (2, 0, (104, 105)),
@@ -42,7 +42,7 @@ def test_a_local_hit_inside_a_chunk_is_loaded_from_there(rig):
     rig.allocate(request, blocks(4), 96)
     (load,) = rig.step().loads
     assert load.blocks == (101, 102, 103)
-    assert [(piece.first_block, piece.blocks) for piece in load.pieces] == [(1, (101,)), (0, (102, 103))]
+    assert [(piece.first_block, piece.blocks) for piece in load.pieces()] == [(1, (101,)), (0, (102, 103))]
 
 
 def test_the_engine_may_take_less_than_was_offered(rig):
@@ -216,7 +216,7 @@ def test_a_promised_load_is_handed_out_to_fail_when_it_can_t_be_planned(rig):
     assert rig.match(request) == (0, False)
     rig.allocate(request, blocks(6), 192)
     (load,) = rig.step().loads
-    assert load.pieces == ()
+    assert list(load.pieces()) == []
     assert load.blocks == tuple(blocks(6)), "all of them: none can be trusted"
     assert rig.scheduler.request_finished(request) is False
 

@@ -7,12 +7,18 @@ import numpy as np
 import pytest
 
 from lmcache.engines.vllm import worker as module
-from lmcache.engines.vllm.plan import EngineIdentity, Grid, KeyContext, LoadJob, Piece, StepMeta, StoreJob
+from lmcache.engines.vllm.plan import EngineIdentity, Grid, KeyContext, LoadJob, StepMeta, StoreJob
 from lmcache.engines.vllm.worker import Worker
 from lmcache.tiers.base import Slot
+from lmcache.tiers.mapping import Found
 from tests.harness.session_double import SessionDouble
 
 IDENTITY = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
+
+
+def found(*slots):
+    rows, generations = zip(*slots, strict=True)
+    return Found(np.array(rows), np.array(generations))
 
 
 class CopierDouble:
@@ -66,8 +72,8 @@ class Rig:
 
     def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14)):
         size = len(blocks) // len(slots)
-        pieces = [Piece(slot, 0, blocks[i * size : (i + 1) * size]) for i, slot in enumerate(slots)]
-        self.worker.start_loads(StepMeta(loads=[LoadJob(request_id, tuple(pieces), blocks)]))
+        job = LoadJob(request_id, blocks, found(*slots), blocks_per_chunk=size)
+        self.worker.start_loads(StepMeta(loads=[job]))
 
     def preempt(self, request_id):
         self.worker.handle_preemptions(StepMeta(preempted=[request_id]))
@@ -152,7 +158,7 @@ def test_a_slot_that_is_given_away_under_a_load_fails_it_from_there_on(rig):
     assert rig.worker.take_report(StepMeta()).failed_loads == {"r"}
 
 
-@pytest.mark.parametrize("fault", ["no session", "copy raises", "no pieces", "offline"])
+@pytest.mark.parametrize("fault", ["no session", "copy raises", "no chunks", "offline"])
 def test_every_load_is_reported_once_whatever_fails(rig, fault, monkeypatch):
     rig.session.committed.append(Slot(0, 1))
     if fault == "no session":
@@ -162,9 +168,9 @@ def test_every_load_is_reported_once_whatever_fails(rig, fault, monkeypatch):
     if fault == "offline":
         rig.copier.fence = None  # a sick device may be why
         rig.worker.go_offline()
-    pieces = () if fault == "no pieces" else (Piece(Slot(0, 1), 0, (11, 12)),)
+    chunks = None if fault == "no chunks" else found(Slot(0, 1))
     for _ in range(2):  # a hook that is called again after a fault begins nothing twice
-        rig.worker.start_loads(StepMeta(loads=[LoadJob("r", pieces, (11, 12))]))
+        rig.worker.start_loads(StepMeta(loads=[LoadJob("r", (11, 12), chunks, blocks_per_chunk=2)]))
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
     assert rig.worker.take_bad_blocks() == {11, 12}
     assert rig.collect((), is_idle=False) == (set(), set())
