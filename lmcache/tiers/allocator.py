@@ -40,7 +40,7 @@ SLOTS_PER_FRAME = 16
 _LEAF_BITS = 1024
 
 
-def zeros(count: int, code: Literal["B", "I"]) -> memoryview[int]:
+def zeros(count: int, code: Literal["B", "I", "Q"]) -> memoryview[int]:
     """Return ``count`` numbers of a ``struct`` code, all 0; only what is touched takes memory."""
     memory = mmap.mmap(-1, max(1, count) * struct.calcsize(code), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(memory).cast(code)

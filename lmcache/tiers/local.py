@@ -140,6 +140,6 @@ class LocalStore:
     def keys(self) -> list[RowKey]:
         """All keys, the next victim first; those that are being read, or that nothing evicts, come last."""
         with self._lock:
-            victims = dict.fromkeys(map(self._rows.table.key, self._rows.policy.victims()))
+            victims = dict.fromkeys(map(self._rows.key, self._rows.policy.victims()))
             ordered = victims | dict.fromkeys(self._rows.index)
             return [key for key in ordered if self._rows.find(key) is not None]

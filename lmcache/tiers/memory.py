@@ -70,7 +70,8 @@ class MemoryTier:
             is_whole = whole_rows(entries) & is_given.all(axis=0)
             for offset in np.flatnonzero((entries["state"] != State.FREE).any(axis=0)).tolist():
                 key = entries[0, offset]["key"].tobytes()
-                if not rows.adopt(first + offset, key, is_whole=is_whole[offset]):
+                slot = Slot(first + offset, int(entries[0, offset]["generation"]))
+                if not rows.adopt(slot, key, is_whole=is_whole[offset]):
                     self._adopt_spoilt(first + offset, entries[:, offset])
             yield
         rows.is_holding_adopted = bool(rows.index or rows.dropped)
@@ -109,6 +110,10 @@ class MemoryTier:
         rows of one request go tail first; ``tenant``: whom a new row is counted for.
         """
         number = self._rows.index.get(key)
+        if number is not None and number not in self._rows.open and not self._rows.is_readable(number):
+            self.stats.removed[Removal.INVALID] += 1
+            self._rows.remove(key)
+            number = None
         row = self._new_row(key, request, depth, tenant) if number is None else self._rows.open.get(number)
         if number is not None and (row is None or column in row.committed):
             return Reservation(Reserved.EXISTS)
@@ -235,7 +240,7 @@ class MemoryTier:
         if not self._rows.is_visible(slot):
             return None
         self._rows.pin(slot.row)
-        return self._table.key(slot.row)
+        return self._rows.key(slot.row)
 
     def unpin(self, slot: Slot) -> None:
         """End one ``pin``."""
@@ -243,7 +248,7 @@ class MemoryTier:
 
     def describe(self, slot: Slot) -> tuple[RowKey, int]:
         """Return a visible row's key and the position of its chunk in its chain (0: not known)."""
-        return self._table.key(slot.row), self._rows.depths[slot.row]
+        return self._rows.key(slot.row), self._rows.depths[slot.row]
 
     def reserve_row(self, key: RowKey, request: Hashable = None) -> Slot | None:
         """Reserve all columns for this process itself; None when the row exists, or no row can be freed."""

@@ -1,8 +1,11 @@
 """Which rows there are: index, free slots and eviction. Who uses them is the business of those above.
 
-**What a row costs.** A plain row, complete and in nobody's hands, is an index entry and numbers: its key,
-length and generation stand in the slot table, its place in the order of eviction in the policy. Only a row
-that is being written, or that is gone from the index while somebody still has it in reach, is an ``OpenRow``.
+**What a row costs.** A plain row, complete and in nobody's hands, is an index entry and numbers: its length
+stands in the slot table, its place in the order of eviction in the policy. Only a row that is being written,
+or that is gone from the index while somebody still has it in reach, is an ``OpenRow``.
+
+**The slot table is written and not believed.** Engines have it mapped, and one of them may write where it
+must not: whose a row is, and under which generation, is read from this process's own memory.
 
 **Eviction** happens when a row is needed and no slots are free: first rows dropped after a restart, then
 incomplete ones, then what the policy says, with the neighbours in its frame that stand in the way of a longer
@@ -78,6 +81,8 @@ class Rows:
         self.next_generation = self.first_generation = arena.first_generation
         self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
         self._clock = clock
+        self._keys: list[RowKey] = []  # by row, as far as rows were ever taken; not copies
+        self._generations = zeros(self.allocator.num_numbers, "Q")
         self.depths = zeros(self.allocator.num_numbers, "I")  # position in its chain; 0: not known
         self.unverified = zeros(self.allocator.num_numbers, "B")  # 1: adopted, and not compared yet
         self._tenants = zeros(self.allocator.num_numbers, "I")
@@ -121,17 +126,37 @@ class Rows:
             rows.append(row)
         return rows
 
+    def key(self, row: int) -> RowKey:
+        """Return the key of a row that is not free."""
+        return self._keys[row]
+
     def slot(self, row: int) -> Slot:
         """Return the slot of a visible row."""
-        return Slot(row, self.table.generation(row))
+        return Slot(row, self._generations[row])
 
     def slots(self, rows: Sequence[int]) -> list[Slot]:
         """Return the slots of visible rows."""
-        return list(map(Slot, rows, self.table.generations(rows)))
+        generations = self._generations
+        return [Slot(row, generations[row]) for row in rows]
 
     def is_visible(self, slot: Slot) -> bool:
         """Is the slot a complete row of the index now?"""
-        return slot.row not in self.open and self.table.is_committed(*slot)
+        row, generation = slot
+        return (
+            row not in self.open
+            and self._generations[row] == generation
+            and self.index.get(self._keys[row]) == row
+        )
+
+    def is_readable(self, number: int) -> bool:
+        """Do readers find the visible row? It is shown to them again if it was not; False: somebody wrote
+        over what the slot table says of it, and maybe over its bytes."""
+        key = self._keys[number]
+        if self.table.key(number) != key or not self.table.is_committed(number, self._generations[number]):
+            return False
+        if not self.unverified[number]:
+            self._show(key, number)
+        return True
 
     # ---- from reserved to visible ----
 
@@ -146,6 +171,7 @@ class Rows:
             self.stats.refused += 1
             return None
         row = self.open[number] = OpenRow(key, Slot(number, self.next_generation), request)
+        self._name(number, key, self.next_generation)
         self.next_generation += 1
         self.depths[number] = min(depth, _MAX_DEPTH)
         self._tenants[number] = self.stats.tenants.enter(tenant, num_slots * self._bytes_per_slot)
@@ -164,7 +190,7 @@ class Rows:
     def note_verified(self, number: int) -> None:
         """An adopted row is intact."""
         self.unverified[number] = 0
-        key = self.table.key(number)
+        key = self._keys[number]
         if self.index.get(key) == number and number not in self.open:
             self._show(key, number)
 
@@ -178,7 +204,7 @@ class Rows:
         """Take the row out of the index: whoever asks for its key gets another one."""
         row = self.open.get(number)
         if row is None:
-            row = self.open[number] = OpenRow(self.table.key(number), self.slot(number))
+            row = self.open[number] = OpenRow(self._keys[number], self.slot(number))
         self._forget(row.key, number)
         self.policy.remove(number)
         row.spoilt = True
@@ -206,10 +232,12 @@ class Rows:
 
     # ---- restart ----
 
-    def adopt(self, number: int, key: RowKey, *, is_whole: bool) -> bool:
+    def adopt(self, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
         """Take a row that an earlier process left. If it is whole, and the first of its key, it is in the
         index from now on, to be verified before use; else it is for the caller to open as spoilt."""
+        number, generation = slot
         self.allocator.take_at(number)
+        self._name(number, key, generation)
         self._tenants[number] = self.stats.tenants.enter(b"", self._bytes_per_slot)
         if not is_whole or self.index.setdefault(key, number) != number:
             return False
@@ -267,7 +295,7 @@ class Rows:
                 else:
                     blocked[user] += 1
                     if self._shared is not None:
-                        self._shared.remove(self.table.key(number), number)
+                        self._shared.remove(self._keys[number], number)
         return Vacated(num_evicted, dict(blocked))
 
     def _user(self, number: int) -> str | None:
@@ -315,12 +343,15 @@ class Rows:
         return False
 
     def _evict(self, number: int) -> None:
-        row = self.open.get(number)
-        key = row.key if row else self.table.key(number)
-        self._forget(key, number)
+        self._forget(self._keys[number], number)
         self.policy.remove(number)
         self._free(number)
         self.stats.removed[Removal.EVICTED] += 1
+
+    def _name(self, number: int, key: RowKey, generation: int) -> None:
+        if number >= len(self._keys):
+            self._keys.extend(itertools.repeat(b"", number + 1 - len(self._keys)))
+        self._keys[number], self._generations[number] = key, generation
 
     def _show(self, key: RowKey, number: int) -> None:
         if self._shared is not None:
@@ -337,6 +368,7 @@ class Rows:
         self._incomplete.pop(number, None)
         self.dropped.pop(number, None)
         self.unverified[number] = 0
+        self._keys[number] = b""
         self.table.free(number)
         self.stats.tenants.leave(self._tenants[number], self.allocator.size(number) * self._bytes_per_slot)
         self.allocator.give(number)

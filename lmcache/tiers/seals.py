@@ -43,10 +43,11 @@ class Seals:
         """Note the seals of a row that was pinned for this, so that it outlives a restart; unpin it. Return
         its columns' digests."""
         table = self._memory.arena.table
+        key, _ = self._memory.describe(slot)
         try:
             columns = payloads(self._memory.arena, slot)
             found = await self._digests(columns)
-            for column, value in enumerate(seals_of(table.key(slot.row), columns, found)):
+            for column, value in enumerate(seals_of(key, columns, found)):
                 table.seal(slot.row, column, value)
         finally:
             self._memory.unpin(slot)

@@ -7,7 +7,7 @@ in all columns, verified) until it leaves the index.
 Buckets of 8 entries, an entry is 64 bits: the upper half of the key's hash, and row + 1 (0: empty). The lower
 half of the hash names the bucket; a key stands there or in the next one. Keys are SHA-256 digests, so their
 own bits are the hash, mixed with those of their namespace. At most a quarter of the entries is in use, so two
-full neighbours are next to impossible; a key that finds no room is a miss for the readers.
+full neighbours are next to impossible: one of what is in them makes room, and is a miss for the readers.
 
 **A reader trusts nothing here.** An entry is a hint: the slot table says whose the row is, and under which
 generation, and an entry of it is whole when state and generation are the same before and after its key is
@@ -58,9 +58,12 @@ class SharedIndex:
     def insert(self, key: RowKey, row: int) -> None:
         """Show a row."""
         places, entry = self._places(key, row)
-        free = next((place for place in places if not self._words[place]), None)
-        if free is not None:
-            self._words[free] = entry  # one store of 8 bytes: readers see all of it or nothing
+        present = [self._words[place] for place in places]
+        if entry in present:
+            return
+        # Without room, as good as surely an engine wrote over them: any place will do.
+        free = present.index(0) if 0 in present else row % len(places)
+        self._words[places[free]] = entry  # one store of 8 bytes: readers see all of it or nothing
 
     def remove(self, key: RowKey, row: int) -> None:
         """Hide a row; one that is not shown is ignored."""

@@ -77,6 +77,19 @@ def test_rows_whose_keys_changed_places_are_misses(sidecar, left_behind):
     assert_stored(load(session, session, "r", *range(NUM_ROWS)), *range(NUM_ROWS))
 
 
+def test_a_key_that_is_written_over_while_the_sidecar_lives_never_names_another_row(sidecar, connect):
+    session = attached(connect())
+    usable(sidecar)
+    store(session, 0)
+    entries = entries_of(sidecar.arena_path)
+    entries["key"][entries["state"] == State.COMMITTED] = np.void(b"x" * 64)
+    for number in range(100, 100 + len(entries), NUM_ROWS):  # every row becomes another key's
+        store(session, *range(number, number + NUM_ROWS))
+    assert_stored(load(session, session, "r", 0))
+    store(session, 0)
+    assert_stored(load(session, session, "r", 0), 0)
+
+
 @pytest.mark.parametrize(
     ("offset", "scribble"),
     [
