@@ -119,6 +119,11 @@ class Lower:
         """Return how many leading rows it has; none while it is not well."""
         if not self.is_well:
             return 0
+        asking = self._tasks.spawn(self._probe(keys))
+        await asyncio.wait([asking], timeout=_STUCK_SECONDS)  # another tier may have them
+        return asking.result() if asking.done() and not asking.cancelled() else 0
+
+    async def _probe(self, keys: Sequence[RowKey]) -> int:
         with contextlib.suppress(TierUnavailable):
             return await self._run(self._readers, lambda: self._tier.probe(keys, self._num_columns))
         return 0
@@ -131,14 +136,28 @@ class Lower:
     async def bring(self, key: RowKey, length: int, request: str) -> Brought | None:
         """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing."""
         self.num_loads += 1
+        brought = None
         try:
-            async with self._loading:
-                brought = await self._load(key, length, request) if self.is_well else None
+            if await self._take_turn():
+                try:
+                    brought = await self._load(key, length, request)
+                finally:
+                    self._loading.release()
         finally:
             self.num_loads -= 1
         self.stats.promoted += brought is not None
-        self.stats.promotions_failed += brought is None
+        self.stats.promotions_failed += brought is None and not self._memory.is_resident(key)
         return brought
+
+    async def _take_turn(self) -> bool:
+        """Wait until fewer than ``_NUM_READERS`` rows are being loaded. False: it is not well (any more)."""
+        while self.is_well:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._loading.acquire(), _STUCK_SECONDS)
+                if self.is_well:
+                    return True
+                self._loading.release()
+        return False
 
     async def _load(self, key: RowKey, length: int, request: str) -> Brought | None:
         slot = self._memory.reserve_row(key, request)
@@ -273,15 +292,16 @@ class Lower:
             self._tasks.spawn(self._offer_again())
 
     async def _offer_again(self) -> None:
-        """Offer what was refused, a row at a time and ever less often, until one is taken: then all."""
+        """Offer what was refused, a row at a time and ever less often, until one is taken: then all. Those
+        that left memory meanwhile take nobody's turn."""
         pause = _OFFER_SECONDS
         try:
             while self._refused:
                 await asyncio.sleep(pause)
                 await self._up.wait()
-                if not self._refused:
-                    break
-                why = await self.write(*next(iter(self._refused.values()))[:3])
+                why: Unwritten | None = Unwritten.EVICTED
+                while self._refused and why is Unwritten.EVICTED:
+                    why = await self.write(*next(iter(self._refused.values()))[:3])
                 pause = min(2 * pause, _MAX_OFFER_SECONDS) if why is Unwritten.REFUSED else _OFFER_SECONDS
                 for write in () if why else tuple(self._refused.values()):
                     self.write(*write[:3])

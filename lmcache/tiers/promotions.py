@@ -89,9 +89,14 @@ class Promotions:
         return True
 
     async def _verify(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
-        for key, slot in rows:
-            await self._seals.verify(slot)
-            self._pending.discard(key)
+        left = dict(rows)
+        try:
+            for key, slot in rows:
+                await self._seals.verify(slot)
+                del left[key]
+                self._pending.discard(key)
+        finally:  # after an error the rest is not on its way any more
+            self._pending.difference_update(left)
 
     async def _probe(
         self, keys: Sequence[RowKey], lengths: Sequence[int], request: str, row_seconds: float

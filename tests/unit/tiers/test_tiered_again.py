@@ -109,6 +109,30 @@ async def test_a_row_that_makes_the_tier_sick_keeps_nobody_back(world):
 
 
 @run
+async def test_refused_rows_that_left_memory_take_nobody_s_turn(world):
+    offer = lower._OFFER_SECONDS
+    world.remote.is_full = True
+    world.put(chain(4))
+    assert await world.store.drain(20)
+    pauses = []
+
+    async def pause(seconds, sleep=asyncio.sleep):
+        if seconds >= offer:
+            pauses.append(seconds)
+        await sleep(seconds)
+
+    for key in chain(3):
+        world.store.memory._rows.remove(key)
+    world.remote.is_full = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower.asyncio, "sleep", pause)
+        await until(lambda: not world.lower._is_offering)
+    assert written(world) == {chain(4)[3]}
+    assert world.lower.stats.unwritten[Unwritten.EVICTED] == 3
+    assert len(pauses) <= 1  # of the one that waited already, none is seen
+
+
+@run
 async def test_what_was_refused_is_bounded(world):
     world.remote.is_full = True
     world.put(chain(4))
