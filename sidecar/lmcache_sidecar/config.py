@@ -113,7 +113,8 @@ class Config:
     stay_up: bool = _option("BOOL", "false", _switch,
         "true, as in the image: a sidecar that can't run does not exit, since that would take its pod out of"
         " service; it says why in /readyz, and tries again")
-    http_host: str = _option("ADDRESS", "0.0.0.0", str, "address of the read-only HTTP server")
+    http_host: str = _option("ADDRESS", "", str,
+        "address of the read-only HTTP server; empty: every address, of IPv4 and IPv6")
     http_port: int = _option("PORT", "9464", _PORT,
         "port of /metrics, /stats, /healthz and /readyz; 0: any free one, see the log")
     log_format: str = _option("FORMAT", "text", _one_of("text", "json"), "text or json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -45,9 +46,8 @@ class HttpServer:
         self._spare = -1  # a descriptor for the connection that comes when no other is left
 
     def start(self, host: str, port: int) -> int:
-        """Listen, and say on which port. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        """Listen, and say on which port; no host: on every address of IPv4 and IPv6. Raises OSError."""
+        self._listener = _listen(host, port)
         self._listener.setblocking(False)
         self._keep_spare()
         self._watch(self._listener)
@@ -84,22 +84,23 @@ class HttpServer:
         task = asyncio.get_running_loop().create_task(self._serve(connection))
         self._connections[task] = None
         task.add_done_callback(self._note_end)
-        if len(self._connections) > _MAX_CONNECTIONS:
-            self._close_oldest()
+        # Not only one: those that end take a moment longer than the next one's coming.
+        self._close_oldest(len(self._connections) - _MAX_CONNECTIONS)
 
     def _make_room(self, listener: socket.socket) -> None:
         """Let go of a descriptor of ours for whoever waits; nothing is logged, it may go on for long."""
         loop = asyncio.get_running_loop()
         if self._connections:
-            self._close_oldest()
+            self._close_oldest(1)
         elif self._spare >= 0:
             self._free_spare()
         else:
             loop.remove_reader(listener)
             loop.call_later(_PAUSE_SECONDS, self._watch, listener)
 
-    def _close_oldest(self) -> None:
-        next(iter(self._connections)).cancel()
+    def _close_oldest(self, number: int) -> None:
+        for connection in itertools.islice(self._connections, max(0, number)):
+            connection.cancel()
 
     def _note_end(self, connection: asyncio.Task[None]) -> None:
         del self._connections[connection]
@@ -166,6 +167,16 @@ class HttpServer:
         except Exception:
             logger.exception("a page has a bug")
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    is_any = not host and socket.has_dualstack_ipv6()  # a pod may have addresses of one family only
+    return socket.create_server(
+        ("::" if is_any else host, port),
+        family=socket.AF_INET6 if is_any or ":" in host else socket.AF_INET,
+        backlog=_BACKLOG,
+        dualstack_ipv6=is_any,
+    )
 
 
 def _error(status: HTTPStatus) -> Page:

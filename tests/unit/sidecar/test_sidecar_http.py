@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import socket
 from collections.abc import Callable
@@ -109,6 +110,46 @@ def test_rubbish_is_refused(said, status):
 def test_a_connection_has_its_time(monkeypatch):
     monkeypatch.setattr("lmcache_sidecar.http._CONNECTION_SECONDS", 0.05)
     assert say() == say(b"GET /healthz HTTP/1.1\r\n") == b""
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "::1", "::", "0.0.0.0", "localhost"])
+def test_it_listens_where_it_is_told_and_else_everywhere(host):
+    async def run() -> list[str]:
+        server, answering = HttpServer({}), []
+        port = server.start(host, 0)
+        for address in ("127.0.0.1", "::1"):
+            with contextlib.suppress(ConnectionRefusedError):
+                _, writer = await asyncio.open_connection(address, port)
+                answering.append(address)
+                writer.close()
+        await server.stop()
+        return answering
+
+    expected = {"": ["127.0.0.1", "::1"], "::1": ["::1"], "::": ["::1"]}
+    assert asyncio.run(run()) == expected.get(host, ["127.0.0.1"])
+
+
+def was_closed(client: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return client.recv(1, socket.MSG_DONTWAIT) == b""
+    return False
+
+
+def test_a_flood_of_connections_takes_a_bounded_number_of_descriptors():
+    async def run() -> int:
+        server, most = HttpServer({}), 0
+        port = server.start("127.0.0.1", 0)
+        with contextlib.ExitStack() as stack:
+            # All of them are there before the loop takes the first.
+            clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(120)]
+            async with asyncio.timeout(20):
+                while sum(map(was_closed, clients)) < 120 - 32:
+                    await asyncio.sleep(0)
+                    most = max(most, len(server._connections))
+            await server.stop()
+        return most
+
+    assert 32 < asyncio.run(run()) < 40
 
 
 def test_a_port_that_is_taken_is_an_error():
