@@ -39,10 +39,14 @@ class MemoryTier:
     """
 
     def __init__(
-        self, arena: Arena, policy: Policy | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        arena: Arena,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        stats: MemoryStats | None = None,
     ) -> None:
         self.arena = arena
-        self._rows = Rows(arena, policy, clock)
+        self._rows = Rows(arena, policy, clock, stats=stats)
         self._rows.is_holding_adopted = True
         self._table = arena.table
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
@@ -229,6 +233,7 @@ class MemoryTier:
         """Say what the comparison found; a row that is not intact is gone. The row must be pinned."""
         if is_intact:
             self._rows.note_verified(slot.row)
+            self.stats.verified += 1
         else:
             self._rows.unverified[slot.row] = 0
             self.stats.removed[Removal.INVALID] += 1
@@ -290,7 +295,7 @@ class MemoryTier:
 
     @property
     def stats(self) -> MemoryStats:
-        """What was counted since the start."""
+        """What was counted, since the start unless it was given."""
         return self._rows.stats
 
     @property

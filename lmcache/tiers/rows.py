@@ -24,7 +24,7 @@ from typing import NamedTuple
 from lmcache.tiers.allocator import FrameAllocator, zeros
 from lmcache.tiers.base import Arena, ArenaError, Removal, RowKey, Slot
 from lmcache.tiers.policy import LRU, Policy
-from lmcache.tiers.stats import MemoryStats
+from lmcache.tiers.stats import MemoryStats, Tenants
 
 # Ranks of one engine store a chunk within one step: by then missing columns will not come any more.
 INCOMPLETE_SECONDS = 30.0
@@ -53,7 +53,8 @@ class Vacated(NamedTuple):
 
 
 class Rows:
-    """Rows of one arena; see the module. ``slots_per_frame``: slots of the longest row."""
+    """Rows of one arena; see the module. ``slots_per_frame``: slots of the longest row; ``stats``: to be gone
+    on with."""
 
     def __init__(
         self,
@@ -61,8 +62,10 @@ class Rows:
         policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
         slots_per_frame: int = 1,
+        stats: MemoryStats | None = None,
     ) -> None:
-        self.stats = MemoryStats()
+        self.stats = stats or MemoryStats()
+        self.stats.tenants = Tenants()
         self.allocator = FrameAllocator(arena.num_rows, slots_per_frame)
         self.policy = policy or LRU(self.allocator.num_numbers)
         self.table = arena.table

@@ -35,7 +35,6 @@ class Seals:
     """Computes them in a thread of its own, with the row pinned."""
 
     def __init__(self, memory: MemoryTier) -> None:
-        self.num_verified = 0  # rows from before a restart that were found intact
         self._memory = memory
         self._workers = Workers(1, "checksum", NICENESS)
 
@@ -65,7 +64,6 @@ class Seals:
             self._memory.verified(slot, is_intact=is_intact)
         finally:
             self._memory.unpin(slot)
-        self.num_verified += is_intact
         return is_intact
 
     async def close(self) -> None:

@@ -67,6 +67,7 @@ class MemoryStats:
     misses: int = 0  # were not, whatever was brought afterwards
     refused: int = 0  # reservations refused because no row could be freed
     removed: Counter[Removal] = field(default_factory=Counter)
+    verified: int = 0  # rows from before a restart that were found intact
     tenants: Tenants = field(default_factory=Tenants)  # that have rows now
     _counted: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)  # keys, of chains asked for
 

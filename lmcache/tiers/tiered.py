@@ -27,7 +27,7 @@ from lmcache.tiers.lower import Lower, Watcher
 from lmcache.tiers.memory import LeaseId, MemoryTier
 from lmcache.tiers.promotions import Promotions
 from lmcache.tiers.seals import Seals
-from lmcache.tiers.stats import TieredStats, Unwritten
+from lmcache.tiers.stats import MemoryStats, TieredStats, Unwritten
 from lmcache.tiers.tasks import Outstanding, Tasks
 from lmcache.tiers.writes import Write
 
@@ -47,9 +47,9 @@ class TieredStore:
     """Made on the running loop, once per format of the arena. Nothing here blocks the loop.
 
     ``lower``: by name ("disk"), in the order in which they are asked. They stay the caller's, who closes them
-    after the store. ``stats``: of the lower tiers, to be gone on with. Use: ``await store.adopt()`` first;
-    ``await store.close()`` before the arena is formatted anew or closed. Quarantine, leases' ends and
-    ``usable_rows`` are the business of ``store.memory``.
+    after the store. ``stats`` (of the lower tiers) and ``memory_stats``: to be gone on with. Use: ``await
+    store.adopt()`` first; ``await store.close()`` before the arena is formatted anew or closed. Quarantine,
+    leases' ends and ``usable_rows`` are the business of ``store.memory``.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class TieredStore:
         *,
         admit: Admit = Admit.ALL,
         stats: Mapping[str, TieredStats] | None = None,
+        memory_stats: MemoryStats | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.memory = MemoryTier(arena, clock=clock)
+        self.memory = MemoryTier(arena, clock=clock, stats=memory_stats)
         self.is_closed = False
         self._admit = admit
         self._labels: dict[bytes, bytes] = {}  # of shared namespaces
@@ -230,11 +231,6 @@ class TieredStore:
     def num_unsettled(self) -> int:
         """Rows still to be checksummed, and rows still to be written, counted once for every lower tier."""
         return self._outstanding.number
-
-    @property
-    def num_verified(self) -> int:
-        """Rows from before a restart that were found intact."""
-        return self._seals.num_verified
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until all rows committed so far are written through; False when time ran out."""

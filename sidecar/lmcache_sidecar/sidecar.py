@@ -12,7 +12,7 @@ from lmcache.rpc import service
 from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError
 from lmcache.tiers.remote import RemoteTier
-from lmcache.tiers.stats import TieredStats
+from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered import Admit, TieredStore
 from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallCounts
@@ -42,7 +42,9 @@ class Sidecar:
             self._arena.close()
             raise
         self._tiers = {name: lower.tier for name, lower in self._configured.items() if lower.tier}
-        self._tier_stats = {name: TieredStats() for name in self._tiers}  # over all formats of the arena
+        # Over all formats of the arena.
+        self._memory_stats = MemoryStats()
+        self._tier_stats = {name: TieredStats() for name in self._tiers}
         self._sessions = Sessions(self._arena, config.arena_path, locks, self._make_store)
         self._server = Server(self._sessions, config.socket, calls)
         self._deaths: asyncio.Task[None] | None = None
@@ -87,10 +89,16 @@ class Sidecar:
 
     def stats(self) -> dict[str, Any]:
         """Everything that is known about its parts."""
-        return stats.collect(self._sessions, self._configured)
+        return stats.collect(self._sessions, self._configured, self._memory_stats)
 
     def _make_store(self) -> TieredStore:
-        return TieredStore(self._arena, self._tiers, admit=Admit(self._config.admit), stats=self._tier_stats)
+        return TieredStore(
+            self._arena,
+            self._tiers,
+            admit=Admit(self._config.admit),
+            stats=self._tier_stats,
+            memory_stats=self._memory_stats,
+        )
 
 
 def _make_locks_directory(socket_path: str) -> Path:

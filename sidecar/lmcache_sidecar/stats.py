@@ -9,12 +9,12 @@ from typing import Any
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.lower import Lower
-from lmcache.tiers.stats import Tenants
+from lmcache.tiers.stats import MemoryStats, Tenants
 from lmcache_sidecar.sessions import Client, Sessions
 from lmcache_sidecar.tiers import Configured
 
 
-def collect(sessions: Sessions, configured: Mapping[str, Configured]) -> dict[str, Any]:
+def collect(sessions: Sessions, configured: Mapping[str, Configured], counts: MemoryStats) -> dict[str, Any]:
     """Everything, in plain numbers and text; null where a part is not there (yet). Costs O(clients)."""
     arena, store = sessions.arena, sessions.store
     lower = {
@@ -25,7 +25,7 @@ def collect(sessions: Sessions, configured: Mapping[str, Configured]) -> dict[st
     return {
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
-        "memory": _memory(sessions),
+        "memory": _memory(sessions, counts),
         "disk": lower.get("disk"),
         "remote": lower.get("remote"),
         "num_unsettled_rows": store.num_unsettled if store else 0,
@@ -35,17 +35,24 @@ def collect(sessions: Sessions, configured: Mapping[str, Configured]) -> dict[st
     }
 
 
-def _memory(sessions: Sessions) -> dict[str, Any]:
+def _memory(sessions: Sessions, counts: MemoryStats) -> dict[str, Any]:
     arena, store = sessions.arena, sessions.store
     numbers: dict[str, Any] = {
         "path": str(arena.path),
         "growth_error": arena.growth_error,
         "num_rows": arena.num_rows,
         "ready_rows": arena.ready_rows,
+        "hits": counts.hits,
+        "misses": counts.misses,
+        "hit_ratio": _ratio(counts.hits, counts.misses),
+        "refused": counts.refused,
+        "verified": counts.verified,
+        "tenants": _tenants(counts.tenants),
+        "removed": {reason.value: number for reason, number in counts.removed.items()},
     }
     if store is None or arena.geometry is None:
         return numbers
-    memory, counts = store.memory, store.memory.stats
+    memory = store.memory
     row_bytes = arena.geometry.slot_bytes * arena.geometry.num_columns
     return numbers | {
         "usable_rows": memory.usable_rows,
@@ -55,13 +62,6 @@ def _memory(sessions: Sessions) -> dict[str, Any]:
         "capacity_bytes": arena.num_rows * row_bytes,
         "ready_bytes": arena.ready_rows * row_bytes,
         "used_bytes": memory.num_used * row_bytes,
-        "hits": counts.hits,
-        "misses": counts.misses,
-        "hit_ratio": _ratio(counts.hits, counts.misses),
-        "refused": counts.refused,
-        "verified": store.num_verified,
-        "tenants": _tenants(counts.tenants),
-        "removed": {reason.value: number for reason, number in counts.removed.items()},
     }
 
 

@@ -105,6 +105,9 @@ def test_another_geometry_costs_no_row_of_the_queue(server, sidecar, connect, ch
     server.freeze()
     session = connect()
     store(session, *ROWS)
+    load(session, session, "hit", *ROWS)
+    memory = sidecar.stats()["memory"]
+    assert memory["hits"] == len(ROWS) == memory["tenants"]["none"]["rows"]
     sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == len(ROWS))
     connect.clients[0].close()
     sidecar.wait_until(lambda stats: not stats["clients"])
@@ -115,4 +118,7 @@ def test_another_geometry_costs_no_row_of_the_queue(server, sidecar, connect, ch
     wait_until(lambda: num_stored(server) == len(ROWS))
     if chunk_bytes == 2 * CHUNK_BYTES:
         attached(other)
-        assert sidecar.stats()["remote"]["writes"]["written"] == len(ROWS)
+        stats = sidecar.stats()
+        assert stats["remote"]["writes"]["written"] == len(ROWS)
+        assert (stats["memory"]["hits"], stats["memory"]["tenants"]["other"]["rows"]) == (len(ROWS), 0)
+        assert "none" not in stats["memory"]["tenants"]

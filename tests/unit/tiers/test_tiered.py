@@ -217,7 +217,7 @@ def test_adopted_rows_are_verified_before_they_are_offered():
             found = world.lookup(chain(5))
             assert (found.num_resident, found.num_pending) == (2, 0)
             assert found.probing  # what is damaged here may be intact below
-            assert world.store.num_verified == 4
+            assert world.store.memory.stats.verified == 4
             assert world.store.memory.stats.removed[Removal.INVALID] == 1
 
     asyncio.run(main())
