@@ -155,8 +155,12 @@ def test_a_missing_secret_is_told_in_the_kubelets_words_and_heals(plane, operato
     plane.wait(lambda: pods(plane, namespace))
     ((uid, pod),) = pods(plane, namespace).items()
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    message = 'MountVolume.SetUp failed for volume "hub-token" : secret "hub" not found'
     about = {"kind": "Pod", "name": pod["metadata"]["name"], "namespace": namespace, "uid": uid}
+    # Whoever may post Events may leave out anything, and date it as they like.
+    odd = {"metadata": {"name": "odd"}, "type": "Warning", "involvedObject": about}
+    odd |= {"firstTimestamp": None, "lastTimestamp": "0000-01-01T00:00:00Z"}
+    plane.api.create("v1/events", odd, namespace)
+    message = 'MountVolume.SetUp failed for volume "hub-token" : secret "hub" not found'
     event = {"metadata": {"name": "x"}, "type": "Warning", "reason": "FailedMount", "message": message}
     plane.api.create("v1/events", event | {"involvedObject": about, "lastTimestamp": now}, namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "FailedMount")

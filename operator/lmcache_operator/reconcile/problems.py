@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from ..specs import Object
@@ -46,7 +46,9 @@ def _missing(observed: Observed) -> Iterator[Problem]:
     )
     for event in _warnings(observed, owner):
         # A pod that was made since shows that it is over.
-        if event["reason"] == "FailedCreate" and (newest is None or _last_seen(event, observed) >= newest):
+        if event.get("reason") == "FailedCreate" and (
+            newest is None or _last_seen(event, observed) >= newest
+        ):
             yield Problem("FailedCreate", event.get("message", ""))
 
 
@@ -66,7 +68,7 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
     # Everything is mounted before the first container starts: what was said of it before is over then.
     has_started = any(container.get("state", {}).keys() - {"waiting"} for container in containers)
     for event in () if has_started else _warnings(observed, pod):
-        if event["reason"] in ("FailedMount", "FailedAttachVolume"):
+        if event.get("reason") in ("FailedMount", "FailedAttachVolume"):
             yield Problem(event["reason"], f"pod {name}: {event.get('message', '')}")
     if observed.now - _time(pod["metadata"].get("creationTimestamp"), observed) > _DEADLINE:
         minutes = _DEADLINE // timedelta(minutes=1)
@@ -94,4 +96,7 @@ def _last_seen(event: Object, observed: Observed) -> datetime:
 
 
 def _time(text: str | None, observed: Observed) -> datetime:
-    return datetime.fromisoformat(text) if text else observed.now
+    try:
+        return datetime.fromisoformat(text) if text else observed.now
+    except ValueError:  # the year 0: anybody may post an Event, and the API server takes it
+        return datetime.min.replace(tzinfo=UTC)

@@ -86,6 +86,18 @@ def test_what_the_kubelet_says_of_a_pod_that_is_not_ready_is_told(time: str, is_
     assert ('secret "hf" not found' in str(found)) is is_told
 
 
+@pytest.mark.parametrize("odd", [{"lastTimestamp": "0000-01-01T00:00:00Z"}, {"reason": None}])
+def test_odd_events_say_nothing_and_hide_nothing(odd: dict[str, Any]) -> None:
+    world = settled_world()
+    world.set_ready("demo-engine-0", False)
+    pod, now = world.pods["demo-engine-0"], "2025-12-31T23:59:00Z"
+    first = warning(pod, "FailedMount", "of the year 0", now) | odd
+    told = {key: value for key, value in first.items() if value is not None}
+    world.warnings = [told, warning(pod, "FailedMount", "no such claim", now)]
+    message = next(c["message"] for c in status_of(world)["conditions"] if c["type"] == "Degraded")
+    assert message == "pod demo-engine-0: no such claim"
+
+
 def test_what_could_not_be_mounted_is_over_when_a_container_has_started() -> None:
     world = settled_world()
     pod = world.pods["demo-engine-0"]
