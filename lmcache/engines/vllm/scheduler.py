@@ -161,12 +161,13 @@ class Scheduler:
         num_chunks = self._grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
         if not loadable_tokens(self._grid, num_computed_tokens, request.num_tokens, num_chunks):
             return 0, False
-        if self._is_computed_now(state.ticket, state.num_found, lookups):
+        num_here = num_computed_tokens // self._grid.chunk_tokens  # in the engine itself
+        if self._is_computed_now(state.ticket, max(state.num_found, num_here), lookups):
             self._is_waiting = True
             return None, False
         found = lookups.find(state.ticket)
         num_found = state.num_found = len(found.rows) if found is not None else 0
-        if num_found < num_chunks and self._must_wait(state, lookups, num_found):
+        if num_found < num_chunks and self._must_wait(state, lookups, num_found, num_here):
             self._is_waiting = True
             return None, False
         if found is None:
@@ -268,9 +269,9 @@ class Scheduler:
         self._computing.end(state, state.ticket.names)
         state.begin_anew(self._ask(state.request, lookups))
 
-    def _must_wait(self, state: RequestState, lookups: LookupThread, num_found: int) -> bool:
+    def _must_wait(self, state: RequestState, lookups: LookupThread, num_found: int, num_here: int) -> bool:
         now, ticket = self._clock(), state.ticket
-        if self._is_computed_now(ticket, num_found, lookups):
+        if self._is_computed_now(ticket, max(num_found, num_here), lookups):
             return True
         is_late = now - ticket.asked_at >= lookups.answer_seconds
         if ticket.row_keys is None:
@@ -296,9 +297,9 @@ class Scheduler:
         chunk_seconds = self._grid.chunk_tokens / rate if rate else 0.0
         return not state.patience.is_over(num_found, now, self._arrivals, chunk_seconds)
 
-    def _is_computed_now(self, ticket: Ticket, num_found: int, lookups: LookupThread) -> bool:
-        """Is the next chunk being computed for another request, to be stored?"""
-        is_computed = any(name in self._computing for name in ticket.names[num_found : num_found + 1])
+    def _is_computed_now(self, ticket: Ticket, chunk: int, lookups: LookupThread) -> bool:
+        """Is the first chunk that is not here being computed for another request, to be stored?"""
+        is_computed = any(name in self._computing for name in ticket.names[chunk : chunk + 1])
         return is_computed and lookups.is_attached
 
     def _release(self, state: RequestState) -> None:

@@ -182,6 +182,17 @@ def test_a_prefix_that_another_request_is_computing_is_computed_once(rig):
     assert rig.match(second) == (192, True)
 
 
+def test_what_the_engine_itself_has_of_another_request_is_not_waited_for(rig):
+    rig.session.memory_only = True
+    first, second = make_request(200, "first"), make_request(256 + 8, "second")
+    rig.scheduler.on_new_request(first)
+    rig.scheduler.on_new_request(second)
+    assert rig.match(first) == (0, False)
+    rig.allocate(first, blocks(7), 0)
+    assert rig.match(second, computed=64) == (None, False), "the second chunk is still being computed"
+    assert rig.match(second, computed=192) == (0, False), "in the engine's prefix cache, and not stored yet"
+
+
 @pytest.mark.parametrize("end", ["preempted", "finished", "not stored", "reset"])
 def test_who_does_not_compute_any_more_is_not_waited_for(rig, end):
     rig.session.memory_only = True
