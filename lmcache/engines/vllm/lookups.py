@@ -64,7 +64,7 @@ class Ticket:
     asked_at: float = 0.0  # the scheduler's own
     context: KeyContext | None = None  # None: not known yet, or not cacheable
     names: tuple[bytes, ...] = ()  # of the chunks
-    row_keys: npt.NDArray[np.uint64] | None = None  # [chunks, 8 words]; None: not known yet
+    row_keys: npt.NDArray[np.uint64] | None = None  # [chunks, 8 words]; None: not known yet, and never again
     answer: Answer | None = None  # None: not answered yet
     is_asking: bool = False  # a hint is on its way
     may_be_leased: bool = False  # also when no answer came; the lookup thread's own
@@ -163,7 +163,8 @@ class LookupThread:
         try:
             if ticket.context is None and ticket.marks is not None:
                 self._note_marks(ticket, ticket.marks())
-            if ticket.row_keys is None:
+                self._name(ticket)
+            elif ticket.row_keys is None:
                 self._name(ticket)
             if not self._has_all(ticket):
                 answer = self._look_up(ticket)
@@ -183,7 +184,6 @@ class LookupThread:
         if marks is not None:
             tenant = keys.tenant(ticket.cache_salt, self._namespace)
             ticket.context = KeyContext(marks, ticket.cache_salt, tenant, ticket.namespace)
-            ticket.row_keys = None
 
     def _name(self, ticket: Ticket) -> None:
         """Name the chunks; both threads may come to it, and do the same then."""

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from lmcache.engines.vllm.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
+from lmcache.engines.vllm.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS, Ticket
 from lmcache.engines.vllm.plan import FIRST_ROW_SECONDS, STALL_SECONDS
 from lmcache.engines.vllm.scheduler import OLD_SECONDS
 from lmcache.tiers.base import Slot
-from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, make_request
+from tests.harness.scheduler_rig import GRID, Rig, blocks, chunk_ranges, hashes, make_request
 
 
 @pytest.fixture
@@ -161,6 +161,26 @@ def test_who_waits_behind_another_s_rows_goes_on_waiting_while_those_come(rig):
         rig.now += 0.15
         rig.stored(num_chunks)
         assert rig.match(first) == rig.match(second) == (None, False)
+
+
+def test_keys_that_the_scheduler_named_meanwhile_are_not_taken_away(rig):
+    """Marks become known on one thread while the other one looks: at worst between these two stores."""
+    rig.stored(3, lora_fingerprint=b"fp")
+    lookups, seen = rig.lookups, []
+
+    class Watched(Ticket):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "context" and value is not None:
+                seen.append(lookups.find(self))
+            elif name == "row_keys" and seen:
+                seen.append(value)
+
+    ticket = Watched("r", GRID.chunk_hashes(hashes(192), 0, 3), "", lambda: ((0, b"fp"),), b"")
+    lookups.ask(ticket)
+    rig.settle()
+    assert len(seen) > 1
+    assert all(value is not None for value in seen)
 
 
 # ---- waiting for rows that another request is computing ----
