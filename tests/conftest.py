@@ -1,3 +1,9 @@
-"""Fixtures that several test folders share live in tests/harness; this only names them."""
+"""Settings for all tests. Fixtures that several test folders share live in tests/harness."""
+
+from hypothesis import settings
 
 pytest_plugins = ["tests.harness.kube"]
+
+# How long an example takes is the machine's business: a busy one must not fail a test.
+settings.register_profile("tests")
+settings.load_profile("tests")

@@ -133,7 +133,7 @@ class Scenario:
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # other threads do
-@settings(max_examples=70, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=70, suppress_health_check=list(HealthCheck))
 @given(shape=shapes, other=shapes, happens=st.lists(events, min_size=10, max_size=40))
 def test_any_order_of_events(world, shape, other, happens):
     with world.engines(shape, replace(other, num_drafts=shape.num_drafts)) as engines:

@@ -5,7 +5,7 @@ from itertools import pairwise, permutations
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from lmcache.blend.executor import CacheBlendImpl, select_tokens
 from lmcache.blend.interfaces import BlendOutput
@@ -112,7 +112,6 @@ RATIOS = st.sampled_from([0, 0.05, 0.15, 0.29, 0.5, 0.99, 1.0]) | st.floats(0, 1
 
 
 @given(batches(), RATIOS)
-@settings(deadline=None)
 def test_three_layers_against_the_obvious_way(batch, ratio):
     impl = executor(ratio)
     q, k, v, rk, rv = (

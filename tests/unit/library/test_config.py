@@ -279,7 +279,7 @@ documents = st.dictionaries(
 
 
 @given(st.text() | documents.map(lambda document: yaml.safe_dump(document)))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_any_file_is_a_config_or_a_value_error(from_text, text):
     try:
         config = from_text(text)
@@ -292,7 +292,7 @@ def test_any_file_is_a_config_or_a_value_error(from_text, text):
 @given(
     st.dictionaries(st.sampled_from(FIELDS), st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_environment_is_a_config_or_a_value_error(environment):
     with pytest.MonkeyPatch.context() as patch:
         for name, text in environment.items():
@@ -305,7 +305,6 @@ def test_any_environment_is_a_config_or_a_value_error(environment):
 
 
 @given(st.text())
-@settings(deadline=None)
 def test_any_legacy_backend_is_a_config_or_a_value_error(backend):
     try:
         config = LMCacheEngineConfig.from_legacy(backend=backend)

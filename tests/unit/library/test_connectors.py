@@ -8,7 +8,7 @@ import socket
 import pytest
 import redis
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache.config import GlobalConfig
@@ -112,7 +112,6 @@ def test_a_url_that_can_not_be_read_is_refused(url):
 
 
 @given(st.text() | st.builds("{}://{}:{}@{}:{}/{}".format, *[st.text(max_size=5)] * 6))
-@settings(deadline=None)
 def test_any_url_is_read_or_a_value_error(url):
     try:
         parsed = parse_remote_url(url)

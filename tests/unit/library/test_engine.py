@@ -361,7 +361,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STEPS, st.sampled_from(FORMATS), st.booleans())
 def test_engine_against_a_dict_of_prefixes(steps, fmt, is_ours):
     """The oracle holds, per prefix that ends at a chunk's end or is a whole prompt, its last chunk's KV."""

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache.storage_backend.evictor import BaseEvictor, DummyEvictor, LRUEvictor, PutStatus
@@ -131,7 +131,6 @@ def test_defect_13_a_put_that_failed_does_not_count(evictor):
         )
     )
 )
-@settings(deadline=None)
 def test_accounts_hold_whatever_happens(steps):
     evictor, chunks = LRUEvictor(), OrderedDict()
     evictor.MAX_CACHE_SIZE = 100

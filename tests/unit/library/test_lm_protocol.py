@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache.protocol import (
@@ -49,7 +49,6 @@ def test_numbers_are_the_documents():
 
 
 @given(st.integers(-(2**31), 2**31 - 1), st.text(max_size=40), st.integers(0, MAX_LENGTH))
-@settings(deadline=None)
 def test_a_request_comes_back_or_is_refused_by_its_sender(command, key, length):
     message = ClientMetaMessage(command, key, length)
     try:
@@ -74,7 +73,6 @@ def test_a_length_that_can_not_be_sent_is_refused(length):
 
 
 @given(st.binary(max_size=200) | st.binary(min_size=158, max_size=158) | st.binary(min_size=8, max_size=8))
-@settings(deadline=None)
 def test_any_bytes_are_a_message_or_a_value_error(raw):
     for kind in (ClientMetaMessage, ServerMetaMessage):
         try:

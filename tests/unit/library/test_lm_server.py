@@ -285,7 +285,7 @@ def test_a_newline_in_a_key_makes_no_entries_of_others(server, connector):
 
 
 @given(st.lists(st.binary(max_size=400) | st.just(head(PUT, "k", 4)) | st.just(head(LIST)), max_size=4))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_server_survives_any_bytes(fuzzed, packets):
     with dialled(fuzzed.port) as peer, contextlib.suppress(OSError):
         for packet in packets:

@@ -81,7 +81,7 @@ def test_defect_12_a_wrong_reply_is_a_connection_error_in_time(reply):
 
 
 @given(st.binary(max_size=30))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_connector_survives_any_bytes(reply):
     with false_server(reply) as connector:
         try:

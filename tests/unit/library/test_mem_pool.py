@@ -105,7 +105,7 @@ def test_what_is_free_can_not_be_freed(pool):
 
 
 @given(st.lists(st.integers(1, 64), max_size=12), st.randoms())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_any_mix_of_chunks_keeps_its_bytes(lengths, random):
     pool, held = LocalCPUBufferPool(metadata(3)), []
     for number, num_tokens in enumerate(lengths):

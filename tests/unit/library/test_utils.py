@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata, _lmcache_nvtx_annotate
@@ -23,14 +23,12 @@ def test_defect_19_a_model_name_with_an_at_survives():
 
 
 @given(NO_AT, st.text(), st.integers(), st.integers(), NO_AT)
-@settings(deadline=None)
 def test_every_key_survives_its_text(fmt, model, world_size, worker_id, chunk_hash):
     key = CacheEngineKey(fmt, model, world_size, worker_id, chunk_hash)
     assert CacheEngineKey.from_string(key.to_string()) == key
 
 
 @given(st.text() | st.lists(st.text(max_size=3), max_size=7).map("@".join))
-@settings(deadline=None)
 def test_any_text_is_a_key_or_a_documented_error(text):
     try:
         key = CacheEngineKey.from_string(text)

@@ -142,7 +142,7 @@ queries = st.lists(
 ).map("&".join)
 
 
-@settings(deadline=None, max_examples=2000)
+@settings(max_examples=500)
 @given(st.builds("{}://{}{}{}{}".format, schemes, endpoints, paths, st.sampled_from(["", "?"]), queries))
 def test_the_sidecar_can_use_every_remote_url_that_is_accepted(url: str) -> None:
     with contextlib.suppress(InvalidSpec):
@@ -292,7 +292,6 @@ def test_what_is_no_quantity(text: str) -> None:
     assert not quantity_equal(text, text)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**50))
 def test_mebibytes_round_up(num_bytes: int) -> None:
     assert 0 <= parse_quantity(format_mebibytes(num_bytes)) - num_bytes < 2**20

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_operator.reconcile.plan import Plan, plan
 from lmcache_operator.specs.kinds import Ref, ref_of
@@ -27,7 +27,6 @@ def is_empty(due: Plan) -> bool:
     return not (due.apply or due.evict or due.problems)
 
 
-@settings(deadline=None)
 @given(specs, specs)
 def test_carrying_out_plans_ends_with_nothing_to_do(first: dict[str, Any], second: dict[str, Any]) -> None:
     world = World(cluster(**first))
@@ -43,7 +42,6 @@ def test_carrying_out_plans_ends_with_nothing_to_do(first: dict[str, Any], secon
         assert is_empty(plan(observe(world), IMAGES))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_whatever_is_deleted_or_edited_is_healed_and_nothing_else_is_touched(data: st.DataObject) -> None:
     world = settled_world(engine={"replicas": 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_operator.reconcile.plan import plan
 from lmcache_operator.reconcile.problems import Problem
@@ -226,7 +226,6 @@ def test_the_transition_time_changes_only_when_the_status_flips() -> None:
     assert times["Ready"] == times["EngineAvailable"] == "2026-01-02T00:00:00Z"
 
 
-@settings(deadline=None)
 @given(specs, st.integers(0, 5))
 def test_an_unknown_field_makes_it_unready_whatever_the_spec(changes: dict[str, Any], replicas: int) -> None:
     world = World(cluster(**changes))

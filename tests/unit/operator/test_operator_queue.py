@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_operator.queue import KeyedQueue, RetryableError, backoff_seconds
 
@@ -55,7 +55,6 @@ events = st.lists(
 )  # seconds after the event before it, key
 
 
-@settings(deadline=None)
 @given(events, st.floats(0, 0.5), st.integers(1, 3), st.sets(st.integers(0, 10)))
 def test_no_wake_up_is_lost(
     wakes: list[tuple[float, str]], work_seconds: float, num_workers: int, failing: set[int]
@@ -173,7 +172,6 @@ def test_failures_back_off_and_success_forgets_them(caplog: pytest.LogCaptureFix
     assert caplog.records[-1].exc_info is not None  # a bug is logged with its stack
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10_000))
 def test_a_back_off_stays_within_its_bounds(num_failures: int) -> None:
     assert 0.25 <= backoff_seconds(num_failures) <= 60

@@ -140,7 +140,6 @@ def test_memory_of_the_sidecar_holds_its_arena_and_more() -> None:
     assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == "69184Mi"
 
 
-@settings(deadline=None)
 @given(st.integers(2**26, 2**44))
 def test_the_sidecar_is_never_smaller_than_what_it_holds(size: int) -> None:
     assert size < arena_limit(size) < sidecar_memory(size) < 1.06 * size + 2**30
@@ -266,7 +265,7 @@ garbage = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.dictionaries(keys, garbage, max_size=2), st.dictionaries(keys, garbage, max_size=3))
 def test_a_template_of_garbage_is_merged_or_refused_and_never_crashes(
     template: dict[str, Any], spec: dict[str, Any]
@@ -309,19 +308,16 @@ values = st.recursive(
 objects = st.dictionaries(names, values, max_size=3)
 
 
-@settings(deadline=None)
 @given(objects)
 def test_everything_contains_itself(value: dict[str, Any]) -> None:
     assert first_difference(value, copy.deepcopy(value)) is None
 
 
-@settings(deadline=None)
 @given(objects, st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2))
 def test_fields_of_others_do_not_matter(ours: dict[str, Any], others: dict[str, Any]) -> None:
     assert first_difference(ours, {**others, **ours}) is None
 
 
-@settings(deadline=None)
 @given(objects, objects)
 def test_merging_changes_neither_side(base: dict[str, Any], overlay: dict[str, Any]) -> None:
     copies = copy.deepcopy((base, overlay))

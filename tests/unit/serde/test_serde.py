@@ -48,7 +48,7 @@ def tensors(draw):
 
 @pytest.mark.parametrize("name", SERDES)
 @given(tensor=tensors())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_round_trip_is_exact(name, tensor):
     if name == "cachegen" and tensor.ndim == 5 and tensor.shape[1] == 2 and tensor.dtype in DTYPES[:3]:
         return  # what is encoded comes back within the error bound: test_serde_cachegen.py
@@ -255,7 +255,7 @@ SAFE = safetensors.torch.save({"tensor_bytes": torch.arange(6.0).half()})
     ("name", "good"), [("torch", SAVED), ("safetensor", SAFE), ("cachegen", b"\x80\x02.")]
 )
 @given(data=st.data())
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.differing_executors])
 def test_hostile_legacy_bytes_raise_one_error_or_are_a_tensor(name, good, data):
     mutated = bytearray(good)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -272,7 +272,6 @@ def test_hostile_legacy_bytes_raise_one_error_or_are_a_tensor(name, good, data):
 
 
 @given(st.binary(max_size=300))
-@settings(deadline=None)
 def test_bytes_without_a_header_are_nothing_to_fast(blob):
     """Its legacy bytes had neither shape nor checksum: anything would pass for one tensor or another."""
     with pytest.raises(BadContainer):

@@ -50,7 +50,7 @@ def any_bits(draw):
 
 
 @given(any_bits(), st.sampled_from(["vllm", "huggingface"]), st.sampled_from([4, 8, 16, 32, 64, 128, 256]))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_every_element_is_within_the_stated_error(kv, fmt, bins):
     serializer, deserializer = make_serde(fmt, kv.dtype, bins)
     got = deserializer.from_bytes(serializer.to_bytes(in_layout(kv, fmt)))
@@ -151,7 +151,7 @@ def read(payload, shape=SHAPE, dtype=torch.float16, kind=Kind.CACHEGEN):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_hostile_payloads_raise_one_error_or_are_a_tensor_of_that_shape(data):
     payload = bytearray(GOOD)
     for _ in range(data.draw(st.integers(0, 4))):

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 
 from lmcache.storage_backend.serde.container import (
     DTYPES,
@@ -56,7 +56,6 @@ def test_codes_of_dtypes_are_part_of_the_format():
 
 
 @given(kinds, dtypes, shapes, st.lists(st.binary(max_size=50), max_size=3))
-@settings(deadline=None)
 def test_round_trip(kind, dtype, shape, parts):
     blob = pack(kind, dtype, shape, parts)
     assert is_container(blob)
@@ -64,14 +63,12 @@ def test_round_trip(kind, dtype, shape, parts):
 
 
 @given(st.binary(max_size=3 * HEADER_BYTES))
-@settings(deadline=None)
 def test_any_other_bytes_are_a_bad_container(blob):
     with pytest.raises(BadContainer):
         parse(blob)
 
 
 @given(kinds, dtypes, shapes, st.binary(max_size=20), st.data())
-@settings(deadline=None)
 def test_defect_04_no_bit_may_flip_and_no_damage_makes_legacy_bytes_of_a_container(
     kind, dtype, shape, payload, data
 ):
@@ -84,7 +81,6 @@ def test_defect_04_no_bit_may_flip_and_no_damage_makes_legacy_bytes_of_a_contain
 
 
 @given(st.binary(max_size=20), st.data())
-@settings(deadline=None)
 def test_no_container_may_be_cut_or_longer(payload, data):
     blob = pack(Kind.RAW, torch.uint8, [len(payload)], [payload])
     cut = blob[: data.draw(st.integers(0, len(blob) - 1))]
@@ -95,7 +91,6 @@ def test_no_container_may_be_cut_or_longer(payload, data):
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(data):
     fields = bytearray(pack(Kind.RAW, torch.float16, [2, 3], [bytes(12)])[:FIELDS_BYTES])
     for _ in range(data.draw(st.integers(1, 3))):

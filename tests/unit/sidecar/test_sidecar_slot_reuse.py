@@ -140,5 +140,5 @@ class SlotReuse(RuleBasedStateMachine):
             assert self.world.sessions.store.memory.num_quarantined == 0
 
 
-SlotReuse.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SlotReuse.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestSlotReuse = SlotReuse.TestCase

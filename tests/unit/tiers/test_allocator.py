@@ -79,7 +79,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestAllocator.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 def test_one_slot_per_row_goes_lowest_first():

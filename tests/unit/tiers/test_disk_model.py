@@ -176,4 +176,4 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 TestDiskModel = DiskMachine.TestCase
-TestDiskModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40, deadline=None)
+TestDiskModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40)

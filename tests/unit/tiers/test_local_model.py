@@ -184,4 +184,4 @@ class LocalMachine(RuleBasedStateMachine):
 
 
 TestLocalModel = LocalMachine.TestCase
-TestLocalModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40, deadline=None)
+TestLocalModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40)

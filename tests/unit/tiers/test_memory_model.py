@@ -396,4 +396,4 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemoryModel = MemoryMachine.TestCase
-TestMemoryModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50, deadline=None)
+TestMemoryModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50)

@@ -93,7 +93,7 @@ OPERATIONS = [
 @example(b"*1\r\n" * 1000, OPERATIONS[0], False)
 @example(b":" + b"1" * 5000, OPERATIONS[0], False)
 @example(b"+OK\r\n$%d\r\n%s\r\n" % (len(VALUE), VALUE), OPERATIONS[2], True)
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_whatever_a_server_says_ends_in_a_value_or_a_known_error(peer, said, operation, asking):
     peer.said = said
     with contextlib.closing(peer.connect()) as connection:

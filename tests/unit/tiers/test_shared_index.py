@@ -23,7 +23,7 @@ SLOT_BYTES = 4096
 NUM_COLUMNS = 2
 OWNER = b"o" * 16
 CAPACITY = 80 << 10
-NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120"))
+NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "80"))
 
 
 def row_key(number: int, namespace: bytes = b"n") -> bytes:
@@ -178,7 +178,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexModel = IndexMachine.TestCase
-TestIndexModel.settings = settings(max_examples=NUM_EXAMPLES // 2, stateful_step_count=25, deadline=None)
+TestIndexModel.settings = settings(max_examples=NUM_EXAMPLES // 2, stateful_step_count=25)
 
 
 @pytest.fixture

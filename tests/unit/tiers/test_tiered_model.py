@@ -281,5 +281,5 @@ class Tiered(RuleBasedStateMachine):
             assert len(self.fill(chain(NUM_ROWS, start=500), column)) == NUM_ROWS
 
 
-Tiered.TestCase.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+Tiered.TestCase.settings = settings(max_examples=15, stateful_step_count=30)
 TestTiered = Tiered.TestCase
