@@ -104,17 +104,14 @@ class LookupThread:
         """Is there a sidecar?"""
         return self._client.session is not None
 
-    @property
-    def memory_only(self) -> bool:
+    def knows_all(self, ticket: Ticket) -> bool:
         """True when no answer would tell of more than the index shows."""
         session = self._client.session
-        return session is None or session.memory_only
+        return bool(ticket.namespace) or session is None or session.memory_only
 
     def find(self, ticket: Ticket) -> Found | None:
         """Find leading chunks in memory, now and without a call; None while their keys are not known."""
-        if ticket.row_keys is None and ticket.context is not None and len(ticket.hashes) <= _FEW_KEYS:
-            self._name(ticket)
-        if ticket.row_keys is None:
+        if not self._is_named(ticket) or ticket.row_keys is None:
             return None
         session = self._client.session
         if session is None or session.index is None or not len(ticket.row_keys):
@@ -177,8 +174,18 @@ class LookupThread:
 
     def _has_all(self, ticket: Ticket) -> bool:
         """Is there nothing to ask?"""
+        if not self._is_named(ticket):
+            return False
+        if not ticket.is_read or self.knows_all(ticket):
+            return True
         found = self.find(ticket)
-        return found is not None and (not ticket.is_read or len(found.rows) == len(ticket.names))
+        return found is not None and len(found.rows) == len(ticket.names)
+
+    def _is_named(self, ticket: Ticket) -> bool:
+        """Are the keys known? A few are made at once."""
+        if ticket.row_keys is None and ticket.context is not None and len(ticket.hashes) <= _FEW_KEYS:
+            self._name(ticket)
+        return ticket.row_keys is not None
 
     def _note_marks(self, ticket: Ticket, marks: Marks | None) -> None:
         if marks is not None:

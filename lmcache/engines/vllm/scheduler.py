@@ -160,6 +160,8 @@ class Scheduler:
             return 0, False
         num_chunks = self._grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
         if not loadable_tokens(self._grid, num_computed_tokens, request.num_tokens, num_chunks):
+            found = lookups.find(state.ticket)
+            state.num_stored_chunks = len(found.rows) if found is not None else 0
             return 0, False
         num_here = num_computed_tokens // self._grid.chunk_tokens  # in the engine itself
         if self._is_computed_now(state.ticket, max(state.num_found, num_here), lookups):
@@ -276,7 +278,7 @@ class Scheduler:
         is_late = now - ticket.asked_at >= lookups.answer_seconds
         if ticket.row_keys is None:
             return lookups.is_attached and not is_late
-        if lookups.memory_only or ticket.namespace:
+        if lookups.knows_all(ticket):
             return False
         answer = ticket.answer
         if answer is not None and now - answer.at >= OLD_SECONDS and state.patience is None:

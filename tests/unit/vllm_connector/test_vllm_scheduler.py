@@ -45,6 +45,15 @@ def test_a_local_hit_inside_a_chunk_is_loaded_from_there(rig):
     assert [(piece.first_block, piece.blocks) for piece in load.pieces()] == [(1, (101,)), (0, (102, 103))]
 
 
+def test_what_the_engine_has_itself_is_stored_only_if_it_is_not_there(rig):
+    rig.stored(2)
+    request = rig.arrive(make_request(200))
+    assert rig.match(request, computed=192) == (0, False)
+    rig.allocate(request, blocks(7), 0)
+    meta = rig.step(new=[("r", blocks(7), 192, 8)])
+    assert chunk_ranges(meta) == [(2, 3)]
+
+
 def test_the_engine_may_take_less_than_was_offered(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
