@@ -50,7 +50,7 @@ from lmcache.engines.vllm.requests import Computing, RequestState
 from lmcache.rpc.client import SidecarClient
 
 ASK_AGAIN_SECONDS = 0.01
-"""Between two questions what is still on its way, of all requests."""
+"""Between two questions what is still on its way, of all requests that wait."""
 
 OLD_SECONDS = 1.0
 """An answer that was given so long ago says nothing any more: the request queued meanwhile."""
@@ -91,8 +91,8 @@ class Scheduler:
         self._namespace = b""  # since the last reset
         self._rate = PrefillRate()
         self._arrivals = Arrivals()
-        self._is_waiting = False  # a request waits for an answer, or for rows, in this step
-        self._asked_again_at = 0.0
+        self._num_waiting = 0  # requests that wait for an answer, or for rows, in this step
+        self._num_waited = 1  # of the step before
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._preempted: list[str] = []
@@ -165,12 +165,12 @@ class Scheduler:
             return 0, False
         num_here = num_computed_tokens // self._grid.chunk_tokens  # in the engine itself
         if self._is_computed_now(state.ticket, max(state.num_found, num_here), lookups):
-            self._is_waiting = True
+            self._num_waiting += 1
             return None, False
         found = lookups.find(state.ticket)
         num_found = state.num_found = len(found.rows) if found is not None else 0
         if num_found < num_chunks and self._must_wait(state, lookups, num_found, num_here):
-            self._is_waiting = True
+            self._num_waiting += 1
             return None, False
         if found is None:
             return 0, False
@@ -207,10 +207,10 @@ class Scheduler:
             self._preempted.append(request_id)
         if self._states:
             self._follow_blocks(output)
-        if self._is_waiting and not num_tokens and self._lookups is not None:
+        if self._num_waiting and not num_tokens and self._lookups is not None:
             self._lookups.answered.wait(IDLE_WAIT_SECONDS)
             self._lookups.answered.clear()
-        self._is_waiting = False
+        self._num_waiting, self._num_waited = 0, max(1, self._num_waiting)
         step = self._rate.begin(num_tokens, self._clock()) if self._lookups else 0
         if not (self._loads or self._stores or self._preempted or self._held or step):
             return _NOTHING if num_tokens else _NOTHING_IDLE
@@ -290,8 +290,7 @@ class Scheduler:
             return not is_late
         if num_found >= answer.num_coming and not answer.is_probing:
             return False
-        if now - self._asked_again_at >= ASK_AGAIN_SECONDS and not ticket.is_asking:
-            self._asked_again_at = now
+        if now - ticket.asked_at >= ASK_AGAIN_SECONDS * self._num_waited and not ticket.is_asking:
             lookups.ask(ticket)
         if state.patience is None:
             state.patience = Patience(num_found, now)

@@ -163,6 +163,29 @@ def test_who_waits_behind_another_s_rows_goes_on_waiting_while_those_come(rig):
         assert rig.match(first) == rig.match(second) == (None, False)
 
 
+def test_everybody_who_waits_is_asked_about_again(rig):
+    """Not only who is first in the queue: else the others wait as long as rows come for anybody."""
+    look_up = rig.session.lookup
+    rig.session.num_pending = 3
+    first = rig.arrive(make_request(4000, "first"))
+    second = rig.arrive(make_request(200, "second", cache_salt="other"))
+
+    def nothing_for_the_second(request_id, *args, **fields):
+        found = look_up(request_id, *args, **fields)
+        return found if request_id == "first" else found._replace(num_pending=0)
+
+    rig.session.lookup = nothing_for_the_second
+    for num_chunks in range(1, 5):
+        assert rig.match(first) == (None, False)
+        if rig.match(second) == (0, False):
+            return
+        rig.step()
+        rig.settle()
+        rig.now += 0.015
+        rig.stored(num_chunks)
+    raise AssertionError("nothing comes for the second, and still it waits")
+
+
 def test_keys_that_the_scheduler_named_meanwhile_are_not_taken_away(rig):
     """Marks become known on one thread while the other one looks: at worst between these two stores."""
     rig.stored(3, lora_fingerprint=b"fp")
