@@ -66,7 +66,7 @@ def test_a_scheduler_reads_what_is_in_memory_without_a_call(sidecar, connect):
     store(worker, 1, 2)
     sidecar.freeze()
     keys = np.frombuffer(b"".join(NAMESPACE + make_keys(number) for number in (1, 2, 3)), "<u8")
-    found = scheduler.index.find(keys.reshape(-1, 8)).slots(0, 3)
+    found = scheduler.index.find(keys.reshape(-1, 8)).slots()
     assert_stored([worker.slots[slot.row, :CHUNK_BYTES] for slot in found], 1, 2)
     assert all(map(worker.holds, found))
     sidecar.thaw()
