@@ -5,5 +5,5 @@ from hypothesis import settings
 pytest_plugins = ["tests.harness.kube"]
 
 # How long an example takes is the machine's business: a busy one must not fail a test.
-settings.register_profile("tests")
+settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
