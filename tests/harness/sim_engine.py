@@ -141,6 +141,19 @@ class SimEngine:
                 raise AssertionError(f"does not end: {list(self.scheduler.requests.values())}")
             self.step()
 
+    def leftovers(self) -> dict[str, object]:
+        """What the connector still knows of requests; nothing, when all ended and their stores did."""
+        scheduler, worker = self.scheduler.connector._scheduler, self.worker._worker
+        known = {
+            "states": scheduler._states,
+            "jobs": scheduler._jobs,
+            "computing": scheduler._computing._states,
+            "held": worker._held,
+            "stores": worker._stores,
+            "loading": worker._loading,
+        }
+        return {name: dict.fromkeys(what) for name, what in known.items() if what}
+
     def step(self) -> bool:
         """One step of the engine's loop; whether something was computed."""
         if not self.scheduler.has_requests() and not self._batches:

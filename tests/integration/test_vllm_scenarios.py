@@ -127,6 +127,9 @@ class Scenario:
             for prompt in spoken:
                 engine.add(prompt)
             assert_idle(engine)
+        for engine in self.engines:
+            assert not engine.leftovers()
+        self.world.sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
         num_found = self.world.audit(self.engines[0].settings, spoken)
         event(f"found {'nothing' if not num_found else 'something'}")
         event(f"preempted: {any(engine.num_preemptions for engine in self.engines)}")
