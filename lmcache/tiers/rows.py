@@ -154,8 +154,10 @@ class Rows:
     def is_readable(self, number: int) -> bool:
         """Do readers find the visible row? It is shown to them again if it was not; False: somebody wrote
         over what the slot table says of it, and maybe over its bytes."""
-        key = self._keys[number]
-        if self.table.key(number) != key or not self.table.is_committed(number, self._generations[number]):
+        key, generation, table = self._keys[number], self._generations[number], self.table
+        if table.key(number) != key:
+            return False
+        if not all(table.is_committed(number, generation, column) for column in range(table.num_columns)):
             return False
         if not self.unverified[number]:
             self._show(key, number)

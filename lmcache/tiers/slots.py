@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,26 +103,18 @@ class SlotTable:
         for column in range(self.num_columns):
             self.free_slot(row, column)
 
-    def is_committed(self, row: int, generation: int) -> bool:
-        """Is the row's first column committed under this generation?"""
+    def is_committed(self, row: int, generation: int, column: int = 0) -> bool:
+        """Is this column of the row committed under this generation?"""
+        number = column * self.num_rows + row
         return (
-            self._words[row * _WORDS + _STATE] == _COMMITTED
-            and self._quads[row * _QUADS + _GENERATION] == generation
+            self._words[number * _WORDS + _STATE] == _COMMITTED
+            and self._quads[number * _QUADS + _GENERATION] == generation
         )
 
     def key(self, row: int) -> bytes:
         """Row key of a row that is not free."""
         start = row * ENTRY_BYTES
         return bytes(self._bytes[start : start + _KEY_BYTES])
-
-    def generation(self, row: int) -> int:
-        """Generation under which the row was given last."""
-        return self._quads[row * _QUADS + _GENERATION]
-
-    def generations(self, rows: Sequence[int]) -> list[int]:
-        """Return the generations of rows."""
-        quads = self._quads
-        return [quads[row * _QUADS + _GENERATION] for row in rows]
 
     def length(self, row: int, column: int) -> int:
         """Payload bytes in the slot."""

@@ -87,6 +87,23 @@ def test_a_row_that_no_reader_finds_any_more_is_stored_anew(tier, arena, scribbl
     reader.close()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_row_that_one_rank_can_not_read_is_stored_anew_by_all(tmp_path, order):
+    arena = ArenaFile(tmp_path / "arena", CAPACITY)
+    arena.format(Geometry(SLOT_BYTES, 2))
+    tier = MemoryTier(arena)
+    tier.usable_rows = arena.num_rows
+    tier.release_adopted()
+    for _ in range(2):
+        slots = [tier.reserve(KEY, column, OWNER, length=SLOT_BYTES).slot for column in order]
+        assert slots[0] == slots[1]
+        assert slots[0] is not None
+        for column in range(2):
+            tier.commit(slots[:1], column, OWNER)
+        arena.table._entries["state"][1, slots[0].row] = State.FREE
+    arena.close()
+
+
 @pytest.mark.parametrize("scribble", [0, 0xFF, 0x11])
 def test_an_index_that_was_written_over_shows_again_what_is_stored(tier, arena, scribble):
     reader = MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
