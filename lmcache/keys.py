@@ -7,8 +7,10 @@ pre-image. A change of any byte of a pre-image orphans every object stored so fa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
+import itertools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Union
@@ -37,12 +39,17 @@ def chunk_key(
 def chunk_keys(
     block_hashes: Iterable[bytes], lora_fingerprint: bytes = b"", cache_salt: str = "", group: int = 0
 ) -> bytes:
-    """Join the keys of many chunks, each as ``chunk_key`` makes it: a prompt has hundreds."""
-    before = sized(CHUNK_TAG)
+    """Join the keys of many chunks, each as ``chunk_key`` makes it: a prompt has hundreds.
+
+    Those made last are remembered: a prompt begins as others did, and a conversation as its last turn.
+    """
     after = b"".join(map(sized, (lora_fingerprint, _utf8(cache_salt), _integer(group))))
-    return b"".join(
-        hashlib.sha256(before + sized(block_hash) + after).digest() for block_hash in block_hashes
-    )
+    return b"".join(map(_chunk_key, block_hashes, itertools.repeat(after)))
+
+
+@functools.lru_cache(8192)  # some 3 MB
+def _chunk_key(block_hash: bytes, after: bytes) -> bytes:
+    return hashlib.sha256(sized(CHUNK_TAG) + sized(block_hash) + after).digest()
 
 
 def chunk_preimage(block_hash: bytes, lora_fingerprint: bytes, cache_salt: str, group: int) -> bytes:

@@ -196,10 +196,9 @@ class LookupThread:
         """Name the chunks; both threads may come to it, and do the same then."""
         names = ticket.context.chunk_keys(ticket.hashes) if ticket.context is not None else b""
         ticket.names = tuple(names[at : at + KEY_BYTES] for at in range(0, len(names), KEY_BYTES))
-        of_namespace = np.frombuffer(ticket.namespace or self._namespace, _WORD)
-        of_chunks = np.frombuffer(names, _WORD).reshape(-1, len(of_namespace))
-        prefix = np.broadcast_to(of_namespace, of_chunks.shape)
-        ticket.row_keys = np.concatenate((prefix, of_chunks), axis=1)
+        namespace = ticket.namespace or self._namespace
+        row_keys = b"".join([namespace + name for name in ticket.names])
+        ticket.row_keys = np.frombuffer(row_keys, _WORD).reshape(-1, 2 * KEY_BYTES // _WORD.itemsize)
 
     def _look_up(self, ticket: Ticket) -> Answer:
         found = self._call(lambda session: self._lookup(session, ticket, len(ticket.names), is_hint=True))
