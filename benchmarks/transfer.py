@@ -77,8 +77,13 @@ def copies(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Ways:
     """Ours. Stores have one thread: the engine computes meanwhile."""
 
     def load(copier: CpuCopier) -> None:
-        for slot, blocks in zip(slots, tables, strict=True):
-            copier.load(slot, 0, blocks, None)
+        todo = iter(list(zip(slots, tables, strict=True)))
+
+        def work() -> None:
+            for slot, blocks in todo:
+                copier.load(slot, 0, blocks, None)
+
+        copier.share(work)
 
     def store(copier: CpuCopier) -> None:
         for slot, blocks in zip(slots, tables, strict=True):

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +37,9 @@ class EngineCopier(Protocol):
     def fence(self) -> Fence:
         """Mark the present end of the engine's work; called on the engine's thread."""
 
+    def share(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on as many threads at once as loads gain from; returns when all have ended."""
+
     def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """Fill ``blocks`` of the KV from the slot's blocks ``first_block`` and following."""
 
@@ -57,7 +59,8 @@ def _by_layer(layers: Iterable[Any], blocks_per_chunk: int, slot: Any) -> Iterat
 class CpuCopier:
     """KV in host memory. The engine's forward is done when its hooks run, so there is nothing to wait for.
 
-    Loads are split over threads: a request waits for them. Stores are not: the engine computes meanwhile.
+    Loads are shared among threads, chunk by chunk: a request waits for them. Stores are not: the engine
+    computes meanwhile.
     """
 
     def __init__(self, layout: Layout, num_threads: int = 1) -> None:
@@ -79,22 +82,22 @@ class CpuCopier:
         """Nothing to mark."""
         return None
 
+    def share(self, work: Callable[[], None]) -> None:
+        """See ``EngineCopier``."""
+        others = [self._others.submit(work) for _ in range(self._num_threads - 1)]
+        try:
+            work()
+        finally:  # a load has ended only when nothing writes to its blocks any more
+            futures.wait(others)
+        for other in others:
+            other.result()
+
     def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
         ids = self._checked(slot, first_block, blocks)
         if (copy := self._copy_for(slot)) is not None:
             in_slot, in_kv, sizes = self._places(slot, first_block, ids)
-            bounds = [len(sizes) * part // self._num_threads for part in range(self._num_threads + 1)]
-            parts = [slice(first, end) for first, end in pairwise(bounds)]
-            others = [
-                self._others.submit(copy, in_kv[part], in_slot[part], sizes[part]) for part in parts[1:]
-            ]
-            try:
-                copy(in_kv[parts[0]], in_slot[parts[0]], sizes[parts[0]])
-            finally:  # a load has ended only when nothing writes to its blocks any more
-                futures.wait(others)
-            for other in others:
-                other.result()
+            copy(in_kv, in_slot, sizes)
             return
         for layer, part in _by_layer(self._layers, self._blocks_per_chunk, slot):
             layer[ids] = part[first_block : first_block + len(ids)]
@@ -152,6 +155,10 @@ class CudaCopier:
         event = self._cuda.Event()
         event.record(self._cuda.current_stream(self._device))
         return event
+
+    def share(self, work: Callable[[], None]) -> None:
+        """One thread fills the bus."""
+        work()
 
     def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""

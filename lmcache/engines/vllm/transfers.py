@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import threading
 
 from lmcache.engines.vllm.copier import EngineCopier, Fence
-from lmcache.engines.vllm.plan import GROUP, LoadJob, StoreJob
+from lmcache.engines.vllm.plan import GROUP, LoadJob, Piece, StoreJob
 from lmcache.rpc.client import Session
 from lmcache.tiers.base import Reserved, Slot
 
@@ -30,17 +32,35 @@ class LoadTransfer:
         return self.job.blocks[self._num_good :]
 
     def run(self, session: Session, copier: EngineCopier) -> None:
-        """Copy piece by piece; the first bad one ends it: KV after a gap is useless. Raises SidecarError."""
+        """Copy piece by piece; a bad one ends it: KV after a gap is useless. Raises SidecarError."""
         if session.slots is None:
             return
+        pieces = list(self.job.pieces())
+        good = [False] * len(pieces)
+        todo = iter(range(len(pieces)))  # each thread takes the next one
+
+        def copy_pieces() -> None:
+            try:
+                for at in todo:
+                    good[at] = self._copy(session, copier, pieces[at])
+                    if not good[at]:
+                        return
+            finally:
+                collections.deque(todo, 0)  # nobody goes on
+
         with session.copying():
-            for piece in self.job.pieces():
-                if not session.holds(piece.slot):  # from an older arena: its row may not even exist
-                    return
-                copier.load(session.slots[piece.slot.row], piece.first_block, piece.blocks, self._fence)
-                if not session.holds(piece.slot):
-                    return
-                self._num_good += len(piece.blocks)
+            try:
+                copier.share(copy_pieces)
+            finally:
+                done = itertools.takewhile(lambda at: good[at], range(len(pieces)))
+                self._num_good = sum(len(pieces[at].blocks) for at in done)
+
+    def _copy(self, session: Session, copier: EngineCopier, piece: Piece) -> bool:
+        """Return whether the bytes are good."""
+        if session.slots is None or not session.holds(piece.slot):
+            return False  # from an older arena: its row may not even exist
+        copier.load(session.slots[piece.slot.row], piece.first_block, piece.blocks, self._fence)
+        return session.holds(piece.slot)
 
 
 class StoreTransfer:

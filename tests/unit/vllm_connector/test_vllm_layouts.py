@@ -158,21 +158,43 @@ def test_golden_slot_bytes():
     assert slot.tolist() == [3, 3, 1, 1, 13, 13, 11, 11] + [0] * 8
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
 @pytest.mark.parametrize(("first", "count"), [(0, 4), (0, 1), (1, 2), (3, 1)])
-def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count, pages, num_threads):
+def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count, pages):
     source, target = layout(pages=pages), layout(pages=pages)
     slot = make_slot(32 << 10)
     slot[:] = 7
     CpuCopier(source).store(slot, [8, 2, 5, 0], None)
     before = [kv.clone() for kv in target.pages]
     destination = [6, 1, 4, 3][:count]
-    CpuCopier(target, num_threads).load(slot, first, destination, None)
+    CpuCopier(target).load(slot, first, destination, None)
     for layer, expected in enumerate(before):
         expected[destination] = source.pages[layer][[8, 2, 5, 0][first : first + count]]
         assert torch.equal(target.pages[layer], expected)
     assert (slot[source.chunk_bytes :] == 7).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_work_is_shared_among_threads_and_the_last_one_is_waited_for(num_threads):
+    everybody, ended = threading.Barrier(num_threads), []
+
+    def work():
+        everybody.wait(10)
+        ended.append(threading.get_ident())
+
+    CpuCopier(layout(pages=PAGES["streamed"]), num_threads).share(work)
+    assert len(set(ended)) == num_threads
+
+
+def test_a_fault_in_any_thread_is_raised():
+    here = threading.get_ident()
+
+    def work():
+        if threading.get_ident() != here:
+            raise ValueError("in the other thread")
+
+    with pytest.raises(ValueError, match="in the other thread"):
+        CpuCopier(layout(pages=PAGES["streamed"]), 2).share(work)
 
 
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)

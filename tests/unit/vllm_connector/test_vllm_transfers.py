@@ -40,6 +40,9 @@ class CopierDouble:
         slot[: len(blocks)] = [self.kv[block] for block in blocks]
         self.after_copy()
 
+    def share(self, work):
+        work()
+
     def load(self, slot, first_block, blocks, fence):
         self._copy(fence)
         self.kv |= dict(zip(blocks, slot[first_block:], strict=False))
@@ -174,6 +177,31 @@ def test_every_load_is_reported_once_whatever_fails(rig, fault, monkeypatch):
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
     assert rig.worker.take_bad_blocks() == {11, 12}
     assert rig.collect((), is_idle=False) == (set(), set())
+
+
+def test_no_thread_goes_on_behind_a_bad_chunk(rig):
+    """One has the first chunk while the other one finds that the second is not there."""
+    rig.session.committed += [Slot(0, 1), Slot(2, 1)]
+    has_begun, may_end, load = threading.Event(), threading.Event(), rig.copier.load
+
+    def slow_load(*args):
+        has_begun.set()
+        assert may_end.wait(10)
+        load(*args)
+
+    def share(work):
+        other = threading.Thread(target=work)
+        other.start()
+        assert has_begun.wait(10)
+        work()
+        may_end.set()
+        other.join()
+
+    rig.copier.load, rig.copier.share = slow_load, share
+    rig.load(Slot(0, 1), Slot(1, 1), Slot(2, 1), blocks=(11, 12, 13, 14, 15, 16))
+    rig.collect_until(lambda sent, loaded: loaded)
+    assert rig.worker.take_bad_blocks() == {13, 14, 15, 16}
+    assert len(rig.copier.fences) == 1, "the third one is left"
 
 
 def test_a_load_that_is_begun_twice_is_copied_once(rig):
