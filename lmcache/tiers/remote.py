@@ -30,7 +30,7 @@ from lmcache.tiers.parts import PART_BYTES, InvalidObject, ObjectName, num_parts
 from lmcache.tiers.resilience import CircuitBreaker, JointBreaker
 from lmcache.tiers.resp import Connection, Reply, ServerError
 from lmcache.tiers.server import Server
-from lmcache.tiers.stats import RemoteStats
+from lmcache.tiers.stats import ObjectStats
 from lmcache.tiers.topology import SentinelMaster, ShardList, Shards, Topology
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class RemoteTier:
         credentials: Callable[[], tuple[str, str]] | None = None,
     ) -> None:
         self.address = Address.parse(url)
-        self.stats = RemoteStats()
+        self.stats = ObjectStats()
         self._timeout = timeout_seconds
         self._credentials = credentials
         self._topology = self._make_topology()

@@ -108,27 +108,20 @@ class TieredStats:
 
 
 @dataclass
-class RemoteStats:
-    """Of objects (one column of one row)."""
+class ObjectStats:
+    """Of objects (one column of one row) in one lower tier."""
 
     hits: int = 0  # loaded and valid
     misses: int = 0  # no such object
     stored: int = 0  # written by us
     touched: int = 0  # was there already; its age was refreshed
-    refused: Counter[str] = field(default_factory=Counter)  # stores, by the error code; "away": the shard
+    refused: Counter[str] = field(default_factory=Counter)  # stores: the error's code or name, or why not
     invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit
-    failures: int = 0  # operations that found the server sick
+    failures: int = 0  # operations that found the tier sick
 
 
 @dataclass
-class DiskStats:
-    """Of objects (one column of one row)."""
+class DiskStats(ObjectStats):
+    """Of the disk tier, which removes the files of objects that are not valid."""
 
-    hits: int = 0  # loaded and valid
-    misses: int = 0  # no such object
-    stored: int = 0  # written by us
-    touched: int = 0  # was there already; its age was refreshed
     evicted: int = 0  # to make room
-    refused: Counter[str] = field(default_factory=Counter)  # stores: "capacity", or the error's name
-    invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit; their files are gone
-    failures: int = 0  # operations that found the volume sick
