@@ -16,7 +16,6 @@ A lookup never waits for any of it: it says what is there, and what is on its wa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -234,9 +233,11 @@ class TieredStore:
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until all rows committed so far are written through; False when time ran out."""
-        with contextlib.suppress(asyncio.TimeoutError):
+        try:
             await asyncio.wait_for(self._outstanding.wait(), timeout_seconds)
-        return self._outstanding.number == 0
+        except asyncio.TimeoutError:
+            return False
+        return True
 
     async def close(self, timeout_seconds: float | None = None) -> bool:
         """Stop all work. True: no thread touches the arena any more; False: after ``timeout_seconds`` one

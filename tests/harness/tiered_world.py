@@ -40,6 +40,7 @@ class FaultyTier:
         self.open.set()
         self.is_sick = False
         self.is_full = False
+        self.refused: frozenset[bytes] = frozenset()  # keys of rows that it does not take
         self.num_waiting = 0
 
     def _enter(self, name: str) -> None:
@@ -51,6 +52,9 @@ class FaultyTier:
         if self.is_sick:
             self.breaker.failure()
             raise TierUnavailable("sick")
+
+    def _takes(self, key: bytes) -> bool:
+        return not self.is_full and key not in self.refused
 
     def try_again(self):
         self.calls["trial"] += 1
@@ -78,7 +82,7 @@ class FaultyDisk(FaultyTier):
 
     def store(self, key, column, payload, label, digests):
         self._enter("store")
-        return not self.is_full and self.disk.store(key, column, payload, label, digests)
+        return self._takes(key) and self.disk.store(key, column, payload, label, digests)
 
     def touch(self, keys, num_columns, lengths):
         self._enter("touch")
@@ -119,10 +123,10 @@ class FakeTier(FaultyTier):
     def store(self, key, column, payload, label, digests):
         self._enter("store")
         assert digests == digests_of(payload)
-        if not self.is_full:
+        if self._takes(key):
             self.objects[key, column] = bytes(payload)
             self.labels.add(label)
-        return not self.is_full
+        return self._takes(key)
 
     def fill(self, keys: list[bytes]) -> None:
         self.objects.update({(key, column): content(key, column) for key in keys for column in range(2)})

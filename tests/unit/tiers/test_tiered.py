@@ -272,3 +272,15 @@ def test_the_loop_runs_while_the_index_is_rebuilt():
         await world.store.close()
 
     asyncio.run(main())
+
+
+@run
+async def test_drain_is_done_when_all_was_though_more_comes_at_once(world):
+    world.store._outstanding.add()
+    draining = asyncio.create_task(world.store.drain(20))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.store._outstanding.done()
+    world.store._outstanding.add()
+    assert await draining
+    world.store._outstanding.done()

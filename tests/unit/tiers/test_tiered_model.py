@@ -13,10 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lmcache.tiers import hits
+from lmcache.tiers import lower as lower_module
 from lmcache.tiers.base import Reserved, Slot
 from lmcache.tiers.disk import DiskTier
 from lmcache.tiers.stats import Unwritten
@@ -58,6 +61,10 @@ class Errors(logging.Handler):
 class Tiered(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(lower_module, "_OFFER_SECONDS", 0.002)
+        self.patch.setattr(lower_module, "_MAX_OFFER_SECONDS", 0.01)
+        self.patch.setattr(hits, "_PAUSE_SECONDS", 0.001)
         self.errors = Errors()
         logging.getLogger("lmcache.tiers").addHandler(self.errors)
         self.loop = asyncio.new_event_loop()
@@ -94,10 +101,12 @@ class Tiered(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             self.settle()
+            self.what_is_hit_is_below()
             self.everything_came_back()
         finally:
             self.heal_all()
             self.run(self.world.store.close())
+            self.patch.undo()
             self.loop.close()
             self.disk.close()
             shutil.rmtree(self.folder)
@@ -199,6 +208,24 @@ class Tiered(RuleBasedStateMachine):
             whole[4096 + 77] ^= 1
             path.unlink() if is_gone else path.write_bytes(whole)
 
+    @rule(name=tiers, keys=parts, column=st.integers(0, 1), tells=st.booleans())
+    def lose(self, name, keys, column, tells):
+        """A tier forgets copies: it was restarted, and ``tells`` so as a lost connection would, or evicts."""
+        for key in keys:
+            self.damaged.add((key, name))
+            if name == "disk":
+                for path in self.folder.rglob(f"{key[32:].hex()}.{column}"):
+                    path.unlink()
+            else:
+                self.tiers[name].objects.pop((key, column), None)
+        if tells:
+            self.tiers[name].breaker.doubt()
+
+    @rule(name=tiers, keys=parts, only=st.booleans())
+    def refuse(self, name, keys, only):
+        """From now on a tier takes all but these, or all of them."""
+        self.tiers[name].refused = frozenset(keys if only else ())
+
     @rule(seconds=st.sampled_from([0.5, 1.5, 11.0, 700.0]))
     def pass_time(self, seconds):
         self.world.now += seconds
@@ -222,8 +249,9 @@ class Tiered(RuleBasedStateMachine):
         self.lookup(keys, "a", 0.0, 4)
 
     def heal_all(self) -> None:
-        for name in self.tiers:
+        for name, tier in self.tiers.items():
             self.change(name, "well")
+            tier.refused = frozenset()
 
     # ---- what holds ----
 
@@ -271,6 +299,47 @@ class Tiered(RuleBasedStateMachine):
         self.what_is_acknowledged_is_below()
         for request in "abc":
             self.release(request)
+
+    @invariant()
+    def what_is_remembered_is_bounded(self):
+        for lower in self.world.store.lower.values():
+            assert len(lower._refused) <= NUM_QUEUED
+            assert lower.num_queued <= NUM_QUEUED
+            assert len(lower._writes) <= NUM_QUEUED + 2  # writers
+            assert not lower._refused or lower._is_offering
+        assert len(self.world.store._promotions._pending) <= NUM_ROWS
+
+    def what_is_hit_is_below(self) -> None:
+        """Whatever was lost, refused or dropped before: what is in memory, and hit, gets there, and then no
+        more is written."""
+        store = self.world.store
+        self.admit = Admit.ALL
+
+        async def end() -> None:
+            for key in [key for key in KEYS if store.memory.is_resident(key)]:
+                await until(lambda key=key: self.hit_until_below(key))
+            assert await store.drain(10)
+            await until(lambda: not any(lower._is_offering for lower in store.lower.values()))
+            counts = []
+            for _ in range(3):  # files that are gone are found out by the first of them
+                self.world.now += 1000
+                for key in [key for key in KEYS if store.memory.is_resident(key)]:
+                    self.hit_until_below(key)
+                    await until(lambda: not store._hits._latest)
+                await asyncio.sleep(0.02)
+                assert await store.drain(10)
+                counts.append([tier.calls["store"] for tier in self.tiers.values()])
+            assert counts[1] == counts[2]
+
+        self.run(end())
+
+    def hit_until_below(self, key: bytes) -> bool:
+        self.world.now += 1.0
+        self.world.lookup([key], "a")
+        self.release("a")
+        is_in_memory = self.world.store.memory.is_resident(key)
+        is_below = all((key, column) in self.tiers["remote"].objects for column in COLUMNS)
+        return not is_in_memory or (is_below and self.disk.probe([key], len(COLUMNS)) == 1)
 
     def everything_came_back(self) -> None:
         """No row is leaked: a new chain may take all of them."""
