@@ -91,7 +91,7 @@ class LookupThread:
         self.answer_seconds = answer_seconds or MIN_ANSWER_SECONDS
         """How long the scheduler may wait for an answer: twice their 99th percentile, within bounds."""
         self._latest: deque[float] = deque(maxlen=100)  # seconds of answers
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._is_owing = False  # releases that were not answered
         self._silent_epoch = 0
         self._paused_until = 0.0
@@ -128,6 +128,11 @@ class LookupThread:
             return
         ticket.is_asking = True
         self._queue.put(partial(self._serve, ticket))
+
+    def note_computed(self, ticket: Ticket, num_found: int) -> None:
+        """Tell a sidecar that was not asked what it did not have: its counters are to tell the truth."""
+        if num_found < len(ticket.names) and ticket.is_read and self.knows_all(ticket):
+            self._queue.put(partial(self._look_up, ticket))
 
     def lease(self, ticket: Ticket, num_chunks: int) -> None:
         """Keep the first chunks where they are: they are being loaded."""

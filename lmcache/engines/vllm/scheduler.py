@@ -186,6 +186,8 @@ class Scheduler:
         if state is not None and not state.is_settled:
             offer, state.offer, state.patience, state.is_settled = state.offer, None, None, True
             self._computing.begin(state)
+            if self._lookups is not None:
+                self._lookups.note_computed(state.ticket, state.num_stored_chunks)
         if num_external_tokens == 0:
             return
         (block_ids,) = blocks.get_block_ids()
