@@ -345,11 +345,6 @@ def test_threads_count_every_token(engine, fmt):
     assert engine.hit_tokens_count == 4 * 50 * 32
 
 
-def test_close_closes_the_backend(engine):
-    engine.close()
-    assert engine.engine_.is_closed
-
-
 # ---- against an oracle ----
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(

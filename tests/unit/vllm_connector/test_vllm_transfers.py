@@ -387,13 +387,6 @@ def test_an_idle_engine_takes_new_requests_while_a_load_hangs(rig):
     assert rig.collect((), is_idle=True) == (set(), set())
 
 
-def test_slots_are_views_of_the_arena(rig):
-    rig.store()
-    rig.collect_until(committed(rig, 2))
-    assert rig.session.slots[rig.session.committed[1].row][:2].tolist() == [3, 4]
-    assert isinstance(rig.session.slots, np.ndarray)
-
-
 @pytest.mark.parametrize("slot", [Slot(9999, 1), Slot(0, 7)], ids=["beyond the arena", "given away"])
 def test_a_slot_of_an_older_arena_is_not_even_read(rig, slot, caplog):
     """The scheduler's session may be older than ours: since then the arena may have been formatted anew."""
