@@ -106,8 +106,8 @@ class LMCLocalDiskBackend(EvictingBackend):
     def remove(self, key: CacheEngineKey) -> None:
         """Delete the chunk's file, and forget a queued one; no-op when it is not here."""
         self._puts.supersede(key)
-        self._forget(key)
         self._discard(key)
+        self._forget(key)
 
     def _release(self) -> None:
         self._guard.close()
@@ -185,17 +185,24 @@ class LMCLocalDiskBackend(EvictingBackend):
             payload[-_TRAILER_BYTES:] = _trailer(source)
             self._tier.remove(name, 0)  # a store leaves what is there
             label = key.to_string().encode()[:MAX_LABEL_BYTES]
-            if not self._admit(key, source, lambda: self._tier.store(name, 0, payload, label)):
+
+            def put() -> bool:
+                is_stored = self._tier.store(name, 0, payload, label)
+                if is_stored:
+                    self._remember(name, key)
+                return is_stored
+
+            if not self._admit(key, source, put):
                 raise ValueError("there is no room")
-            self._remember(name, key)
 
         self._guard.call("A write", replace, None)
 
     def _remember(self, name: RowKey, key: CacheEngineKey) -> None:
         self._known[name] = key, self._num_calls
         if self._chunks is not None:
-            with self._deciding:
-                self._chunks.setdefault(key, self._seen(name))
+            with self._deciding:  # somebody may have evicted it since
+                if key not in self._chunks and self._tier.probe([name], 1):
+                    self._chunks[key] = self._seen(name)
         if len(self._known) > self._max_known:
             here = set(self._tier.keys())
             self._known = {name: use for name, use in list(self._known.items()) if name in here}
