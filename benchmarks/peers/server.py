@@ -35,7 +35,7 @@ def free_port() -> int:
 
 def start_server(port: int, http_port: int) -> subprocess.Popen[bytes]:
     address = [f"--port={port}", "--host=127.0.0.1", f"--http-port={http_port}", "--http-host=127.0.0.1"]
-    memory = ["--l1-size-gb=3", "--eviction-policy=LRU", "--supported-transfer-mode=auto"]
+    memory = ["--l1-size-gb=5", "--eviction-policy=LRU", "--supported-transfer-mode=auto"]
     command = [str(Path(sys.executable).parent / "lmcache"), "server", *address, *memory]
     process = subprocess.Popen(
         [*command, f"--shm-name=bench{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
