@@ -5,6 +5,7 @@ The environments lie in the cache directory; torch comes from the project's own,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -71,5 +72,10 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """It tidies up at the end of its input; killed, it would leave its shared memory behind."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._process.stdin.close()
+            self._process.wait(20)
         self._process.kill()
         self._process.wait()
