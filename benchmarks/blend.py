@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from benchmarks.report import Figure, Report, at_most
-from tools.blend.experiment import RATIOS, divergences, name_of
-from tools.blend.train import trained_model
+from testing.blend.experiment import RATIOS, divergences, name_of
+from testing.blend.train import trained_model
 
 NUM_PROMPTS = 128
 ALLOWED_PERCENT = 20.0

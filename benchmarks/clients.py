@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
 from lmcache.tiers.base import Slot
-from lmcache.tiers.mapping import Found
-from tools.processes import SidecarProcess, wait_until
+from lmcache.tiers.memory.mapping import Found
+from testing.processes import SidecarProcess, wait_until
 
 NAMESPACE = hashlib.sha256(b"benchmark").digest()
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16

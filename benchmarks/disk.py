@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import path_of
-from lmcache.tiers.disk_index import Index, name_of
+from lmcache.tiers.disk.files import path_of
+from lmcache.tiers.disk.index import Index, name_of
+from lmcache.tiers.disk.tier import DiskTier
 
 ROUNDS = 40
 BYTES_PER_ROUND = 64 << 20

@@ -14,9 +14,9 @@ import numpy as np
 
 from benchmarks.report import Figure, Report, at_most
 from lmcache.tiers.header import checksum
-from lmcache.tiers.pages import populate
-from lmcache.tiers.remote import RemoteTier
-from tools.processes import RedisServer
+from lmcache.tiers.memory.kernel_pages import populate
+from lmcache.tiers.remote.tier import RemoteTier
+from testing.processes import RedisServer
 
 TICK_SECONDS = 0.5e-3
 SLOT_BYTES = 64 << 20

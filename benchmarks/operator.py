@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_most
-from tools.kube import operator as kube
-from tools.kube.api import Object
-from tools.kube.cluster import Cluster
+from testing.kube import operator as kube
+from testing.kube.api import Object
+from testing.kube.cluster import Cluster
 
 NUM_CLUSTERS = int(os.environ.get("NUM_CLUSTERS", "1000"))
 NUM_REPLICAS = int(os.environ.get("NUM_REPLICAS", "1"))

@@ -26,11 +26,11 @@ from benchmarks.disk import scratch
 from benchmarks.remote import connect, url_of
 from benchmarks.report import Figure, Report, at_least, of, paired
 from lmcache.tiers.base import Geometry, LowerTier, Reserved, RowKey
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.private import PrivateArena
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from lmcache.tiers.tiered import TieredStore
-from tools.processes import RedisServer
+from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.tiered.store import TieredStore
+from testing.processes import RedisServer
 
 NUM_ROWS, ROUNDS, WARM_UP = 32, 21, 2
 ARENA_ROWS = 8 * NUM_ROWS  # a lookup brings at most a quarter of them

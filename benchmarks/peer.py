@@ -16,8 +16,8 @@ import torch
 from benchmarks import engine as ours
 from benchmarks.peers.child import Peer
 from benchmarks.report import Figure, Report, at_least
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tools.processes import RedisServer
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.processes import RedisServer
 
 WARM_UP, ROUNDS = 5, 9
 NUM_PARTS = 32

@@ -24,11 +24,11 @@ from benchmarks.peers.child import CHILDREN, Peer, site_packages
 from benchmarks.report import Figure, Report, at_least, of, paired, spread
 from benchmarks.transfer import BLOCKS, BLOCKS_PER_CHUNK, CHUNK_BYTES, CHUNKS, TOTAL_BYTES, make_kv
 from benchmarks.vllm import prompt, ttft
-from lmcache.engines.vllm.copier import CpuCopier
-from lmcache.engines.vllm.plan import Grid, KeyContext, LoadJob, Offer, StoreJob
-from lmcache.engines.vllm.transfers import LoadTransfer, StoreTransfer
-from tools.engine.process import ROOT, EngineProcess, connector_config
-from tools.processes import SidecarProcess
+from lmcache.engines.core.copier import CpuCopier
+from lmcache.engines.core.jobs import Grid, KeyContext, LoadJob, Offer, StoreJob
+from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
+from testing.engine.process import ROOT, EngineProcess, connector_config
+from testing.processes import SidecarProcess
 
 VERSION = "0.5.6"
 MODES = ("engine_driven", "lmcache_driven")

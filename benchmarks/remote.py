@@ -18,9 +18,9 @@ from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.header import HEADER_BYTES
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.processes import RedisServer
 from tests.harness.certificates import make_certificates
-from tools.processes import RedisServer
 
 NUM_PARTS, ROUNDS = 8, 41
 VALUE_BYTES = HEADER_BYTES + PART_BYTES

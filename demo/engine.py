@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.show import command, note, step, title
-from tools.engine.process import ServedEngine, connector_config
-from tools.processes import RedisServer, SidecarProcess
+from testing.engine.process import ServedEngine, connector_config
+from testing.processes import RedisServer, SidecarProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_TOKENS, ANSWER_TOKENS, CHUNK_TOKENS = 8192, 32, 256

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from demo.show import command, note, step, title
-from tools.kube.cluster import Cluster
-from tools.kube.process import free_ports
+from testing.kube.cluster import Cluster
+from testing.kube.process import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE, RELEASE, NAME = "default", "lmcache", "qwen3-8b"

@@ -1,1 +1,1 @@
-"""What builds, checks and shows the project; nothing here is shipped."""
+"""What builds and checks the project; nothing here is shipped."""

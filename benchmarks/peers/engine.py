@@ -1,4 +1,4 @@
-"""Runs the engine's child (tools/engine/child.py, its path comes first) with the peer's connector in it."""
+"""Runs the engine's child (testing/engine/child.py, its path comes first) with the peer's connector in it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import Copies, Session
 from lmcache.tiers.base import ArenaError
-from lmcache.tiers.mapping import MappedColumn, MappedIndex
+from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 
 _ATTACH_SECONDS = 2.0
 """Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""

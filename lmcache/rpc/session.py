@@ -18,7 +18,7 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import RpcRefused, SidecarError, SidecarUnavailable, StaleSession
 from lmcache.tiers.base import KEY_BYTES, Reservation, Reserved, Slot
-from lmcache.tiers.mapping import MappedColumn, MappedIndex
+from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.use_gate import UseGate
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.resilience import CircuitBreaker
+from lmcache.tiers.circuit import CircuitBreaker
 
 T = TypeVar("T")
 D = TypeVar("D")

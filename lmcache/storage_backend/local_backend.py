@@ -30,7 +30,7 @@ from lmcache.storage_backend.mem_pool import KVObj, TorchArena
 from lmcache.storage_backend.output_pool import OutputPool
 from lmcache.storage_backend.queued_backend import LocalBackendEndSignal
 from lmcache.storage_backend.use_gate import UseGate
-from lmcache.tiers.local import LocalStore
+from lmcache.tiers.memory.local import LocalStore
 from lmcache.utils import CacheEngineKey
 
 __all__ = ["LMCLocalBackend", "LMCLocalDiskBackend", "LocalBackendEndSignal", "save_disk"]

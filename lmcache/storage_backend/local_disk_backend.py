@@ -19,9 +19,9 @@ from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.output_pool import OutputPool
 from lmcache.tiers.base import RowKey
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import DirectoryInUse, path_of
-from lmcache.tiers.disk_index import name_of
+from lmcache.tiers.disk.files import DirectoryInUse, path_of
+from lmcache.tiers.disk.index import name_of
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.header import MAX_LABEL_BYTES
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
 

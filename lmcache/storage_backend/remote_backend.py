@@ -21,7 +21,7 @@ from lmcache.storage_backend.connector import CreateConnector
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.queued_backend import QueuedBackend
 from lmcache.storage_backend.serde import CreateSerde
-from lmcache.tiers.resilience import CircuitBreaker
+from lmcache.tiers.circuit import CircuitBreaker
 from lmcache.utils import CacheEngineKey
 
 _log = init_logger(__name__)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from lmcache.tiers.resilience import CircuitBreaker
-    from lmcache.tiers.shared_index import SharedIndex
-    from lmcache.tiers.slots import SlotTable
+    from lmcache.tiers.circuit import CircuitBreaker
+    from lmcache.tiers.memory.shared_index import SharedIndex
+    from lmcache.tiers.memory.slots import SlotTable
 
 KEY_BYTES = 32
 """Length of a chunk key and of a namespace (both SHA-256)."""

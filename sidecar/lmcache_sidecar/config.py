@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
-from lmcache.tiers.address import Address
+from lmcache.tiers.remote.address import Address
 from lmcache.units import parse_size
 
 ENV_PREFIX = "LMCACHE_"

@@ -18,9 +18,9 @@ from pathlib import Path
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError, Geometry, Slot, StaleSlot
-from lmcache.tiers.tiered import TieredStore
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.tiered.store import TieredStore
 from lmcache_sidecar import wire
 from lmcache_sidecar.liveness import DeathWatch, LockProbe, probes_in
 from lmcache_sidecar.wire import Peer

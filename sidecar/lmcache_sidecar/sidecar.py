@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.rpc import service
-from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError
-from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
-from lmcache.tiers.tiered import Admit, TieredStore
+from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.config import Config, ConfigError

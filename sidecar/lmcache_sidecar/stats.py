@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.lower import Lower
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.stats import MemoryStats, Tenants
+from lmcache.tiers.tiered.tier_worker import Lower
 from lmcache_sidecar.sessions import Client, Sessions
 from lmcache_sidecar.tiers import Configured
 

@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass
 
 from lmcache.tiers.base import TierError
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.remote.tier import RemoteTier
 from lmcache_sidecar.config import Config, ConfigError
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.vllm.copier import CudaCopier
-from lmcache.engines.vllm.layouts import Layout
+from lmcache.engines.core.copier import CudaCopier
+from lmcache.engines.core.layouts import Layout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lmcache.cache_engine import LMCacheEngine
+from testing.processes import wait_until
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,
@@ -18,7 +19,6 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
-from tools.processes import wait_until
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,9 +2,9 @@
 
 import time
 
+from testing.kube.api import Object
+from testing.kube.cluster import Cluster, Write
 from tests.harness.kube import CLUSTERS, NAME, Operator
-from tools.kube.api import Object
-from tools.kube.cluster import Cluster, Write
 
 ENGINE = f"{NAME}-engine"
 

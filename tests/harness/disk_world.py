@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 
-from lmcache.tiers import disk_files
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import path_of
-from lmcache.tiers.disk_index import name_of
+from lmcache.tiers.disk import files as disk_files
+from lmcache.tiers.disk.files import path_of
+from lmcache.tiers.disk.index import name_of
+from lmcache.tiers.disk.tier import DiskTier
 
 PAGE = 4096
 MIB = 1 << 20

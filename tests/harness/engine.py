@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lmcache.rpc.client import Session, SidecarClient
+from testing.processes import SidecarProcess
 from tests.harness.wire import make_hello, make_keys
-from tools.processes import SidecarProcess
 
 CHUNK_BYTES = 100_000
 

@@ -11,10 +11,10 @@ from http import HTTPStatus
 import pytest
 import yaml
 
-from tools.kube import binaries, cluster
-from tools.kube.api import ApiError, Object
-from tools.kube.cluster import Cluster
-from tools.kube.operator import (
+from testing.kube import cluster
+from testing.kube.api import ApiError, Object
+from testing.kube.cluster import Cluster
+from testing.kube.operator import (
     CHART,
     CLUSTERS,
     CRDS,
@@ -25,6 +25,7 @@ from tools.kube.operator import (
     USER,
     Operator,
 )
+from tools.kube import binaries
 
 __all__ = ["CHART", "CLUSTERS", "EXAMPLE", "NAME", "SERVICE_ACCOUNT", "Operator", "example", "new_namespace"]
 

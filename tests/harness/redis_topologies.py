@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import redis
 
+from testing.processes import BINARY, RedisServer, free_port
 from tests.harness.remote_objects import until
-from tools.processes import BINARY, RedisServer, free_port
 
 SERVICE = "kv-cache"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lmcache.tiers.parts import ObjectName
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from tools.processes import wait_until
+from lmcache.tiers.remote.objects import ObjectName
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.processes import wait_until
 
 KEY = b"n" * 32 + b"k" * 32
 

@@ -4,8 +4,8 @@ import threading
 from types import SimpleNamespace
 
 from lmcache import keys
-from lmcache.engines.vllm.lookups import Ticket
-from lmcache.engines.vllm.plan import EngineIdentity, Grid, WorkerReport
+from lmcache.engines.core.jobs import EngineIdentity, Grid, WorkerReport
+from lmcache.engines.core.lookups import Ticket
 from lmcache.engines.vllm.scheduler import Scheduler
 from lmcache.tiers.base import Slot
 from tests.harness.session_double import SessionDouble

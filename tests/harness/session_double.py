@@ -12,7 +12,7 @@ import numpy as np
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import LookupResult
 from lmcache.tiers.base import KEY_BYTES, Reservation, Reserved, Slot
-from lmcache.tiers.mapping import Found
+from lmcache.tiers.memory.mapping import Found
 from tests.harness.wire import NAMESPACE
 
 

@@ -24,8 +24,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from tools.engine.process import connector_config
-from tools.engine.tiny_model import tiny_model
+from testing.engine.process import connector_config
+from testing.engine.tiny_model import tiny_model
 
 BLOCK, CHUNK, NUM_LAYERS = 16, 64, 2
 LAYERS = [f"layer{number}" for number in range(NUM_LAYERS)]

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
 
-from lmcache.engines.vllm.copier import CpuCopier
+from lmcache.engines.core.copier import CpuCopier
+from testing.processes import SidecarProcess, wait_until
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
-from tools.processes import SidecarProcess, wait_until
 
 _SEEDS = itertools.count()
 

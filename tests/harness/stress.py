@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 
 from lmcache.tiers.base import Geometry
-from lmcache.tiers.local import LocalStore
-from lmcache.tiers.private import PrivateArena
+from lmcache.tiers.memory.local import LocalStore
+from lmcache.tiers.memory.private import PrivateArena
 
 SLOT_BYTES = 4096
 NUM_KEYS = 96

@@ -7,12 +7,12 @@ import threading
 from collections import Counter
 
 from lmcache.tiers.base import Geometry, Loaded, LowerTier, Reserved, Slot, TierUnavailable
-from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.circuit import CircuitBreaker
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.header import digests as digests_of
-from lmcache.tiers.private import PrivateArena
-from lmcache.tiers.resilience import CircuitBreaker
+from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import TieredStats, Unwritten
-from lmcache.tiers.tiered import Admit, Lookup, TieredStore
+from lmcache.tiers.tiered.store import Admit, Lookup, TieredStore
 
 NUM_COLUMNS = 2
 SIZE = 4096

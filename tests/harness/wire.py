@@ -20,7 +20,7 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
 from lmcache.rpc.lockfile import LockFile
-from tools.processes import REPOSITORY, SidecarProcess, wait_until
+from testing.processes import REPOSITORY, SidecarProcess, wait_until
 
 NAMESPACE = b"n" * 32
 

@@ -1,4 +1,4 @@
-"""Blending on a model that learned to read across documents; all of it: ``tools.blend.experiment``."""
+"""Blending on a model that learned to read across documents; all of it: ``testing.blend.experiment``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tools.blend import experiment, prompts
-from tools.blend.forward import Forward
-from tools.blend.train import CONFIG, TooSlow, trained_model
+from testing.blend import experiment, prompts
+from testing.blend.forward import Forward
+from testing.blend.train import CONFIG, TooSlow, trained_model
 
 TRAINING_SECONDS = 300
 NUM_PROMPTS = 16

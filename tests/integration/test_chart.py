@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from testing.kube.cluster import CRDS as CRD_KIND
+from testing.kube.cluster import Cluster
 from tests.harness.kube import (
     CHART,
     CLUSTERS,
@@ -19,8 +21,6 @@ from tests.harness.kube import (
     new_namespace,
 )
 from tools.kube import schemas
-from tools.kube.cluster import CRDS as CRD_KIND
-from tools.kube.cluster import Cluster
 
 pytestmark = pytest.mark.kube
 

@@ -9,9 +9,9 @@ import pytest
 
 from lmcache.config import GlobalConfig
 from lmcache.storage_backend.connector import CreateConnector, redis_connector
+from testing.processes import RedisServer
 from tests.harness.certificates import make_certificates
 from tests.harness.redis_topologies import SERVICE, cluster, sentinel_set
-from tools.processes import RedisServer
 
 pytestmark = pytest.mark.redis
 

@@ -12,6 +12,7 @@ import torch
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.server import LMCacheServer
+from testing.processes import RedisServer, wait_until
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,
@@ -23,7 +24,6 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
-from tools.processes import RedisServer, wait_until
 
 pytestmark = pytest.mark.redis
 

@@ -7,10 +7,10 @@ from subprocess import CalledProcessError
 import pytest
 import yaml
 
+from testing.kube.api import ApiError, Object
+from testing.kube.cluster import Cluster
 from tests.harness.clusters import ENGINE, condition, look_once_more, pods, wait_quiet, wait_ready, written
 from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_namespace
-from tools.kube.api import ApiError, Object
-from tools.kube.cluster import Cluster
 
 pytestmark = pytest.mark.kube
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from testing.kube.api import ApiError, Object
+from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, new_namespace
 from tests.harness.operator_model import cluster
-from tools.kube.api import ApiError, Object
-from tools.kube.cluster import Cluster
 
 pytestmark = pytest.mark.kube
 

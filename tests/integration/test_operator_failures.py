@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from testing.kube.cluster import Cluster
 from tests.harness.clusters import ENGINE, condition, look_once_more, pods, wait_quiet, wait_ready, written
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
-from tools.kube.cluster import Cluster
 
 pytestmark = pytest.mark.kube
 

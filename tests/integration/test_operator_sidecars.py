@@ -7,10 +7,10 @@ import json
 import pytest
 from lmcache_operator.specs.names import SIDECAR_PORT
 
+from testing.processes import RedisServer, SidecarProcess
 from tests.harness.clusters import condition, look_once_more, pods, wait_ready, written
 from tests.harness.kube import CLUSTERS, example
 from tests.harness.wire import RawClient
-from tools.processes import RedisServer, SidecarProcess
 
 pytestmark = pytest.mark.kube
 

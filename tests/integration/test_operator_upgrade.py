@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from testing.kube.api import Object
 from tests.harness.kube import CLUSTERS, NAME, example
-from tools.kube.api import Object
 
 pytestmark = pytest.mark.kube
 

@@ -7,11 +7,11 @@ import binascii
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.parts import hash_tag
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.objects import hash_tag
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.processes import RedisServer, free_port
 from tests.harness.redis_topologies import Cluster, cluster
 from tests.harness.remote_objects import is_back, load, part_name, pattern, until
-from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
 

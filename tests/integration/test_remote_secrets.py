@@ -11,11 +11,11 @@ import pytest
 
 from lmcache.rpc.client import SidecarClient
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.remote.tier import RemoteTier
+from testing.processes import RedisServer, SidecarProcess
 from tests.harness.engine import store
 from tests.harness.remote_objects import KEY, is_back, load, until
 from tests.harness.wire import attached, make_hello, usable
-from tools.processes import RedisServer, SidecarProcess
 
 SECRETS = ("us3r", "S3cr3t")
 

@@ -7,10 +7,10 @@ import contextlib
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.remote.tier import RemoteTier
+from testing.processes import RedisServer, free_port
 from tests.harness.redis_topologies import SERVICE, sentinel_set
 from tests.harness.remote_objects import KEY, is_back, load, until
-from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
 

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.processes import RedisServer
 from tests.harness.remote_objects import load, pattern, until
-from tools.processes import RedisServer
 
 pytestmark = pytest.mark.redis
 

@@ -11,10 +11,10 @@ import pytest
 
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.header import HEADER_BYTES
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from lmcache.tiers.server import Server
+from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.processes import RedisServer, free_port
 from tests.harness.remote_objects import KEY, is_back, load, pattern, until
-from tools.processes import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lmcache.tiers.header import HEADER_BYTES, Header, checksum, digests
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.processes import RedisServer
 from tests.harness.remote_objects import KEY, load, part_name, pattern, until
-from tools.processes import RedisServer
 
 pytestmark = pytest.mark.redis
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.processes import BINARY, RedisServer
 from tests.harness.certificates import make_certificates
 from tests.harness.remote_objects import KEY, is_back, load, pattern, until
-from tools.processes import BINARY, RedisServer
 
 pytestmark = [
     pytest.mark.redis,

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmcache.tiers.base import Geometry
-from lmcache.tiers.private import PrivateArena
-from lmcache.tiers.remote import PART_BYTES, RemoteTier
-from lmcache.tiers.tiered import TieredStore
-from tools.processes import RedisServer
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.tiered.store import TieredStore
+from testing.processes import RedisServer
 
 pytestmark = pytest.mark.redis
 

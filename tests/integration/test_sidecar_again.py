@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lmcache.rpc.client import SidecarClient
+from testing.processes import RedisServer, SidecarProcess, wait_until
 from tests.harness.engine import CHUNK_BYTES, load, store
 from tests.harness.wire import attached, make_hello, usable
-from tools.processes import RedisServer, SidecarProcess, wait_until
 
 pytestmark = pytest.mark.redis
 

@@ -13,10 +13,10 @@ from lmcache.rpc.client import Role
 from lmcache.rpc.errors import StaleSession
 from lmcache.rpc.service import LOOKUP, RESERVE
 from lmcache.tiers.base import ArenaError, Reserved
-from lmcache.tiers.mapping import MappedColumn
+from lmcache.tiers.memory.mapping import MappedColumn
+from testing.processes import wait_until
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
 from tests.harness.wire import NAMESPACE, ClientProcess, RawClient, attached, make_hello, make_keys, usable
-from tools.processes import wait_until
 
 
 def test_what_was_stored_is_loaded_byte_for_byte(sidecar, connect):

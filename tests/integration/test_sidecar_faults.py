@@ -12,10 +12,10 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import Role, SidecarClient
 from lmcache.rpc.errors import SidecarUnavailable, StaleSession
 from lmcache.rpc.service import RESERVE
-from lmcache.tiers.slots import ENTRY
+from lmcache.tiers.memory.slots import ENTRY
+from testing.processes import SidecarProcess, wait_until
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
-from tools.processes import SidecarProcess, wait_until
 
 
 def test_a_killed_sidecar_comes_back_with_its_rows(sidecar, connect):

@@ -15,8 +15,8 @@ from lmcache_sidecar.metrics import FAMILIES
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable, StaleSession
+from testing.processes import REPOSITORY
 from tests.harness.wire import attached, usable
-from tools.processes import REPOSITORY
 
 
 def test_pages(sidecar, connect):

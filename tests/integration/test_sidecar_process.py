@@ -22,8 +22,8 @@ import pytest
 
 from lmcache.rpc import service
 from lmcache.rpc.service import LOOKUP, UNARY_METHODS
+from testing.processes import REPOSITORY, SidecarProcess, wait_until
 from tests.harness.wire import RawClient
-from tools.processes import REPOSITORY, SidecarProcess, wait_until
 
 
 def readyz(sidecar: SidecarProcess) -> tuple[int, str]:

@@ -11,9 +11,9 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import KVGroup, Role, SidecarClient
 from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE
+from testing.processes import SidecarProcess, wait_until
 from tests.harness.engine import store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
-from tools.processes import SidecarProcess, wait_until
 
 ONE_GROUP = [pb.GroupKeys(group=0, keys=make_keys(1))]
 INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from lmcache.rpc.client import SidecarClient
+from testing.processes import RedisServer, SidecarProcess, wait_until
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
-from tools.processes import RedisServer, SidecarProcess, wait_until
 
 
 @pytest.mark.redis

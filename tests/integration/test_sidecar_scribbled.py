@@ -8,8 +8,8 @@ import struct
 import numpy as np
 import pytest
 
-from lmcache.tiers.layout import HEAD_BYTES, Head, Layout
-from lmcache.tiers.slots import ENTRY, State
+from lmcache.tiers.memory.layout import HEAD_BYTES, Head, Layout
+from lmcache.tiers.memory.slots import ENTRY, State
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import attached, make_keys, usable
 

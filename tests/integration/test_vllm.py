@@ -16,8 +16,8 @@ import socket
 
 import pytest
 
-from tools.engine.process import EngineProcess, ServedEngine, connector_config
-from tools.processes import SidecarProcess, wait_until
+from testing.engine.process import EngineProcess, ServedEngine, connector_config
+from testing.processes import SidecarProcess, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 

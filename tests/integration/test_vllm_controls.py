@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.engines.vllm.copier import CpuCopier
+from lmcache.engines.core.copier import CpuCopier
 from tests.harness.fake_model import answer
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_engine import POISON, ran

@@ -10,9 +10,9 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.specs.children import children
 from lmcache_operator.specs.names import STOCK_IMAGES
 
+from testing.engine.process import ServedEngine
+from testing.kube.process import free_ports
 from tests.harness.operator_model import cluster
-from tools.engine.process import ServedEngine
-from tools.kube.process import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

@@ -22,9 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
+from lmcache.engines.core.jobs import EngineIdentity, Grid, StepMeta  # noqa: E402
 from lmcache.engines.vllm import connector as module  # noqa: E402
 from lmcache.engines.vllm.connector import LMCacheClusterConnector  # noqa: E402
-from lmcache.engines.vllm.plan import EngineIdentity, Grid, StepMeta  # noqa: E402
 
 IDENTITY = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([4, 5],))

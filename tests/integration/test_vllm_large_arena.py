@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens
-from tools.processes import SidecarProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
 

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tools.engine.process import EngineProcess, ServedEngine, connector_config
-from tools.processes import SidecarProcess, free_port, wait_until
+from testing.engine.process import EngineProcess, ServedEngine, connector_config
+from testing.processes import SidecarProcess, free_port, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 

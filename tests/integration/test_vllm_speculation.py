@@ -11,8 +11,8 @@ import random
 
 import pytest
 
-from tools.engine.process import EngineProcess, connector_config
-from tools.processes import SidecarProcess
+from testing.engine.process import EngineProcess, connector_config
+from testing.processes import SidecarProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 

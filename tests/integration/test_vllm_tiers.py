@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tools.engine.process import EngineProcess, connector_config
-from tools.processes import RedisServer, SidecarProcess, wait_until
+from testing.engine.process import EngineProcess, connector_config
+from testing.processes import RedisServer, SidecarProcess, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
 

@@ -1,1 +1,1 @@
-"""A local Kubernetes control plane for tests, the demo and the benchmarks."""
+"""The Kubernetes binaries, built and cached, and the schemas that come from them."""

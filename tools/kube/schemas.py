@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from testing.kube.cluster import Cluster
 from tools.kube import binaries
-from tools.kube.cluster import Cluster
 
 SCHEMAS = Path(__file__).with_name("schemas.json")
 KINDS = (

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache import keys
-from lmcache.engines.vllm import files, fingerprint
-from lmcache.engines.vllm.copier import EngineCopier, make_copier
-from lmcache.engines.vllm.layouts import (
+from lmcache.engines.core.copier import EngineCopier, make_copier
+from lmcache.engines.core.jobs import GROUP, EngineIdentity, Grid
+from lmcache.engines.core.layouts import (
     Layout,
     Unsupported,
     check_stages,
@@ -22,7 +22,7 @@ from lmcache.engines.vllm.layouts import (
     content_id,
     page_views,
 )
-from lmcache.engines.vllm.plan import GROUP, EngineIdentity, Grid
+from lmcache.engines.vllm import files, fingerprint
 from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
 from lmcache.rpc.service import DEFAULT_SOCKET
 

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 if TYPE_CHECKING:
-    from lmcache.engines.vllm.plan import EngineIdentity, StepMeta, WorkerReport
+    from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
     from lmcache.engines.vllm.scheduler import Scheduler
     from lmcache.engines.vllm.worker import Worker
 

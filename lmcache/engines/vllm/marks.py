@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from lmcache import keys
+from lmcache.engines.core.jobs import Marks
 from lmcache.engines.vllm import files
-from lmcache.engines.vllm.plan import Marks
 
 logger = logging.getLogger("vllm.lmcache")
 

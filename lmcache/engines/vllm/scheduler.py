@@ -29,8 +29,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from lmcache.engines.vllm.lookups import LookupThread, Ticket
-from lmcache.engines.vllm.plan import (
+from lmcache.engines.core.jobs import (
     IDLE_WAIT_SECONDS,
     Arrivals,
     EngineIdentity,
@@ -46,7 +45,8 @@ from lmcache.engines.vllm.plan import (
     WorkerReport,
     loadable_tokens,
 )
-from lmcache.engines.vllm.requests import Computing, RequestState
+from lmcache.engines.core.lookups import LookupThread, Ticket
+from lmcache.engines.core.requests import Computing, RequestState
 from lmcache.rpc.client import SidecarClient
 
 ASK_AGAIN_SECONDS = 0.01

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any
 
-from lmcache.engines.vllm.copier import EngineCopier, Fence, spread
-from lmcache.engines.vllm.plan import EngineIdentity, StepMeta, WorkerReport
-from lmcache.engines.vllm.transfers import LoadTransfer, StoreTransfer
+from lmcache.engines.core.copier import EngineCopier, Fence, spread
+from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
+from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError
 

@@ -19,7 +19,7 @@ def CreateStorageBackend(
     """Make the storage that ``device`` names: "cpu" for memory, else a directory.
 
     ``max_size_gb`` (GiB) is 5 in memory and half of the directory's volume if not given. Raises ValueError
-    for "cuda" and for a size that is none, OSError and ``lmcache.tiers.disk_files.DiskError`` for a directory
+    for "cuda" and for a size that is none, OSError and ``lmcache.tiers.disk.files.DiskError`` for a directory
     that can't be used.
     """
     if max_size_gb is not None and not 0 < max_size_gb < 1 << 30:

@@ -15,9 +15,9 @@ from lmcache.keys import namespace
 from lmcache.logging import init_logger
 from lmcache.server.server_storage_backend.abstract_backend import LMSBackendInterface
 from lmcache.tiers.base import RowKey, TierUnavailable
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import path_of
-from lmcache.tiers.disk_index import name_of
+from lmcache.tiers.disk.files import path_of
+from lmcache.tiers.disk.index import name_of
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.header import HEADER_BYTES, BadHeader, Buffer, Header, checksum, parse
 
 T = TypeVar("T")

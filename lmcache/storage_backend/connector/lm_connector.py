@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lmcache.protocol import MAX_KEY_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, Stream
 from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector
-from lmcache.tiers.resilience import CircuitBreaker
+from lmcache.tiers.circuit import CircuitBreaker
 from lmcache.utils import CacheEngineKey
 
 _CONNECT_SECONDS = 2.0

@@ -11,7 +11,7 @@ from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.mem_pool.base_pool import BasePool, KVObj
 from lmcache.storage_backend.mem_pool.torch_arena import TorchArena
-from lmcache.tiers.allocator import SLOTS_PER_FRAME, FrameAllocator
+from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME, FrameAllocator
 
 
 class LocalPool(BasePool):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from lmcache.logging import init_logger
-from lmcache.tiers.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.base import Geometry
-from lmcache.tiers.private import PrivateArena
-from lmcache.tiers.slots import SlotTable
+from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.slots import SlotTable
 
 _log = init_logger(__name__)
 
@@ -24,9 +24,9 @@ _PIN_BYTES = 64 << 20  # at once: as long as the kernel takes to clear these pag
 class TorchArena:
     """``num_slots`` slots for a ``LocalStore`` or a pool; ``tensor(row, …)`` is the memory of one row.
 
-    A row is numbered by its first slot and never crosses a frame (``lmcache.tiers.allocator``). Host memory
-    is taken, and pinned when CUDA is available, piece by piece as rows in it are first used; a piece that
-    can't be pinned works too, with slower copies. A GPU's memory is taken at once. Raises RuntimeError
+    A row is numbered by its first slot and never crosses a frame (``lmcache.tiers.memory.allocator``). Host
+    memory is taken, and pinned when CUDA is available, piece by piece as rows in it are first used; a piece
+    that can't be pinned works too, with slower copies. A GPU's memory is taken at once. Raises RuntimeError
     (torch's OutOfMemoryError is one) or MemoryError when there is not that much.
     """
 

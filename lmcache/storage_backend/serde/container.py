@@ -36,7 +36,7 @@ import torch
 import xxhash
 
 from lmcache.tiers.header import Buffer, checksum
-from lmcache.tiers.pages import prefer_huge_pages
+from lmcache.tiers.memory.kernel_pages import prefer_huge_pages
 
 MAGIC = b"LMCserde"
 _PLAIN, _BOUND = 1, 2  # versions

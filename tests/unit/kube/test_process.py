@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.kube.api import wait_for
-from tools.kube.process import Component, ComponentDied, free_ports
+from testing.kube.api import wait_for
+from testing.kube.process import Component, ComponentDied, free_ports
 
 
 def test_own_end_is_told_with_the_tail_of_the_log(tmp_path):
@@ -41,7 +41,7 @@ def test_deaf_component_is_killed_after_its_grace(tmp_path):
 
 def test_component_dies_with_us_even_if_we_are_killed(tmp_path):
     code = (
-        "import pathlib; from tools.kube.process import Component\n"
+        "import pathlib; from testing.kube.process import Component\n"
         f"c = Component('sleep', ['sleep', '60'], pathlib.Path({str(tmp_path / 'log')!r})); c.start()\n"
         "print(c.process.pid, flush=True); input()"
     )

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend, save_disk
 from lmcache.tiers.base import TierUnavailable
+from testing.processes import wait_until
 from tests.harness.kv_cache import (
     CHUNK,
     HEAD_SIZE,
@@ -19,7 +20,6 @@ from tests.harness.kv_cache import (
     make_key,
     make_metadata,
 )
-from tools.processes import wait_until
 
 
 def open_backend(directory, dtype: torch.dtype = torch.float16) -> LMCLocalDiskBackend:

@@ -9,6 +9,7 @@ import torch
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.storage_backend import remote_backend
+from testing.processes import wait_until
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import (
     CHUNK,
@@ -21,7 +22,6 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
-from tools.processes import wait_until
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
 KINDS = {

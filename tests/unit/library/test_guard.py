@@ -8,8 +8,8 @@ import pytest
 
 from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.guard import Guard
-from lmcache.tiers.resilience import CircuitBreaker
-from tools.processes import wait_until
+from lmcache.tiers.circuit import CircuitBreaker
+from testing.processes import wait_until
 
 
 def away() -> None:

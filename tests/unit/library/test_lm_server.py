@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache.utils import CacheEngineKey
+from testing.processes import wait_until
 from tests.harness.lm_server import (
     EXIST,
     GET,
@@ -26,7 +27,6 @@ from tests.harness.lm_server import (
     received,
     serving,
 )
-from tools.processes import wait_until
 
 
 @pytest.fixture(params=["cpu", "directory"])

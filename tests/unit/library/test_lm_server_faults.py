@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmcache.protocol import ServerMetaMessage
 from lmcache.storage_backend.connector.lm_connector import LMCServerConnector
-from lmcache.tiers.resilience import CircuitBreaker
+from lmcache.tiers.circuit import CircuitBreaker
 from tests.harness.lm_server import (
     HOST,
     connected,

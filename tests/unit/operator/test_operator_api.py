@@ -16,7 +16,7 @@ from lmcache_operator.api.parse import InvalidSpec, declared, parse
 from lmcache_operator.api.quantity import format_mebibytes, parse_quantity, quantity_equal
 from lmcache_operator.api.types import Model, Spec, Status
 
-from lmcache.tiers.address import Address
+from lmcache.tiers.remote.address import Address
 from tests.harness.operator_model import MINIMAL_SPEC, cluster
 from tools.kube.schemas import definitions
 

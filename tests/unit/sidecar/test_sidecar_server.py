@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import LOOKUP, RELEASE
-from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.remote.tier import RemoteTier
 
 
 class BrokenSessions:

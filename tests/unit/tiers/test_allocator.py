@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmcache.tiers.allocator import FrameAllocator, FrameSet
+from lmcache.tiers.memory.allocator import FrameAllocator, FrameSet
 
 
 class AllocatorMachine(RuleBasedStateMachine):

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry, Slot
-from lmcache.tiers.layout import HEAD_BYTES, Layout
-from lmcache.tiers.mapping import MappedColumn
-from lmcache.tiers.memory import MemoryTier
-from lmcache.tiers.room import check_room, memory_limit
-from lmcache.tiers.slots import ENTRY_BYTES, State
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.capacity import check_room, memory_limit
+from lmcache.tiers.memory.layout import HEAD_BYTES, Layout
+from lmcache.tiers.memory.mapping import MappedColumn
+from lmcache.tiers.memory.slots import ENTRY_BYTES, State
+from lmcache.tiers.memory.tier import MemoryTier
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)
@@ -197,7 +197,7 @@ class TestFile:
         arena.table.reserve(3, 1, key=b"k" * 64, owner=OWNER, length=5, generation=7)
         arena.close()
         before = path.read_bytes()
-        monkeypatch.setattr("lmcache.tiers.room.memory_limit", lambda: limit)
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_limit", lambda: limit)
         with pytest.raises(ArenaError, match="no room"):
             ArenaFile(path, 1 << 50 if limit is None else 16 * MIB)
         monkeypatch.undo()
@@ -214,8 +214,8 @@ class TestFile:
             while not arena._closing:
                 time.sleep(0.001)
 
-        monkeypatch.setattr("lmcache.tiers.arena.populate", slow)
-        monkeypatch.setattr("lmcache.tiers.arena._STEP_BYTES", 4096)
+        monkeypatch.setattr("lmcache.tiers.memory.arena.populate", slow)
+        monkeypatch.setattr("lmcache.tiers.memory.arena._STEP_BYTES", 4096)
         arena.start(lambda: None)
         assert taking.wait(20)
         arena.close()
@@ -267,7 +267,7 @@ class TestRoom:
         assert not path.exists()
 
     def test_what_the_file_holds_already_counts(self, path, monkeypatch):
-        monkeypatch.setattr("lmcache.tiers.room.memory_limit", lambda: None)
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_limit", lambda: None)
         volume = os.statvfs(path.parent)
         too_much = volume.f_bavail * volume.f_frsize + (1 << 34)
         with pytest.raises(ArenaError, match="volume"):
@@ -275,7 +275,7 @@ class TestRoom:
         check_room(path, too_much, 1 << 35)
 
     def test_memory_limit_says_so(self, path, monkeypatch):
-        monkeypatch.setattr("lmcache.tiers.room.memory_limit", lambda: 100 * MIB)
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_limit", lambda: 100 * MIB)
         with pytest.raises(ArenaError, match=r"memory limit of this container is 100Mi"):
             check_room(path, 90 * MIB)
         check_room(path, 30 * MIB)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.header import checksum
-from lmcache.tiers.memory import MemoryTier
-from lmcache.tiers.slots import ENTRY, SlotTable, State
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.slots import ENTRY, SlotTable, State
+from lmcache.tiers.memory.tier import MemoryTier
 
 OWNER = b"o" * 16
 
@@ -27,10 +27,10 @@ def path(tmp_path):
 CRASHER = """
 import random, sys
 from pathlib import Path
-from lmcache.tiers.arena import ArenaFile
+from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.base import Geometry, Reserved
 from lmcache.tiers.header import checksum
-from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.memory.tier import MemoryTier
 
 owner = b"o" * 16
 arena = ArenaFile(sys.argv[1], 2 << 20)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError, Geometry
-from lmcache.tiers.mapping import MappedColumn
-from lmcache.tiers.memory import MemoryTier
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.mapping import MappedColumn
+from lmcache.tiers.memory.tier import MemoryTier
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)
@@ -167,7 +167,7 @@ def test_it_may_be_resized_while_it_is_populated(tmp_path):
 
 
 def test_a_numa_node_that_does_not_exist_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("lmcache.tiers.pages.numa_nodes", lambda: [0, 1])
+    monkeypatch.setattr("lmcache.tiers.memory.kernel_pages.numa_nodes", lambda: [0, 1])
     with pytest.raises(ArenaError, match="no NUMA node 7; there are 0, 1"):
         ArenaFile(tmp_path / "arena", CAPACITY, numa_node=7)
     assert not (tmp_path / "arena").exists()

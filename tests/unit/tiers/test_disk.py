@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from lmcache.tiers.base import TierError
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import DiskError
+from lmcache.tiers.disk.files import DiskError
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.header import HEADER_BYTES, digests, parse
 from tests.harness.disk_world import (
     MIB,
@@ -219,7 +219,7 @@ class TestDirectory:
             DiskTier(tmp_path, MIB)
 
     def test_is_for_one_process(self, tmp_path, tier):
-        program = f"from lmcache.tiers.disk import DiskTier; DiskTier({str(tmp_path)!r}, 1 << 20)"
+        program = f"from lmcache.tiers.disk.tier import DiskTier; DiskTier({str(tmp_path)!r}, 1 << 20)"
         child = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, check=False)
         assert b"in use by another process" in child.stderr
 

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import DiskError
+from lmcache.tiers.disk.files import DiskError
+from lmcache.tiers.disk.tier import DiskTier
 from tests.harness.disk_world import MIB, PAGE, content, load, open_tier, store, taken_bytes
 
 

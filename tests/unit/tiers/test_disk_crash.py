@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.disk.tier import DiskTier
 from tests.harness.disk_world import (
     MIB,
     PAGE,

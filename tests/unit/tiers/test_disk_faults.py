@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import DiskError
+from lmcache.tiers.disk.files import DiskError
+from lmcache.tiers.disk.tier import DiskTier
 from tests.harness.disk_world import (
     MIB,
     PAGE,

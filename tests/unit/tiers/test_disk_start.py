@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.disk_files import Directory
+from lmcache.tiers.disk.files import Directory
+from lmcache.tiers.disk.tier import DiskTier
 from tests.harness.disk_world import PAGE, content, key_of, load, open_tier, store, taken_bytes
 
 

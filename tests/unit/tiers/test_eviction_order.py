@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache.tiers.base import Geometry
-from lmcache.tiers.memory import MemoryTier
-from lmcache.tiers.private import PrivateArena
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.tier import MemoryTier
 
 OWNER = b"o" * 16
 ENGINE = b"e" * 16

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import Geometry, Reserved
-from lmcache.tiers.mapping import MappedIndex
-from lmcache.tiers.memory import MemoryTier
-from lmcache.tiers.slots import State
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.mapping import MappedIndex
+from lmcache.tiers.memory.slots import State
+from lmcache.tiers.memory.tier import MemoryTier
 from tests.unit.tiers.test_shared_index import CAPACITY, OWNER, SLOT_BYTES, row_key, words
 
 KEY, OTHER = row_key(1), row_key(2)

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from lmcache.tiers.base import ArenaError, Geometry, Removal
-from lmcache.tiers.local import LocalStore
+from lmcache.tiers.memory.local import LocalStore
+from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.policy import NoEviction
-from lmcache.tiers.private import PrivateArena
 
 SLOT = 4096
 FULL = 16 * SLOT

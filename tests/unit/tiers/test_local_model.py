@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache.tiers.base import Geometry
-from lmcache.tiers.local import LocalStore
-from lmcache.tiers.private import PrivateArena
+from lmcache.tiers.memory.local import LocalStore
+from lmcache.tiers.memory.private import PrivateArena
 from tests.harness.memory_oracle import Order
 
 SLOT = 4096

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmcache.tiers.base import Geometry, Reserved, Slot, StaleSlot
 from lmcache.tiers.header import checksum
-from lmcache.tiers.memory import MemoryTier
-from lmcache.tiers.private import PrivateArena
-from lmcache.tiers.rows import INCOMPLETE_SECONDS
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
+from lmcache.tiers.memory.tier import MemoryTier
 from tests.harness.memory_oracle import KnownRow, Order, tenant_of
 
 NUM_ROWS = 6

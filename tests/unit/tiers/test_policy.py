@@ -5,7 +5,7 @@ from hypothesis import given
 
 from lmcache.tiers.base import Slot
 from lmcache.tiers.policy import LRU, NoEviction
-from lmcache.tiers.writes import Write, WriteQueue
+from lmcache.tiers.tiered.write_queue import Write, WriteQueue
 from tests.harness.memory_oracle import Order
 
 

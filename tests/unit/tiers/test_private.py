@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache.tiers import pages
 from lmcache.tiers.base import ArenaError, Geometry
-from lmcache.tiers.private import PrivateArena
+from lmcache.tiers.memory import kernel_pages as pages
+from lmcache.tiers.memory.private import PrivateArena
 
 MIB = 1 << 20
 

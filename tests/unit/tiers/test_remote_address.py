@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache.tiers.address import Address, Endpoint, Kind, Tls
-from lmcache.tiers.remote import RemoteTier
+from lmcache.tiers.remote.address import Address, Endpoint, Kind, Tls
+from lmcache.tiers.remote.tier import RemoteTier
 
 CACHE = (Endpoint("cache", 6379),)
 

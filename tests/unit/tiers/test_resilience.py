@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache.tiers.resilience import Backoff, CircuitBreaker, JointBreaker, RetryStale
+from lmcache.tiers.circuit import Backoff, CircuitBreaker, JointBreaker, RetryStale
 
 
 class TestCircuitBreaker:

@@ -11,12 +11,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from lmcache.tiers import parts
-from lmcache.tiers.address import Address, Endpoint
 from lmcache.tiers.base import TierError
 from lmcache.tiers.header import Header, checksum
-from lmcache.tiers.parts import InvalidObject, ObjectName
-from lmcache.tiers.resp import Connection, ServerError
+from lmcache.tiers.remote import objects as parts
+from lmcache.tiers.remote.address import Address, Endpoint
+from lmcache.tiers.remote.objects import InvalidObject, ObjectName
+from lmcache.tiers.remote.resp import Connection, ServerError
 
 NAME = ObjectName(bytes(64), 0)
 PAYLOAD = b"payload!" * 100

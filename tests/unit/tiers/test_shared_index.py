@@ -13,11 +13,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmcache.tiers.arena import ArenaFile
 from lmcache.tiers.base import ArenaError, Geometry, Reserved
-from lmcache.tiers.mapping import MappedColumn, MappedIndex
-from lmcache.tiers.memory import MemoryTier
-from lmcache.tiers.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
+from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
+from lmcache.tiers.memory.tier import MemoryTier
 
 SLOT_BYTES = 4096
 NUM_COLUMNS = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from lmcache.tiers.base import Geometry, Removal
-from lmcache.tiers.private import PrivateArena
-from lmcache.tiers.tiered import Lookup, TieredStore
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.tiered.store import Lookup, TieredStore
 from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, SIZE, World, chain, content, run, until
 
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from lmcache.tiers import lower
 from lmcache.tiers.base import Removal
-from lmcache.tiers.hits import REFRESH_SECONDS
 from lmcache.tiers.stats import TieredStats, Unwritten
-from lmcache.tiers.tiered import Admit
+from lmcache.tiers.tiered import tier_worker as lower
+from lmcache.tiers.tiered.refresh import REFRESH_SECONDS
+from lmcache.tiers.tiered.store import Admit
 from tests.harness.tiered_world import FakeTier, World, chain, content, run, until
 
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from lmcache.tiers.base import Geometry
-from lmcache.tiers.disk import DiskTier
-from lmcache.tiers.private import PrivateArena
-from lmcache.tiers.tiered import TieredStore
+from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.tiered.store import TieredStore
+from testing.processes import REPOSITORY
 from tests.harness.tiered_world import NAMESPACE, NUM_COLUMNS, OWNER, chain, content
-from tools.processes import REPOSITORY
 
 SLOT_BYTES = 1 << 20
 REPEATS = SLOT_BYTES // 4096

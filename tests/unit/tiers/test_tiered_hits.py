@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from lmcache.tiers.hits import REFRESH_SECONDS
-from lmcache.tiers.tiered import Admit
+from lmcache.tiers.tiered.refresh import REFRESH_SECONDS
+from lmcache.tiers.tiered.store import Admit
 from tests.harness.tiered_world import LEASE, World, chain, run, until
 
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lmcache.tiers import lower
+from lmcache.tiers.tiered import tier_worker as lower
 from tests.harness.tiered_world import FakeTier, World, chain, run, until
 
 

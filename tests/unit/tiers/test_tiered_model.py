@@ -18,12 +18,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lmcache.tiers import hits
-from lmcache.tiers import lower as lower_module
 from lmcache.tiers.base import Reserved, Slot
-from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.stats import Unwritten
-from lmcache.tiers.tiered import Admit
+from lmcache.tiers.tiered import refresh as hits
+from lmcache.tiers.tiered import tier_worker as lower_module
+from lmcache.tiers.tiered.store import Admit
 from tests.harness.tiered_world import (
     OWNER,
     SIZE,

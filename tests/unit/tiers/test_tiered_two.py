@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.tiers.disk import DiskTier
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.stats import Unwritten
 from tests.harness.tiered_world import LEASE, OWNER, FakeTier, World, chain, content, run, until
 

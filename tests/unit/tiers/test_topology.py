@@ -11,16 +11,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache.tiers import stream
-from lmcache.tiers.address import Endpoint
 from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.cluster import Cluster
-from lmcache.tiers.parts import ObjectName, hash_tag
-from lmcache.tiers.remote import RemoteTier
-from lmcache.tiers.resp import ServerError
-from lmcache.tiers.server import Server
-from lmcache.tiers.topology import ShardList, Shards, endpoint_of
-from tools.processes import wait_until
+from lmcache.tiers.remote import stream
+from lmcache.tiers.remote.address import Endpoint
+from lmcache.tiers.remote.cluster import Cluster
+from lmcache.tiers.remote.objects import ObjectName, hash_tag
+from lmcache.tiers.remote.resp import ServerError
+from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.tier import RemoteTier
+from lmcache.tiers.remote.topology import ShardList, Shards, endpoint_of
+from testing.processes import wait_until
 
 ENDPOINTS = [Endpoint(f"shard-{number}.cache", 6379) for number in range(6)]
 KEYS = [number.to_bytes(64, "big") for number in range(600)]

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache import keys
+from lmcache.engines.core.layouts import Unsupported
 from lmcache.engines.vllm import files, fingerprint
 from lmcache.engines.vllm.attach import Settings
-from lmcache.engines.vllm.layouts import Unsupported
 
 
 def engine(algorithm="sha256_cbor", load_format="auto", model=".", **cache):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.vllm.copier import CpuCopier, Pins, allowed_cores, make_copier, spread
-from lmcache.engines.vllm.layouts import (
+from lmcache.engines.core.copier import CpuCopier, Pins, allowed_cores, make_copier, spread
+from lmcache.engines.core.layouts import (
     Layout,
     Unsupported,
     check_stages,

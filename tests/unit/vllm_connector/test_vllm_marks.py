@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lmcache.engines.core.jobs import KeyContext
 from lmcache.engines.vllm import files
 from lmcache.engines.vllm.marks import Marker
-from lmcache.engines.vllm.plan import KeyContext
 
 CHUNK = 64
 

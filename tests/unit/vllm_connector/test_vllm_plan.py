@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.engines.vllm.plan import (
+from lmcache.engines.core.jobs import (
     Grid,
     LoadJob,
     Offer,
@@ -16,7 +16,7 @@ from lmcache.engines.vllm.plan import (
     WorkerReport,
     loadable_tokens,
 )
-from lmcache.tiers.mapping import Found
+from lmcache.tiers.memory.mapping import Found
 
 GRIDS = st.builds(
     Grid.fit,

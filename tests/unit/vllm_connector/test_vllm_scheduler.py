@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache.engines.vllm.plan import KeyContext
+from lmcache.engines.core.jobs import KeyContext
 from lmcache.engines.vllm.scheduler import Scheduler
 from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, hashes, make_request
 

@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
+from lmcache.engines.core.jobs import EngineIdentity, Grid, KeyContext, LoadJob, StepMeta, StoreJob
 from lmcache.engines.vllm import worker as module
-from lmcache.engines.vllm.plan import EngineIdentity, Grid, KeyContext, LoadJob, StepMeta, StoreJob
 from lmcache.engines.vllm.worker import Worker
 from lmcache.tiers.base import Slot
-from lmcache.tiers.mapping import Found
+from lmcache.tiers.memory.mapping import Found
 from tests.harness.session_double import SessionDouble
 
 IDENTITY = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")

@@ -1,0 +1,283 @@
+"""Copy whole chunks between the engine's paged KV and a slot of the arena.
+
+A slot holds, layer after layer, the blocks of a chunk in order: ``[layer][block][page bytes]``. One call
+moves all blocks of a chunk, without the GIL; there is no Python loop over blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lmcache import streaming
+from lmcache.engines.core.layouts import Layout
+
+logger = logging.getLogger(__name__)
+
+Fence = Any
+"""A point of the engine's compute stream: copies wait until the work before it is done. None on the CPU."""
+
+Bytes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int64]
+
+
+class EngineCopier(Protocol):
+    """Moves bytes between the engine's KV and one slot; returns when they are there. Thread-safe."""
+
+    def fence(self) -> Fence:
+        """Mark the present end of the engine's work; called on the engine's thread."""
+
+    def share(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on as many threads at once as loads gain from; returns when all have ended."""
+
+    def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+        """Fill ``blocks`` of the KV from the slot's blocks ``first_block`` and following."""
+
+    def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
+        """Fill the slot from ``blocks``, which are one full chunk."""
+
+
+def _by_layer(layers: Iterable[Any], blocks_per_chunk: int, slot: Any) -> Iterator[tuple[Any, Any]]:
+    """Pair each layer's pages with its part ``[blocks_per_chunk, page_bytes]`` of a slot."""
+    start = 0
+    for pages in layers:
+        end = start + blocks_per_chunk * pages.shape[1]
+        yield pages, slot[start:end].reshape(blocks_per_chunk, pages.shape[1])
+        start = end
+
+
+class CpuCopier:
+    """KV in host memory. The engine's forward is done when its hooks run, so there is nothing to wait for.
+
+    Loads are shared among threads, chunk by chunk: a request waits for them. Stores are not: the engine
+    computes meanwhile.
+    """
+
+    def __init__(self, layout: Layout, num_threads: int = 1) -> None:
+        """Raises ValueError when a layer's blocks are not adjacent: ``np.take`` would copy it first."""
+        self._blocks_per_chunk, self._chunk_bytes = layout.blocks_per_chunk, layout.chunk_bytes
+        self._layers: list[Bytes] = [pages.numpy() for pages in layout.pages]
+        if not all(layer.flags.c_contiguous for layer in self._layers):
+            raise ValueError("the blocks of a layer are not adjacent in host memory")
+        pages = np.array([layer.shape[1] for layer in self._layers], np.uint64)
+        bases = np.array([layer.ctypes.data for layer in self._layers], np.uint64)
+        can_stream = not (pages % streaming.PIECE_BYTES).any() and not (bases % streaming.ALIGNMENT).any()
+        self._stream = streaming.make_copy() if can_stream else None
+        self._bases, self._pages = bases[:, None], pages[:, None]
+        self._starts = (np.cumsum(pages) - pages)[:, None] * np.uint64(self._blocks_per_chunk)
+        self._num_threads = num_threads
+        self._others = futures.ThreadPoolExecutor(max(1, num_threads - 1), "lmcache-copy", spread)
+
+    def fence(self) -> Fence:
+        """Nothing to mark."""
+        return None
+
+    def share(self, work: Callable[[], None]) -> None:
+        """See ``EngineCopier``."""
+        others = [self._others.submit(work) for _ in range(self._num_threads - 1)]
+        try:
+            work()
+        finally:  # a load has ended only when nothing writes to its blocks any more
+            futures.wait(others)
+        for other in others:
+            other.result()
+
+    def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+        """See ``EngineCopier``."""
+        ids = self._checked(slot, first_block, blocks)
+        if (copy := self._copy_for(slot)) is not None:
+            in_slot, in_kv, sizes = self._places(slot, first_block, ids)
+            copy(in_kv, in_slot, sizes)
+            return
+        for layer, part in _by_layer(self._layers, self._blocks_per_chunk, slot):
+            layer[ids] = part[first_block : first_block + len(ids)]
+
+    def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
+        """See ``EngineCopier``."""
+        ids = self._checked(slot, 0, blocks)
+        if (copy := self._copy_for(slot)) is not None:
+            in_slot, in_kv, sizes = self._places(slot, 0, ids)
+            copy(in_slot, in_kv, sizes)
+            return
+        for layer, part in _by_layer(self._layers, self._blocks_per_chunk, slot):
+            np.take(layer, ids, axis=0, out=part, mode="clip")  # any other mode would buffer
+
+    def _checked(self, slot: Bytes, first_block: int, blocks: Sequence[int]) -> Ids:
+        """Addresses are not checked later. Raises ValueError."""
+        ids = np.asarray(blocks, np.int64)
+        if not 0 <= ids.min() <= ids.max() < len(self._layers[0]):
+            raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all blocks of the KV")
+        if first_block + len(ids) > self._blocks_per_chunk or self._chunk_bytes > slot.nbytes:
+            raise ValueError("the blocks are not all blocks of the slot")
+        return ids
+
+    def _copy_for(self, slot: Bytes) -> streaming.Copy | None:
+        return None if slot.ctypes.data % streaming.ALIGNMENT else self._stream
+
+    def _places(self, slot: Bytes, first_block: int, ids: Ids) -> tuple[streaming.Words, ...]:
+        """Addresses in the slot and in the KV, and sizes, of each page, layer after layer."""
+        offsets = np.arange(first_block, first_block + len(ids), dtype=np.uint64)
+        in_slot = np.uint64(slot.ctypes.data) + self._starts + self._pages * offsets
+        in_kv = self._bases + self._pages * ids.astype(np.uint64)
+        sizes = np.broadcast_to(self._pages, in_kv.shape)
+        return in_slot.ravel(), in_kv.ravel(), sizes.ravel()
+
+
+class CudaCopier:
+    """KV in device memory: gathers a chunk there, one DMA to or from the arena. Not yet verified on a GPU.
+
+    Loads and stores have a side stream and a staging buffer each; every call is a few kernels and one copy.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._device = layout.pages[0].device
+        chunk_bytes = layout.chunk_bytes
+        self._cuda: Any = torch.cuda  # untyped
+        self._load_stream, self._store_stream = (self._cuda.Stream(self._device) for _ in range(2))
+        self._load_staging, self._store_staging = (
+            torch.empty(chunk_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+        )
+        self._pins = Pins(self._register, self._unregister)
+
+    def fence(self) -> Fence:
+        """Record an event on the stream that the engine computes on."""
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def share(self, work: Callable[[], None]) -> None:
+        """One thread fills the bus."""
+        work()
+
+    def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+        """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
+        with self._pins.pinned(slot):
+            host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
+            try:
+                with self._cuda.stream(self._load_stream):
+                    self._load_stream.wait_event(fence)
+                    ids = torch.tensor(blocks, device=self._device)
+                    self._load_staging.copy_(host, non_blocking=True)
+                    for pages, part in self._staged(self._load_staging):
+                        pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)])
+            finally:  # also a load that failed has ended only when nothing writes to its blocks any more
+                self._load_stream.synchronize()
+
+    def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
+        """See ``EngineCopier``."""
+        with self._pins.pinned(slot):
+            host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
+            try:
+                with self._cuda.stream(self._store_stream):
+                    self._store_stream.wait_event(fence)
+                    ids = torch.tensor(blocks, device=self._device)
+                    for pages, part in self._staged(self._store_staging):
+                        torch.index_select(pages, 0, ids, out=part)
+                    host.copy_(self._store_staging, non_blocking=True)
+            finally:  # also a store that failed may not write to a slot that is given back
+                self._store_stream.synchronize()
+
+    def _staged(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _by_layer(self._layout.pages, self._layout.blocks_per_chunk, staging)
+
+    def _register(self, slot: Bytes) -> None:
+        with self._cuda.device(self._device):  # else every rank makes a context on the first GPU
+            status = int(self._cuda.cudart().cudaHostRegister(slot.ctypes.data, slot.nbytes, 0))
+        if status:
+            logger.warning("Can't pin a slot of the arena (CUDA error %d): its copies are slow", status)
+
+    def _unregister(self, address: int) -> None:
+        with self._cuda.device(self._device):
+            self._cuda.cudart().cudaHostUnregister(address)
+
+
+class Pins:
+    """Pins slots on first use: rows become ready one by one, and pinning all would take seconds.
+
+    A new session maps the arena anew. What is pinned of the old mapping is unpinned when the last copy that
+    uses it has ended; its reference keeps the mapping alive until then.
+    """
+
+    def __init__(self, pin: Callable[[Bytes], None], unpin: Callable[[int], None]) -> None:
+        """``pin`` takes a slot, ``unpin`` its address."""
+        self._pin, self._unpin = pin, unpin
+        self._lock = threading.Lock()  # protects what follows
+        self._mappings: dict[int, _Mapping] = {}  # by id of the mapping
+        self._latest = 0
+
+    @contextlib.contextmanager
+    def pinned(self, slot: Bytes) -> Iterator[None]:
+        """Keep the slot pinned for a copy."""
+        number = id(slot.base)
+        with self._lock:
+            mapping = self._mappings.get(number)
+            if mapping is None:
+                self._latest = number
+                mapping = self._mappings[number] = _Mapping(slot.base)
+            mapping.num_copies += 1
+            if slot.ctypes.data not in mapping.addresses:
+                mapping.addresses.add(slot.ctypes.data)
+                self._pin(slot)
+        try:
+            yield
+        finally:
+            with self._lock:
+                mapping.num_copies -= 1
+                self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        for number, mapping in list(self._mappings.items()):
+            if number != self._latest and not mapping.num_copies:
+                del self._mappings[number]
+                for address in mapping.addresses:
+                    self._unpin(address)
+
+
+@dataclass
+class _Mapping:
+    reference: object
+    num_copies: int = 0
+    addresses: set[int] = field(default_factory=set)
+
+
+def make_copier(layout: Layout, num_threads: int | None = None) -> EngineCopier:
+    """Choose by where the KV is. Raises ValueError when no copier fits.
+
+    ``num_threads`` of a load; by default 2 where there is more than one core.
+    """
+    kind = layout.pages[0].device.type
+    if kind == "cpu":
+        return CpuCopier(layout, num_threads or min(2, len(allowed_cores())))
+    if kind == "cuda":
+        return CudaCopier(layout)
+    raise ValueError(f"no copier for KV on a {kind} device")
+
+
+def allowed_cores() -> set[int]:
+    """Where copies may run: also the cores that the engine keeps free of its own computing.
+
+    vLLM binds the thread that starts ours to one core, and with it all that it starts. Its parent is not
+    bound.
+    """
+    own = os.sched_getaffinity(0)
+    try:
+        return own | os.sched_getaffinity(os.getppid())
+    except OSError:  # the parent is outside our container, or gone
+        return own
+
+
+def spread() -> None:
+    """Let the calling thread run on all allowed cores."""
+    with contextlib.suppress(OSError):  # some may have been taken from us: stay where we are
+        os.sched_setaffinity(0, allowed_cores())

@@ -1,0 +1,1 @@
+"""The disk tier: one directory of checksummed files."""

@@ -1,0 +1,348 @@
+"""The disk tier: one directory, which belongs to one process.
+
+**What is kept.** A store returns when the object has its name, which it gets after its bytes are with the
+volume or in the page cache: a killed process loses nothing that was acknowledged. After a power loss the most
+recent objects may be gone with ``fsync="never"`` (the default: it is a cache); with ``"file"`` the volume
+confirms the bytes before they get the name, which makes stores a fifth slower. In no case is a wrong object
+served: what is read is compared with what was asked for: version, name, lengths, checksum. Anything else is a
+miss, counted by reason, and its file is deleted.
+
+**A start.** A thread lists all folders, which tells sizes and times without opening a file, and replays what
+it found into the index, oldest first. Until then objects are looked for by their names. A store waits up to 1
+s for the index, since what may be written is not known before, and is refused then.
+
+**Sickness.** Whatever goes wrong with the volume raises TierUnavailable and opens the circuit; from then on
+operations raise at once, until ``try_again`` finds it well. A full volume evicts. There is no deadline for
+what the kernel never answers (a network volume whose server is gone): use a local one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lmcache.tiers.base import PAGE_BYTES, Loaded, RowKey, TierUnavailable
+from lmcache.tiers.circuit import CircuitBreaker
+from lmcache.tiers.disk.files import FULL, Directory, DiskError, Fsync, Invalid
+from lmcache.tiers.disk.index import Index, Name, name_of
+from lmcache.tiers.stats import DiskStats
+
+_log = logging.getLogger(__name__)
+
+_MAX_SHARE = 0.9  # of the volume: others need some, and file systems slow down when they are nearly full
+_PATIENCE_SECONDS = 1.0
+_NUM_NAME_LOCKS = 64
+_SLICE = 256  # objects that are replayed before other threads get their turn
+
+# Something that is not ours has the name, or the file would be too large: the volume itself is well.
+_REFUSALS = FULL | {errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP}
+
+
+class DiskTier:
+    """Thread-safe. ``capacity_bytes`` bounds the blocks that objects take, headers included.
+
+    Raises DiskError when the directory is in use or can't be used, or its volume is too small.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        fsync: Fsync = "never",
+    ) -> None:
+        self.stats = DiskStats()
+        self.breaker = CircuitBreaker()
+        self.indexed = threading.Event()
+        """Set when the index is complete."""
+        self._capacity = capacity_bytes
+        self._lock = threading.Lock()  # protects stats and the next two
+        self._index: Index | None = None  # until it is complete
+        self._removed: list[Name] = []  # until then
+        self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # which file has a name
+        self._directory = _open(os.path.abspath(directory), capacity_bytes, fsync)
+        self._closing = False
+        self._start_scan()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the volume that objects take; 0 until ``indexed``."""
+        index = self._index
+        return 0 if index is None else index.num_bytes
+
+    def keys(self) -> list[RowKey]:
+        """Rows of which a column is here, the next victim first; none until ``indexed``."""
+        with self._lock:
+            names = () if self._index is None else self._index.names()
+            return list(dict.fromkeys(name[:-4] for name in names))
+
+    def contains(self, key: RowKey, column: int) -> bool:
+        """Is the object here?"""
+        with self._watching():
+            return self._contains(name_of(key, column))
+
+    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
+        """Return how many leading rows have all their columns here."""
+        with self._watching():
+            for position, key in enumerate(keys):
+                if not all(self._contains(name_of(key, column)) for column in range(num_columns)):
+                    return position
+            return len(keys)
+
+    def load(self, key: RowKey, column: int, into: memoryview, length: int | None = None) -> Loaded | None:
+        """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
+        miss (contents undefined)."""
+        with self._watching():
+            return self._load(name_of(key, column), into, length)
+
+    def store(
+        self, key: RowKey, column: int, payload: memoryview, label: bytes = b"", digests: bytes = b""
+    ) -> bool:
+        """Write one object, or refresh the age of what is there (``remove`` it first to replace it). False:
+        refused, the stats say why."""
+        with self._watching():
+            return self._store(name_of(key, column), payload, label, digests)
+
+    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+        """Refresh the age of rows that were hit in a tier above. Return those that are not here, as far as is
+        known: none before ``indexed``."""
+        names = [name_of(key, column) for key in keys for column in range(num_columns)]
+        with self._watching():
+            with self._lock:
+                here = names if self._index is None else self._index.touch(names)
+            gone = {name for name in here if not self._directory.refresh(name)}
+            return set() if self._index is None else {n[:-4] for n in gone | (set(names) - set(here))}
+
+    def remove(self, key: RowKey, column: int) -> bool:
+        """Delete one object. False: it was not here."""
+        with self._watching():
+            return self._remove(name_of(key, column))
+
+    def try_again(self) -> bool:
+        """While the circuit is open: write and read a page, and close the circuit if that works."""
+        try:
+            self._check()
+        except OSError as error:
+            self.breaker.failure()
+            _log.debug("disk tier %s is still away: %s", self._directory.path, error)
+            return False
+        self.breaker.trial_succeeded()
+        with self._lock:  # several may try at once
+            if not self.indexed.is_set() and not self._scan.is_alive():
+                self._start_scan()
+        _log.info("disk tier %s is back", self._directory.path)
+        return True
+
+    def _check(self) -> None:
+        try:
+            self._directory.check()
+        except OSError:
+            if not self._directory.reopen(int(self._capacity / _MAX_SHARE)):
+                raise
+            with self._lock:  # the directory was made again: what there is, a scan will tell
+                self._index = None
+                self.indexed.clear()
+            self._directory.check()
+
+    def close(self) -> None:
+        """Let another process have the directory; the threads that used the tier must have ended."""
+        self._closing = True
+        self._scan.join(_PATIENCE_SECONDS)  # a hung volume must not keep the process from ending
+        self._directory.close()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Let what goes wrong with the volume open the circuit."""
+        if self.breaker.is_open:
+            raise TierUnavailable(f"disk tier {self._directory.path} is away")
+        try:
+            yield
+        except OSError as error:
+            self.breaker.failure()
+            with self._lock:
+                self.stats.failures += 1
+            _log.warning("disk tier %s: %s", self._directory.path, error)
+            raise TierUnavailable(f"disk tier {self._directory.path}: {error}") from error
+
+    def _contains(self, name: Name) -> bool:
+        with self._lock:
+            if self._index is not None:
+                return name in self._index
+        return self._directory.contains(name)
+
+    def _load(self, name: Name, into: memoryview, length: int | None) -> Loaded | None:
+        loaded, reason = None, ""
+        if self._contains(name):
+            try:
+                loaded = self._directory.read(name, into, length)
+            except Invalid as invalid:
+                reason = str(invalid)
+            except OSError as error:
+                if error.errno == errno.EIO:  # a bad block would open the circuit again at every load
+                    with contextlib.suppress(OSError):
+                        self._remove(name)
+                raise
+            self.breaker.success()
+            if loaded is None:  # invalid, or deleted by somebody else
+                self._remove(name)
+            else:
+                self._use(name)
+        with self._lock:
+            if reason:
+                self.stats.invalid[reason] += 1
+            else:
+                self.stats.hits += loaded is not None
+                self.stats.misses += loaded is None
+        return loaded
+
+    def _store(self, name: Name, payload: memoryview, label: bytes, digests: bytes) -> bool:
+        if self._contains(name) and self._use(name):
+            with self._lock:
+                self.stats.touched += 1
+            return True
+        if not (self._scan.is_alive() or self.indexed.is_set()):
+            raise OSError(errno.EIO, "the directory could not be listed")
+        self.indexed.wait(max(0.0, self._patience_ends - time.monotonic()))
+        index = self._index
+        if index is None:
+            return self._refuse("indexing")
+        num_bytes = self._directory.taken_bytes(PAGE_BYTES + len(payload))
+        slot = self._reserve(index, num_bytes)
+        if slot is None:
+            return self._refuse("capacity")
+        try:
+            temporary = self._write(index, name, payload, label, digests)
+            with self._name_lock(name):
+                self._directory.publish(temporary, name)
+                with self._lock:
+                    index.commit(slot, name)
+                    self.stats.stored += 1
+        except BaseException as error:
+            with self._lock:
+                index.abort(slot)
+            if isinstance(error, OSError) and error.errno in _REFUSALS:
+                return self._refuse(errno.errorcode[error.errno])
+            raise
+        self.breaker.success()
+        return True
+
+    def _refuse(self, reason: str) -> bool:
+        with self._lock:
+            self.stats.refused[reason] += 1
+        return False
+
+    def _write(self, index: Index, name: Name, payload: memoryview, label: bytes, digests: bytes) -> str:
+        try:
+            return self._directory.write(name, payload, label, digests)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+        # Others fill the volume: stay below the capacity.
+        limit = index.num_bytes - self._directory.taken_bytes(PAGE_BYTES + len(payload))
+        while index.num_bytes > limit and self._evict(index):
+            pass
+        return self._directory.write(name, payload, label, digests)
+
+    def _use(self, name: Name) -> bool:
+        """Refresh an object's age. False: somebody else has deleted it."""
+        with self._name_lock(name):
+            is_here = self._directory.refresh(name)
+            with self._lock:
+                if self._index is not None:
+                    (self._index.use if is_here else self._index.discard)(name)
+        return is_here
+
+    def _reserve(self, index: Index, num_bytes: int) -> int | None:
+        """Take room, evicting. None: there is not so much."""
+        while num_bytes <= self._capacity:
+            with self._lock:
+                slot = index.reserve(num_bytes)
+            if slot is not None or not self._evict(index):
+                return slot
+        return None
+
+    def _evict(self, index: Index) -> bool:
+        """Delete the next victim. False: there is none."""
+        with self._lock:
+            victim = next(index.names(), None)
+        if victim is None:
+            return False
+        removed = self._remove(victim, index)
+        with self._lock:
+            self.stats.evicted += removed
+        return True
+
+    def _remove(self, name: Name, building: Index | None = None) -> bool:
+        with self._name_lock(name):
+            removed = self._directory.remove(name)
+            with self._lock:
+                index = building or self._index
+                if index is None:
+                    self._removed.append(name)
+                else:
+                    index.discard(name)
+        return removed
+
+    def _name_lock(self, name: Name) -> threading.Lock:
+        return self._name_locks[hash(name) % _NUM_NAME_LOCKS]
+
+    def _start_scan(self) -> None:
+        self._patience_ends = time.monotonic() + _PATIENCE_SECONDS
+        self._scan = threading.Thread(target=self._build_index, name="disk-scan", daemon=True)
+        self._scan.start()
+
+    def _build_index(self) -> None:
+        index, names, sizes, mtimes = Index(self._capacity), [], array("Q"), array("d")
+        try:
+            for name, num_bytes, mtime in self._directory.scan():
+                names.append(name)
+                sizes.append(num_bytes)
+                mtimes.append(mtime)
+                if self._closing:
+                    return
+            oldest_first = np.argsort(np.frombuffer(mtimes), kind="stable")
+            for start in range(0, len(names), _SLICE):
+                time.sleep(0)
+                for position in oldest_first[start : start + _SLICE].tolist():
+                    slot = self._reserve(index, sizes[position])
+                    if slot is None:
+                        self._remove(names[position])
+                    else:
+                        index.commit(slot, names[position])
+                if self._closing:
+                    return
+        except OSError as error:
+            # The next store opens the circuit: who opens it is whoever tries again.
+            _log.warning("disk tier %s can't be listed: %s", self._directory.path, error)
+            return
+        with self._lock:
+            for name in self._removed:
+                index.discard(name)
+            self._removed.clear()
+            self._index = index
+        self.indexed.set()
+
+
+def _open(path: str, capacity_bytes: int, fsync: Fsync) -> Directory:
+    try:
+        with contextlib.ExitStack() as on_error:
+            directory = Directory(path, fsync=fsync)
+            on_error.callback(directory.close)
+            directory.check()
+            if capacity_bytes > _MAX_SHARE * directory.volume_bytes:
+                raise DiskError(
+                    f"{capacity_bytes} bytes are more than {_MAX_SHARE:.0%} of the volume of {path} "
+                    f"({directory.volume_bytes} bytes): make the disk tier smaller or the volume larger"
+                )
+            on_error.pop_all()
+            return directory
+    except OSError as error:
+        raise DiskError(f"{path} can't hold a disk tier: {error}") from error

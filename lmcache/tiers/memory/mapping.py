@@ -1,0 +1,134 @@
+"""Clients' views of the arena file: a worker's of its column, a scheduler's of the index. Without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmcache.tiers.base import ArenaError, Slot
+from lmcache.tiers.memory.kernel_pages import populate
+from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, hashes
+from lmcache.tiers.memory.slots import ENTRY, State
+
+
+class MappedColumn:
+    """A client's view of its column of an arena file; the offsets are those of the column, as ``Attached``
+    carries them.
+
+    Raises ArenaError when the file is too small, OSError when it can't be opened.
+    """
+
+    slots: NDArray[np.uint8]
+    """[num_rows, slot_bytes]; rows that were not populated yet must not be touched."""
+
+    def __init__(
+        self, path: str | Path, table_offset: int, column_offset: int, slot_bytes: int, num_rows: int
+    ) -> None:
+        end = max(table_offset + num_rows * ENTRY.itemsize, column_offset + num_rows * slot_bytes)
+        with Path(path).open("r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            if end > size:
+                raise ArenaError(f"{path} has {size} bytes, the sidecar speaks of {end}: not the same file")
+            self._map = mmap.mmap(file.fileno(), end)
+        data = np.frombuffer(self._map, np.uint8)
+        self.slots = data[column_offset : column_offset + num_rows * slot_bytes].reshape(num_rows, slot_bytes)
+        table = data[table_offset : table_offset + num_rows * ENTRY.itemsize].view(ENTRY)
+        self._generations = table["generation"]
+        self._states = table["state"]
+
+    def populate(self, first_row: int, last_row: int) -> None:
+        """Fault rows ``first_row`` .. ``last_row - 1`` into this process's page tables, without the GIL."""
+        if first_row < last_row:
+            populate(self.slots[first_row:last_row].reshape(-1))
+
+    def holds(self, slot: Slot) -> bool:
+        """Is the slot committed under this generation now? Ask after the copy: then the copy was good."""
+        # The state is read first and last: between two writes of the sidecar an entry is FREE.
+        return bool(
+            self._states[slot.row] == State.COMMITTED
+            and self._generations[slot.row] == slot.generation
+            and self._states[slot.row] == State.COMMITTED
+        )
+
+    def close(self) -> None:
+        """Let go of the mapping; it ends with the last array made from ``slots``."""
+        del self.slots, self._generations, self._states
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class Found(NamedTuple):
+    """Where the leading keys of a chain are, in order."""
+
+    rows: NDArray[np.int64]
+    generations: NDArray[np.uint64]
+
+    def slots(self) -> list[Slot]:
+        """As slots."""
+        return list(map(Slot, self.rows.tolist(), self.generations.tolist()))
+
+
+class MappedIndex:
+    """A scheduler's view of the shared index and of column 0 of the slot table, for reading only; see
+    ``shared_index``.
+
+    Raises ArenaError when the file is too small, OSError when it can't be opened.
+    """
+
+    def __init__(
+        self, path: str | Path, table_offset: int, num_rows: int, index_offset: int, num_buckets: int
+    ) -> None:
+        end = index_offset + num_buckets * BUCKET_BYTES
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if end > size:
+                raise ArenaError(f"{path} has {size} bytes, the sidecar speaks of {end}: not the same file")
+            self._map = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
+        words = np.frombuffer(self._map, U64)
+        first = table_offset // U64.itemsize
+        quads = ENTRY.itemsize // U64.itemsize
+        self._table = words[first : first + num_rows * quads].reshape(num_rows, quads)
+        self._buckets = words[index_offset // U64.itemsize :].reshape(num_buckets, BUCKET_ENTRIES)
+
+    def find(self, keys: NDArray[np.uint64]) -> Found:
+        """Find the leading ones of row keys ``[n, 8]`` (words) that are visible. 128 take about 50 us."""
+        mixed = hashes(keys)
+        home = (mixed & np.uint64(len(self._buckets) - 1)).astype(np.int64)
+        after = (home + 1) & (len(self._buckets) - 1)
+        entries = np.concatenate(
+            (self._buckets.take(home, axis=0), self._buckets.take(after, axis=0)), axis=1
+        )
+        upper = mixed >> _HALF
+        is_match = entries >> _HALF == upper[:, None]
+        entry = entries[np.arange(len(keys)), is_match.argmax(axis=1)]
+        rows = (entry & _LOWER).astype(np.int64) - 1
+        rows = rows[: _prefix((entry >> _HALF == upper) & (rows >= 0) & (rows < len(self._table)))]
+        before = self._table[rows, _GENERATION_AND_STATE]
+        names = self._table[rows, :_KEY]
+        since = self._table[rows, _GENERATION_AND_STATE]
+        is_whole = (before == since).all(axis=1) & (since[:, 1] == State.COMMITTED)
+        num_found = _prefix(is_whole & (names == keys[: len(rows)]).all(axis=1))
+        return Found(rows[:num_found], since[:num_found, 0])
+
+    def close(self) -> None:
+        """Let go of the mapping; it ends with the last array made from it."""
+        del self._table, self._buckets
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+_HALF, _LOWER = np.uint64(32), np.uint64((1 << 32) - 1)
+# In words of an entry of column 0, whose number is the upper half of the state's word.
+_KEY = ENTRY["key"].itemsize // U64.itemsize
+_GENERATION_AND_STATE = slice(13, 15)
+
+
+def _prefix(is_so: NDArray[np.bool_]) -> int:
+    """Count the leading ones that are so."""
+    return len(is_so) if is_so.all() else int(is_so.argmin())

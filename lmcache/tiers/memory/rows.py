@@ -1,0 +1,379 @@
+"""Which rows there are: index, free slots and eviction. Who uses them is the business of those above.
+
+**What a row costs.** A plain row, complete and in nobody's hands, is an index entry and numbers: its length
+stands in the slot table, its place in the order of eviction in the policy. Only a row that is being written,
+or that is gone from the index while somebody still has it in reach, is an ``OpenRow``.
+
+**The slot table is written and not believed.** Engines have it mapped, and one of them may write where it
+must not: whose a row is, and under which generation, is read from this process's own memory.
+
+**Eviction** happens when a row is needed and no slots are free: first rows dropped after a restart, then
+incomplete ones, then what the policy says, with the neighbours in its frame that stand in the way of a longer
+row. Costs: O(1) per row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lmcache.tiers.base import Arena, ArenaError, Removal, RowKey, Slot
+from lmcache.tiers.memory.allocator import FrameAllocator, zeros
+from lmcache.tiers.policy import LRU, Policy
+from lmcache.tiers.stats import MemoryStats, Tenants
+
+# Ranks of one engine store a chunk within one step: by then missing columns will not come any more.
+INCOMPLETE_SECONDS = 30.0
+
+_MAX_DEPTH = (1 << 32) - 1  # that fits a number of 32 bits
+_MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
+
+
+@dataclass(slots=True, eq=False)
+class OpenRow:
+    """A row that is not complete yet, or out of the index for good."""
+
+    key: RowKey
+    slot: Slot
+    request: Hashable = None  # that it was stored for
+    writers: dict[int, bytes | None] = field(default_factory=dict)  # column -> owner, None in quarantine
+    committed: set[int] = field(default_factory=set)  # columns
+    spoilt: bool = False  # out of the index for good
+
+
+class Vacated(NamedTuple):
+    """What ``vacate`` did."""
+
+    num_evicted: int
+    blocked: dict[str, int]  # rows that had to stay, by who uses them
+
+
+class Rows:
+    """Rows of one arena; see the module. ``slots_per_frame``: slots of the longest row; ``stats``: to be gone
+    on with."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        slots_per_frame: int = 1,
+        stats: MemoryStats | None = None,
+    ) -> None:
+        self.stats = stats or MemoryStats()
+        self.stats.tenants = Tenants()
+        self.allocator = FrameAllocator(arena.num_rows, slots_per_frame)
+        self.policy = policy or LRU(self.allocator.num_numbers)
+        self.table = arena.table
+        if arena.geometry is None:
+            raise ArenaError("the arena is not formatted yet")
+        self._bytes_per_slot = arena.geometry.slot_bytes * arena.geometry.num_columns
+        self._shared = arena.shared_index
+        if self._shared is not None:
+            self._shared.clear()
+        self._arena = arena
+        self.index: dict[RowKey, int] = {}  # visible rows, and those that are being written under a key
+        self.open: dict[int, OpenRow] = {}
+        self.pins: dict[int, int] = {}  # row -> readers of our own; it stays in the policy
+        self.leases: dict[int, int] = {}  # row -> users; it is out of the policy
+        # Generations below were given by an earlier process, and so were the rows under them.
+        self.next_generation = self.first_generation = arena.first_generation
+        self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
+        self._clock = clock
+        self._keys: list[RowKey] = []  # by row, as far as rows were ever taken; not copies
+        self._generations = zeros(self.allocator.num_numbers, "Q")
+        self.depths = zeros(self.allocator.num_numbers, "I")  # position in its chain; 0: not known
+        self.unverified = zeros(self.allocator.num_numbers, "B")  # 1: adopted, and not compared yet
+        self._tenants = zeros(self.allocator.num_numbers, "I")
+        self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
+        self.dropped: dict[int, None] = {}  # adopted rows of no use: not free while adopted rows are held
+        self._limit: int | None = None
+
+    @property
+    def usable_slots(self) -> int:
+        """Only rows below this slot are given out or leased: unless it was set, those that are populated."""
+        return self._arena.ready_rows if self._limit is None else self._limit
+
+    @usable_slots.setter
+    def usable_slots(self, number: int) -> None:
+        self._limit = number
+
+    @property
+    def _usable_frames(self) -> int:
+        return -(-self.usable_slots // self.allocator.slots_per_frame)
+
+    # ---- find ----
+
+    def is_usable(self, row: int) -> bool:
+        """Does it lie where rows may be used?"""
+        return row % self.allocator.num_frames < self._usable_frames
+
+    def find(self, key: RowKey) -> int | None:
+        """Return the visible row of this key, if it may be read."""
+        return next(iter(self.prefix((key,))), None)
+
+    def prefix(self, keys: Iterable[RowKey]) -> list[int]:
+        """Rows of the leading keys."""
+        rows = []
+        # This is most of what a lookup costs.
+        index, opened, unverified = self.index, self.open, self.unverified
+        num_frames, usable_frames = self.allocator.num_frames, self._usable_frames
+        for key in keys:
+            row = index.get(key)
+            if row is None or row in opened or unverified[row] or row % num_frames >= usable_frames:
+                break
+            rows.append(row)
+        return rows
+
+    def key(self, row: int) -> RowKey:
+        """Return the key of a row that is not free."""
+        return self._keys[row]
+
+    def slot(self, row: int) -> Slot:
+        """Return the slot of a visible row."""
+        return Slot(row, self._generations[row])
+
+    def slots(self, rows: Sequence[int]) -> list[Slot]:
+        """Return the slots of visible rows."""
+        generations = self._generations
+        return [Slot(row, generations[row]) for row in rows]
+
+    def is_visible(self, slot: Slot) -> bool:
+        """Is the slot a complete row of the index now?"""
+        row, generation = slot
+        return (
+            row not in self.open
+            and self._generations[row] == generation
+            and self.index.get(self._keys[row]) == row
+        )
+
+    def is_readable(self, number: int) -> bool:
+        """Do readers find the visible row? It is shown to them again if it was not; False: somebody wrote
+        over what the slot table says of it, and maybe over its bytes."""
+        key, generation, table = self._keys[number], self._generations[number], self.table
+        if table.key(number) != key:
+            return False
+        if not all(table.is_committed(number, generation, column) for column in range(table.num_columns)):
+            return False
+        if not self.unverified[number]:
+            self._show(key, number)
+        return True
+
+    # ---- from reserved to visible ----
+
+    def open_row(
+        self, key: RowKey, num_slots: int, request: Hashable, *, depth: int = 0, tenant: bytes = b""
+    ) -> OpenRow | None:
+        """Take a row for the key, evicting what has to go; None when nothing can."""
+        # What replaces its predecessor frees that one's slots next: nothing of its chain is lost for it.
+        sparing = None if key in self.index else request
+        number = self._take(num_slots, sparing) if num_slots <= self.allocator.slots_per_frame else None
+        if number is None:
+            self.stats.refused += 1
+            return None
+        row = self.open[number] = OpenRow(key, Slot(number, self.next_generation), request)
+        self._name(number, key, self.next_generation)
+        self.next_generation += 1
+        self.depths[number] = min(depth, _MAX_DEPTH)
+        self._tenants[number] = self.stats.tenants.enter(tenant, num_slots * self._bytes_per_slot)
+        return row
+
+    def publish(self, row: OpenRow) -> None:
+        """All columns are committed: the row takes the place of what the index has under its key."""
+        number = row.slot.row
+        del self.open[number]
+        if self.index.get(row.key, number) != number:
+            self.remove(row.key)
+        self.index[row.key] = number
+        self._show(row.key, number)
+        self.policy.admit(number, row.request)
+
+    def note_verified(self, number: int) -> None:
+        """An adopted row is intact."""
+        self.unverified[number] = 0
+        key = self._keys[number]
+        if self.index.get(key) == number and number not in self.open:
+            self._show(key, number)
+
+    def remove(self, key: RowKey) -> None:
+        """Take a visible row out; it is free when its last reader ends."""
+        number = self.index[key]
+        self.spoil(number)
+        self.settle(number)
+
+    def spoil(self, number: int) -> OpenRow:
+        """Take the row out of the index: whoever asks for its key gets another one."""
+        row = self.open.get(number)
+        if row is None:
+            row = self.open[number] = OpenRow(self._keys[number], self.slot(number))
+        self._forget(row.key, number)
+        self.policy.remove(number)
+        row.spoilt = True
+        return row
+
+    def settle(self, number: int) -> None:
+        """Put a row where it belongs now that a use of it ended."""
+        row = self.open.get(number)
+        if row is None or row.writers:
+            return
+        if not row.spoilt:
+            self._incomplete[number] = self._clock()
+        elif number not in self.pins and number not in self.leases:
+            if self.is_holding_adopted and row.slot.generation < self.first_generation:
+                self.dropped[number] = None
+            else:
+                self._free(number)
+
+    def write(self, row: OpenRow, column: int, owner: bytes, length: int) -> None:
+        """Give one column of a row to a writer."""
+        number, generation = row.slot
+        self.table.reserve(number, column, key=row.key, owner=owner, length=length, generation=generation)
+        row.writers[column] = owner
+        self._incomplete.pop(number, None)
+
+    # ---- restart ----
+
+    def adopt(self, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
+        """Take a row that an earlier process left. If it is whole, and the first of its key, it is in the
+        index from now on, to be verified before use; else it is for the caller to open as spoilt."""
+        number, generation = slot
+        self.allocator.take_at(number)
+        self._name(number, key, generation)
+        self._tenants[number] = self.stats.tenants.enter(b"", self._bytes_per_slot)
+        if not is_whole or self.index.setdefault(key, number) != number:
+            return False
+        self.unverified[number] = 1
+        self.policy.admit(number, None)
+        return True
+
+    # ---- use ----
+
+    def lease(self, numbers: Collection[int]) -> None:
+        """Keep visible rows from eviction, and out of the policy."""
+        leases = self.leases
+        self.policy.remove(*numbers)
+        for number in numbers:
+            leases[number] = leases.get(number, 0) + 1
+
+    def end_lease(self, numbers: Iterable[int], request: Hashable) -> None:
+        """End one lease on each of these rows, head first; those that nobody else leases were just used."""
+        leases = self.leases
+        ended = []
+        for number in numbers:
+            users = leases[number] - 1
+            if users:
+                leases[number] = users
+            else:
+                del leases[number]
+                ended.append(number)
+        spoilt = self.open.keys() & ended
+        for number in spoilt:
+            self.settle(number)
+        self.policy.touch([number for number in ended if number not in spoilt], request)
+
+    def pin(self, number: int) -> None:
+        """Keep a row from eviction."""
+        self.pins[number] = self.pins.get(number, 0) + 1
+
+    def unpin(self, number: int) -> None:
+        """End one ``pin``. Being read by us is not being used: the row keeps its place."""
+        self.pins[number] -= 1
+        if not self.pins[number]:
+            del self.pins[number]
+            self.settle(number)
+
+    # ---- room ----
+
+    def vacate(self, first_slot: int) -> Vacated:
+        """Evict all rows that lie beyond, as far as nobody uses them."""
+        num_evicted, blocked = 0, Counter[str]()
+        for frame in range(-(-first_slot // self.allocator.slots_per_frame), self.allocator.num_frames):
+            for number in self.allocator.rows_in(frame):
+                user = self._user(number)
+                if user is None:
+                    self._evict(number)
+                    num_evicted += 1
+                else:
+                    blocked[user] += 1
+                    if self._shared is not None:
+                        self._shared.remove(self._keys[number], number)
+        return Vacated(num_evicted, dict(blocked))
+
+    def _user(self, number: int) -> str | None:
+        """Who keeps a row from being evicted?"""
+        if number in self.leases:
+            return "leased"
+        if number in self.pins:
+            return "pinned"
+        writers = self.open[number].writers if number in self.open else {}
+        if writers and None not in writers.values():
+            return "reserved"
+        return "quarantined" if writers or self.is_holding_adopted else None
+
+    def _take(self, num_slots: int, sparing: Hashable) -> int | None:
+        usable_frames = self._usable_frames
+        for _ in range(_MAX_EVICTIONS):
+            number = self.allocator.take(num_slots, usable_frames)
+            if number is not None:
+                return number
+            if self.is_holding_adopted or not self._make_room(num_slots, sparing, usable_frames):
+                break
+        return None
+
+    def _make_room(self, num_slots: int, sparing: Hashable, usable_frames: int) -> bool:
+        """Free the slots of one row, whichever can be spared most easily, of those that may be used again."""
+
+        def first_usable(rows: Iterable[int]) -> Iterator[int]:
+            few = itertools.islice(rows, _MAX_EVICTIONS)
+            return (number for number in few if number % self.allocator.num_frames < usable_frames)
+
+        for number in first_usable(self.dropped):
+            self._free(number)
+            return True
+        for number in first_usable(self._incomplete):
+            if self._clock() - self._incomplete[number] <= INCOMPLETE_SECONDS:
+                break
+            self._evict(number)
+            return True
+        for victim in first_usable(self.policy.victims(sparing)):
+            for leaving in self.allocator.ways_to_free(victim, num_slots):
+                if not any(map(self._user, leaving)):
+                    for number in leaving:
+                        self._evict(number)
+                    return True
+        return False
+
+    def _evict(self, number: int) -> None:
+        self._forget(self._keys[number], number)
+        self.policy.remove(number)
+        self._free(number)
+        self.stats.removed[Removal.EVICTED] += 1
+
+    def _name(self, number: int, key: RowKey, generation: int) -> None:
+        if number >= len(self._keys):
+            self._keys.extend(itertools.repeat(b"", number + 1 - len(self._keys)))
+        self._keys[number], self._generations[number] = key, generation
+
+    def _show(self, key: RowKey, number: int) -> None:
+        if self._shared is not None:
+            self._shared.insert(key, number)
+
+    def _forget(self, key: RowKey, number: int) -> None:
+        if self.index.get(key) == number:
+            del self.index[key]
+        if self._shared is not None:  # before the slot is free
+            self._shared.remove(key, number)
+
+    def _free(self, number: int) -> None:
+        self.open.pop(number, None)
+        self._incomplete.pop(number, None)
+        self.dropped.pop(number, None)
+        self.unverified[number] = 0
+        self._keys[number] = b""
+        self.table.free(number)
+        self.stats.tenants.leave(self._tenants[number], self.allocator.size(number) * self._bytes_per_slot)
+        self.allocator.give(number)

@@ -1,0 +1,341 @@
+"""The memory tier: reservations, leases and quarantine over the rows of an arena.
+
+A row's life::
+
+    free -> reserved -> (all columns committed) visible -> evicted -> free
+                 `-> (a column aborted or quarantined) spoilt -> free
+
+**Slot reuse.** Bytes of a row may be under somebody's copy while it is reserved, leased, pinned or in
+quarantine; such a row is in nobody's reach but theirs. A row is reused only after each of them ended what
+they began, or is known to be gone: ``end_quarantine`` and ``end_lease_quarantine`` say so, and nothing else
+does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmcache.tiers.base import Arena, Removal, Reservation, Reserved, RowKey, Slot, StaleSlot
+from lmcache.tiers.memory.rows import OpenRow, Rows, Vacated
+from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
+from lmcache.tiers.policy import Policy
+from lmcache.tiers.stats import MemoryStats
+
+SIDECAR = bytes(16)  # owner of the rows that the tier's own process fills (promotions)
+LeaseId = tuple[bytes, str]  # (engine uuid, request id)
+
+_ADOPT_SLICE_ROWS = 128
+
+
+class MemoryTier:
+    """Not thread-safe: one event loop owns it. Every row takes one slot per column.
+
+    An ``owner`` of reservations is a client's uuid (16 bytes); leases belong to an engine. Methods that take
+    slots raise StaleSlot, and change nothing, when one of them is not the caller's.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        stats: MemoryStats | None = None,
+    ) -> None:
+        self.arena = arena
+        self._rows = Rows(arena, policy, clock, stats=stats)
+        self._rows.is_holding_adopted = True
+        self._table = arena.table
+        self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
+        self._quarantine: dict[bytes, set[tuple[int, int]]] = {}
+        self._leases: dict[LeaseId, dict[int, None]] = {}  # rows, head first
+        self._lease_quarantine: dict[bytes, list[tuple[str, dict[int, None]]]] = {}  # engine -> its leases
+
+    # ---- restart ----
+
+    def adopt(self) -> Iterator[None]:
+        """Build the index from the slot table in slices of less than 1 ms; exhaust it before anything else.
+
+        Committed rows with checksums come back, to be verified on first use; reserved slots are quarantined
+        under the owner that the table names; what else there is was not finished, and is dropped.
+        """
+        rows = self._rows
+        for first in range(0, self.arena.num_rows, _ADOPT_SLICE_ROWS):
+            entries = self._table.snapshot(first, min(first + _ADOPT_SLICE_ROWS, self.arena.num_rows))
+            is_given = were_given(entries, self.arena.first_generation)
+            entries["generation"] *= is_given
+            rows.next_generation = max(
+                rows.next_generation, next_generation(entries, self.arena.first_generation)
+            )
+            rows.first_generation = rows.next_generation
+            is_whole = whole_rows(entries) & is_given.all(axis=0)
+            for offset in np.flatnonzero((entries["state"] != State.FREE).any(axis=0)).tolist():
+                key = entries[0, offset]["key"].tobytes()
+                slot = Slot(first + offset, int(entries[0, offset]["generation"]))
+                if not rows.adopt(slot, key, is_whole=is_whole[offset]):
+                    self._adopt_spoilt(first + offset, entries[:, offset])
+            yield
+        rows.is_holding_adopted = bool(rows.index or rows.dropped)
+
+    def release_adopted(self) -> None:
+        """All clients from before the restart are drained or dead: adopted rows may be evicted."""
+        self._rows.is_holding_adopted = False
+
+    def _adopt_spoilt(self, number: int, entries: NDArray[np.void]) -> None:
+        newest = entries[int(entries["generation"].argmax())]
+        row = OpenRow(newest["key"].tobytes(), Slot(number, int(newest["generation"])), spoilt=True)
+        for column, entry in enumerate(entries):
+            owner = entry["owner"].tobytes()
+            if entry["state"] == State.RESERVED and owner != SIDECAR:
+                row.writers[column] = None
+                self._quarantine.setdefault(owner, set()).add((number, column))
+        self._rows.open[number] = row
+        self._rows.settle(number)
+
+    # ---- store ----
+
+    def reserve(
+        self,
+        key: RowKey,
+        column: int,
+        owner: bytes,
+        *,
+        length: int,
+        depth: int = 0,
+        request: Hashable = None,
+        tenant: bytes = b"",
+    ) -> Reservation:
+        """Give out one column of a row, which is made when it does not exist.
+
+        ``length``: payload bytes of the column; ``depth``: position of the chunk in its chain; ``request``:
+        rows of one request go tail first; ``tenant``: whom a new row is counted for.
+        """
+        number = self._rows.index.get(key)
+        if number is not None and number not in self._rows.open and not self._rows.is_readable(number):
+            self.stats.removed[Removal.INVALID] += 1
+            self._rows.remove(key)
+            number = None
+        row = self._new_row(key, request, depth, tenant) if number is None else self._rows.open.get(number)
+        if number is not None and (row is None or column in row.committed):
+            return Reservation(Reserved.EXISTS)
+        if row is None or column in row.writers or not self._rows.is_usable(row.slot.row):
+            return Reservation(Reserved.BUSY)
+        self._give(row, column, owner, length)
+        return Reservation(Reserved.SLOT, row.slot)
+
+    def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Slot]:
+        """The column's bytes are in these slots (head first). Return the rows that became visible by this."""
+        visible = []
+        for row in self._reserved_rows(slots, column, owner):
+            number = row.slot.row
+            self._table.commit(number, column)
+            self._take_back(row, column, owner)
+            row.committed.add(column)
+            if len(row.committed) == self._table.num_columns:
+                self._rows.publish(row)
+                visible.append(row.slot)
+            else:
+                self._rows.settle(number)
+        return visible
+
+    def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
+        """Give reservations back: these rows are never visible."""
+        for row in self._reserved_rows(slots, column, owner):
+            self._take_back(row, column, owner)
+            self._table.free_slot(row.slot.row, column)
+            self._rows.spoil(row.slot.row)
+            self._rows.settle(row.slot.row)
+
+    def quarantine(self, owner: bytes) -> None:
+        """The client's stream broke: its reservations can't be committed any more, nor their slots reused."""
+        reserved = self._reservations.pop(owner, set())
+        for number, column in reserved:
+            self._rows.spoil(number).writers[column] = None
+        if reserved:
+            self._quarantine.setdefault(owner, set()).update(reserved)
+
+    def end_quarantine(self, owner: bytes) -> None:
+        """The client sent Drained, or is proven dead: its quarantined slots may be reused."""
+        for number, column in self._quarantine.pop(owner, set()):
+            del self._rows.open[number].writers[column]
+            self._table.free_slot(number, column)
+            self._rows.settle(number)
+
+    @property
+    def quarantined_owners(self) -> set[bytes]:
+        """Clients whose slots or engines whose leases are in quarantine."""
+        return self._quarantine.keys() | self._lease_quarantine.keys()
+
+    # ---- load ----
+
+    def lookup(
+        self, lease_id: LeaseId, keys: Sequence[RowKey], *, is_hint: bool = False
+    ) -> tuple[int, list[Slot]]:
+        """Return the number of leading keys resident, and the slots of those (leading, too) now under the
+        lease. A hint leases none.
+
+        Asking again under the same id extends the lease. At most half of the usable rows are leased in all.
+        """
+        lease = self._leases.get(lease_id, {})
+        resident, leases = self._rows.prefix(keys), self._rows.leases
+        room = max(0, self.usable_rows // 2 - len(leases))
+        leased = [] if is_hint else resident
+        if len(leased) > room:
+            unleased = [position for position, row in enumerate(resident) if row not in leases]
+            leased = resident[: unleased[room]] if len(unleased) > room else resident
+        if new := dict.fromkeys(row for row in leased if row not in lease):
+            self._rows.lease(new)
+            self._leases[lease_id] = lease | new
+        self._rows.policy.touch([row for row in resident[len(leased) :] if row not in leases], lease_id[1])
+        self.stats.count_lookup(lease_id, keys, len(resident))
+        return len(resident), self._rows.slots(leased)
+
+    def release(self, lease_id: LeaseId) -> None:
+        """End a lease; unknown ids are ignored."""
+        self._rows.end_lease(self._leases.pop(lease_id, {}), lease_id[1])
+
+    def quarantine_leases(self, engine: bytes) -> None:
+        """The engine's leases can't be extended or released any more, and go on holding their rows."""
+        for lease_id in [lease_id for lease_id in self._leases if lease_id[0] == engine]:
+            lease = self._leases.pop(lease_id)
+            self._lease_quarantine.setdefault(engine, []).append((lease_id[1], lease))
+
+    def end_lease_quarantine(self, engine: bytes) -> None:
+        """All clients of the engine are drained or dead: its quarantined leases end."""
+        for request, lease in self._lease_quarantine.pop(engine, []):
+            self._rows.end_lease(lease, request)
+
+    # ---- for the tiers below ----
+
+    def is_resident(self, key: RowKey) -> bool:
+        """Could a lookup lease it?"""
+        return self._rows.find(key) is not None
+
+    def is_coming(self, key: RowKey) -> bool:
+        """Is somebody writing it now?"""
+        number = self._rows.index.get(key)
+        return number in self._rows.open and bool(self._rows.open[number].writers)
+
+    @property
+    def has_unverified(self) -> bool:
+        """Are there adopted rows that lookups find only after a verification?"""
+        return any(self._rows.unverified.tobytes())
+
+    def unverified(self, key: RowKey) -> Slot | None:
+        """Return the slot of an adopted row whose bytes must be compared with their checksums before use."""
+        number = self._rows.index.get(key)
+        return None if number is None or not self._rows.unverified[number] else self._rows.slot(number)
+
+    def verified(self, slot: Slot, *, is_intact: bool) -> None:
+        """Say what the comparison found; a row that is not intact is gone. The row must be pinned."""
+        if is_intact:
+            self._rows.note_verified(slot.row)
+            self.stats.verified += 1
+        else:
+            self._rows.unverified[slot.row] = 0
+            self.stats.removed[Removal.INVALID] += 1
+            self._table.unseal(slot.row)  # another restart must not bring it back
+            self._rows.spoil(slot.row)
+
+    def pin(self, slot: Slot) -> RowKey | None:
+        """Keep a visible row from eviction while its bytes are read; None when it is gone already."""
+        if not self._rows.is_visible(slot):
+            return None
+        self._rows.pin(slot.row)
+        return self._rows.key(slot.row)
+
+    def unpin(self, slot: Slot) -> None:
+        """End one ``pin``."""
+        self._rows.unpin(slot.row)
+
+    def describe(self, slot: Slot) -> tuple[RowKey, int]:
+        """Return a visible row's key and the position of its chunk in its chain (0: not known)."""
+        return self._rows.key(slot.row), self._rows.depths[slot.row]
+
+    def reserve_row(self, key: RowKey, request: Hashable = None) -> Slot | None:
+        """Reserve all columns for this process itself; None when the row exists, or no row can be freed."""
+        row = None if key in self._rows.index else self._new_row(key, request)
+        if row is None:
+            return None
+        for column in range(self._table.num_columns):
+            self._give(row, column, SIDECAR, length=0)
+        return row.slot
+
+    def commit_row(self, slot: Slot, lengths: Sequence[int], checksums: Sequence[bytes]) -> None:
+        """All columns are in the slots, with these payload lengths and checksums."""
+        for column, (length, checksum) in enumerate(zip(lengths, checksums, strict=True)):
+            self._table.set_length(slot.row, column, length)
+            self._table.seal(slot.row, column, checksum)
+            self.commit([slot], column, SIDECAR)
+
+    def abort_row(self, slot: Slot) -> None:
+        """Give all columns back."""
+        for column in range(self._table.num_columns):
+            self.abort([slot], column, SIDECAR)
+
+    # ---- size and gauges ----
+
+    @property
+    def usable_rows(self) -> int:
+        """Only rows below this are given out or leased: unless it was set, those that are populated."""
+        return self._rows.usable_slots
+
+    @usable_rows.setter
+    def usable_rows(self, number: int) -> None:
+        self._rows.usable_slots = number
+
+    def vacate(self, first_row: int) -> Vacated:
+        """Use the rows from this one on no more, and evict what is there, as far as nobody uses it: ask again
+        for the rest. Costs O(rows) from there on: go extent by extent."""
+        self.usable_rows = min(self.usable_rows, first_row)
+        return self._rows.vacate(first_row)
+
+    @property
+    def stats(self) -> MemoryStats:
+        """What was counted, since the start unless it was given."""
+        return self._rows.stats
+
+    @property
+    def num_used(self) -> int:
+        """Rows that are not free."""
+        return self._rows.allocator.num_rows
+
+    @property
+    def num_leased(self) -> int:
+        """Rows under at least one lease, those in quarantine included."""
+        return len(self._rows.leases)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots (row and column) whose reuse is not proven safe yet."""
+        return sum(map(len, self._quarantine.values()))
+
+    # ---- inside ----
+
+    def _new_row(self, key: RowKey, request: Hashable, depth: int = 0, tenant: bytes = b"") -> OpenRow | None:
+        row = self._rows.open_row(key, 1, request, depth=depth, tenant=tenant)
+        if row is not None:
+            self._rows.index[key] = row.slot.row
+        return row
+
+    def _give(self, row: OpenRow, column: int, owner: bytes, length: int) -> None:
+        self._rows.write(row, column, owner, length)
+        self._reservations.setdefault(owner, set()).add((row.slot.row, column))
+
+    def _reserved_rows(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[OpenRow]:
+        rows = []
+        for slot in slots:
+            row = self._rows.open.get(slot.row)
+            if row is None or row.slot != slot or row.writers.get(column) != owner:
+                raise StaleSlot(f"column {column} of {slot} is not reserved by this client (any more)")
+            rows.append(row)
+        if len({slot.row for slot in slots}) != len(slots):
+            raise StaleSlot("a slot is named twice")
+        return rows
+
+    def _take_back(self, row: OpenRow, column: int, owner: bytes) -> None:
+        del row.writers[column]
+        self._reservations[owner].remove((row.slot.row, column))

@@ -1,0 +1,1 @@
+"""The remote tier: checksummed objects in Redis or Valkey."""

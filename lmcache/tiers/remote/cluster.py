@@ -1,0 +1,159 @@
+"""Redis Cluster: which server owns which of the 16384 hash slots.
+
+The map is asked for at first, when a server fails, and when one says that a slot has moved; whoever answers
+is believed. It is asked for at most once a second: a single slot that moved is learned from the answer
+itself.
+"""
+
+from __future__ import annotations
+
+import binascii
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from lmcache.tiers.base import RowKey, TierUnavailable
+from lmcache.tiers.remote.address import Endpoint
+from lmcache.tiers.remote.objects import hash_tag
+from lmcache.tiers.remote.resp import Connection, Reply, ServerError
+from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.topology import Topology, endpoint_of
+
+T = TypeVar("T")
+
+_NUM_SLOTS = 1 << 14
+_REFRESH_SECONDS = 1.0
+
+SlotMap = list[Endpoint | None]
+
+
+class Node(Server):
+    """A server of a cluster. While a slot is on its way elsewhere it says ASK: then it is done there."""
+
+    errors_when_well = Server.errors_when_well | {"ASK", "MOVED"}
+
+    def __init__(self, endpoint: Endpoint, cluster: Cluster) -> None:
+        super().__init__(str(endpoint), lambda: cluster.connect(endpoint), cluster.on_failure)
+        self._cluster = cluster
+
+    def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
+        """See Server."""
+        try:
+            return super().run(operation, asking=asking)
+        except ServerError as error:
+            endpoint = _target(error)
+            if asking or error.code != "ASK" or endpoint is None:
+                raise
+            return self._cluster.node(endpoint).run(operation, asking=True)
+
+
+class Cluster(Topology):
+    """The seeds are asked for the map when nobody else answers."""
+
+    def __init__(
+        self,
+        seeds: Sequence[Endpoint],
+        connect: Callable[[Endpoint], Connection],
+        on_failure: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.connect = connect
+        self.on_failure = on_failure
+        self._clock = clock
+        self._seeds = [Node(endpoint, self) for endpoint in seeds]
+        self._refreshing = threading.Lock()  # who has no map waits for it
+        self._lock = threading.Lock()  # protects what follows
+        self._nodes: dict[Endpoint, Node] = {}
+        self._slots: SlotMap = [None] * _NUM_SLOTS
+        self._next_refresh = 0.0
+
+    def servers(self) -> Sequence[Server]:
+        """See Topology; the seeds, as long as no map is known."""
+        with self._lock:
+            return tuple(self._nodes.values()) or self._seeds
+
+    def owners(self, key: RowKey, column: int) -> Sequence[Server]:
+        """See Topology; one or none."""
+        slot = binascii.crc_hqx(hash_tag(key, column).encode(), 0) % _NUM_SLOTS
+        owner = self._owner(slot)
+        if owner is None or owner.breaker.is_open:
+            self.refresh()
+            owner = self._owner(slot)
+        return (owner,) if owner else ()
+
+    def learn(self, error: ServerError) -> bool:
+        """See Topology; from ``MOVED 3999 127.0.0.1:6381``."""
+        if error.code != "MOVED":
+            return False
+        self.refresh()
+        endpoint, slot = _target(error), str(error).partition(" ")[2].partition(" ")[0]
+        if endpoint and slot.isdecimal():
+            with self._lock:
+                self._slots[int(slot) % _NUM_SLOTS] = endpoint
+        return True
+
+    def refresh(self) -> None:
+        """See Topology; at most once a second."""
+        with self._refreshing:
+            now = self._clock()
+            if now < self._next_refresh:
+                return
+            self._next_refresh = now + _REFRESH_SECONDS
+            for server in (*self.servers(), *self._seeds):
+                try:
+                    slots = server.run(lambda c: _slot_map(c.call("CLUSTER", "SLOTS"), c.endpoint.host))
+                except (TierUnavailable, ServerError):
+                    continue
+                if any(slots):  # else it was taken out of the cluster, or never was in one
+                    self._adopt(slots)
+                    return
+
+    def node(self, endpoint: Endpoint) -> Node:
+        """The server at this endpoint, which may be a new one."""
+        with self._lock:
+            return self._nodes.get(endpoint) or self._nodes.setdefault(endpoint, Node(endpoint, self))
+
+    def close(self) -> None:
+        """See Topology."""
+        for server in (*self._nodes.values(), *self._seeds):
+            server.close()
+
+    def _owner(self, slot: int) -> Server | None:
+        endpoint = self._slots[slot]
+        return self.node(endpoint) if endpoint else None
+
+    def _adopt(self, slots: SlotMap) -> None:
+        owning = {endpoint for endpoint in slots if endpoint}
+        with self._lock:
+            self._slots = slots
+            gone = [self._nodes.pop(endpoint) for endpoint in self._nodes.keys() - owning]
+        for node in gone:
+            node.close()
+        for endpoint in owning:
+            self.node(endpoint)
+
+
+def _target(error: ServerError) -> Endpoint | None:
+    """Where a MOVED or an ASK points; None: it does not say."""
+    host, _, port = str(error).rpartition(" ")[2].rpartition(":")
+    try:
+        return endpoint_of(host.encode(), port.encode())
+    except ConnectionError:
+        return None
+
+
+def _slot_map(reply: Reply, asked_host: str) -> SlotMap:
+    """Read the answer to CLUSTER SLOTS: ranges of ``[first, last, [host, port, ...], replicas...]``. A server
+    that does not know its own name gives none: then it is where it was asked."""
+    slots: SlotMap = [None] * _NUM_SLOTS
+    for entry in reply if isinstance(reply, list) else ():
+        match entry:
+            case [int(first), int(last), [bytes() | None as host, port, *_], *_] if (
+                0 <= first <= last < _NUM_SLOTS
+            ):
+                endpoint = endpoint_of(host or asked_host.encode(), port)
+                slots[first : last + 1] = [endpoint] * (last + 1 - first)
+            case _:
+                raise ConnectionError(f"unexpected reply {entry!r:.64}")
+    return slots

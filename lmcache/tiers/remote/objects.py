@@ -1,0 +1,179 @@
+"""Objects in Redis: their names, and how one is read and written over a connection.
+
+One column of a row is stored in parts of at most 4 MiB (Redis handles one value at a time: larger ones would
+make all its other clients wait), ``<prefix>:<namespace>:{<key>:<column>}:<part>``,
+each with its own header. All writers of one name write the same bytes, so any valid set of parts makes the
+object, whoever wrote them. Part 0 is written last: it is the presence marker, and says how many parts there
+are.
+
+What is read is compared with what was asked for: version, name, column, part, lengths, checksum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lmcache.tiers.base import Loaded, RowKey, split_row_key
+from lmcache.tiers.header import (
+    HEADER_BYTES,
+    PART_BYTES,
+    BadHeader,
+    Header,
+    checksum,
+    digest_of,
+    digests,
+    parse,
+)
+from lmcache.tiers.remote.address import DEFAULT_PREFIX
+from lmcache.tiers.remote.resp import Connection, ServerError
+
+__all__ = ["PART_BYTES", "InvalidObject", "ObjectName", "hash_tag", "load", "num_parts", "store"]
+
+
+class InvalidObject(Exception):
+    """What stands under this name is not ours; the message is the reason, as it is counted."""
+
+
+class ObjectName(NamedTuple):
+    """One column of a row, as the servers know it."""
+
+    key: RowKey
+    column: int
+    prefix: str = DEFAULT_PREFIX
+
+    def part(self, part: int) -> str:
+        """Name one part; all parts of an object share a hash tag."""
+        namespace = split_row_key(self.key)[0]
+        return f"{self.prefix}:{namespace.hex()}:{{{hash_tag(self.key, self.column)}}}:{part}"
+
+
+def hash_tag(key: RowKey, column: int) -> str:
+    """What of a name decides in which slot of a cluster it is."""
+    return f"{split_row_key(key)[1].hex()}:{column}"
+
+
+def num_parts(total_bytes: int) -> int:
+    """Parts of a payload; an empty one has one, too."""
+    return max(1, -(-total_bytes // PART_BYTES))
+
+
+def load(
+    connection: Connection, name: ObjectName, into: memoryview, length: int | None = None
+) -> Loaded | None:
+    """Return the payload; None when there is no such object. Raises InvalidObject, also when it has not
+    ``length`` bytes.
+
+    The next part is asked for before the one that came is compared with its checksum: the server copies the
+    one meanwhile. To ask for it still earlier is slower, two replies are too much for the caches.
+    """
+    connection.ask([("GET", name.part(0))])
+    header = _read_part(connection, name, 0, into)
+    if header is None:
+        return None
+    total = header.total_bytes
+    if total > len(into) or length not in (None, total):
+        raise InvalidObject("length")
+    found = [header.checksum]
+    for part in range(1, header.num_parts):
+        connection.ask([("GET", name.part(part))])
+        _compare(header, into)
+        header = _read_part(connection, name, part, into)
+        if header is None:
+            raise InvalidObject("part")
+        if header.total_bytes != total:
+            raise InvalidObject("length")
+        found.append(header.checksum)
+    _compare(header, into)
+    return Loaded(total, b"".join(found))
+
+
+def _compare(header: Header, into: memoryview) -> None:
+    start = header.part * PART_BYTES
+    if checksum(into[start : start + header.payload_bytes]) != header.checksum:
+        raise InvalidObject("checksum")
+
+
+def _read_part(connection: Connection, name: ObjectName, part: int, into: memoryview) -> Header | None:
+    """Read one part into its place. Is it what was asked for, but for the checksum? None: there is none."""
+    try:
+        num_bytes = connection.read_bulk_length()
+    except ServerError as error:
+        if error.code != "WRONGTYPE":
+            raise
+        raise InvalidObject("type") from None
+    if num_bytes is None:
+        return None
+    place = into[part * PART_BYTES : (part + 1) * PART_BYTES]
+    length = num_bytes - HEADER_BYTES
+    if not 0 <= length <= len(place):
+        raise InvalidObject("length")
+    head = memoryview(bytearray(HEADER_BYTES))
+    connection.read_bulk(head, place[:length])
+    connection.end_bulk()
+    try:
+        header = parse(head)
+    except BadHeader:
+        raise InvalidObject("header") from None
+    if (header.key, header.column, header.part) != (name.key, name.column, part):
+        raise InvalidObject("name")
+    total = header.total_bytes
+    expected = min(PART_BYTES, total - part * PART_BYTES)
+    if header.num_parts != num_parts(total) or not length == header.payload_bytes == expected:
+        raise InvalidObject("length")
+    return header
+
+
+def store(
+    connection: Connection,
+    name: ObjectName,
+    payload: memoryview,
+    label: bytes,
+    part_digests: bytes = b"",
+    *,
+    is_rewrite: bool,
+) -> bool:
+    """Return False when all of it was there already, and was touched. Raises ServerError when it is refused.
+
+    The next part is made and sent while the server still takes in the one before it; the marker waits for
+    all.
+    """
+    total = num_parts(len(payload))
+    if not is_rewrite:
+        touched = connection.call_all([("TOUCH", name.part(part)) for part in range(total)])
+        for reply in touched:
+            if isinstance(reply, ServerError):
+                raise reply
+        if touched == [1] * total:
+            return False
+    part_digests = part_digests or digests(payload)
+    for part in range(1, total):
+        _send_part(connection, name, part, payload, label, part_digests)
+        if part > 1:
+            connection.read_reply()
+    if total > 1:
+        connection.read_reply()
+    _send_part(connection, name, 0, payload, label, part_digests)
+    connection.read_reply()
+    return True
+
+
+def _send_part(
+    connection: Connection,
+    name: ObjectName,
+    part: int,
+    payload: memoryview,
+    label: bytes,
+    part_digests: bytes,
+) -> None:
+    content = payload[part * PART_BYTES : (part + 1) * PART_BYTES]
+    header = Header(
+        name.key,
+        name.column,
+        part,
+        num_parts(len(payload)),
+        len(content),
+        len(payload),
+        digest_of(part_digests, part),
+        label,
+    )
+    connection.set(name.part(part), [header.pack(), content])

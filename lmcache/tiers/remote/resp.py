@@ -1,0 +1,263 @@
+"""A connection that speaks as much of the Redis protocol (RESP2) as the remote tier needs.
+
+Values go straight between the stream and the caller's memory. Every wait has a deadline: the stream bounds
+one call, and the connection bounds them all, since a server may trickle.
+
+Connecting is ours as well, though redis-py could do it on the same socket: docs/adr/0005.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+from lmcache.tiers.base import TierError
+from lmcache.tiers.header import Buffer
+from lmcache.tiers.remote.address import Address, Endpoint
+from lmcache.tiers.remote.stream import open_stream
+
+T = TypeVar("T")
+R = TypeVar("R")
+S = TypeVar("S", int, bytes)
+
+Reply: TypeAlias = "int | bytes | list[Reply] | None"
+"""A number, a string of either kind, nil or an array."""
+
+_MAX_LINE_BYTES = 4096
+_MAX_MESSAGE = 200
+_AUTH_CODES = frozenset({"BUSY", "ERR", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS"})
+_MAX_LENGTH = 1 << 16  # of strings and arrays that are kept here; parts are read into their place
+_MAX_DEPTH = 5  # CLUSTER SLOTS: list of ranges, range, server, names of its host, name
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
+
+
+class ServerError(TierError):
+    """An error reply; ``code`` is its first word (``LOADING``, ``OOM``, ...). What it repeats of the command
+    is cut off: that may be anything, and the message goes to the log."""
+
+    def __init__(self, message: str) -> None:
+        message = message.partition(", with args beginning with")[0]
+        super().__init__(message[:_MAX_MESSAGE])
+        self.code = message.split(" ", 1)[0]
+
+
+class Connection:
+    """One connection to one server, used by one thread at a time.
+
+    Raises TimeoutError and ConnectionError (both OSError), and ServerError for error replies. Afterwards it
+    may be used again if it ``is_settled``.
+    """
+
+    asking = False
+    """Say ASKING before each command: a cluster's server is to take it though the slot is not its own yet."""
+
+    def __init__(self, endpoint: Endpoint, address: Address, timeout_seconds: float) -> None:
+        self.endpoint = endpoint
+        self._timeout = timeout_seconds
+        self._deadline = 0.0
+        self._num_due = 0  # replies
+        self._line = bytearray()  # received, not consumed yet
+        self._stream = open_stream(endpoint, timeout_seconds, address.tls)
+        try:
+            if address.password:
+                self.authenticate(address.username, address.password)
+            if address.database:
+                self.call("SELECT", str(address.database))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_settled(self) -> bool:
+        """Has all been read that was asked for? If not, it would be taken for the next answer."""
+        return self._num_due == 0 and not self._line
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._stream.close()
+
+    def authenticate(self, username: str, password: str) -> None:
+        """Say who we are; without a user name: the default user. Of the answer no word but a known error's
+        code is repeated: it may hold the password."""
+        try:
+            self.call("AUTH", *((username, password) if username else (password,)))
+        except ServerError as error:
+            code = error.code if error.code in _AUTH_CODES else "an error"
+            raise ServerError(f"{code} was the answer to AUTH") from None
+        except (TimeoutError, ConnectionResetError):
+            raise
+        except ConnectionError:
+            raise ConnectionError("the answer to AUTH can't be read") from None
+
+    def call(self, *words: str) -> Reply:
+        """Send one command of small words and read its reply."""
+        self.ask([words])
+        return self.read_reply()
+
+    def call_all(self, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
+        """Send commands in one go and read all their replies; error replies are values here."""
+        self.ask(commands)
+        replies: list[Reply | ServerError] = []
+        for _ in commands:
+            try:
+                replies.append(self.read_reply())
+            except ServerError as error:
+                replies.append(error)
+        return replies
+
+    def ask(self, commands: Sequence[Sequence[str]]) -> None:
+        """Send commands of small words; a reply to each must be read."""
+        self._send([b"".join(self._start() + _encode(words) for words in commands)])
+
+    def set(self, name: str, value: Sequence[Buffer]) -> None:
+        """Send a SET of a value in several pieces; a reply must be read."""
+        num_bytes = sum(len(piece) for piece in value)
+        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name.encode(), num_bytes)
+        self._send([self._start() + head + bytes(value[0]), *value[1:], b"\r\n"])
+
+    def read_reply(self) -> Reply:
+        """Read one reply of any kind; one that is too large, or too deep, is not believed."""
+        self._skip_asking()
+        reply = self._read_any(_MAX_DEPTH)
+        self._num_due -= 1
+        return reply
+
+    def read_bulk_length(self) -> int | None:
+        """Read the head of a bulk string: ``read_bulk`` and ``end_bulk`` must follow. None: there is no such
+        value."""
+        self._skip_asking()
+        length = _length(self._read_line(b"$"))
+        self._num_due -= length is None
+        return length
+
+    def read_bulk(self, *targets: memoryview) -> None:
+        """Read the next bytes of a bulk string, as many as the targets have; in one call where it can be."""
+        views = [target for target in targets if len(target)]
+        while views and self._line:
+            ahead = min(len(self._line), len(views[0]))
+            views[0][:ahead] = self._line[:ahead]
+            del self._line[:ahead]
+            views = _rest(views, ahead)
+        while views:
+            views = _rest(views, _received(self._in_time(self._stream.receive_into, views)))
+
+    def end_bulk(self) -> None:
+        """Read the end of a bulk string, of which all bytes have been read."""
+        self._read_end()
+        self._num_due -= 1
+
+    def _start(self) -> bytes:
+        """What goes before a command, which will be answered."""
+        self._num_due += 2 if self.asking else 1
+        return _ASKING if self.asking else b""
+
+    def _skip_asking(self) -> None:
+        if self.asking:
+            self._read_line(b"+")
+            self._num_due -= 1
+
+    def _read_any(self, depth: int) -> Reply:
+        line = self._read_line(b"+", b":", b"$", b"*")
+        kind = line[:1]
+        if kind == b"+":
+            return line[1:]
+        if kind == b":":
+            return _number(line[1:])
+        length = _length(line)
+        if length is None:
+            return None
+        if length > _MAX_LENGTH or not depth:
+            raise ConnectionError(f"unexpected reply {line[:32]!r}")
+        if kind == b"*":
+            self._num_due += 1  # the rest of the array, should one of its elements be an error
+            array = [self._read_any(depth - 1) for _ in range(length)]
+            self._num_due -= 1
+            return array
+        content = bytearray(length)
+        self.read_bulk(memoryview(content))
+        self._read_end()
+        return bytes(content)
+
+    def _read_line(self, *kinds: bytes) -> bytes:
+        """Return a line that starts like one of these. Reads little ahead: payloads are not copied."""
+        while (end := self._line.find(b"\r\n")) < 0:
+            if len(self._line) > _MAX_LINE_BYTES:
+                raise ConnectionError("the server does not speak RESP")
+            self._line += _received(self._in_time(self._stream.receive, 64))
+        line = bytes(self._line[:end])
+        del self._line[: end + 2]
+        if line[:1] == b"-":
+            self._num_due -= 1
+            raise ServerError(line[1:].decode(errors="replace"))
+        if line[:1] not in kinds:
+            raise ConnectionError(f"unexpected reply {line[:32]!r}")
+        return line
+
+    def _read_end(self) -> None:
+        end = bytearray(2)
+        self.read_bulk(memoryview(end))
+        if end != b"\r\n":
+            raise ConnectionError("a bulk string does not end where it said")
+
+    def _send(self, buffers: Sequence[Buffer]) -> None:
+        """The deadline of all that follows until the next ``_send`` starts here."""
+        self._deadline = time.monotonic() + self._timeout
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        try:
+            while views:
+                views = _rest(views, self._in_time(self._stream.send, views))
+        except ConnectionError:
+            self._read_farewell()
+            raise
+
+    def _read_farewell(self) -> None:
+        """A server that closes the connection over what it will not take has mostly said why: raise that
+        ServerError."""
+        self._num_due += 1  # whatever it said: this connection is of no use any more
+        with contextlib.suppress(OSError):
+            while True:  # answers to what was sent before
+                self._read_line(b"+")
+
+    def _in_time(self, call: Callable[[T], R], argument: T) -> R:
+        try:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError
+            return call(argument)
+        except (BlockingIOError, TimeoutError):
+            raise TimeoutError(f"no complete answer within {self._timeout} s") from None
+
+
+def _encode(words: Sequence[str]) -> bytes:
+    encoded = [word.encode() for word in words]
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
+
+
+def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of these when so many bytes of them are done."""
+    while views and done >= len(views[0]):
+        done -= len(views[0])
+        views = views[1:]
+    return [views[0][done:], *views[1:]] if done else views
+
+
+def _received(what: S) -> S:
+    if not what:
+        raise ConnectionResetError("the server closed the connection")
+    return what
+
+
+def _length(line: bytes) -> int | None:
+    """Of a string or an array; None: nil."""
+    length = _number(line[1:])
+    if length < -1:
+        raise ConnectionError(f"unexpected reply {line[:32]!r}")
+    return None if length < 0 else length
+
+
+def _number(digits: bytes) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        raise ConnectionError(f"unexpected reply {digits[:32]!r}") from None

@@ -1,0 +1,272 @@
+"""The remote tier: Redis or Valkey that many pods share.
+
+**Objects** are described in ``parts.py``, **servers** in ``topology.py`` and ``cluster.py``, what the URL may
+say in ``address.py``.
+
+**Trust.** What is read is compared with what was asked for; anything else is a miss, counted by reason. Only
+names that start with our prefix are ever written; nothing is deleted.
+
+**Sickness.** Whatever goes wrong with a server itself opens its circuit; from then on it is not asked until a
+trial finds it well. While another server is well, what the sick one owns is a miss, and a store of it is
+refused; when all are sick, operations raise TierUnavailable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TypeVar
+
+from lmcache.tiers.base import Loaded, RowKey, TierUnavailable
+from lmcache.tiers.circuit import CircuitBreaker, JointBreaker
+from lmcache.tiers.remote import objects as parts
+from lmcache.tiers.remote.address import Address, Endpoint, Kind, parse_endpoints
+from lmcache.tiers.remote.cluster import Cluster
+from lmcache.tiers.remote.objects import PART_BYTES, InvalidObject, ObjectName, num_parts
+from lmcache.tiers.remote.resp import Connection, Reply, ServerError
+from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
+from lmcache.tiers.stats import ObjectStats
+
+T = TypeVar("T")
+
+__all__ = ["PART_BYTES", "RemoteTier", "ShardList"]
+
+_FIRST_WINDOW = 16  # rows of the first probe; doubles, since a prefix that goes on mostly goes on
+_MAX_WINDOW = 1024
+_MAX_NAMES = 8192  # in one round trip of ``touch``
+_MAX_TRIES = 3  # servers that are asked for one object
+_MAX_REWRITE = 4096  # names of invalid objects that are remembered
+
+
+class RemoteTier:
+    """Thread-safe. Every method but ``close`` and ``set_shards`` blocks up to the deadline.
+
+    ``timeout_seconds`` is the deadline of one step: a connection, a window of a probe, or one part.
+    ``credentials``: user name and password, asked for at every new connection since they are changed while we
+    run; not given: the URL's. May raise OSError.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float = 1.0,
+        credentials: Callable[[], tuple[str, str]] | None = None,
+    ) -> None:
+        self.address = Address.parse(url)
+        self.stats = ObjectStats()
+        self._timeout = timeout_seconds
+        self._credentials = credentials
+        self._topology = self._make_topology()
+        self.breaker: CircuitBreaker = JointBreaker(
+            lambda: [server.breaker for server in self._topology.servers()]
+        )
+        self._lock = threading.Lock()  # protects stats and what follows
+        self._rewrite: dict[tuple[RowKey, int], None] = {}  # found invalid: to be written though present
+
+    def set_shards(self, current: Sequence[str], previous: Sequence[str] = (), until: float = 0.0) -> None:
+        """Change the list of shards, each ``host:port``.
+
+        Until the Unix time ``until`` rows are looked for at their previous owner, too. Raises ValueError,
+        also when the URL is of Sentinels or a cluster.
+        """
+        if not isinstance(self._topology, Shards):
+            raise ValueError(f"remote tier {self.address} has no list of shards")
+        self._topology.change(ShardList(parse_endpoints(current), parse_endpoints(previous), until))
+
+    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
+        """Return how many leading rows have all their columns here."""
+        present, window = 0, _FIRST_WINDOW
+        while present < len(keys):
+            asked = keys[present : present + window]
+            found = self._are_present([self._name(key, c) for key in asked for c in range(num_columns)])
+            if False in found:
+                return present + found.index(False) // num_columns
+            present += len(asked)
+            window = min(2 * window, _MAX_WINDOW)
+        return present
+
+    def load(self, key: RowKey, column: int, into: memoryview, length: int | None = None) -> Loaded | None:
+        """Read one column of a row into a slot. None: a miss (slot contents undefined)."""
+        name, loaded = self._name(key, column), None
+        for server in self._candidates(name):
+            try:
+                loaded = self._run(server, lambda connection: parts.load(connection, name, into, length))
+            except InvalidObject as invalid:
+                self._note_invalid(name, str(invalid))
+                return None
+            except ServerError as error:
+                if not self._topology.learn(error):
+                    self._note_invalid(name, error.code)
+                    return None
+            if loaded is not None:
+                break
+        with self._lock:
+            self.stats.hits += loaded is not None
+            self.stats.misses += loaded is None
+        return loaded
+
+    def store(
+        self, key: RowKey, column: int, payload: memoryview, label: bytes = b"", digests: bytes = b""
+    ) -> bool:
+        """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
+        say), or is away while others are well."""
+        name = self._name(key, column)
+        try:
+            is_new = self._store(name, payload, label, digests)
+        except ServerError as error:
+            is_new, reason = None, error.code
+        else:
+            reason = "away"
+        with self._lock:
+            if is_new is None:
+                self.stats.refused[reason] += 1
+                return False
+            self.stats.stored += is_new
+            self.stats.touched += not is_new
+            self._rewrite.pop((key, column), None)
+        return True
+
+    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+        """Refresh the age of rows that were hit in a tier above. Return those whose present owner says that
+        something of them is not there."""
+        commands: dict[Server, list[tuple[RowKey | None, str]]] = defaultdict(list)  # key: of the owner
+        for key, length in zip_longest(keys, lengths, fillvalue=0):
+            assert isinstance(key, bytes), "more lengths than keys"
+            for column in range(num_columns):
+                name = self._name(key, column)
+                names = [name.part(part) for part in range(num_parts(length))]
+                for position, server in enumerate(self._topology.owners(key, column)):
+                    commands[server] += [(None if position else key, part) for part in names]
+        absent: set[RowKey] = set()
+        for server, asked in commands.items():
+            for start in range(0, len(asked), _MAX_NAMES):
+                some = asked[start : start + _MAX_NAMES]
+                replies = self._call_all(server, [("TOUCH", part) for _, part in some])
+                absent |= {
+                    owned for (owned, _), reply in zip(some, replies, strict=False) if owned and reply == 0
+                }
+        return absent
+
+    def check(self) -> None:
+        """Ask the servers whether they are well; if one is not, the log says why, and its circuit opens."""
+        self._topology.refresh()
+        for server in self._topology.servers():
+            with contextlib.suppress(TierUnavailable, ServerError):
+                server.run(lambda connection: connection.call("PING"))
+
+    def try_again(self) -> bool:
+        """While the circuit is open: ask the servers whether they are well. True: one of them is."""
+        self._topology.refresh()
+        sick = [server for server in self._topology.servers() if server.breaker.is_open]
+        if sick:  # all at once: one that is frozen must not keep the others waiting
+            with ThreadPoolExecutor(len(sick)) as pool:
+                list(pool.map(Server.try_again, sick))
+        return not self.breaker.is_open
+
+    def close(self) -> None:
+        """Close all connections; the threads that used them must have ended."""
+        self._topology.close()
+
+    def _store(self, name: ObjectName, payload: memoryview, label: bytes, digests: bytes) -> bool | None:
+        """Return whether it was not there yet; None: its owner is away."""
+        is_rewrite = (name.key, name.column) in self._rewrite
+        for server in self._candidates(name):
+            try:
+                return self._run(
+                    server, lambda c: parts.store(c, name, payload, label, digests, is_rewrite=is_rewrite)
+                )
+            except ServerError as error:
+                if not self._topology.learn(error):
+                    raise
+        return None
+
+    def _are_present(self, names: Sequence[ObjectName]) -> list[bool]:
+        """One pipelined round trip per server, and another one for what is absent and may be elsewhere. What
+        a cluster is just moving (ASK) counts as absent."""
+        present = [False] * len(names)
+        candidates = [self._candidates(name) for name in names]
+        while True:
+            asked: dict[Server, list[int]] = defaultdict(list)
+            for index, servers in enumerate(candidates):
+                server = None if present[index] else next(servers, None)
+                if server is not None:
+                    asked[server].append(index)
+            if not asked:
+                return present
+            for server, indices in asked.items():
+                replies = self._call_all(server, [("EXISTS", names[index].part(0)) for index in indices])
+                for index, reply in zip(indices, replies, strict=False):
+                    present[index] = reply == 1
+
+    def _call_all(self, server: Server, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
+        """In one round trip; no replies when the server is away."""
+        replies = self._run(server, lambda connection: connection.call_all(commands)) or []
+        for reply in replies:
+            if isinstance(reply, ServerError):
+                self._topology.learn(reply)
+        return replies
+
+    def _candidates(self, name: ObjectName) -> Iterator[Server]:
+        """Who may have an object, the likeliest first; asked anew each time, since answers may have changed
+        it."""
+        tried: list[Server] = []
+        while len(tried) < _MAX_TRIES:
+            owners = self._topology.owners(name.key, name.column)
+            if not owners and self.breaker.is_open:
+                raise TierUnavailable(f"remote tier {self.address} is away")
+            server = next((owner for owner in owners if owner not in tried), None)
+            if server is None:
+                return
+            tried.append(server)
+            yield server
+
+    def _run(self, server: Server, operation: Callable[[Connection], T]) -> T | None:
+        """None: this server is sick, but another one is well."""
+        try:
+            return server.run(operation)
+        except TierUnavailable:
+            if self.breaker.is_open:
+                raise
+            return None
+
+    def _name(self, key: RowKey, column: int) -> ObjectName:
+        return ObjectName(key, column, self.address.prefix)
+
+    def _note_invalid(self, name: ObjectName, reason: str) -> None:
+        with self._lock:
+            self.stats.invalid[reason] += 1
+            self._rewrite[name.key, name.column] = None
+            if len(self._rewrite) > _MAX_REWRITE:
+                del self._rewrite[next(iter(self._rewrite))]
+
+    def _note_failure(self) -> None:
+        with self._lock:
+            self.stats.failures += 1
+
+    def _present_address(self) -> Address:
+        if self._credentials is None:
+            return self.address
+        username, password = self._credentials()
+        if not username and not password:
+            return self.address
+        return replace(self.address, username=username, password=password)
+
+    def _make_topology(self) -> Topology:
+        def connect(endpoint: Endpoint, address: Address | None = None) -> Connection:
+            return Connection(endpoint, address or self._present_address(), self._timeout)
+
+        def make_server(endpoint: Endpoint) -> Server:
+            return Server(str(endpoint), lambda: connect(endpoint), self._note_failure)
+
+        if self.address.kind is Kind.SENTINEL:
+            return SentinelMaster(self.address, self._present_address, connect, self._note_failure)
+        if self.address.kind is Kind.CLUSTER:
+            return Cluster(self.address.endpoints, connect, self._note_failure)
+        return Shards(ShardList(self.address.endpoints), make_server)

@@ -1,0 +1,1 @@
+"""The tiers together: write-through, promotion, and load or recompute."""

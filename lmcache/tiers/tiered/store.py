@@ -1,0 +1,252 @@
+"""The tiered store: the asyncio side that joins the memory tier with the lower tiers below it.
+
+One event loop owns everything here and in the memory tier. What blocks (lower tiers) or takes long
+(checksums) runs in worker threads that see only byte views and keys; rows are pinned or reserved while a
+thread works on them.
+
+::
+
+    commit -> visible -> checksum -> slot table -> queue of every lower tier -> tier  (``Seals``, ``Lower``)
+    lookup -> miss -> probe the tiers in turn -> load -> commit -> next lookup hits   (``Promotions``)
+           -> hit -> copies below become younger, or are written at last              (``Hits``)
+
+A lookup never waits for any of it: it says what is there, and what is on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from lmcache.tiers.base import Arena, Lookup, LowerTier, Reservation, RowKey, Slot, split_row_key
+from lmcache.tiers.memory.tier import LeaseId, MemoryTier
+from lmcache.tiers.stats import MemoryStats, TieredStats, Unwritten
+from lmcache.tiers.tiered.checksums import Seals
+from lmcache.tiers.tiered.promotions import Promotions
+from lmcache.tiers.tiered.refresh import Hits
+from lmcache.tiers.tiered.tasks import Outstanding, Tasks
+from lmcache.tiers.tiered.tier_worker import Lower, Watcher
+from lmcache.tiers.tiered.write_queue import Write
+
+__all__ = ["Admit", "Lookup", "TieredStore"]
+
+_Writes = list["asyncio.Future[Unwritten | None]"]
+
+
+class Admit(enum.Enum):
+    """Which rows go to lower tiers; the values are those of the custom resource's ``admit``."""
+
+    ALL = "All"  # at once
+    ON_REUSE = "OnReuse"  # when they are hit for the first time
+
+
+class TieredStore:
+    """Made on the running loop, once per format of the arena. Nothing here blocks the loop.
+
+    ``lower``: by name ("disk"), in the order in which they are asked. They stay the caller's, who closes them
+    after the store. ``stats`` (of the lower tiers) and ``memory_stats``: to be gone on with. Use: ``await
+    store.adopt()`` first; ``await store.close()`` before the arena is formatted anew or closed. Quarantine,
+    leases' ends and ``usable_rows`` are the business of ``store.memory``.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        lower: Mapping[str, LowerTier] | None = None,
+        *,
+        admit: Admit = Admit.ALL,
+        stats: Mapping[str, TieredStats] | None = None,
+        memory_stats: MemoryStats | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.memory = MemoryTier(arena, clock=clock, stats=memory_stats)
+        self.is_closed = False
+        self._admit = admit
+        self._labels: dict[bytes, bytes] = {}  # of shared namespaces
+        self._outstanding = Outstanding()  # rows to be checksummed, and rows to be written, tier by tier
+        self._tasks = Tasks()
+        self._seals = Seals(self.memory)
+        watcher = Watcher(lambda slot: self._hits.note_unwritten(slot), lambda: self._hits.doubt())
+        counts = stats or {}
+        self.lower = {
+            name: Lower(
+                name,
+                tier,
+                self.memory,
+                self._labels,
+                self._outstanding,
+                watcher,
+                counts.get(name) or TieredStats(),
+                clock,
+            )
+            for name, tier in (lower or {}).items()
+        }
+        tiers = tuple(self.lower.values())
+        self._hits = Hits(arena.num_rows, tiers, clock)
+        self._promotions = Promotions(self.memory, self._seals, self._hits, tiers, self._tasks, clock)
+        self._tasks.spawn(self._hits.run())
+
+    def is_memory_only(self, namespace: bytes) -> bool:
+        """Is all there is of a namespace what the shared index shows?"""
+        has_lower = self.lower and namespace in self._labels
+        return not has_lower and not self.memory.has_unverified
+
+    async def adopt(self) -> None:
+        """Rebuild the index from the slot table, letting the loop run in between."""
+        for _ in self.memory.adopt():
+            await asyncio.sleep(0)
+
+    def register(self, namespace: bytes, *, label: bytes = b"") -> None:
+        """Share a namespace, for good: rows of all others never leave the memory tier.
+
+        ``label`` (at most 512 bytes) goes with every stored object, for people who look at them.
+        """
+        self._labels[namespace] = label
+
+    # ---- load ----
+
+    def lookup(
+        self,
+        lease_id: LeaseId,
+        groups: Sequence[Sequence[RowKey]],
+        *,
+        lengths: Sequence[int],
+        chunk_seconds: float = 0.0,
+        is_hint: bool = False,
+    ) -> Lookup:
+        """Lease what is in memory (unless it is a hint), and start bringing what lower tiers hold; repeat to
+        see how it goes on.
+
+        ``groups``: the keys of the same chunks in every KV group, head first; ``lengths``: payload bytes of
+        one column in each group, what is not as long is not brought. ``chunk_seconds``: what computing one
+        chunk takes the engine (0.0: not known); what would take longer to bring is left below.
+        """
+        chain = [key for chunk in zip(*groups, strict=True) for key in chunk]
+        width = max(1, len(groups))
+        num_resident, slots = self.memory.lookup(lease_id, chain, is_hint=is_hint)
+        num_leading, num_coming = self._promotions.verify(chain[num_resident:])
+        num_here = num_resident + num_leading
+        probing = False
+        if chain and self._is_shared(chain[0]):
+            if slots:
+                self._hits.note(lease_id, chain, slots)
+            if num_here < len(chain):
+                missing, row_lengths = chain[num_here:], (list(lengths) * (len(chain) // width))[num_here:]
+                probing = self._promotions.bring(missing, row_lengths, lease_id[1], chunk_seconds / width)
+        # Whole chunks: the last one may lie partly in memory and partly be on its way.
+        num_chunks = num_resident // width
+        leased = slots[: len(slots) // width * width]
+        return Lookup(
+            num_chunks,
+            num_here // width - num_chunks,
+            probing,
+            [leased[group::width] for group in range(len(groups))],
+            -(-num_coming // width),
+        )
+
+    # ---- store ----
+
+    def reserve(
+        self,
+        keys: Sequence[RowKey],
+        column: int,
+        owner: bytes,
+        *,
+        length: int,
+        first_chunk: int = 0,
+        request: str = "",
+        tenant: bytes = b"",
+    ) -> list[Reservation]:
+        """One answer per key, the head of the chain first; ``length``: payload bytes of one column.
+
+        What is stored for one ``request``, in however many calls, is evicted tail first. New rows are counted
+        for ``tenant``.
+        """
+        group = request or object()
+        return [
+            self.memory.reserve(key, column, owner, length=length, depth=depth, request=group, tenant=tenant)
+            for depth, key in enumerate(keys, first_chunk)
+        ]
+
+    def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
+        """Commit all or, raising StaleSlot, none. What becomes visible is checksummed and written through."""
+        visible = self._commit(slots, column, owner)
+        if visible:
+            self._tasks.spawn(self._seal(visible, self._admit))
+
+    async def commit_through(self, slots: Sequence[Slot], column: int, owner: bytes) -> set[Unwritten]:
+        """Commit as ``commit`` does, and wait for the lower tiers. Return why rows are not in all of them.
+
+        An empty answer is an acknowledgement: each row is in every lower tier, as safely as that tier keeps
+        it. Rows are written at once whatever ``admit`` says. The call of the last rank answers for a row of
+        several columns.
+        """
+        visible = self._commit(slots, column, owner)
+        unwritten = {Unwritten.INCOMPLETE} if len(visible) < len(slots) else set()
+        if not all(self._is_shared(self.memory.describe(slot)[0]) for slot in visible):
+            unwritten.add(Unwritten.PRIVATE)
+        sealing = self._tasks.spawn(self._seal(visible, Admit.ALL))
+        await asyncio.wait([sealing])  # whoever stops waiting does not stop the writing
+        if sealing.cancelled():  # the store is being closed
+            return unwritten | {Unwritten.AWAY}
+        if writes := sealing.result():
+            await asyncio.wait(writes)
+        return unwritten | {why for write in writes if (why := write.result()) is not None}
+
+    def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
+        """Abort all or, raising StaleSlot, none."""
+        self.memory.abort(slots, column, owner)
+
+    def _commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Slot]:
+        visible = self.memory.commit(slots, column, owner)
+        for slot in visible:
+            self.memory.pin(slot)  # until it is sealed
+            self._hits.note_young(slot)
+        self._outstanding.add(len(visible))
+        return visible
+
+    async def _seal(self, slots: Iterable[Slot], admit: Admit) -> _Writes:
+        """Checksum rows, so that they outlive a restart, and queue them for the lower tiers."""
+        writes: _Writes = []
+        for slot in slots:
+            key, depth = self.memory.describe(slot)
+            try:
+                found = await self._seals.seal(slot)
+                if not self._is_shared(key):
+                    continue
+                if admit is Admit.ALL:
+                    writes += [lower.write(slot, depth, found) for lower in self.lower.values()]
+                else:
+                    self._hits.write_on_reuse(Write(slot, depth, found))
+            finally:
+                self._outstanding.done()
+        return writes
+
+    # ---- life ----
+
+    @property
+    def num_unsettled(self) -> int:
+        """Rows still to be checksummed, and rows still to be written, counted once for every lower tier."""
+        return self._outstanding.number
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Wait until all rows committed so far are written through; False when time ran out."""
+        try:
+            await asyncio.wait_for(self._outstanding.wait(), timeout_seconds)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    async def close(self, timeout_seconds: float | None = None) -> bool:
+        """Stop all work. True: no thread touches the arena any more; False: after ``timeout_seconds`` one
+        still does (a disk hangs), ask again."""
+        self.is_closed = True
+        await self._tasks.cancel()
+        await self._seals.close()
+        ended = [await lower.close(timeout_seconds) for lower in self.lower.values()]
+        return all(ended)
+
+    def _is_shared(self, key: RowKey) -> bool:
+        return split_row_key(key)[0] in self._labels

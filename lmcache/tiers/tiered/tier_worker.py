@@ -1,0 +1,378 @@
+"""One lower tier in use: what blocks is done in its own threads, and what it can't take now waits in its own
+queue. So a slow or sick tier makes nobody wait but those who wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from lmcache.tiers.base import Loaded, LowerTier, RowKey, Slot, TierUnavailable, split_row_key
+from lmcache.tiers.header import digests, seal_of
+from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.stats import TieredStats, Unwritten
+from lmcache.tiers.tiered import load_or_recompute as gate
+from lmcache.tiers.tiered.checksums import noted_seals, payloads, seals_of
+from lmcache.tiers.tiered.tasks import NICENESS, Outstanding, Tasks, Workers
+from lmcache.tiers.tiered.write_queue import Write, WriteQueue
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_NUM_READERS = 2
+_NUM_WRITERS = 2
+_MAX_TOUCH = 1024  # rows per operation
+_PAUSE_SECONDS = 0.005  # between two trials, whatever the tier says
+_BROKEN_TRIAL_SECONDS = 1.0  # after one that does not even fail as it should
+_STUCK_SECONDS = 10.0
+"""Tiers have deadlines, but a disk's system call may hang in the kernel: from then on lookups pass it by."""
+
+_MAX_FAILURES = 3  # operations for one row that found the tier sick: then others have their turn
+_OFFER_SECONDS = 1.0  # until one of the rows that were refused is offered again; doubles
+_MAX_OFFER_SECONDS = 60.0
+
+
+class Brought(NamedTuple):
+    """A row that came from a lower tier."""
+
+    slot: Slot
+    digests: Sequence[bytes]  # of its columns
+
+
+class Watcher(NamedTuple):
+    """Who is told what becomes of rows that a lower tier was thought to have, or to get."""
+
+    unwritten: Callable[[Slot], None]  # it will not be written, but may be when it is hit
+    doubt: Callable[[], None]  # what was written may be lost
+
+
+class Lower:
+    """Belongs to the event loop; ``tier`` is touched by its threads only.
+
+    Rows are pinned or reserved while a thread works on them. ``labels`` are those of the namespaces that may
+    leave memory; ``outstanding`` counts rows whose write is still to come.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tier: LowerTier,
+        memory: MemoryTier,
+        labels: Mapping[bytes, bytes],
+        outstanding: Outstanding,
+        watcher: Watcher,
+        stats: TieredStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self.stats = stats
+        self.num_loads = 0  # rows that are being brought, or wait for their turn
+        self._name = name
+        self._tier = tier
+        self._memory = memory
+        self._num_columns = memory.arena.table.num_columns
+        self._labels = labels
+        self._outstanding = outstanding
+        self._watcher = watcher
+        self._doubts = tier.breaker.doubts
+        self._clock = clock
+        self._queue = WriteQueue(memory.arena.num_rows // 4)
+        self._has_writes = asyncio.Event()
+        self._writes: dict[Slot, asyncio.Future[Unwritten | None]] = {}  # of all that are to be written
+        self._refused: OrderedDict[Slot, Write] = OrderedDict()  # to be offered again
+        self._is_offering = False
+        self._up = asyncio.Event()  # it answers, as far as is known
+        self._up.set()
+        self._running: dict[object, float] = {}  # operations since when, the oldest first
+        self._rate = gate.Rate()
+        self._loading = asyncio.Semaphore(_NUM_READERS)
+        # One more than there are loads, so that a probe never queues behind bytes.
+        self._readers = Workers(_NUM_READERS + 1, f"{name}-read")
+        self._writers = Workers(_NUM_WRITERS, f"{name}-write", NICENESS)
+        self._tasks = Tasks()
+        for _ in range(_NUM_WRITERS):
+            self._tasks.spawn(self._keep_writing())
+
+    @property
+    def is_well(self) -> bool:
+        """Does it answer, as far as is known?"""
+        since = next(iter(self._running.values()), self._clock())
+        return self._up.is_set() and self._clock() - since < _STUCK_SECONDS
+
+    @property
+    def num_queued(self) -> int:
+        """Rows that wait for their write."""
+        return len(self._queue)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """How fast it loads, as measured of late; 0.0: not known."""
+        return self._rate.bytes_per_second(self._clock())
+
+    # ---- load ----
+
+    async def probe(self, keys: Sequence[RowKey]) -> int:
+        """Return how many leading rows it has; none while it is not well."""
+        if not self.is_well:
+            return 0
+        asking = self._tasks.spawn(self._probe(keys))
+        await asyncio.wait([asking], timeout=_STUCK_SECONDS)  # another tier may have them
+        return asking.result() if asking.done() and not asking.cancelled() else 0
+
+    async def _probe(self, keys: Sequence[RowKey]) -> int:
+        with contextlib.suppress(TierUnavailable):
+            return await self._run(self._readers, lambda: self._tier.probe(keys, self._num_columns))
+        return 0
+
+    def is_worth(self, num_rows: int, row_seconds: float) -> bool:
+        """Is bringing these rows sooner done than computing them at ``row_seconds`` each (0.0: not known)?"""
+        row_bytes = len(self._memory.arena.view(0, 0)) * self._num_columns
+        return gate.is_worth(num_rows * row_bytes, self.bytes_per_second, num_rows * row_seconds)
+
+    async def bring(self, key: RowKey, length: int, request: str) -> Brought | None:
+        """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing."""
+        self.num_loads += 1
+        brought = None
+        try:
+            if await self._take_turn():
+                try:
+                    brought = await self._load(key, length, request)
+                finally:
+                    self._loading.release()
+        finally:
+            self.num_loads -= 1
+        self.stats.promoted += brought is not None
+        self.stats.promotions_failed += brought is None and not self._memory.is_resident(key)
+        return brought
+
+    async def _take_turn(self) -> bool:
+        """Wait until fewer than ``_NUM_READERS`` rows are being loaded. False: it is not well (any more)."""
+        while self.is_well:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._loading.acquire(), _STUCK_SECONDS)
+                if self.is_well:
+                    return True
+                self._loading.release()
+        return False
+
+    async def _load(self, key: RowKey, length: int, request: str) -> Brought | None:
+        slot = self._memory.reserve_row(key, request)
+        if slot is None:
+            return None
+        views = [self._memory.arena.view(slot.row, column) for column in range(self._num_columns)]
+        loaded = None
+        self._rate.begin(self._clock())
+        try:
+            with contextlib.suppress(TierUnavailable):
+                loaded = await self._run(self._readers, lambda: _load_columns(self._tier, key, views, length))
+        finally:
+            self._rate.end(self._clock(), length * len(views) if loaded else 0)
+            if loaded is None:
+                self._memory.abort_row(slot)
+            else:
+                seals = [seal_of(key, column, length, found) for column, found in enumerate(loaded)]
+                self._memory.commit_row(slot, [length] * len(loaded), seals)
+        return Brought(slot, loaded) if loaded else None
+
+    # ---- store ----
+
+    def write(
+        self, slot: Slot, depth: int, column_digests: Sequence[bytes] | None = None
+    ) -> asyncio.Future[Unwritten | None]:
+        """Queue a row; when the queue is full the deepest is dropped.
+
+        The answer comes when the tier has it (None), or as soon as it is known that it will not have it now.
+        """
+        answer = self._writes.get(slot)
+        if answer is not None:
+            return answer
+        answer = self._writes[slot] = asyncio.get_running_loop().create_future()
+        self._refused.pop(slot, None)
+        self._outstanding.add()
+        self._enqueue(Write(slot, depth, column_digests))
+        if not self.is_well:
+            self._answer(slot, Unwritten.AWAY)
+        return answer
+
+    def touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+        """Make the copies of rows that were hit in memory younger, some time, and write those that are not
+        there (any more); while it is not well, never."""
+        for first in range(0, len(keys), _MAX_TOUCH):
+            if self.is_well:
+                some = slice(first, first + _MAX_TOUCH)
+                self._tasks.spawn(self._touch(keys[some], slots[some]))
+
+    async def _touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+        absent: set[RowKey] = set()
+        lengths = [self._memory.arena.table.length(slot.row, 0) for slot in slots]
+        with contextlib.suppress(TierUnavailable):
+            absent = await self._run(
+                self._writers, lambda: self._tier.touch(keys, self._num_columns, lengths)
+            )
+        for key, slot in zip(keys, slots, strict=True):
+            if key in absent and slot not in self._refused:
+                self.write(slot, self._memory.describe(slot)[1])
+
+    def _enqueue(self, write: Write, *, is_first: bool = False) -> None:
+        dropped = self._queue.push(write, is_first=is_first)
+        if dropped is not None:
+            self._settle(dropped, Unwritten.DROPPED)
+        self._has_writes.set()
+
+    async def _keep_writing(self) -> None:
+        while True:
+            await self._has_writes.wait()
+            await self._up.wait()
+            write = self._queue.pop()
+            if write is None:
+                self._has_writes.clear()
+                continue
+            try:
+                self._settle(write, await self._store(write))
+            except TierUnavailable:
+                write = write._replace(num_failures=write.num_failures + 1)
+                if write.num_failures < _MAX_FAILURES:
+                    self._enqueue(write, is_first=True)
+                else:  # it may be this row that the tier can't bear
+                    self._settle(write, Unwritten.REFUSED)
+            except Exception:
+                _log.exception("a row could not be written to the %s tier", self._name)
+                self._settle(write, Unwritten.FAILED)
+
+    async def _store(self, write: Write) -> Unwritten | None:
+        slot = write.slot
+        key = self._memory.pin(slot)
+        if key is None:
+            return Unwritten.EVICTED
+        label = self._labels.get(split_row_key(key)[0], b"")
+        columns = payloads(self._memory.arena, slot)
+        try:
+            known = write.digests
+            if known is None:  # it was hashed long ago: is it still what it was?
+                known = await self._run(self._writers, lambda: list(map(digests, columns)))
+                if seals_of(key, columns, known) != noted_seals(self._memory.arena, slot):
+                    self._memory.verified(slot, is_intact=False)
+                    return Unwritten.SPOILT
+            is_stored = await self._run(
+                self._writers, lambda: _store_columns(self._tier, key, columns, label, known)
+            )
+        finally:
+            self._memory.unpin(slot)
+        return None if is_stored else Unwritten.REFUSED
+
+    def _settle(self, write: Write, why: Unwritten | None) -> None:
+        """A row is written, or not for the time being."""
+        if why is None:
+            self.stats.written += 1
+        else:
+            self.stats.unwritten[why] += 1
+        self._answer(write.slot, why)
+        del self._writes[write.slot]
+        self._outstanding.done()
+        if why is Unwritten.REFUSED:
+            self._note_refused(write)
+        elif why is Unwritten.DROPPED:
+            self._watcher.unwritten(write.slot)
+
+    def _answer(self, slot: Slot, why: Unwritten | None) -> None:
+        answer = self._writes.get(slot)
+        if answer is not None and not answer.done():
+            answer.set_result(why)
+
+    def _note_refused(self, write: Write) -> None:
+        self._refused[write.slot] = write._replace(num_failures=0)
+        if len(self._refused) > self._queue.capacity:
+            self._watcher.unwritten(self._refused.popitem(last=False)[0])
+        if not self._is_offering:
+            self._is_offering = True
+            self._tasks.spawn(self._offer_again())
+
+    async def _offer_again(self) -> None:
+        """Offer what was refused, a row at a time and ever less often, until one is taken: then all. Those
+        that left memory meanwhile take nobody's turn."""
+        pause = _OFFER_SECONDS
+        try:
+            while self._refused:
+                await asyncio.sleep(pause)
+                await self._up.wait()
+                why: Unwritten | None = Unwritten.EVICTED
+                while self._refused and why is Unwritten.EVICTED:
+                    why = await self.write(*next(iter(self._refused.values()))[:3])
+                pause = min(2 * pause, _MAX_OFFER_SECONDS) if why is Unwritten.REFUSED else _OFFER_SECONDS
+                for write in () if why else tuple(self._refused.values()):
+                    self.write(*write[:3])
+        finally:
+            self._is_offering = False
+
+    # ---- life ----
+
+    async def close(self, timeout_seconds: float | None = None) -> bool:
+        """Stop all work. True: no thread uses the tier, or the arena for it, any more."""
+        await self._tasks.cancel()
+        self._give_up_waiting()
+        self.stats.unwritten[Unwritten.DROPPED] += len(self._writes)
+        self._writes.clear()
+        ended = [await pool.close(timeout_seconds) for pool in (self._readers, self._writers)]
+        return all(ended)
+
+    async def _run(self, pool: Workers, operation: Callable[[], T]) -> T:
+        """Run an operation in a thread. Raises TierUnavailable: then nothing more is asked until a trial
+        succeeds."""
+        name = object()
+        self._running[name] = self._clock()
+        try:
+            return await pool.run(operation)
+        except TierUnavailable:
+            if self._up.is_set():
+                self._up.clear()
+                self._give_up_waiting()
+                self._tasks.spawn(self._recover())
+            raise
+        finally:
+            del self._running[name]
+            if self._doubts != self._tier.breaker.doubts:
+                self._doubts = self._tier.breaker.doubts
+                self._watcher.doubt()
+
+    def _give_up_waiting(self) -> None:
+        for slot in self._writes:
+            self._answer(slot, Unwritten.AWAY)
+
+    async def _recover(self) -> None:
+        """Try a sick tier in the background, so that no lookup ever has to."""
+        breaker = self._tier.breaker
+        while breaker.is_open:
+            await asyncio.sleep(max(_PAUSE_SECONDS, breaker.seconds_to_trial))
+            try:
+                await self._readers.run(self._tier.try_again)
+            except Exception:  # whatever it is: nobody but this task tries again
+                _log.exception("a trial of the %s tier ended with an error", self._name)
+                await asyncio.sleep(_BROKEN_TRIAL_SECONDS)
+        self._up.set()
+
+
+def _load_columns(
+    tier: LowerTier, key: RowKey, views: Sequence[memoryview], length: int
+) -> list[bytes] | None:
+    """In a reader thread: the digests of all columns, or nothing."""
+    found: list[Loaded] = []
+    for column, view in enumerate(views):
+        loaded = tier.load(key, column, view, length)
+        if loaded is None or loaded.length != length:
+            return None
+        found.append(loaded)
+    return [loaded.digests for loaded in found]
+
+
+def _store_columns(
+    tier: LowerTier, key: RowKey, columns: Sequence[memoryview], label: bytes, column_digests: Sequence[bytes]
+) -> bool:
+    """In a writer thread."""
+    return all(
+        tier.store(key, column, payload, label, known)
+        for column, (payload, known) in enumerate(zip(columns, column_digests, strict=True))
+    )

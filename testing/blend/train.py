@@ -1,0 +1,111 @@
+"""Trains the little model, once per content of the recipe, into the cache directory.
+
+A Llama of 1 million weights; a minute or two on two idle cores. Two things make it learn so fast to look
+things up. It starts with short documents. And it is told what its first layers are for: after the first one
+a value knows its key, after the second one ``<same>`` knows what it stands for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from testing.blend import prompts
+from testing.blend.prompts import FULL, Size
+from tools.cache import cache_root
+
+COURSE = ((350, 48, Size(2, 4)), (100, 24, Size(3, 16)), (150, 12, FULL))
+"""Steps, lessons per step, size of the documents."""
+LEARNING_RATE, WARM_UP_STEPS = 1.5e-3, 40
+WEIGHTS = {"text": 0.5, "key": 1.0, "same": 1.0, "answer": 3.0}
+"""Of the losses."""
+CONFIG = LlamaConfig(
+    vocab_size=prompts.VOCAB_SIZE,
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+
+
+class TooSlow(Exception):
+    """The training was given up."""
+
+
+def trained_model(limit_seconds: float = float("inf")) -> LlamaForCausalLM:
+    """Return the model; trains it when it is not there. Raises TooSlow when that takes longer."""
+    digest = hashlib.sha256(prompts.TEXT.encode())
+    for source in (__file__, prompts.__file__):
+        digest.update(Path(source).read_bytes())
+    target = cache_root() / f"blend-{digest.hexdigest()[:12]}"
+    if not target.is_dir():
+        scratch = target.with_name(f"{target.name}.{os.getpid()}")
+        _train(time.monotonic() + limit_seconds).save_pretrained(scratch)
+        try:
+            scratch.rename(target)
+        except OSError:  # another process was faster
+            shutil.rmtree(scratch)
+    return LlamaForCausalLM.from_pretrained(target).eval()
+
+
+def _train(deadline: float) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    model = LlamaForCausalLM(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05)
+    num_steps = sum(steps for steps, _, _ in COURSE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARM_UP_STEPS, max(0.05, 1 - step / num_steps))
+    )
+    for steps, batch, size in COURSE:
+        for step in range(steps):
+            losses = _losses(model, *zip(*(prompts.lesson(rng, size) for _ in range(batch)), strict=True))
+            optimizer.zero_grad()
+            sum(weight * losses[part] for part, weight in WEIGHTS.items()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if step % 50 == 49:
+                said = "  ".join(f"{part} {loss:.3f}" for part, loss in losses.items())
+                print(f"{size.num_words:3} words, step {step + 1:4}: {said}", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                raise TooSlow
+    return model
+
+
+def _losses(
+    model: LlamaForCausalLM, tokens: tuple[list[int], ...], expected: tuple[list[int], ...]
+) -> dict[str, torch.Tensor]:
+    inputs, targets = torch.tensor(tokens), torch.tensor(expected)
+    before = inputs.roll(1, dims=1)
+    output = model(input_ids=inputs, use_cache=False, output_hidden_states=True)
+    first, second = (model.model.norm(output.hidden_states[layers]) for layers in (1, 2))
+    in_questions = (inputs == prompts.ASK).cumsum(1) > 0
+    is_same = inputs == prompts.SAME
+    is_value = _is_key(before) & ~in_questions
+    is_asked = _is_key(inputs) & in_questions
+    is_text = ~in_questions & ~is_same
+    return {
+        "text": cross_entropy(output.logits[is_text], targets[is_text]),
+        "key": cross_entropy(model.lm_head(first[is_value]), before[is_value]),
+        "same": cross_entropy(model.lm_head(second[is_same]), targets[is_same]),
+        "answer": cross_entropy(output.logits[is_asked], targets[is_asked]),
+    }
+
+
+def _is_key(tokens: torch.Tensor) -> torch.Tensor:
+    return (tokens >= prompts.FIRST_KEY) & (tokens < prompts.NO_VALUE)

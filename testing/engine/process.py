@@ -1,0 +1,305 @@
+"""Runs the tiny engine: ``EngineProcess`` steps it directly, ``ServedEngine`` is ``vllm serve``."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from testing.engine.tiny_model import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles C++ for 15 s
+    "VLLM_CPU_OMP_THREADS_BIND": "0",  # with and without connector the same threads: bitwise equal results
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",
+    "PYTHONHASHSEED": "0",
+}
+
+ENGINE_ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 9000,
+    "block_size": 32,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": False,
+    "kv_cache_memory_bytes": 160 << 20,
+    "seed": 0,
+    "disable_log_stats": True,
+    "prefix_caching_hash_algo": "sha256_cbor",
+}
+
+
+def connector_config(socket: str | Path, **extra: Any) -> dict[str, Any]:
+    """Return the kv-transfer-config that loads our connector; ``extra`` are its settings without
+    ``lmcache.``.
+    """
+    settings = {"lmcache.socket": str(socket), **{f"lmcache.{name}": value for name, value in extra.items()}}
+    return {
+        "kv_connector": "LMCacheClusterConnector",
+        "kv_connector_module_path": "lmcache.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+
+
+class Generated(NamedTuple):
+    """What a request brought."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    ttft: float  # seconds
+    ended: float  # seconds after the first of the requests that were run with it arrived
+    num_cached_tokens: int
+    finish_reason: str
+    kv: list[list[str]]  # per layer: a digest of each full block's bytes
+
+
+class EngineFailed(Exception):
+    """The engine did not start, ended, or answered with an error; the message ends with its log."""
+
+
+class EngineProcess:
+    """A vLLM engine in a child process, driven step by step by ``child.py``. A context manager."""
+
+    child: Sequence[str | Path] = ("-m", "testing.engine.child")
+    python_path: str | Path = ROOT
+
+    def __init__(self, log: Path, connector: dict[str, Any] | None = None, **engine_args: Any) -> None:
+        """``engine_args`` go over ``ENGINE_ARGS``; the child's output goes to ``log``."""
+        self._log = log
+        args = {"model": str(tiny_model()), **ENGINE_ARGS, **engine_args}
+        if connector is not None:
+            args["kv_transfer_config"] = connector
+        child_reads, self._commands = os.pipe()
+        self._answers, child_writes = os.pipe()
+        command = [sys.executable, *map(str, self.child), str(child_reads), str(child_writes)]
+        paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(self.python_path)}
+        environment = {**os.environ, **ENVIRONMENT, **paths}
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(args)],
+                cwd=self.python_path,
+                env=environment,
+                pass_fds=(child_reads, child_writes),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        os.close(child_reads)
+        os.close(child_writes)
+        self._received = b""
+        self._is_ready = False
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    def wait_ready(self, timeout: float = 120) -> EngineProcess:
+        """Wait until the engine takes requests."""
+        if not self._is_ready:
+            self._receive(timeout)
+            self._is_ready = True
+        return self
+
+    def generate(self, *prompts: list[int], max_tokens: int = 8, **options: Any) -> list[Generated]:
+        """Run the prompts (token ids) at once, to their end."""
+        self.start_generate(*prompts, max_tokens=max_tokens, **options)
+        return self.finish_generate()
+
+    def start_generate(
+        self, *prompts: list[int], max_tokens: int = 8, reset_after: int = 0, **options: Any
+    ) -> None:
+        """Like ``generate``, but returns while it runs. After ``reset_after`` steps, if any, the engine's and
+        the connector's caches are reset, as before a weight update.
+        """
+        requests = [{"prompt": prompt, "max_tokens": max_tokens, **options} for prompt in prompts]
+        self._send(do="generate", requests=requests, reset_after=reset_after)
+
+    def finish_generate(self, timeout: float = 120) -> list[Generated]:
+        """Wait for what ``start_generate`` started."""
+        return [Generated(**result) for result in self._receive(timeout)]
+
+    def scrub_kv(self) -> None:
+        """Overwrite all of the engine's KV, and empty its own prefix cache."""
+        self._call("scrub_kv")
+
+    def reset_caches(self) -> bool:
+        """Have the engine forget all KV, its connector's too; False when that is not possible now."""
+        return bool(self._call("reset_caches"))
+
+    def time_hooks(self) -> None:
+        """Begin to measure the connector's hooks on the scheduler's thread."""
+        self._call("time_hooks")
+
+    def hook_times(self) -> dict[str, list[float]]:
+        """Seconds of each hook call since the last time."""
+        times: dict[str, list[float]] = self._call("hook_times")
+        return times
+
+    def stop_hashing_kv(self) -> None:
+        """From now on ``Generated.kv`` is empty, and its time is in nobody's figures."""
+        self._call("stop_hashing_kv")
+
+    def num_preemptions(self) -> int:
+        """How often a request was preempted so far."""
+        return int(self._call("num_preemptions"))
+
+    def log(self) -> str:
+        """What the engine has printed."""
+        return self._log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL, at once."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the engine as a user would; kills it when it takes more than 20 s."""
+        for descriptor in (self._commands, self._answers):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._commands = self._answers = -1
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def _call(self, do: str) -> Any:
+        self._send(do=do)
+        return self._receive(60)
+
+    def _send(self, **command: Any) -> None:
+        self.wait_ready()
+        content = json.dumps(command).encode() + b"\n"
+        while content:
+            content = content[os.write(self._commands, content) :]
+
+    def _receive(self, timeout: float) -> Any:
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._received:
+            readable, _, _ = select.select([self._answers], [], [], max(0, deadline - time.monotonic()))
+            part = os.read(self._answers, 1 << 20) if readable else b""
+            if not part:
+                what = "ended" if readable else f"did not answer within {timeout:g} s"
+                raise EngineFailed(f"the engine {what}\n{self.log()[-4000:]}")
+            self._received += part
+        line, self._received = self._received.split(b"\n", 1)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineFailed(f"{answer['error']}\n{self.log()[-4000:]}")
+        return answer["answer"]
+
+
+class ServedEngine:
+    """``vllm serve`` of the tiny model on a local port. A context manager; ready after about 25 s."""
+
+    def __init__(
+        self,
+        log: Path,
+        port: int,
+        connector: dict[str, Any] | None = None,
+        *args: str,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """``args`` are further arguments of ``vllm serve``; the server's output goes to ``log``."""
+        self._log = log
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            *(str(Path(sys.executable).parent / "vllm"), "serve", str(tiny_model())),
+            *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "9000", "--block-size", "32"),
+            *("--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--no-enable-prefix-caching"),
+            *("--kv-cache-memory-bytes", str(160 << 20), "--enable-prompt-tokens-details"),
+            *("--prefix-caching-hash-algo", "sha256_cbor", *args),
+        ]
+        if connector is not None:
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> ServedEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def wait_ready(self, timeout: float = 180) -> ServedEngine:
+        """Wait until it takes requests."""
+        deadline = time.monotonic() + timeout
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise EngineFailed(f"vllm serve is not up\n{self._log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.2)
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The server's."""
+        return self._process.pid
+
+    def wait(self, timeout: float = 60) -> int:
+        """Until it has ended by itself; its exit status."""
+        return self._process.wait(timeout)
+
+    def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
+        """POST /v1/completions; returns the answer."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            result: dict[str, Any] = json.load(answer)
+        return result
+
+    def close(self) -> None:
+        """End the server as a user would."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False

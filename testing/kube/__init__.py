@@ -1,0 +1,1 @@
+"""A local Kubernetes control plane, and what is done to it."""
