@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.certificates import make_certificates
 from testing.processes import RedisServer
-from tests.harness.certificates import make_certificates
 
 NUM_PARTS, ROUNDS = 8, 41
 VALUE_BYTES = HEADER_BYTES + PART_BYTES

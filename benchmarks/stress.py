@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from benchmarks.report import Figure, Report
-from tests.harness.stress import Stress
+from testing.stress import Stress
 
 SECONDS, NUM_THREADS = 60.0, 8
 

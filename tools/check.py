@@ -16,7 +16,7 @@ from tools.kube import binaries
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_PRODUCT_LINES = 15_000  # operator, sidecar, storage core and library: a tenth of the field's
+MAX_PRODUCT_LINES = 16_000  # operator, sidecar, storage core and library: a tenth of the field's
 PRODUCT = ("lmcache", "operator", "sidecar")
 CHART = ROOT / "charts" / "lmcache-operator"
 
@@ -77,9 +77,18 @@ def sizes() -> Result:
 
 
 def layout() -> Result:
-    """A root package named ``operator`` would shadow the standard library's."""
+    """A root package named ``operator`` would shadow the standard library's, and nothing but tests may need
+    tests.
+    """
     bad = [ROOT / "operator" / "__init__.py", ROOT / "sidecar" / "__init__.py"]
-    return [f"{path.relative_to(ROOT)} must not exist" for path in bad if path.exists()]
+    wrong = [f"{path.relative_to(ROOT)} must not exist" for path in bad if path.exists()]
+    for path in python_files():
+        name = path.relative_to(ROOT)
+        if name.parts[0] != "tests" and re.search(
+            r"^\s*(from|import) tests\b", path.read_text(), re.MULTILINE
+        ):
+            wrong.append(f"{name} imports tests: what others need, too, belongs in testing/")
+    return wrong
 
 
 def links() -> Result:

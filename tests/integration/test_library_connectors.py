@@ -9,8 +9,8 @@ import pytest
 
 from lmcache.config import GlobalConfig
 from lmcache.storage_backend.connector import CreateConnector, redis_connector
+from testing.certificates import make_certificates
 from testing.processes import RedisServer
-from tests.harness.certificates import make_certificates
 from tests.harness.redis_topologies import SERVICE, cluster, sentinel_set
 
 pytestmark = pytest.mark.redis

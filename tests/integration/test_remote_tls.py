@@ -6,8 +6,8 @@ import pytest
 
 from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from testing.certificates import make_certificates
 from testing.processes import BINARY, RedisServer
-from tests.harness.certificates import make_certificates
 from tests.harness.remote_objects import KEY, is_back, load, pattern, until
 
 pytestmark = [

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.harness.stress import Stress
+from testing.stress import Stress
 
 
 def test_eight_threads_never_see_bytes_that_are_not_theirs():
