@@ -1,4 +1,4 @@
-"""Command line: `lmcache-operator run | render`."""
+"""Command line: ``lmcache-operator run | render``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 import yaml
 from pythonjsonlogger.json import JsonFormatter
 
-from . import __version__
-from .api import KIND
-from .api.parse import InvalidSpec, parse
-from .api.plain_yaml import dump
-from .specs import Images
-from .specs.children import children
-from .specs.names import ENGINE, SIDECAR, STOCK_IMAGES
+from lmcache_operator import __version__
+from lmcache_operator.api import KIND
+from lmcache_operator.api.parse import InvalidSpec, parse
+from lmcache_operator.api.plain_yaml import dump
+from lmcache_operator.specs import Images
+from lmcache_operator.specs.children import children
+from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE = 2
 
@@ -70,7 +70,7 @@ def _images(arguments: argparse.Namespace) -> Images:
 def _run(arguments: argparse.Namespace) -> int:
     # The client asks for a home at its import, and the user of a pod need not have one.
     os.environ.setdefault("HOME", "/")
-    from .app import run  # kopf and the client take half a second to import
+    from lmcache_operator.app import run  # kopf and the client take half a second to import
 
     handler = logging.StreamHandler()
     handler.setFormatter(_formatter(arguments.log_format))

@@ -1,6 +1,6 @@
 """The running operator: kopf watches, the queue schedules, the reconciler works.
 
-Only `on.event` handlers are registered. kopf's change handlers, timers and daemons would put annotations or
+Only ``on.event`` handlers are registered. kopf's change handlers, timers and daemons would put annotations or
 finalizers on objects; events alone write nothing, so that deletion works while the operator is down and a
 restart changes nothing.
 """
@@ -14,16 +14,16 @@ from typing import Any, cast
 import kopf
 from prometheus_client import start_http_server
 
-from . import metrics
-from .api import GROUP, KIND
-from .kube.client import connect
-from .kube.watch import login
-from .queue import KeyedQueue
-from .reconcile.loop import ClusterKey, Reconciler
-from .sidecars import SidecarStats
-from .specs import Images
-from .specs.kinds import CHILDREN, CLUSTER
-from .specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
+from lmcache_operator import metrics
+from lmcache_operator.api import GROUP, KIND
+from lmcache_operator.kube.client import connect
+from lmcache_operator.kube.watch import login
+from lmcache_operator.queue import KeyedQueue
+from lmcache_operator.reconcile.loop import ClusterKey, Reconciler
+from lmcache_operator.sidecars import SidecarStats
+from lmcache_operator.specs import Images
+from lmcache_operator.specs.kinds import CHILDREN, CLUSTER
+from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 
 _NUM_WORKERS = 16
 """Clusters reconciled at the same time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from . import __version__
+from lmcache_operator import __version__
 
 API_REQUESTS = Counter(
     "lmcache_operator_api_requests_total", "Calls to the API server; code 0: no answer.", ["verb", "code"]

@@ -40,9 +40,9 @@ class _Lane:
 
 
 class KeyedQueue(Generic[Key]):
-    """Runs `work(key)` for every key that was woken. Not thread-safe: it lives on one event loop.
+    """Runs ``work(key)`` for every key that was woken. Not thread-safe: it lives on one event loop.
 
-    `work` returns the seconds after which the key is due again by itself, or None when the key is gone: its
+    ``work`` returns the seconds after which the key is due again by itself, or None when the key is gone: its
     lane ends unless it was woken meanwhile. Work that raises is tried again after a back-off, or at the next
     wake-up.
     """
@@ -64,7 +64,7 @@ class KeyedQueue(Generic[Key]):
         return len(self._lanes)
 
     def wake(self, key: Key) -> None:
-        """Have the key worked on soon. Nothing happens after `close`."""
+        """Have the key worked on soon. Nothing happens after ``close``."""
         if self._is_closed:
             return
         lane = self._lanes.get(key)

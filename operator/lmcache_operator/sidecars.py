@@ -9,7 +9,7 @@ from typing import Any, Self
 import aiohttp
 from yarl import URL
 
-from .specs.names import SIDECAR_PORT
+from lmcache_operator.specs.names import SIDECAR_PORT
 
 _SECONDS = 1.0
 _MAX_BYTES = 256 << 10

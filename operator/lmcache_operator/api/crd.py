@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, generated from the dataclasses in `types.py`."""
+"""The CustomResourceDefinition, generated from the dataclasses in ``types.py``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from . import CRD_NAME, GROUP, KIND, PLURAL, VERSION
-from .fields import Field, Rule, is_part
-from .plain_yaml import dump
-from .types import CLUSTER_NAME, Spec, Status
+from lmcache_operator.api import CRD_NAME, GROUP, KIND, PLURAL, VERSION
+from lmcache_operator.api.fields import Field, Rule, is_part
+from lmcache_operator.api.plain_yaml import dump
+from lmcache_operator.api.types import CLUSTER_NAME, Spec, Status
 
 _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
 _TYPES = {str: {"type": "string"}, int: {"type": "integer"}}
 
 
 def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The CRD as a plain object, with Kubernetes' own types as `definitions` have them.
+    """The CRD as a plain object, with Kubernetes' own types as ``definitions`` have them.
 
     With them the API server refuses a wrong type in a pod template, kubectl an unknown field, and neither
     lets one through that is nested without end.

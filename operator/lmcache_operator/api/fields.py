@@ -1,7 +1,7 @@
 """How a field of the resource is declared: once, with everything the CRD and the parser need to know.
 
-The dataclasses in `types.py` are the single source. `crd.py` turns them into an OpenAPI schema, `parse.py`
-into checks, so that the API server and `lmcache-operator render` refuse the same objects.
+The dataclasses in ``types.py`` are the single source. ``crd.py`` turns them into an OpenAPI schema and
+``parse.py`` into checks, so that the API server and ``lmcache-operator render`` refuse the same objects.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Rule(NamedTuple):
 def field(description: str, *, default: Any = None, rules: tuple[Rule, ...] = (), **keywords: Any) -> Any:
     """Declare a field. A field without a default is required, unless its type allows None.
 
-    The default is in the form a user would write it: `{}` for an object whose own fields have defaults.
-    `keywords` are those of OpenAPI: pattern, minimum, maximum, multipleOf, maxLength, maxItems, items, enum,
-    format, list types. `shape` is the type of Kubernetes that a free-form object is part of: the API server
-    checks it, where the parser does not.
+    The default is in the form a user would write it: ``{}`` for an object whose own fields have defaults.
+    ``keywords`` are those of OpenAPI: pattern, minimum, maximum, multipleOf, maxLength, maxItems, items,
+    enum, format, list types. ``shape`` is the type of Kubernetes that a free-form object is part of: the API
+    server checks it, where the parser does not.
     """
     known = {"description": description, "default": default, "rules": rules, "keywords": keywords}
     return dataclasses.field(metadata=known)
@@ -50,14 +50,14 @@ class Field(NamedTuple):
 
     @property
     def json_name(self) -> str:
-        """`tokenSecretRef` for `token_secret_ref`."""
+        """``tokenSecretRef`` for ``token_secret_ref``."""
         head, *tail = self.name.split("_")
         return head + "".join(word.capitalize() for word in tail)
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 class Part:
-    """Base of the parts of the resource: frozen dataclasses whose fields are declared with `field(...)`."""
+    """Base of the parts of the resource: frozen dataclasses whose fields are declared with ``field(...)``."""
 
     FIELDS: ClassVar[tuple[Field, ...]]
     """In the order they were declared."""

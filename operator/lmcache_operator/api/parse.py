@@ -1,7 +1,7 @@
 """From the object a user wrote to typed values, or to a sentence that says what is wrong where.
 
-The API server has checked most of this already; it is checked again because `lmcache-operator render` has no
-API server, and because an object may be older than the CRD.
+The API server has checked most of this already; it is checked again because ``lmcache-operator render`` has
+no API server, and because an object may be older than the CRD.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import Field, Part, Rule, is_part
-from .types import CLUSTER_NAME, Spec
+from lmcache_operator.api.fields import Field, Part, Rule, is_part
+from lmcache_operator.api.types import CLUSTER_NAME, Spec
 
 # Far more than a pod template needs, and far less than what a stack takes.
 _MAX_LEVELS = 32
@@ -31,7 +31,7 @@ _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 
 class InvalidSpec(Exception):
-    """The object can't be what it asks for. `path` is where, the message is a sentence for the user."""
+    """The object can't be what it asks for. ``path`` is where, the message is a sentence for the user."""
 
     def __init__(self, path: str, sentence: str) -> None:
         super().__init__(f"{path}: {sentence}")
@@ -81,7 +81,7 @@ def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
 
 
 def _check_depth(raw: Any, path: str) -> None:
-    """Refuse what no recursion could walk through. The CRD has no place for it, but `render` has no CRD."""
+    """Refuse what no recursion could walk through. The CRD has no place for it, but ``render`` has no CRD."""
     level = [raw]
     for _ in range(_MAX_LEVELS):
         inner = (value.values() if isinstance(value, dict) else value for value in level)

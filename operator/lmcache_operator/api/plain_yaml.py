@@ -1,4 +1,4 @@
-"""YAML for people and for `kubectl apply`."""
+"""YAML for people and for ``kubectl apply``."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .fields import Part, Rule, field
-from .grammar import IMAGE, REMOTE_URL, hosts_of
-from .quantity import BYTES_PATTERN, parse_quantity
+from lmcache_operator.api.fields import Part, Rule, field
+from lmcache_operator.api.grammar import IMAGE, REMOTE_URL, hosts_of
+from lmcache_operator.api.quantity import BYTES_PATTERN, parse_quantity
 
 _NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
 _SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}

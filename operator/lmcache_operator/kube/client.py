@@ -15,13 +15,13 @@ import aiohttp
 from kubernetes.aio import config as kube_config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from .. import metrics
-from ..specs import Object
-from ..specs.kinds import BY_NAME, EVENT, POD, Kind
-from ..specs.names import FIELD_MANAGER
-from .errors import error_of
-from .shallow import loads
-from .watch import is_in_cluster
+from lmcache_operator import metrics
+from lmcache_operator.kube.errors import error_of
+from lmcache_operator.kube.shallow import loads
+from lmcache_operator.kube.watch import is_in_cluster
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, Kind
+from lmcache_operator.specs.names import FIELD_MANAGER
 
 _SECONDS = 30.0
 """For one request."""
@@ -84,9 +84,9 @@ class KubeApi:
         return status == HTTPStatus.OK and "deletionTimestamp" in found["metadata"]
 
     async def apply(self, wanted: Object, uid: str | None) -> None:
-        """Server-side apply: the fields of `wanted` become ours, and those we no longer name are given up.
+        """Server-side apply: the fields of ``wanted`` become ours, and those we no longer name are given up.
 
-        `uid` is that of the object to change, None to make a new one: one that appeared or was replaced in
+        ``uid`` is that of the object to change, None to make a new one: one that appeared or was replaced in
         between is left alone, by 409 or 422.
         """
         # No object has the resource version 1, and to one that doesn't exist it does not matter.
@@ -109,7 +109,7 @@ class KubeApi:
         return status not in accept
 
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
-        """Tell something about a cluster where `kubectl describe` and `kubectl events` show it."""
+        """Tell something about a cluster where ``kubectl describe`` and ``kubectl events`` show it."""
         namespace, time = about["metadata"]["namespace"], now.strftime("%Y-%m-%dT%H:%M:%SZ")
         keys = ("name", "namespace", "uid", "resourceVersion")
         involved = {key: about["metadata"].get(key) for key in keys}
@@ -131,7 +131,7 @@ class KubeApi:
         query: Mapping[str, str] | None = None,
         accept: tuple[int, ...] = (),
     ) -> tuple[int, Any]:
-        """One request: its status and its answer. Raises ApiError for failures that are not in `accept`."""
+        """One request: its status and its answer. Raises ApiError for failures that are not in ``accept``."""
         headers = {"Content-Type": _APPLY_PATCH if verb == "PATCH" else "application/json"}
         content = apply_patch(body) if verb == "PATCH" else body
         path = f"{path}?{urlencode(query)}" if query else path

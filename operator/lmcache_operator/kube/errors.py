@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ..queue import RetryableError
+from lmcache_operator.queue import RetryableError
 
 _TRANSIENT_STATUSES = frozenset({408, 409, 429})
 
@@ -26,7 +26,7 @@ class Refused(ApiError):
 
 
 def error_of(what: str, status: int, body: bytes) -> ApiError:
-    """The error that an answer stands for: `what` names the call, status 0 is no answer."""
+    """The error that an answer stands for: ``what`` names the call, status 0 is no answer."""
     try:
         answer = json.loads(body)
         message, is_explained = answer["message"], "reason" in answer

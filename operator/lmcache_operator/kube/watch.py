@@ -17,7 +17,7 @@ import kopf
 from kubernetes.aio import config as kube_config
 from kubernetes.aio.client import Configuration
 
-from .shallow import loads
+from lmcache_operator.kube.shallow import loads
 
 _METADATA_ONLY = "application/json;as={};g=meta.k8s.io;v=v1"
 _KIND = "PartialObjectMetadata"

@@ -11,20 +11,26 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from .. import metrics
-from ..api import API_VERSION, KIND
-from ..kube.client import KubeApi
-from ..kube.errors import ApiError, NoAnswer, Refused
-from ..specs import Images, Object
-from ..specs.kinds import BY_NAME, CLUSTER, Ref, controller_uid, ref_of
-from ..specs.names import child_refs, engine_name, selector
-from .contest import ContestLog
-from .observed import Observed, is_ready
-from .ownership import spell
-from .plan import Plan, plan
-from .problems import Problem
-from .sidecars import Ask, Hearing
-from .status import derive_status, is_flip, is_to_be_watched, news, unobserved_status
+from lmcache_operator import metrics
+from lmcache_operator.api import API_VERSION, KIND
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.kube.errors import ApiError, NoAnswer, Refused
+from lmcache_operator.reconcile.contest import ContestLog
+from lmcache_operator.reconcile.observed import Observed, is_ready
+from lmcache_operator.reconcile.ownership import spell
+from lmcache_operator.reconcile.plan import Plan, plan
+from lmcache_operator.reconcile.problems import Problem
+from lmcache_operator.reconcile.sidecars import Ask, Hearing
+from lmcache_operator.reconcile.status import (
+    derive_status,
+    is_flip,
+    is_to_be_watched,
+    news,
+    unobserved_status,
+)
+from lmcache_operator.specs import Images, Object
+from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, Ref, controller_uid, ref_of
+from lmcache_operator.specs.names import child_refs, engine_name, selector
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +159,7 @@ class Reconciler:
     async def _carry_out(
         self, key: ClusterKey, observed: Observed, due: Plan, memory: _Memory, problems: list[Problem]
     ) -> ApiError | None:
-        """Do what is due, in order, whatever fails: what is refused for good is added to `problems`.
+        """Do what is due, in order, whatever fails: what is refused for good is added to ``problems``.
 
         Returns the first failure that may go away.
         """

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from ..specs import Object
-from ..specs.kinds import Ref
-from ..specs.names import SPEC_HASH, engine_name
-from .contest import Contested
+from lmcache_operator.reconcile.contest import Contested
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.names import SPEC_HASH, engine_name
 
 
 class Sidecar(NamedTuple):

@@ -1,9 +1,10 @@
 """Which fields of an object are as we applied them, told by the API server's own records. Pure.
 
-With server-side apply the API server records the fields that each manager applied (`metadata.managedFields`).
-Whoever else changes or removes a field takes it from us. So a child that carries the hash of what we would
-apply, and of which we still have every field, is what the API server made of our words, whatever it made of
-them: defaults, other spellings, zero values that it drops, changes by admission webhooks.
+With server-side apply the API server records the fields that each manager applied
+(``metadata.managedFields``). Whoever else changes or removes a field takes it from us. So a child that
+carries the hash of what we would apply, and of which we still have every field, is what the API server made
+of our words, whatever it made of them: defaults, other spellings, zero values that it drops, changes by
+admission webhooks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ..specs import Object
-from ..specs.merge import ITEM_KEYS
-from ..specs.names import FIELD_MANAGER
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.merge import ITEM_KEYS
+from lmcache_operator.specs.names import FIELD_MANAGER
 
 Path = tuple[str, ...]
 """A field as the records name it: ("f:spec", "f:ports", 'k:{"port":80}', "f:name"); () is the object."""
@@ -22,7 +23,7 @@ _RECORDED_METADATA = ("annotations", "labels", "ownerReferences")
 
 
 def lost_fields(wanted: Object, live: Object) -> list[Path]:
-    """Fields of `wanted`, applied before, that `live` no longer has as ours; (()) if it has none at all."""
+    """Fields of ``wanted``, applied before, that ``live`` no longer has as ours; (()) if it has none."""
     for entry in live["metadata"].get("managedFields") or ():
         is_ours = entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply"
         if is_ours and "subresource" not in entry:
@@ -32,7 +33,7 @@ def lost_fields(wanted: Object, live: Object) -> list[Path]:
 
 
 def without(wanted: Object, paths: Collection[Path]) -> Object:
-    """A copy of `wanted` that says nothing about these fields."""
+    """A copy of ``wanted`` that says nothing about these fields."""
     kept: Object = _without(wanted, [path for path in paths if path])
     return kept
 
@@ -70,7 +71,7 @@ def _lost(wanted: Any, owned: Object, path: Path) -> Iterator[Path]:
 def _parts(value: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
     """The fields of an object, or the items of a list, by the names that the records give them.
 
-    `names` are the recorded ones: which fields name an item is known to the API server alone.
+    ``names`` are the recorded ones: which fields name an item is known to the API server alone.
     """
     if isinstance(value, Mapping):
         yield from ((f"f:{key}", item) for key, item in value.items())

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..api.parse import InvalidSpec, parse
-from ..specs import Images, Object
-from ..specs.children import children, digest
-from ..specs.kinds import Ref, ref_of
-from ..specs.names import DEFAULT_IMAGES, RENDERED_HASH, SIDECAR
-from .observed import Observed, annotations_of, is_ready, spec_hash_of
-from .ownership import Path, lost_fields, spell, without
-from .problems import Problem, pod_problems
+from lmcache_operator.api.parse import InvalidSpec, parse
+from lmcache_operator.reconcile.observed import Observed, annotations_of, is_ready, spec_hash_of
+from lmcache_operator.reconcile.ownership import Path, lost_fields, spell, without
+from lmcache_operator.reconcile.problems import Problem, pod_problems
+from lmcache_operator.specs import Images, Object
+from lmcache_operator.specs.children import children, digest
+from lmcache_operator.specs.kinds import Ref, ref_of
+from lmcache_operator.specs.names import DEFAULT_IMAGES, RENDERED_HASH, SIDECAR
 
 _HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{RENDERED_HASH}")
 
@@ -38,7 +38,7 @@ class Plan:
 def plan(observed: Observed, images: Images, operator_namespace: str = "") -> Plan:
     """Compare the cluster with its spec. With an invalid spec everything stays as it is.
 
-    `images` are the operator's own, for a cluster that names none and has none yet.
+    ``images`` are the operator's own, for a cluster that names none and has none yet.
     """
     try:
         default_images = _default_images(observed.stateful_set, images)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
-from ..specs import Object
-from .observed import Observed, is_ready
+from lmcache_operator.reconcile.observed import Observed, is_ready
+from lmcache_operator.specs import Object
 
 _STUCK = frozenset({
     "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "ErrImageNeverPull",

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..specs import Object
-from .observed import Heard, Sidecar, is_ready
+from lmcache_operator.reconcile.observed import Heard, Sidecar, is_ready
+from lmcache_operator.specs import Object
 
 Ask = Callable[[str], Awaitable[Any]]
 """Answers the /stats of the sidecar at an IP address; None where none is to be had within a second or so."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from ..specs import Object
-from ..specs.names import selector
-from .observed import Observed, Sidecar, is_ready
-from .plan import Plan
-from .problems import Problem
+from lmcache_operator.reconcile.observed import Observed, Sidecar, is_ready
+from lmcache_operator.reconcile.plan import Plan
+from lmcache_operator.reconcile.problems import Problem
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.names import selector
 
 _TRUE, _FALSE, _UNKNOWN = "True", "False", "Unknown"
 _MAX_MESSAGE = 4096
@@ -28,7 +28,7 @@ class _Verdict(NamedTuple):
 def derive_status(observed: Observed, plan: Plan, failures: Sequence[Problem]) -> Object:
     """The whole status.
 
-    `failures` came up while the plan was carried out.
+    ``failures`` came up while the plan was carried out.
     """
     problems = [*plan.problems, *failures]
     num_pods, num_ready = len(observed.pods), sum(map(is_ready, observed.pods))

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from ..api.parse import Cluster, declared
-from . import Images, Object, names, paths
-from .pod import pod_template
+from lmcache_operator.api.parse import Cluster, declared
+from lmcache_operator.specs import Images, Object, names, paths
+from lmcache_operator.specs.pod import pod_template
 
 SCRAPER_LABEL = "lmcache.io/scraper"
 """A namespace with this label set to "true" may reach the sidecars' metrics port."""
@@ -20,9 +20,9 @@ _METRICS_PORT = {"name": "metrics", "port": names.SIDECAR_PORT, "protocol": "TCP
 
 
 def children(cluster: Cluster, default_images: Images, operator_namespace: str = "") -> list[Object]:
-    """All objects of a cluster, prerequisites of the pods first: one of each of `names.child_refs`.
+    """All objects of a cluster, prerequisites of the pods first: one of each of ``names.child_refs``.
 
-    `default_images` are the images by container that stand in where the user names none. An operator whose
+    ``default_images`` are the images by container that stand in where the user names none. An operator whose
     namespace is given may ask the sidecars.
 
     Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..api import GROUP, KIND, PLURAL, VERSION
-from . import Object
+from lmcache_operator.api import GROUP, KIND, PLURAL, VERSION
+from lmcache_operator.specs import Object
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..api.quantity import quantity_equal
+from lmcache_operator.api.quantity import quantity_equal
 
 # In this order: a volume mount has a name and a path, and only the path is its own.
 ITEM_KEYS = ("mountPath", "containerPort", "name")
@@ -17,7 +17,7 @@ _QUANTITY_PARENTS = ("limits", "requests")
 
 
 def merge(base: Any, overlay: Any) -> Any:
-    """Lay `overlay` over `base`; None in the overlay removes. Neither is changed."""
+    """Lay ``overlay`` over ``base``; None in the overlay removes. Neither is changed."""
     if isinstance(base, Mapping) and isinstance(overlay, Mapping):
         merged = dict(base) | {key: merge(base.get(key), value) for key, value in overlay.items()}
         return {key: value for key, value in merged.items() if value is not None}
@@ -29,10 +29,10 @@ def merge(base: Any, overlay: Any) -> Any:
 
 
 def first_difference(wanted: Any, live: Any, path: str = "") -> str | None:
-    """Path of the first thing in `wanted` that `live` lacks or has otherwise; None if all of it is there.
+    """Path of the first thing in ``wanted`` that ``live`` lacks or has otherwise; None if all of it is there.
 
-    `live` may hold more. Empty lists and objects are the same as absent ones, and quantities are compared by
-    their amount.
+    ``live`` may hold more. Empty lists and objects are the same as absent ones, and quantities are compared
+    by their amount.
     """
     if isinstance(wanted, Mapping):
         if not isinstance(live, Mapping):

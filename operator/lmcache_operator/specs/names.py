@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .. import __version__
-from ..api import API_VERSION, KIND
-from ..api.parse import Cluster
-from . import Images, Object
-from .kinds import BY_NAME, Ref
+from lmcache_operator import __version__
+from lmcache_operator.api import API_VERSION, KIND
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.specs import Images, Object
+from lmcache_operator.specs.kinds import BY_NAME, Ref
 
 FIELD_MANAGER = "lmcache-operator"
 CLUSTER_LABEL = "lmcache.io/cluster"

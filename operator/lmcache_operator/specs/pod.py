@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..api.parse import Cluster, InvalidSpec
-from ..api.quantity import format_mebibytes
-from . import Images, Object, names, paths
-from .merge import first_difference, merge
-from .vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
+from lmcache_operator.api.parse import Cluster, InvalidSpec
+from lmcache_operator.api.quantity import format_mebibytes
+from lmcache_operator.specs import Images, Object, names, paths
+from lmcache_operator.specs.merge import first_difference, merge
+from lmcache_operator.specs.vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
 
 # The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
 _UID = 2000
@@ -55,7 +55,7 @@ def sidecar_memory(memory_bytes: int) -> int:
 
 
 def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
-    """The template of the StatefulSet, with the user's `engine.podTemplate` merged in.
+    """The template of the StatefulSet, with the user's ``engine.podTemplate`` merged in.
 
     Raises:
         InvalidSpec: the user's template breaks what the cache needs.

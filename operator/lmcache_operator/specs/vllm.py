@@ -1,13 +1,13 @@
-"""The command line of `vllm serve`."""
+"""The command line of ``vllm serve``."""
 
 from __future__ import annotations
 
 import json
 import re
 
-from ..api.parse import Cluster, InvalidSpec
-from .names import ENGINE_PORT
-from .paths import SOCKET_PATH
+from lmcache_operator.api.parse import Cluster, InvalidSpec
+from lmcache_operator.specs.names import ENGINE_PORT
+from lmcache_operator.specs.paths import SOCKET_PATH
 
 _ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
 _HTTP = "the probes and Services expect the engine's HTTP server on a port"
@@ -39,7 +39,7 @@ _READ = (*_RESERVED, "--block-size", "--served-model-name", SHUTDOWN_TIMEOUT := 
 
 
 def flag_of(arg: str) -> str:
-    """The option an argument sets, as the engine reads it: without its value and parts, `_` as `-`.
+    """The option an argument sets, as the engine reads it: without its value and parts, ``_`` as ``-``.
 
     The engine takes the beginning of an option for the whole. Where that may be one of ours, it is taken so.
     """
@@ -64,9 +64,9 @@ def int_option(args: list[str], option: str) -> int | None:
 
 
 def engine_args(cluster: Cluster, shutdown_seconds: int) -> list[str]:
-    """Arguments after `vllm serve`: the model, ours sorted by name, then the user's in their order.
+    """Arguments after ``vllm serve``: the model, ours sorted by name, then the user's in their order.
 
-    `shutdown_seconds` is how long an engine that stops goes on with the requests it has.
+    ``shutdown_seconds`` is how long an engine that stops goes on with the requests it has.
 
     Raises:
         InvalidSpec: an argument of the user breaks what the cache needs.
