@@ -14,7 +14,7 @@ import yaml
 
 from lmcache.logging import init_logger
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 Reader: TypeAlias = Callable[[object], object]
 
@@ -96,7 +96,7 @@ class LMCacheEngineConfig:
         if not isinstance(content, dict):
             raise ValueError(f"{file_path} must hold keys and values, not a {type(content).__name__}")
         if unknown := [str(key) for key in content if key not in _READERS]:
-            _log.warning("%s: unknown keys are ignored: %s", file_path, ", ".join(unknown))
+            logger.warning("%s: unknown keys are ignored: %s", file_path, ", ".join(unknown))
         base = LMCacheEngineConfig.from_defaults(
             local_device=None, max_local_cache_size=20, remote_url=None, remote_serde=None
         )

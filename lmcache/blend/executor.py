@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from lmcache.blend.interfaces import BlendExecutor, BlendOutput
 from lmcache.logging import init_logger
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 PositionalEncoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """``(positions, q, k) -> (q, k)``; may work in place."""
@@ -153,7 +153,7 @@ def _undefined(like: torch.Tensor, num_tokens: int, token_dim: int) -> torch.Ten
 @cache
 def _warn_of_missing_encoders() -> None:
     """Say it once per process, not once per layer."""
-    _log.warning("no positional encoders are set: K is reused at the positions it was stored at")
+    logger.warning("no positional encoders are set: K is reused at the positions it was stored at")
 
 
 def _request_of_tokens(starts: torch.Tensor) -> torch.Tensor:

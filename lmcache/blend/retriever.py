@@ -16,7 +16,7 @@ from lmcache.logging import init_logger
 if TYPE_CHECKING:
     from lmcache.cache_engine import LMCacheEngine
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 _TOKEN_DIM = {"vllm": 0, "huggingface": 1}  # of one layer's K or V
 _NUM_WORKERS = 4  # enough to overlap waiting for a remote storage with copying
@@ -57,7 +57,7 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
             try:
                 kv, is_retrieved = task.result()
             except Exception as error:
-                _log.warning("a segment of %d tokens could not be retrieved: %r", len(segment), error)
+                logger.warning("a segment of %d tokens could not be retrieved: %r", len(segment), error)
             else:
                 if length := int(is_retrieved.sum()):
                     hits.append(_Hit(start, length, kv))

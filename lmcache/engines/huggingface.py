@@ -21,7 +21,7 @@ from lmcache.cache_engine import LMCacheEngine
 from lmcache.config import LMCacheEngineMetadata
 from lmcache.logging import init_logger
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 _REFUSED = (
     "past_key_values",
@@ -64,7 +64,7 @@ class CachedModel:
         generated too when the engine has ``save_decode_cache``.
         """
         if obstacle := _obstacle_of_model(self.model) or self._obstacle_of_call(input_ids, kwargs):
-            _log.info("the prompt's KV is not cached: %s", obstacle)
+            logger.info("the prompt's KV is not cached: %s", obstacle)
             return self.model.generate(input_ids, **kwargs)
         tokens = input_ids[0].cpu()
         cache = self._retrieve(tokens)
@@ -104,7 +104,7 @@ class CachedModel:
             device = self.model.device
             return DynamicCache([tuple(x[None, :, :length].to(device) for x in layer) for layer in kv])
         except Exception as error:
-            _log.warning("the prompt's KV could not be retrieved: %r", error)
+            logger.warning("the prompt's KV could not be retrieved: %r", error)
             return DynamicCache()
 
     def _store(self, tokens: torch.Tensor, cache: DynamicCache) -> None:
@@ -113,7 +113,7 @@ class CachedModel:
             kv = tuple((x.keys[0, :, : len(tokens)], x.values[0, :, : len(tokens)]) for x in cache.layers)
             self.engine.store(tokens, kv)
         except Exception as error:
-            _log.warning("the prompt's KV could not be stored: %r", error)
+            logger.warning("the prompt's KV could not be stored: %r", error)
 
 
 def _obstacle_of_model(model: PreTrainedModel) -> str | None:

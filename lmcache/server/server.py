@@ -21,7 +21,7 @@ from lmcache.protocol import MAX_LENGTH, ClientMetaMessage, Constants, ServerMet
 from lmcache.server.server_storage_backend import CreateStorageBackend
 from lmcache.tiers.header import Buffer
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 _GRACE_SECONDS = 10.0  # for replies that are being sent when the server stops
 _ROOM_SECONDS = 1.0  # for a client that is to make room for another
@@ -86,7 +86,7 @@ class LMCacheServer:
             threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
         except (OSError, RuntimeError) as error:  # RuntimeError: there can't be another thread
             if not self._is_stopping:
-                _log.warning("can't take another client: %s", error)
+                logger.warning("can't take another client: %s", error)
                 time.sleep(_PAUSE_SECONDS)
 
     def _finish(self) -> None:
@@ -103,7 +103,7 @@ class LMCacheServer:
             while is_welcome and self._wait(stream) and self._answer(stream):
                 pass
         except (OSError, MemoryError) as error:
-            _log.info("a client is gone: %s", error)
+            logger.info("a client is gone: %s", error)
         finally:
             stream.close()
             with self._changed:
@@ -144,7 +144,7 @@ class LMCacheServer:
             else:
                 _reply(stream, self._found(request))
         except ValueError as error:
-            _log.warning("a client is refused: %s", error)
+            logger.warning("a client is refused: %s", error)
             _reply(stream, None)
             return False
         return True

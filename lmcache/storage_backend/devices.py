@@ -8,7 +8,7 @@ import torch
 
 from lmcache.logging import init_logger
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 
 def usable_device(name: str) -> str:
@@ -28,4 +28,4 @@ def usable_device(name: str) -> str:
 
 @functools.cache
 def _warn_once() -> None:
-    _log.warning("CUDA is not available: KV is kept on, and comes back on, the CPU")
+    logger.warning("CUDA is not available: KV is kept on, and comes back on, the CPU")

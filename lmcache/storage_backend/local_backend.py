@@ -35,7 +35,7 @@ from lmcache.utils import CacheEngineKey
 
 __all__ = ["LMCLocalBackend", "LMCLocalDiskBackend", "LocalBackendEndSignal", "save_disk"]
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 
 class _Contents(NamedTuple):
@@ -61,7 +61,7 @@ class LMCLocalBackend(EvictingBackend):
 
         Raises RuntimeError when ``dst_device`` is none, and MemoryError.
         """
-        super().__init__(dst_device, _log, metadata.max_local_cache_size)
+        super().__init__(dst_device, logger, metadata.max_local_cache_size)
         chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
         device = usable_device(config.local_device or "cpu")
         self.mpool = TorchArena.for_chunks(chunk_bytes, self._limit.MAX_CACHE_SIZE, device)

@@ -25,7 +25,7 @@ from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.header import MAX_LABEL_BYTES
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 _MIN_KNOWN = 1024
 _FILE_OVERHEAD_BYTES = 8192  # header, trailer, and the rest of the last block
@@ -50,7 +50,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         Raises ValueError when there is no directory, RuntimeError when ``dst_device`` is none, and DiskError
         when the directory can't be used.
         """
-        super().__init__(dst_device, _log, metadata.max_local_cache_size)
+        super().__init__(dst_device, logger, metadata.max_local_cache_size)
         directory = parse_local_device(config.local_device or "cpu")
         if is_memory(directory):
             raise ValueError("a disk backend needs a directory as local_device")
@@ -268,7 +268,9 @@ def _open_tier(directory: str, capacity_bytes: int) -> tuple[str, DiskTier]:
         except DirectoryInUse:
             number += 1
             path = os.path.join(directory, f"engine-{number}")
-            _log.warning("%s belongs to another engine: this one has %s, a cache of its own", directory, path)
+            logger.warning(
+                "%s belongs to another engine: this one has %s, a cache of its own", directory, path
+            )
 
 
 def _trailer(source: ChunkSource) -> bytes:

@@ -24,7 +24,7 @@ from lmcache.storage_backend.serde import CreateSerde
 from lmcache.tiers.circuit import CircuitBreaker
 from lmcache.utils import CacheEngineKey
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 _WINDOW = 4  # chunks fetched at once, the one that is asked for and those behind it
 _MAX_LOOKS = 64  # at once
@@ -57,7 +57,7 @@ class LMCRemoteBackend(QueuedBackend):
         Raises AssertionError when there is no URL or no ``remote_serde``, and ValueError when one of them is
         of no known kind. Whether the server answers does not matter yet.
         """
-        super().__init__(dst_device, RemoteBackendEndSignal(), _log, waits=False)
+        super().__init__(dst_device, RemoteBackendEndSignal(), logger, waits=False)
         if config.remote_url is None or config.remote_serde is None:
             raise AssertionError("a remote backend needs remote_url and remote_serde")
         self._serializer, self._deserializer = CreateSerde(config.remote_serde, config, metadata)
@@ -126,7 +126,7 @@ class LMCRemoteBackend(QueuedBackend):
             self._breaker.failure()
             return
         self._breaker.trial_succeeded()
-        _log.info("The remote server answers again")
+        logger.info("The remote server answers again")
 
     def _label(self, key: CacheEngineKey) -> bytes:
         return f"{key.to_string()} {self._geometry}".encode()

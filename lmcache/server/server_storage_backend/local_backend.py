@@ -22,7 +22,7 @@ from lmcache.tiers.header import HEADER_BYTES, BadHeader, Buffer, Header, checks
 
 T = TypeVar("T")
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 _OVERHEAD_BYTES = 512  # of one object beside its bytes: key, entry, allocation
 _NAMESPACE = namespace({"what": "objects of lm://"})
@@ -139,7 +139,7 @@ class LMSLocalDiskBackend(LMSBackendInterface):
                 self._tier.try_again()
             return operation()
         except TierUnavailable as error:
-            _log.debug("%s", error)  # the tier has said it once
+            logger.debug("%s", error)  # the tier has said it once
             return otherwise
 
 

@@ -18,7 +18,7 @@ import torch
 
 from lmcache.logging import init_logger
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 V = TypeVar("V")
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class RemoteConnectorDebugWrapper(RemoteConnector[Any]):
         try:
             return call(*arguments)
         finally:
-            _log.debug("%s took %.6f s", name, time.perf_counter() - started)
+            logger.debug("%s took %.6f s", name, time.perf_counter() - started)
 
 
 def check_connector_type(connector: RemoteConnector[Any]) -> ConnectorType:

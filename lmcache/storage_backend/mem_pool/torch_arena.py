@@ -15,7 +15,7 @@ from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.slots import SlotTable
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 _PAGE_BYTES = 4096
 _PIN_BYTES = 64 << 20  # at once: as long as the kernel takes to clear these pages, which it must anyway
@@ -117,4 +117,4 @@ class _Pins:
         if status == 0:
             self._pinned.append(self._address + start)
         else:
-            _log.warning("can't pin %d bytes of host memory (CUDA error %d): copies are slow", size, status)
+            logger.warning("can't pin %d bytes of host memory (CUDA error %d): copies are slow", size, status)

@@ -10,7 +10,7 @@ import torch
 from lmcache.logging import init_logger
 from lmcache.tiers.header import Buffer
 
-_log = init_logger(__name__)
+logger = init_logger(__name__)
 
 
 class Serializer(abc.ABC):
@@ -52,7 +52,7 @@ class SerializerDebugWrapper(Serializer):
         """See Serializer."""
         start = time.perf_counter()
         bs = self.serializer.to_bytes(t, label)
-        _log.debug("Serialized %d bytes in %.3f s", len(bs), time.perf_counter() - start)
+        logger.debug("Serialized %d bytes in %.3f s", len(bs), time.perf_counter() - start)
         return bs
 
 
@@ -67,5 +67,5 @@ class DeserializerDebugWrapper(Deserializer):
         """See Deserializer."""
         start = time.perf_counter()
         tensor = self.deserializer.from_bytes(bs, label)
-        _log.debug("Deserialized %d bytes in %.3f s", len(bs), time.perf_counter() - start)
+        logger.debug("Deserialized %d bytes in %.3f s", len(bs), time.perf_counter() - start)
         return tensor

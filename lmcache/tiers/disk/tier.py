@@ -35,7 +35,7 @@ from lmcache.tiers.disk.files import FULL, Directory, DiskError, Fsync, Invalid
 from lmcache.tiers.disk.index import Index, Name, name_of
 from lmcache.tiers.stats import DiskStats
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MAX_SHARE = 0.9  # of the volume: others need some, and file systems slow down when they are nearly full
 _PATIENCE_SECONDS = 1.0
@@ -132,13 +132,13 @@ class DiskTier:
             self._check()
         except OSError as error:
             self.breaker.failure()
-            _log.debug("disk tier %s is still away: %s", self._directory.path, error)
+            logger.debug("disk tier %s is still away: %s", self._directory.path, error)
             return False
         self.breaker.trial_succeeded()
         with self._lock:  # several may try at once
             if not self.indexed.is_set() and not self._scan.is_alive():
                 self._start_scan()
-        _log.info("disk tier %s is back", self._directory.path)
+        logger.info("disk tier %s is back", self._directory.path)
         return True
 
     def _check(self) -> None:
@@ -169,7 +169,7 @@ class DiskTier:
             self.breaker.failure()
             with self._lock:
                 self.stats.failures += 1
-            _log.warning("disk tier %s: %s", self._directory.path, error)
+            logger.warning("disk tier %s: %s", self._directory.path, error)
             raise TierUnavailable(f"disk tier {self._directory.path}: {error}") from error
 
     def _contains(self, name: Name) -> bool:
@@ -321,7 +321,7 @@ class DiskTier:
                     return
         except OSError as error:
             # The next store opens the circuit: who opens it is whoever tries again.
-            _log.warning("disk tier %s can't be listed: %s", self._directory.path, error)
+            logger.warning("disk tier %s can't be listed: %s", self._directory.path, error)
             return
         with self._lock:
             for name in self._removed:

@@ -39,7 +39,7 @@ from lmcache.tiers.memory.layout import HEAD_BYTES, Head, Layout
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, SharedIndex
 from lmcache.tiers.memory.slots import ENTRY, SlotTable
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MAX_EXTENT_BYTES = 1 << 30
 _EXTENTS_PER_ARENA = 16
@@ -239,7 +239,7 @@ class ArenaFile:
                 (self._take if is_wanted else self._give_back)(layout, rows)
             except ArenaError as caught:
                 error = f"{caught}; the arena {self.path} stays at {rows.start * layout.row_bytes} bytes"
-                _log.error("%s", error)
+                logger.error("%s", error)
             with self._changed:
                 if self._closing:
                     return
@@ -303,7 +303,7 @@ def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
         # Before anything is lost; what the file takes is there for its successor, too.
         check_room(path, capacity, os.fstat(fd).st_blocks * 512)
         if size and (head is None or head.capacity_bytes != capacity or size != capacity):
-            _log.warning(
+            logger.warning(
                 "the arena %s is of another size or version, or damaged: an empty one replaces it", path
             )
             path.unlink()

@@ -14,7 +14,7 @@ from lmcache.tiers.remote.resp import Connection, ServerError
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _RETRY = RetryStale()
 _SILENT_SECONDS = 60.0
@@ -73,11 +73,11 @@ class Server:
         except (OSError, ServerError) as error:
             if not self._is_about_the_call(error):
                 self._note_failure()
-                _log.debug("remote tier %s is still away: %s", self.name, error)
+                logger.debug("remote tier %s is still away: %s", self.name, error)
                 return False
         if self.breaker.is_open:
             self.breaker.trial_succeeded()
-            _log.log(logging.INFO if self._is_said else logging.DEBUG, "remote tier %s is back", self.name)
+            logger.log(logging.INFO if self._is_said else logging.DEBUG, "remote tier %s is back", self.name)
             self._is_said = False
         return True
 
@@ -106,7 +106,7 @@ class Server:
         level = logging.DEBUG if problem == self._said and now < self._silent_until else logging.WARNING
         if level == logging.WARNING:
             self._said, self._silent_until, self._is_said = problem, now + _SILENT_SECONDS, True
-        _log.log(level, "remote tier %s: %s", self.name, problem)
+        logger.log(level, "remote tier %s: %s", self.name, problem)
 
     def _start_trial(self) -> None:
         with self._lock:

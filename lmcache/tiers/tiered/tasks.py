@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NICENESS = 10
 """Of threads for what nobody waits for: an engine beside us that needs the processor goes first."""
@@ -45,7 +45,7 @@ class Tasks:
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.error("background work ended with an error", exc_info=task.exception())
+            logger.error("background work ended with an error", exc_info=task.exception())
 
 
 class Workers:

@@ -22,7 +22,7 @@ from lmcache.tiers.tiered.write_queue import Write, WriteQueue
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NUM_READERS = 2
 _NUM_WRITERS = 2
@@ -240,7 +240,7 @@ class Lower:
                 else:  # it may be this row that the tier can't bear
                     self._settle(write, Unwritten.REFUSED)
             except Exception:
-                _log.exception("a row could not be written to the %s tier", self._name)
+                logger.exception("a row could not be written to the %s tier", self._name)
                 self._settle(write, Unwritten.FAILED)
 
     async def _store(self, write: Write) -> Unwritten | None:
@@ -350,7 +350,7 @@ class Lower:
             try:
                 await self._readers.run(self._tier.try_again)
             except Exception:  # whatever it is: nobody but this task tries again
-                _log.exception("a trial of the %s tier ended with an error", self._name)
+                logger.exception("a trial of the %s tier ended with an error", self._name)
                 await asyncio.sleep(_BROKEN_TRIAL_SECONDS)
         self._up.set()
 

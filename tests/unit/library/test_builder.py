@@ -73,7 +73,7 @@ def test_workers_have_directories_of_their_own(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_without_cuda_chunks_come_back_on_the_cpu_with_one_warning(monkeypatch):
     lines = []
-    monkeypatch.setattr(devices._log, "warning", lambda *line: lines.append(line))
+    monkeypatch.setattr(devices.logger, "warning", lambda *line: lines.append(line))
     devices._warn_once.cache_clear()
     for dst_device in ("cuda", "cuda:1"):
         backend = CreateStorageBackend(make_config("cuda"), make_metadata(), dst_device)

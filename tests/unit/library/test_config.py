@@ -96,7 +96,7 @@ def test_a_file_names_fields(from_text):
 
 def test_unknown_keys_are_said(from_text, capsys, monkeypatch):
     said = []
-    monkeypatch.setattr("lmcache.config._log.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("lmcache.config.logger.warning", lambda text, *values: said.append(text % values))
     from_text("chunk_sise: 12\n")
     assert "chunk_sise" in said[0]
 

@@ -189,7 +189,7 @@ def test_host_memory_is_pinned_as_it_is_used_and_in_whole_frames(fake_cuda):
 def test_memory_that_can_not_be_pinned_is_used_all_the_same(fake_cuda, monkeypatch):
     said = []
     log = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
-    monkeypatch.setattr("lmcache.storage_backend.mem_pool.torch_arena._log", log)
+    monkeypatch.setattr("lmcache.storage_backend.mem_pool.torch_arena.logger", log)
     fake_cuda.limit = 0
     arena = TorchArena.for_chunks(CHUNK_BYTES, CHUNK_BYTES)
     arena.tensor(0, (8,), torch.uint8).fill_(7)

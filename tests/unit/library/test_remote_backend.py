@@ -142,7 +142,7 @@ def test_defect_12_a_dead_server_costs_one_failure_and_comes_back(backend, conne
 
 def test_defect_12_faults_are_said_once(backend, connector, monkeypatch):
     lines = []
-    monkeypatch.setattr(remote_backend._log, "warning", lambda *arguments: lines.append(arguments))
+    monkeypatch.setattr(remote_backend.logger, "warning", lambda *arguments: lines.append(arguments))
     connector.is_down = True
     for name in "abc":
         backend.put(make_key(name), make_chunk())

@@ -97,7 +97,7 @@ def test_an_unknown_serde_is_refused_with_those_there_are():
 def test_calls_are_timed_if_asked_for(debug, monkeypatch):
     lines = []
     monkeypatch.setattr(GlobalConfig, "enable_debug", debug)
-    monkeypatch.setattr("lmcache.storage_backend.serde.serde._log.debug", lambda *line: lines.append(line))
+    monkeypatch.setattr("lmcache.storage_backend.serde.serde.logger.debug", lambda *line: lines.append(line))
     serializer, deserializer = make_serde("torch")
     deserializer.from_bytes(serializer.to_bytes(torch.zeros(1).half()))
     assert len(lines) == (2 if debug else 0)
