@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
-import yaml
 
+from lmcache import options
 from lmcache.logging import init_logger
 
 logger = init_logger(__name__)
 
-Reader: TypeAlias = Callable[[object], object]
-
-_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+_UNSET = ("", "~", "null", "Null", "NULL", None)
+_SWITCH_WORDS = {"1": "true", "yes": "true", "on": "true", "0": "false", "no": "false", "off": "false"}
+_MANY = 1 << 40
 _REMOTE_URL = re.compile(r".+://.+:\d+")
 _MEMORY = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -89,19 +87,13 @@ class LMCacheEngineConfig:
         Raises OSError when the file can't be read, and ValueError, naming file and key, for what it says.
         """
         with open(file_path, "rb") as file:
-            try:
-                content = yaml.safe_load(file) or {}
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
-                raise ValueError(f"{file_path} is not a YAML file: {error}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{file_path} must hold keys and values, not a {type(content).__name__}")
-        if unknown := [str(key) for key in content if key not in _READERS]:
-            logger.warning("%s: unknown keys are ignored: %s", file_path, ", ".join(unknown))
+            content = options.read_yaml(file_path, file.read())
+        for sentence in options.unknown_keys(file_path, content, _READERS):
+            logger.warning("%s", sentence)
         base = LMCacheEngineConfig.from_defaults(
             local_device=None, max_local_cache_size=20, remote_url=None, remote_serde=None
         )
-        given = {name: content[name] for name in _READERS if content.get(name) is not None}
-        return _replace(base, given, lambda name: f"{file_path}: {name}")
+        return _replaced(base, options.Source(lambda name: f"{file_path}: {name}", content))
 
     @staticmethod
     def from_env() -> LMCacheEngineConfig:
@@ -111,9 +103,7 @@ class LMCacheEngineConfig:
         Raises ValueError, naming the variable.
         """
         base = LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
-        given: dict[str, object] = {name: os.environ.get(_variable(name)) for name in _READERS}
-        given = {name: value for name, value in given.items() if value}
-        return _replace(base, given, _variable)
+        return _replaced(base, options.environment(_READERS, os.environ))
 
 
 @dataclass
@@ -154,55 +144,29 @@ class GlobalConfig:
         return cls.enable_debug
 
 
-def _variable(name: str) -> str:
-    return f"LMCACHE_{name.upper()}"
+def _replaced(base: LMCacheEngineConfig, source: options.Source) -> LMCacheEngineConfig:
+    """Read what a source says into the fields. Empty, or null in YAML, is as if it said nothing.
 
-
-def _replace(
-    base: LMCacheEngineConfig, given: Mapping[str, object], where: Callable[[str], str]
-) -> LMCacheEngineConfig:
-    """Read each given value into its field. Raises ValueError that starts with ``where(name)``."""
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        try:
-            values[name] = _READERS[name](value)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"{where(name)}: {error}") from error
+    Raises ValueError, which names all that can't be used.
+    """
+    said = {name: value for name, value in source.values.items() if value not in _UNSET}
+    values, mistakes = options.read_values(_READERS, [source._replace(values=said)])
+    if mistakes:
+        raise ValueError("; ".join(mistakes))
     return dataclasses.replace(base, **values)
 
 
-# Readers of one field each, from YAML or from an environment variable's text. They raise ValueError.
+def _flag(text: str) -> bool:
+    word = text.strip().lower()
+    return options.switch(_SWITCH_WORDS.get(word, word))
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"Invalid text: {value!r}")
-    return value
-
-
-def _flag(value: object) -> bool:
-    text = str(value).strip().lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError(f"Invalid truth value: {value!r} (write true or false)")
-    return text in _TRUE
-
-
-def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Reader:
-    def read(value: object) -> int | float:
-        if isinstance(value, (kind, int, str)) and not isinstance(value, bool) and low <= kind(value) <= high:
-            return kind(value)
-        raise ValueError(f"Invalid number: {value!r} ({kind.__name__}, {low} to {high})")
-
-    return read
-
-
-def parse_local_device(value: object) -> str:
+def parse_local_device(device: str) -> str:
     """Read "cpu", "cuda", "cuda:1", or a directory: file://directory or a path with a slash in it.
 
     Returns the name of the memory, or a path with a slash. Raises ValueError for anything else: a word that
     is mistaken for a device must not become a directory of that name.
     """
-    device = _text(value)
     path = os.path.expanduser(device.removeprefix("file://"))
     if is_memory(device):
         return device
@@ -219,24 +183,22 @@ def is_memory(local_device: str) -> bool:
     return _MEMORY.fullmatch(local_device) is not None
 
 
-def _remote_url(value: object) -> str:
-    url = _text(value)
+def _check_remote_url(url: str) -> None:
     if _REMOTE_URL.match(url) is None:  # not shown: it may hold a password
         raise ValueError("Invalid remote storage url (write type://host:port)")
-    return url
 
 
-_READERS: dict[str, Reader] = {
-    "chunk_size": _number(int, 1),
+_READERS: dict[str, options.Reader] = {
+    "chunk_size": options.number(int, 1, _MANY, "a number of tokens: write 1 or more"),
     "local_device": parse_local_device,
-    "max_local_cache_size": _number(float, 0, 1 << 40),
-    "remote_url": _remote_url,
-    "remote_serde": _text,
+    "max_local_cache_size": options.number(float, 0, _MANY, "a number of GiB: write 0 or more"),
+    "remote_url": options.checked(_check_remote_url),
+    "remote_serde": str,
     "pipelined_backend": _flag,
     "save_decode_cache": _flag,
     "enable_blending": _flag,
-    "blend_recompute_ratio": _number(float, 0, 1),
-    "blend_min_tokens": _number(int, 0),
-    "blend_separator": _text,
+    "blend_recompute_ratio": options.number(float, 0, 1, "a ratio from 0 to 1"),
+    "blend_min_tokens": options.number(int, 0, _MANY, "a number of tokens: write 0 or more"),
+    "blend_separator": str,
     "blend_add_special_in_precomp": _flag,
 }

@@ -213,7 +213,7 @@ def create_local_backend(
 
     A directory belongs to one process: of several workers each has one inside it.
     """
-    device = parse_local_device(config.local_device)
+    device = parse_local_device(config.local_device or "")
     if is_memory(device):
         return LMCLocalBackend(config, pool, dst_device)
     if metadata.world_size > 1:

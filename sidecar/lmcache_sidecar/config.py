@@ -8,69 +8,43 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lmcache.options import (
+    ENV_PREFIX,
+    Reader,
+    Source,
+    checked,
+    environment,
+    number,
+    one_of,
+    read_values,
+    read_yaml,
+    switch,
+    unknown_keys,
+    variable_of,
+)
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
 from lmcache.tiers.remote.address import Address
 from lmcache.units import parse_size
-
-ENV_PREFIX = "LMCACHE_"
 
 
 class ConfigError(Exception):
     """The configuration can't be used; one line that names the source, the value and the cure."""
 
 
-def _number(kind: Callable[[str], float], limit: int, what: str, least: float = 0) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            number = kind(text) if re.fullmatch(r"[0-9.]+", text) else -1
-        except ValueError:
-            number = -1
-        if not least <= number <= limit:
-            raise ValueError(f"{text!r} is not {what}")
-        return number
-
-    return parse
+_SOCKET = checked(check_socket_path)
+_URL = checked(lambda url: url and Address.parse(url))
+_PORT = number(int, 0, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
+_DEADLINE = number(float, 0.01, 60, "a number of seconds from 0.01 to 60")
+_NODE = number(int, 0, 1023, "a NUMA node: write its number, 0 is the first")
+_SECONDS = number(float, 0, 3600, "a number of seconds from 0 to 3600")
 
 
-def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        check(text)
-        return text
-
-    return parse
-
-
-def _switch(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(f"{text!r} is not true or false")
-    return text == "true"
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
-        return text
-
-    return parse
-
-
-_SOCKET = _checked(check_socket_path)
-_URL = _checked(lambda url: url and Address.parse(url))
-_PORT = _number(int, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
-_DEADLINE = _number(float, 60, "a number of seconds from 0.01 to 60", least=0.01)
-_NODE = _number(int, 1023, "a NUMA node: write its number, 0 is the first")
-_SECONDS = _number(float, 3600, "a number of seconds from 0 to 3600")
-_NICENESS = _number(int, 19, "a niceness from 0 to 19")
-
-
-def _option(metavar: str, default: str, parse: Callable[[str], Any], about: str) -> Any:
+def _option(metavar: str, default: str, parse: Reader, about: str) -> Any:
     """Make a field; ``default`` is written as a user would write it."""
     return field(
         default=parse(default),
@@ -89,7 +63,7 @@ class Config:
         "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)")
     memory_size: int = _option("SIZE", "1Gi", parse_size,
         "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti")
-    huge_pages: bool = _option("BOOL", "false", _switch,
+    huge_pages: bool = _option("BOOL", "false", switch,
         "true: take huge pages for the memory tier where the kernel has them: faster copies, a slower start")
     numa_node: int | None = _option("NODE", "", lambda text: _NODE(text) if text else None,
         "NUMA node to take the memory tier's pages from, while it has any; empty: as the kernel likes")
@@ -97,7 +71,7 @@ class Config:
         "directory of the disk tier, used by this sidecar alone; empty: no disk tier")
     disk_size: int = _option("SIZE", "10Gi", parse_size,
         "size of the disk tier, at most nine tenths of its volume")
-    admit: str = _option("POLICY", "All", _one_of("All", "OnReuse"),
+    admit: str = _option("POLICY", "All", one_of("All", "OnReuse"),
         "which chunks go to disk and remote tier: All, or OnReuse, those that were hit once in memory")
     remote_url: str = _option("URL", "", _URL,
         "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; several hosts with commas"
@@ -110,15 +84,15 @@ class Config:
         "file with the password for the remote tier; empty: no password")
     drain_grace_seconds: float = _option("SECONDS", "20", _SECONDS,
         "how long a stopping sidecar goes on writing what is queued for disk and remote tier")
-    stay_up: bool = _option("BOOL", "false", _switch,
+    stay_up: bool = _option("BOOL", "false", switch,
         "true, as in the image: a sidecar that can't run does not exit, since that would take its pod out of"
         " service; it says why in /readyz, and tries again")
     http_host: str = _option("ADDRESS", "", str,
         "address of the read-only HTTP server; empty: every address, of IPv4 and IPv6")
     http_port: int = _option("PORT", "9464", _PORT,
         "port of /metrics, /stats, /healthz and /readyz; 0: any free one, see the log")
-    log_format: str = _option("FORMAT", "text", _one_of("text", "json"), "text or json")
-    log_level: str = _option("LEVEL", "info", _one_of("debug", "info", "warning", "error"),
+    log_format: str = _option("FORMAT", "text", one_of("text", "json"), "text or json")
+    log_level: str = _option("LEVEL", "info", one_of("debug", "info", "warning", "error"),
         "debug, info, warning or error")
     # fmt: on
 
@@ -157,11 +131,6 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def env_of(name: str) -> str:
-    """The environment's name of a field."""
-    return ENV_PREFIX + name.upper()
-
-
 def options() -> dict[str, Field[Any]]:
     """Fields by name."""
     return {option.name: option for option in fields(Config)}
@@ -170,12 +139,12 @@ def options() -> dict[str, Field[Any]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field. Values stay text: ``load`` parses them."""
     parser.add_argument(
-        "--config", metavar="FILE", help=f"YAML file with the options below as keys [{ENV_PREFIX}CONFIG]"
+        "--config", metavar="FILE", help=f"YAML file with the options below as keys [{variable_of('config')}]"
     )
     for name, option in options().items():
         about = option.metadata
         default = f" (default: {about['default']})" if about["default"] else ""
-        about_all = f"{about['about']}{default} [{env_of(name)}]"
+        about_all = f"{about['about']}{default} [{variable_of(name)}]"
         parser.add_argument(flag_of(name), metavar=about["metavar"], help=about_all)
 
 
@@ -189,37 +158,21 @@ class Reading(NamedTuple):
 
 def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Reading:
     """Merge all sources. ``arguments`` maps field names, and ``config``, to what the flags said."""
-    mistakes: list[str] = []
-    path = arguments.get("config") or environ.get(f"{ENV_PREFIX}CONFIG") or ""
+    path = arguments.get("config") or environ.get(variable_of("config")) or ""
+    unread: list[str] = []
     in_file: Mapping[str, Any] = {}
     try:
-        in_file = _read_file(path) if path else {}
-    except ConfigError as error:
-        mistakes.append(str(error))
-    values: dict[str, Any] = {}
-    for name, option in options().items():
-        for source, text in (
-            (flag_of(name), arguments.get(name)),
-            (env_of(name), environ.get(env_of(name))),
-            (f"{path}: {name}", in_file.get(name)),
-        ):
-            if text is not None:
-                try:
-                    values[name] = option.metadata["parse"](_single(text))
-                except ValueError as error:
-                    mistakes.append(f"{source}: {error}")
-                break
+        in_file = read_yaml(path, _read(path)) if path else {}
+    except (ConfigError, ValueError) as error:
+        unread.append(str(error))
+    readers = {name: option.metadata["parse"] for name, option in options().items()}
+    file = Source(lambda name: f"{path}: {name}", in_file)
+    values, mistakes = read_values(readers, [Source(flag_of, arguments), environment(readers, environ), file])
     config = Config(**values)
     if not config.remote_url and config.has_credential_files:
         mistakes.append("a user name or password for the remote tier was given, but no --remote-url")
-    warnings = (*_unknown_keys(path, in_file), *suspect_variables(environ))
-    return Reading(config, tuple(mistakes), warnings)
-
-
-def _single(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("this must be a single value")
-    return value
+    warnings = (*unknown_keys(path, in_file, readers), *suspect_variables(environ))
+    return Reading(config, (*unread, *mistakes), warnings)
 
 
 def load(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Config:
@@ -235,36 +188,8 @@ def suspect_variables(environ: Mapping[str, str]) -> Iterator[str]:
 
     Only close matches: Kubernetes itself sets LMCACHE_..._SERVICE_HOST where a Service has such a name.
     """
-    known = [f"{ENV_PREFIX}CONFIG", *map(env_of, options())]
+    known = [variable_of("config"), *map(variable_of, options())]
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known:
             for nearest in difflib.get_close_matches(name, known, n=1, cutoff=0.85):
                 yield f"environment variable {name} is not known; did you mean {nearest}?"
-
-
-def _unknown_keys(path: str, in_file: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences; a key that is no word may be anything, even a secret on the wrong side of a colon."""
-    for key in in_file.keys() - options().keys():
-        if not re.fullmatch(r"[\w-]{1,64}", key):
-            yield f"{path}: a key that is no word is ignored"
-            continue
-        nearest = difflib.get_close_matches(key.replace("-", "_"), options(), n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        yield f"{path}: key {key!r} is unknown, and ignored{hint}"
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    """Keys and values as they are written: the parsers of the options know what they mean."""
-    import yaml  # a twentieth of the start, for those who have a file
-
-    text = _read(path)
-    try:
-        loaded = yaml.load(text, yaml.BaseLoader)  # makes nothing but text
-    except (yaml.YAMLError, RecursionError) as error:
-        # The parser's own words may quote the file, which may hold a password.
-        mark = getattr(error, "problem_mark", None)
-        where = f", look at line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path} is not YAML{where}") from None
-    if not isinstance(loaded or {}, dict):
-        raise ConfigError(f"{path} must hold keys and values, as in 'memory_size: 4Gi'")
-    return loaded or {}

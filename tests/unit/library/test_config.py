@@ -119,8 +119,8 @@ def test_unknown_keys_are_said(from_text, capsys, monkeypatch):
         ("remote_url: localhost", "Invalid remote storage url"),
         ("remote_url: 5", "remote_url: "),
         ("- 1", "must hold keys and values"),
-        ("a: [", "not a YAML file"),
-        ("a: \x01", "not a YAML file"),
+        ("a: [", "is not YAML"),
+        ("a: \x01", "is not YAML"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(from_text, text, message):
@@ -131,7 +131,7 @@ def test_a_bad_file_is_refused_by_name(from_text, text, message):
 
 def test_a_bad_url_is_not_shown():
     with pytest.raises(ValueError, match="remote storage url") as caught:
-        LMCacheEngineConfig.from_file.__globals__["_remote_url"]("redis://:secret@host")
+        LMCacheEngineConfig.from_legacy.__globals__["_READERS"]["remote_url"]("redis://:secret@host")
     assert "secret" not in str(caught.value)
 
 
