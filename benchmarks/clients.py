@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
-from lmcache.tiers.base import Slot
+from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.mapping import Found
 from testing.processes import SidecarProcess, wait_until
 

@@ -25,8 +25,9 @@ import numpy as np
 from benchmarks.disk import scratch
 from benchmarks.remote import connect, url_of
 from benchmarks.report import Figure, Report, at_least, of, paired
-from lmcache.tiers.base import Geometry, LowerTier, Reserved, RowKey
+from lmcache.tiers.base import LowerTier, RowKey
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from lmcache.tiers.tiered.store import TieredStore

@@ -16,8 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most
-from lmcache.tiers.base import Geometry
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.tiers.memory.slots import SlotTable
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them. Pure."""
+"""Sizes: as people write them, and counted in whole units. Pure."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def format_size(num_bytes: int) -> str:
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f}".rstrip("0").rstrip(".") + unit
     return str(num_bytes)
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """How many times does the divisor go into the number, the last time maybe not whole?"""
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return ceil_div(number, multiple) * multiple

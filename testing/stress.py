@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 
-from lmcache.tiers.base import Geometry
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.tiers.memory.private import PrivateArena
 

@@ -18,7 +18,7 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import Copies, Session
-from lmcache.tiers.base import ArenaError
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 
 _ATTACH_SECONDS = 2.0

@@ -17,7 +17,8 @@ from google.protobuf.message import Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import RpcRefused, SidecarError, SidecarUnavailable, StaleSession
-from lmcache.tiers.base import KEY_BYTES, Reservation, Reserved, Slot
+from lmcache.tiers.base import KEY_BYTES
+from lmcache.tiers.memory.contracts import Reservation, Reserved, Slot
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 
 DEFAULT_TIMEOUT_SECONDS = 2.0

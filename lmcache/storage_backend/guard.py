@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.use_gate import UseGate
-from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.circuit import CircuitBreaker
+from lmcache.tiers.errors import TierUnavailableError
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -40,8 +40,8 @@ class Guard:
         """Return what ``operation`` returns, or ``otherwise`` after a fault, while the circuit is open, and
         once it is closed; all are counted.
 
-        OSError and TierUnavailable are faults of the medium, all others are of this key or value: no fault
-        of a cache may end an inference, and a connector may be somebody else's.
+        OSError and TierUnavailableError are faults of the medium, all others are of this key or value: no
+        fault of a cache may end an inference, and a connector may be somebody else's.
         """
         with self._gate.enter() as may_use:
             if not may_use or self.is_open:
@@ -51,7 +51,7 @@ class Guard:
                 result = operation()
             except Exception as error:
                 self._faults.note(f"{what} failed", error)
-                if isinstance(error, (OSError, TierUnavailable)):
+                if isinstance(error, (OSError, TierUnavailableError)):
                     self._leave_alone()
                 return otherwise
             self._breaker.success()

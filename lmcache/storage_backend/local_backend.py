@@ -31,6 +31,7 @@ from lmcache.storage_backend.output_pool import OutputPool
 from lmcache.storage_backend.queued_backend import LocalBackendEndSignal
 from lmcache.storage_backend.use_gate import UseGate
 from lmcache.tiers.memory.local import LocalStore
+from lmcache.units import ceil_div
 from lmcache.utils import CacheEngineKey
 
 __all__ = ["LMCLocalBackend", "LMCLocalDiskBackend", "LocalBackendEndSignal", "save_disk"]
@@ -66,7 +67,7 @@ class LMCLocalBackend(EvictingBackend):
         device = usable_device(config.local_device or "cpu")
         self.mpool = TorchArena.for_chunks(chunk_bytes, self._limit.MAX_CACHE_SIZE, device)
         # Of these there are as many as have room, wherever others lie: chunks never cross a multiple of it.
-        num_slots = -(-chunk_bytes // self.mpool.geometry.slot_bytes)
+        num_slots = ceil_div(chunk_bytes, self.mpool.geometry.slot_bytes)
         self._full_bytes = self.mpool.geometry.slot_bytes << (num_slots - 1).bit_length()
         self._store = LocalStore(self.mpool)
         self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)

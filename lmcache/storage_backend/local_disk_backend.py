@@ -19,9 +19,10 @@ from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.output_pool import OutputPool
 from lmcache.tiers.base import RowKey
-from lmcache.tiers.disk.files import DirectoryInUse, path_of
+from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.index import name_of
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.errors import DirectoryInUseError
 from lmcache.tiers.header import MAX_LABEL_BYTES
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
 
@@ -265,7 +266,7 @@ def _open_tier(directory: str, capacity_bytes: int) -> tuple[str, DiskTier]:
     while True:
         try:
             return path, DiskTier(path, capacity_bytes)
-        except DirectoryInUse:
+        except DirectoryInUseError:
             number += 1
             path = os.path.join(directory, f"engine-{number}")
             logger.warning(

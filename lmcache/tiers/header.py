@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import xxhash
 
-from lmcache.tiers.base import KEY_BYTES, RowKey, TierError
+from lmcache.tiers.base import KEY_BYTES, RowKey
+from lmcache.tiers.errors import HeaderError
 
 MAGIC = b"LMCchunk"
 VERSION = 1
@@ -32,10 +33,6 @@ _DIGEST_BYTES = 16
 _SEALED = struct.Struct("<64sIQ")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-
-
-class BadHeader(TierError):
-    """The bytes are not a header of this version; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +81,25 @@ class Header:
 
 
 def parse(buffer: Buffer) -> Header:
-    """Read a header; raises BadHeader on anything but exactly what ``pack`` makes."""
+    """Read a header; raises HeaderError on anything but exactly what ``pack`` makes."""
     raw = bytes(buffer[: HEADER_BYTES + 1])
     if len(raw) != HEADER_BYTES:
-        raise BadHeader(f"header has {len(buffer)} bytes, not {HEADER_BYTES}")
+        raise HeaderError(f"header has {len(buffer)} bytes, not {HEADER_BYTES}")
     magic, version, column, key, part, num_parts, payload, total, checksum, label_bytes, label = (
         _FIELDS.unpack_from(raw)
     )
     if magic != MAGIC:
-        raise BadHeader("wrong magic: not ours")
+        raise HeaderError("wrong magic: not ours")
     if version != VERSION:
-        raise BadHeader(f"version {version}, not {VERSION}")
+        raise HeaderError(f"version {version}, not {VERSION}")
     if _OWN_CHECKSUM.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
-        raise BadHeader("header checksum does not fit")
+        raise HeaderError("header checksum does not fit")
     header = Header(key, column, part, num_parts, payload, total, checksum, label[:label_bytes])
     problem = header._problem()
     if problem or label_bytes > MAX_LABEL_BYTES:
-        raise BadHeader(problem or "label is too long")
+        raise HeaderError(problem or "label is too long")
     if header.pack() != raw:
-        raise BadHeader("bytes that should be zero are not")
+        raise HeaderError("bytes that should be zero are not")
     return header
 
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
-from lmcache.tiers.memory.allocator import zeros
+from lmcache.tiers.pages import zeros
 
 _MAX_GROUPS = 2048  # that are remembered by name: requests that are under way at the same time
 

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lmcache.tiers.base import Removal, RowKey
+from lmcache.tiers.base import RowKey
 
 _MAX_COUNTED = 4096  # chains that are remembered
 
@@ -57,6 +57,13 @@ class Tenants:
             others.num_rows += use.num_rows
             others.num_bytes += use.num_bytes
         return [replace(use) for use in uses[:limit] if use.num_rows], others
+
+
+class Removal(enum.Enum):
+    """Why an object left a tier; a label of the removal counters."""
+
+    EVICTED = "evicted"  # capacity: the policy chose it
+    INVALID = "invalid"  # checksum, length, version or key did not fit
 
 
 @dataclass

@@ -18,8 +18,9 @@ from pathlib import Path
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.base import ArenaError, Geometry, Slot, StaleSlot
+from lmcache.tiers.errors import ArenaError, StaleSlotError
 from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.contracts import Geometry, Slot
 from lmcache.tiers.tiered.store import TieredStore
 from lmcache_sidecar import wire
 from lmcache_sidecar.liveness import DeathWatch, LockProbe, probes_in
@@ -246,7 +247,7 @@ class Sessions:
         slots = wire.parse_slots(request.rows, request.generations, self.arena.num_rows)
         try:
             action(self._present_store)(slots, peer.hello.column, peer.uuid)
-        except StaleSlot as error:
+        except StaleSlotError as error:
             raise wire.precondition(f"nothing was {done}: {error}") from error
 
     def _prove_life(self, peer: Peer) -> LockProbe:

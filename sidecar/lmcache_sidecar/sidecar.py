@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.rpc import service
-from lmcache.tiers.base import ArenaError
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import MemoryStats, TieredStats

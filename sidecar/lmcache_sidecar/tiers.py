@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from lmcache.tiers.base import TierError
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.errors import TierError
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache_sidecar.config import Config, ConfigError
 

@@ -15,14 +15,16 @@ import grpc
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.base import KEY_BYTES, Geometry, RowKey, Slot
+from lmcache.tiers.base import KEY_BYTES, RowKey
+from lmcache.tiers.memory.contracts import Geometry, Slot
+from lmcache.tiers.pages import PAGE_BYTES
+from lmcache.units import round_up
 
 _UUID_BYTES = 16
 _MAX_TEXT_BYTES = 512
 _MAX_GROUPS = 64
 _MAX_COLUMNS = 1024
 _MAX_CHUNK_BYTES = 1 << 40
-_PAGE_BYTES = 4096
 
 
 class Refused(Exception):
@@ -99,7 +101,7 @@ def parse_hello(hello: pb.Hello) -> Peer:
         _check_group(group, hello.geometry.chunk_tokens)
     chunk_bytes = {group.group: group.chunk_bytes for group in hello.geometry.groups}
     _require(len(chunk_bytes) == num_groups, "every group must have a number of its own")
-    slot_bytes = -(-max(chunk_bytes.values()) // _PAGE_BYTES) * _PAGE_BYTES
+    slot_bytes = round_up(max(chunk_bytes.values()), PAGE_BYTES)
     return Peer(hello, Geometry(slot_bytes, num_columns), chunk_bytes)
 
 

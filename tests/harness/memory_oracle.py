@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from lmcache.tiers.base import Slot
+from lmcache.tiers.memory.contracts import Slot
 
 
 def tenant_of(key: bytes) -> bytes:

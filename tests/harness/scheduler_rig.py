@@ -7,7 +7,7 @@ from lmcache import keys
 from lmcache.engines.core.jobs import EngineIdentity, Grid, WorkerReport
 from lmcache.engines.core.lookups import Ticket
 from lmcache.engines.vllm.scheduler import Scheduler
-from lmcache.tiers.base import Slot
+from lmcache.tiers.memory.contracts import Slot
 from tests.harness.session_double import SessionDouble
 
 GRID = Grid(chunk_tokens=64, block_tokens=32, hash_tokens=32)

@@ -11,7 +11,8 @@ import numpy as np
 
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import LookupResult
-from lmcache.tiers.base import KEY_BYTES, Reservation, Reserved, Slot
+from lmcache.tiers.base import KEY_BYTES
+from lmcache.tiers.memory.contracts import Reservation, Reserved, Slot
 from lmcache.tiers.memory.mapping import Found
 from tests.harness.wire import NAMESPACE
 

@@ -6,13 +6,15 @@ import asyncio
 import threading
 from collections import Counter
 
-from lmcache.tiers.base import Geometry, Loaded, LowerTier, Reserved, Slot, TierUnavailable
+from lmcache.tiers.base import Loaded, LowerTier
 from lmcache.tiers.circuit import CircuitBreaker
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests as digests_of
+from lmcache.tiers.memory.contracts import Geometry, Lookup, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import TieredStats, Unwritten
-from lmcache.tiers.tiered.store import Admit, Lookup, TieredStore
+from lmcache.tiers.tiered.store import Admit, TieredStore
 
 NUM_COLUMNS = 2
 SIZE = 4096
@@ -51,7 +53,7 @@ class FaultyTier:
             self.num_waiting -= 1
         if self.is_sick:
             self.breaker.failure()
-            raise TierUnavailable("sick")
+            raise TierUnavailableError("sick")
 
     def _takes(self, key: bytes) -> bool:
         return not self.is_full and key not in self.refused

@@ -12,10 +12,9 @@ from lmcache_sidecar.sessions import Client, Sessions
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import ClientHello, KVGroup, Role
-from lmcache.tiers.base import Geometry
+from lmcache.tiers.memory.contracts import Geometry, Lookup
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.tiered.store import Lookup
 
 NUM_ROWS = 6
 

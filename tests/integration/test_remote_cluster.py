@@ -6,7 +6,7 @@ import binascii
 
 import pytest
 
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.objects import hash_tag
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.processes import RedisServer, free_port
@@ -143,7 +143,7 @@ def test_the_whole_cluster_away_and_back(remote, servers):
     fill(remote)
     for node in servers.nodes:
         node.freeze()
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         assert [load(remote, key=key) for key in KEYS]
     assert remote.breaker.is_open
     assert not remote.try_again()
@@ -157,11 +157,11 @@ def test_the_whole_cluster_away_and_back(remote, servers):
 def test_nobody_there():
     remote = RemoteTier("redis-cluster://127.0.0.1:1,127.0.0.1:2")
     for _ in range(2):
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             load(remote)
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             remote.probe(KEYS, 1)
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             remote.store(KEY, 0, memoryview(b"x"))
     assert remote.breaker.is_open
     assert not remote.try_again()

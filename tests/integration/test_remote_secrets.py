@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from lmcache.rpc.client import SidecarClient
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer, SidecarProcess
 from tests.harness.engine import store
@@ -54,7 +54,7 @@ def echoing():
 def test_a_server_that_repeats_what_it_was_told_tells_no_log(echoing, caplog, answer):
     caplog.set_level(logging.DEBUG)
     remote = RemoteTier(f"redis://us3r:S3cr3t@127.0.0.1:{echoing(answer)}", timeout_seconds=0.5)
-    with pytest.raises(TierUnavailable, match="AUTH") as caught:
+    with pytest.raises(TierUnavailableError, match="AUTH") as caught:
         load(remote)
     assert not remote.try_again()
     assert "AUTH" in caplog.text
@@ -66,7 +66,7 @@ def test_a_server_that_repeats_what_it_was_told_tells_no_log(echoing, caplog, an
 def test_no_payload_and_no_name_is_repeated_either(echoing, caplog):
     answer = f"-ERR unknown command 'GET', with args beginning with: '{KEY.hex()}' \r\n"
     remote = RemoteTier(f"redis://127.0.0.1:{echoing(answer)}", timeout_seconds=0.5)
-    with pytest.raises(TierUnavailable, match="unknown command 'GET'") as caught:
+    with pytest.raises(TierUnavailableError, match="unknown command 'GET'") as caught:
         load(remote)
     assert KEY.hex() not in caplog.text + repr(caught.value)
     remote.close()
@@ -92,7 +92,7 @@ def test_a_rotated_password_is_asked_for_again():
         assert remote.store(KEY, 0, memoryview(b"x"))
         server.password = "new"
         server.restart()
-        with pytest.raises(TierUnavailable, match="WRONGPASS was the answer to AUTH"):
+        with pytest.raises(TierUnavailableError, match="WRONGPASS was the answer to AUTH"):
             load(remote)
         assert not is_back(remote)
         passwords.append("new")

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer, free_port
 from tests.harness.redis_topologies import SERVICE, sentinel_set
@@ -56,7 +56,7 @@ def test_the_new_master_is_found_after_the_old_one_died(remote, servers):
     assert remote.store(KEY, 0, memoryview(b"x"))
     until(lambda: num_objects(replica) == 1)
     master.kill()
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         load(remote)
 
     until(lambda: is_back(remote), 20)
@@ -75,7 +75,7 @@ def test_a_master_that_was_made_a_replica_is_left(remote, servers):
     master.client.replicaof("127.0.0.1", replica.port)  # as the Sentinel does, within ten seconds
 
     def is_stored() -> bool:
-        with contextlib.suppress(TierUnavailable):
+        with contextlib.suppress(TierUnavailableError):
             return remote.store(KEY[::-1], 0, memoryview(b"y"))
         remote.try_again()
         return False
@@ -93,17 +93,17 @@ def test_no_connection_to_a_read_only_master_is_kept(remote, servers):
     assert not remote.store(KEY[::-1], 0, memoryview(b"y"))
     assert remote.stats.refused == {"READONLY": 1}
     assert "2" not in [client["db"] for client in master.client.client_list()]
-    with pytest.raises(TierUnavailable, match="is not the master"):
+    with pytest.raises(TierUnavailableError, match="is not the master"):
         load(remote)
 
 
 def test_a_service_that_no_sentinel_knows(servers):
     remote = RemoteTier(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense")
-    with pytest.raises(TierUnavailable, match="knows no service 'nonsense'"):
+    with pytest.raises(TierUnavailableError, match="knows no service 'nonsense'"):
         load(remote)
 
 
 def test_no_sentinel_at_all():
     remote = RemoteTier(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}")
-    with pytest.raises(TierUnavailable, match=r"no Sentinel names a master: .*refused"):
+    with pytest.raises(TierUnavailableError, match=r"no Sentinel names a master: .*refused"):
         load(remote)

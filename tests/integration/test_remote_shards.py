@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.processes import RedisServer
 from tests.harness.remote_objects import load, pattern, until
@@ -101,14 +101,14 @@ def test_all_shards_lost_and_one_back(remote, servers):
     fill(remote, 1)
     for server in servers:
         server.kill()
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         assert [load(remote, key=key) for key in KEYS]
     assert remote.breaker.is_open
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         remote.probe(KEYS, 1)
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         remote.store(KEYS[0], 0, memoryview(b"x"))
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         remote.touch(KEYS, 1)
     assert not remote.try_again()
     servers[1].start()
@@ -160,7 +160,7 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
         num_loads = 0
         while not is_over.is_set():
             for key in KEYS[number::4] + KEYS:
-                with contextlib.suppress(TierUnavailable):
+                with contextlib.suppress(TierUnavailableError):
                     remote.store(key, 0, memoryview(payload_of(key, 0)))
                     num_loads += is_loaded(remote, key)
                     remote.probe(KEYS, 1)

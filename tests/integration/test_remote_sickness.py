@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
@@ -38,7 +38,7 @@ def remote(request, server):
 class TestSickness:
     def test_down_from_the_start(self, tmp_path):
         remote = RemoteTier(f"unix://{tmp_path}/nobody.sock")
-        with pytest.raises(TierUnavailable, match=r"nobody\.sock"):
+        with pytest.raises(TierUnavailableError, match=r"nobody\.sock"):
             load(remote)
         assert remote.breaker.is_open
 
@@ -46,7 +46,7 @@ class TestSickness:
         payload = memoryview(pattern(100))
         remote.store(KEY, 0, payload)
         server.kill()
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             load(remote)
         assert not is_back(remote)
         server.start()
@@ -64,14 +64,14 @@ class TestSickness:
     def test_frozen_costs_one_deadline_once(self, remote, server, monkeypatch):
         remote.store(KEY, 0, memoryview(b"x"))
         server.freeze()
-        with pytest.raises(TierUnavailable, match=r"within 1\.0 s"):
+        with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
             load(remote)
         with monkeypatch.context() as patch:
             asked: list[object] = []
             patch.setattr(Server, "_attempt", lambda _, operation, **__: asked.append(operation))
             patch.setattr(Server, "_start_trial", lambda _: None)
             for _ in range(100):
-                with pytest.raises(TierUnavailable, match="is away"):
+                with pytest.raises(TierUnavailableError, match="is away"):
                     load(remote)
             assert not asked
         server.thaw()
@@ -81,7 +81,7 @@ class TestSickness:
     def test_frozen_in_the_middle_of_a_value(self, remote, server):
         remote.store(KEY, 0, memoryview(pattern(PART_BYTES)))
         server.freeze()
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             remote.store(KEY[::-1], 0, memoryview(pattern(3 * PART_BYTES)))
         server.thaw()
         until(lambda: is_back(remote))
@@ -109,7 +109,7 @@ class TestSickness:
             assert remote.store(KEY, 0, memoryview(b"x"))
             assert load(remote) == b"x"
             for url in (guarded.url.replace("s3cret", "wr0ng"), guarded.url.replace(":s3cret@", "")):
-                with pytest.raises(TierUnavailable, match=r"NOAUTH|WRONGPASS") as caught:
+                with pytest.raises(TierUnavailableError, match=r"NOAUTH|WRONGPASS") as caught:
                     load(RemoteTier(url))
                 assert "wr0ng" not in str(caught.value)
 
@@ -148,7 +148,7 @@ class TestSickness:
         """It names another server; without redis-cluster:// it is as good as sick, and the log says so."""
         with RedisServer(cluster_enabled="yes", cluster_port=free_port()) as server:
             remote = RemoteTier(server.url)
-            with pytest.raises(TierUnavailable, match="CLUSTERDOWN"):
+            with pytest.raises(TierUnavailableError, match="CLUSTERDOWN"):
                 load(remote)
             assert remote.breaker.is_open
 
@@ -186,7 +186,7 @@ class TestSickness:
         remote._topology.servers()[0].errors_when_well = frozenset()
         remote._topology.servers()[0].errors_when_sick = frozenset({"NOPERM"})
         for _ in range(5):
-            with pytest.raises(TierUnavailable):
+            with pytest.raises(TierUnavailableError):
                 load(remote)
             until(lambda: is_back(remote))
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
@@ -243,7 +243,7 @@ class TestBrokenServer:
     )
     def test_no_answer_hangs_or_is_believed(self, answer, reply, is_silent_after, message):
         remote = RemoteTier(answer(reply, is_silent_after=is_silent_after), timeout_seconds=0.2)
-        with pytest.raises(TierUnavailable, match=message):
+        with pytest.raises(TierUnavailableError, match=message):
             load(remote)
         assert remote.breaker.is_open
         remote.close()
@@ -269,7 +269,7 @@ class TestBrokenServer:
             threading.Thread(target=trickle, daemon=True).start()
             remote = RemoteTier(f"{url}127.0.0.1:{listener.getsockname()[1]}/3", timeout_seconds=0.2)
             try:
-                with pytest.raises(TierUnavailable, match=r"within 0\.2 s"):
+                with pytest.raises(TierUnavailableError, match=r"within 0\.2 s"):
                     load(remote)
                 assert not over.is_set()
             finally:

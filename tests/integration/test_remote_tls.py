@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.certificates import make_certificates
 from testing.processes import BINARY, RedisServer
@@ -50,7 +50,7 @@ def test_round_trip(remote, size):
 
 def refusal(url: str) -> str:
     remote = RemoteTier(url)
-    with pytest.raises(TierUnavailable) as caught:
+    with pytest.raises(TierUnavailableError) as caught:
         load(remote)
     assert remote.breaker.is_open
     remote.close()
@@ -103,14 +103,14 @@ def test_a_server_without_tls(server):
 def test_frozen_and_thawed_killed_and_restarted(remote, server):
     remote.store(KEY, 0, memoryview(b"x"))
     server.freeze()
-    with pytest.raises(TierUnavailable, match=r"within 1\.0 s"):
+    with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
         load(remote)
     assert not is_back(remote)
     server.thaw()
     assert until(lambda: is_back(remote)) < 2
     assert load(remote) == b"x"
     server.kill()
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         load(remote)
     server.start()
     assert until(lambda: is_back(remote)) < 2
@@ -120,7 +120,7 @@ def test_frozen_and_thawed_killed_and_restarted(remote, server):
 def test_frozen_in_the_middle_of_a_value(remote, server):
     remote.store(KEY, 0, memoryview(b"x"))
     server.freeze()
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         remote.store(KEY[::-1], 0, memoryview(pattern(3 * PART_BYTES)))
     server.thaw()
     until(remote.try_again)

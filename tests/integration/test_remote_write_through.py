@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from lmcache.tiers.base import Geometry
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from lmcache.tiers.tiered.store import TieredStore

@@ -12,7 +12,8 @@ from lmcache.rpc import service
 from lmcache.rpc.client import Role
 from lmcache.rpc.errors import StaleSession
 from lmcache.rpc.service import LOOKUP, RESERVE
-from lmcache.tiers.base import ArenaError, Reserved
+from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.contracts import Reserved
 from lmcache.tiers.memory.mapping import MappedColumn
 from testing.processes import wait_until
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store

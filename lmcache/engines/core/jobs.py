@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmcache import keys
-from lmcache.tiers.base import Slot
+from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.mapping import Found
+from lmcache.units import ceil_div
 
 GROUP = 0
 """Number of the one KV group that is cached so far."""
@@ -169,7 +170,7 @@ class LoadJob:
     ) -> LoadJob:
         """Load the first ``num_tokens`` (> 0) of an offer; ``blocks`` are the request's from its start."""
         first, end = offer.start // grid.block_tokens, (offer.start + num_tokens) // grid.block_tokens
-        chunks = slice(first // grid.blocks_per_chunk, -(-end // grid.blocks_per_chunk))
+        chunks = slice(first // grid.blocks_per_chunk, ceil_div(end, grid.blocks_per_chunk))
         found = Found(offer.found.rows[chunks], offer.found.generations[chunks])
         in_chunk = first % grid.blocks_per_chunk
         return cls(request_id, tuple(blocks[first:end]), found, in_chunk, grid.blocks_per_chunk)

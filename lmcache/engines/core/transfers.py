@@ -14,7 +14,7 @@ import threading
 from lmcache.engines.core.copier import EngineCopier, Fence
 from lmcache.engines.core.jobs import GROUP, LoadJob, Piece, StoreJob
 from lmcache.rpc.client import Session
-from lmcache.tiers.base import Reserved, Slot
+from lmcache.tiers.memory.contracts import Reserved, Slot
 
 
 class LoadTransfer:

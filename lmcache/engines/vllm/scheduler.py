@@ -48,6 +48,7 @@ from lmcache.engines.core.jobs import (
 from lmcache.engines.core.lookups import LookupThread, Ticket
 from lmcache.engines.core.requests import Computing, RequestState
 from lmcache.rpc.client import SidecarClient
+from lmcache.units import ceil_div
 
 ASK_AGAIN_SECONDS = 0.01
 """Between two questions what is still on its way, of all requests that wait."""
@@ -197,7 +198,7 @@ class Scheduler:
         self._loads.append(
             LoadJob.from_offer(request.request_id, self._grid, offer, num_external_tokens, block_ids)
         )
-        num_chunks = -(-(offer.start + num_external_tokens) // self._grid.chunk_tokens)
+        num_chunks = ceil_div(offer.start + num_external_tokens, self._grid.chunk_tokens)
         self._lookups.lease(state.ticket, num_chunks)
         state.is_loading = True
 

@@ -14,11 +14,12 @@ from typing import TypeVar
 from lmcache.keys import namespace
 from lmcache.logging import init_logger
 from lmcache.server.server_storage_backend.abstract_backend import LMSBackendInterface
-from lmcache.tiers.base import RowKey, TierUnavailable
+from lmcache.tiers.base import RowKey
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.index import name_of
 from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.header import HEADER_BYTES, BadHeader, Buffer, Header, checksum, parse
+from lmcache.tiers.errors import HeaderError, TierUnavailableError
+from lmcache.tiers.header import HEADER_BYTES, Buffer, Header, checksum, parse
 
 T = TypeVar("T")
 
@@ -127,7 +128,7 @@ class LMSLocalDiskBackend(LMSBackendInterface):
 
     def _header(self, row: RowKey) -> Header | None:
         path = os.path.join(self._path, path_of(name_of(row, 0)))
-        with contextlib.suppress(OSError, BadHeader), open(path, "rb") as file:
+        with contextlib.suppress(OSError, HeaderError), open(path, "rb") as file:
             return parse(file.read(HEADER_BYTES))
         return None
 
@@ -138,7 +139,7 @@ class LMSLocalDiskBackend(LMSBackendInterface):
             if breaker.is_open and breaker.seconds_to_trial == 0:
                 self._tier.try_again()
             return operation()
-        except TierUnavailable as error:
+        except TierUnavailableError as error:
             logger.debug("%s", error)  # the tier has said it once
             return otherwise
 

@@ -12,6 +12,7 @@ from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.mem_pool.base_pool import BasePool, KVObj
 from lmcache.storage_backend.mem_pool.torch_arena import TorchArena
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME, FrameAllocator
+from lmcache.units import ceil_div
 
 
 class LocalPool(BasePool):
@@ -62,7 +63,7 @@ class LocalPool(BasePool):
             self._slots.give(kv_obj.chunk_idx)
 
     def _num_slots(self, num_bytes: int) -> int:
-        return max(1, -(-num_bytes // self._arena.geometry.slot_bytes))
+        return max(1, ceil_div(num_bytes, self._arena.geometry.slot_bytes))
 
     def _exhausted(self) -> KVObj | None:
         raise Exception("Mempool allocation failed: the pool is exhausted")

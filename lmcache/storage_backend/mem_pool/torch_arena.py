@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from lmcache.logging import init_logger
-from lmcache.tiers.base import Geometry
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.slots import SlotTable
+from lmcache.tiers.pages import PAGE_BYTES
+from lmcache.units import ceil_div, round_up
 
 logger = init_logger(__name__)
 
-_PAGE_BYTES = 4096
 _PIN_BYTES = 64 << 20  # at once: as long as the kernel takes to clear these pages, which it must anyway
 
 
@@ -44,7 +45,7 @@ class TorchArena:
             self.table = self._host.table
             self._memory = torch.frombuffer(self._host.buffer, dtype=torch.uint8)
         else:
-            self.table = SlotTable.blank(1, -(-num_slots // SLOTS_PER_FRAME) * SLOTS_PER_FRAME)
+            self.table = SlotTable.blank(1, round_up(num_slots, SLOTS_PER_FRAME))
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._pins = _Pins(self._memory, geometry.slot_bytes * SLOTS_PER_FRAME)
 
@@ -54,8 +55,8 @@ class TorchArena:
 
         Slots are whole pages, so that of chunks below 64 KiB a frame holds several.
         """
-        slot_bytes = -(-chunk_bytes // (SLOTS_PER_FRAME * _PAGE_BYTES)) * _PAGE_BYTES
-        num_slots = max(capacity_bytes // slot_bytes, -(-chunk_bytes // slot_bytes))
+        slot_bytes = round_up(ceil_div(chunk_bytes, SLOTS_PER_FRAME), PAGE_BYTES)
+        num_slots = max(capacity_bytes // slot_bytes, ceil_div(chunk_bytes, slot_bytes))
         return cls(Geometry(slot_bytes, num_columns=1), num_slots, device)
 
     def tensor(self, row: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -67,7 +68,7 @@ class TorchArena:
         return self._memory[start:end].view(dtype).view(tuple(shape))
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
-        """See ``lmcache.tiers.base.Arena``; raises TypeError for memory on a GPU."""
+        """See ``lmcache.tiers.memory.contracts.Arena``; raises TypeError for memory on a GPU."""
         if self._host is None:
             raise TypeError("memory on a GPU can't be viewed from the host")
         return self._host.view(row, column, length)
@@ -85,7 +86,7 @@ class _Pins:
 
     def __init__(self, memory: torch.Tensor, frame_bytes: int) -> None:
         self._address, self._num_bytes = memory.data_ptr(), memory.numel()
-        self._piece_bytes = -(-_PIN_BYTES // frame_bytes) * frame_bytes
+        self._piece_bytes = round_up(_PIN_BYTES, frame_bytes)
         self._lock = threading.Lock()  # protects what follows
         self._cudart: Any = None  # nothing (more) is pinned
         if memory.device.type == "cpu" and torch.cuda.is_available():

@@ -11,7 +11,7 @@ Other memory goes through the page cache; the files are the same.
 
 All paths are relative to the directory's descriptor: when its volume is unmounted, nothing is written to what
 lies below. A directory that was made again in its place is taken by ``reopen``. A file that does not fit
-raises Invalid; errors of the operating system pass.
+raises InvalidObjectError; errors of the operating system pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import re
 import stat
@@ -30,9 +29,12 @@ from typing import Literal
 
 import numpy as np
 
-from lmcache.tiers.base import PAGE_BYTES, Loaded, TierError, round_up, split_row_key
+from lmcache.tiers.base import Loaded, split_row_key
 from lmcache.tiers.disk.index import Name, name_of
-from lmcache.tiers.header import HEADER_BYTES, BadHeader, Header, combined, digests, parse
+from lmcache.tiers.errors import DirectoryInUseError, HeaderError, InvalidObjectError
+from lmcache.tiers.header import HEADER_BYTES, Header, combined, digests, parse
+from lmcache.tiers.pages import PAGE_BYTES, blank_pages
+from lmcache.units import round_up
 
 Fsync = Literal["never", "file"]
 
@@ -46,18 +48,6 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EINVAL})
 
 
-class DiskError(TierError):
-    """The directory can't be used for a disk tier: the message says why, and what to do."""
-
-
-class DirectoryInUse(DiskError):
-    """Somebody else has the directory."""
-
-
-class Invalid(Exception):
-    """A file does not hold what its name says; the message is the reason, as it is counted."""
-
-
 def path_of(name: Name) -> str:
     """Where an object lies in the directory."""
     namespace, chunk_key = split_row_key(name[:-4])
@@ -66,7 +56,7 @@ def path_of(name: Name) -> str:
 
 
 class Directory:
-    """Thread-safe. Raises DirectoryInUse when another process has the directory."""
+    """Thread-safe. Raises DirectoryInUseError when another process has the directory."""
 
     def __init__(self, path: str, *, fsync: Fsync = "never") -> None:
         self.path = path
@@ -76,7 +66,7 @@ class Directory:
         try:
             self._root = self._open_root(0)
         except BlockingIOError:
-            raise DirectoryInUse(
+            raise DirectoryInUseError(
                 f"{path} is in use by another process: give each process a directory of its own"
             ) from None
 
@@ -116,12 +106,12 @@ class Directory:
 
     def check(self) -> None:
         """Write a page, read it and delete it; raise OSError if that fails. A full volume is well."""
-        page = _pages(1)
+        page = blank_pages(1)
         try:
             self.publish(self.write(_CHECK_NAME, page, b""), _CHECK_NAME)
             self.read(_CHECK_NAME, page)
             self.remove(_CHECK_NAME)
-        except Invalid as invalid:
+        except InvalidObjectError as invalid:
             raise OSError(errno.EIO, f"what was read is not what was written: {invalid}") from None
         except OSError as error:
             if error.errno == errno.EINVAL and self._direct:
@@ -153,7 +143,7 @@ class Directory:
             return None
         except OSError as error:
             if error.errno in _NOT_A_FILE:
-                raise Invalid("type") from None
+                raise InvalidObjectError("type") from None
             raise
         try:
             return _read(fd, name, into, length)
@@ -167,7 +157,7 @@ class Directory:
         checksum = combined(part_digests or digests(payload))
         header = Header(name[:-4], column, 0, 1, length, length, checksum, label)
         whole = length // PAGE_BYTES * PAGE_BYTES
-        pages = _pages(2 if length > whole else 1)
+        pages = blank_pages(2 if length > whole else 1)
         pages[:HEADER_BYTES] = header.pack()
         pages[PAGE_BYTES : PAGE_BYTES + length - whole] = payload[whole:]
         fd = self._create(temporary, self._direct_flag(payload))
@@ -253,29 +243,29 @@ class Directory:
 def _read(fd: int, name: Name, into: memoryview, expected: int | None) -> Loaded:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise Invalid("type")
+        raise InvalidObjectError("type")
     stored = status.st_size - PAGE_BYTES
     whole = max(0, stored - PAGE_BYTES)  # the last page may be longer than the payload, and than its place
     if stored < 0 or stored % PAGE_BYTES or whole > len(into):
-        raise Invalid("length")
-    pages = _pages(1 + bool(stored))
+        raise InvalidObjectError("length")
+    pages = blank_pages(1 + bool(stored))
     if os.preadv(fd, [pages[:PAGE_BYTES], into[:whole], pages[PAGE_BYTES:]], 0) != status.st_size:
-        raise Invalid("length")
+        raise InvalidObjectError("length")
     try:
         header = parse(pages[:HEADER_BYTES])
-    except BadHeader:
-        raise Invalid("header") from None
+    except HeaderError:
+        raise InvalidObjectError("header") from None
     length = header.payload_bytes
     if name_of(header.key, header.column) != name:
-        raise Invalid("name")
+        raise InvalidObjectError("name")
     if header.num_parts != 1 or round_up(length, PAGE_BYTES) != stored or length > len(into):
-        raise Invalid("length")
+        raise InvalidObjectError("length")
     if expected not in (None, length):
-        raise Invalid("length")
+        raise InvalidObjectError("length")
     into[whole:length] = pages[PAGE_BYTES : PAGE_BYTES + length - whole]
     found = digests(into[:length])
     if combined(found) != header.checksum:
-        raise Invalid("checksum")
+        raise InvalidObjectError("checksum")
     return Loaded(length, found)
 
 
@@ -284,11 +274,6 @@ def _mount_point(path: str) -> str:
     while not os.path.ismount(path):
         path = os.path.dirname(path)
     return path
-
-
-def _pages(number: int) -> memoryview:
-    """Aligned memory, zeros."""
-    return memoryview(mmap.mmap(-1, number * PAGE_BYTES))
 
 
 def _now() -> tuple[int, int]:

@@ -11,8 +11,8 @@ miss, counted by reason, and its file is deleted.
 it found into the index, oldest first. Until then objects are looked for by their names. A store waits up to 1
 s for the index, since what may be written is not known before, and is refused then.
 
-**Sickness.** Whatever goes wrong with the volume raises TierUnavailable and opens the circuit; from then on
-operations raise at once, until ``try_again`` finds it well. A full volume evicts. There is no deadline for
+**Sickness.** Whatever goes wrong with the volume raises TierUnavailableError and opens the circuit; from then
+on operations raise at once, until ``try_again`` finds it well. A full volume evicts. There is no deadline for
 what the kernel never answers (a network volume whose server is gone): use a local one.
 """
 
@@ -29,10 +29,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lmcache.tiers.base import PAGE_BYTES, Loaded, RowKey, TierUnavailable
+from lmcache.tiers.base import Loaded, RowKey
 from lmcache.tiers.circuit import CircuitBreaker
-from lmcache.tiers.disk.files import FULL, Directory, DiskError, Fsync, Invalid
+from lmcache.tiers.disk.files import FULL, Directory, Fsync
 from lmcache.tiers.disk.index import Index, Name, name_of
+from lmcache.tiers.errors import DiskError, InvalidObjectError, TierUnavailableError
+from lmcache.tiers.pages import PAGE_BYTES
 from lmcache.tiers.stats import DiskStats
 
 logger = logging.getLogger(__name__)
@@ -162,7 +164,7 @@ class DiskTier:
     def _watching(self) -> Iterator[None]:
         """Let what goes wrong with the volume open the circuit."""
         if self.breaker.is_open:
-            raise TierUnavailable(f"disk tier {self._directory.path} is away")
+            raise TierUnavailableError(f"disk tier {self._directory.path} is away")
         try:
             yield
         except OSError as error:
@@ -170,7 +172,7 @@ class DiskTier:
             with self._lock:
                 self.stats.failures += 1
             logger.warning("disk tier %s: %s", self._directory.path, error)
-            raise TierUnavailable(f"disk tier {self._directory.path}: {error}") from error
+            raise TierUnavailableError(f"disk tier {self._directory.path}: {error}") from error
 
     def _contains(self, name: Name) -> bool:
         with self._lock:
@@ -183,7 +185,7 @@ class DiskTier:
         if self._contains(name):
             try:
                 loaded = self._directory.read(name, into, length)
-            except Invalid as invalid:
+            except InvalidObjectError as invalid:
                 reason = str(invalid)
             except OSError as error:
                 if error.errno == errno.EIO:  # a bad block would open the circuit again at every load

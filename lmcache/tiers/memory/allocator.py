@@ -28,11 +28,10 @@ that nobody touches is never taken. With one slot per frame, row and slot are th
 
 from __future__ import annotations
 
-import mmap
-import struct
 from array import array
 from functools import lru_cache
-from typing import Literal
+
+from lmcache.units import ceil_div
 
 SLOTS_PER_FRAME = 16
 """Slots of a full chunk in an arena whose rows take several."""
@@ -40,17 +39,11 @@ SLOTS_PER_FRAME = 16
 _LEAF_BITS = 1024
 
 
-def zeros(count: int, code: Literal["B", "I", "Q"]) -> memoryview[int]:
-    """Return ``count`` numbers of a ``struct`` code, all 0; only what is touched takes memory."""
-    memory = mmap.mmap(-1, max(1, count) * struct.calcsize(code), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return memoryview(memory).cast(code)
-
-
 class FrameSet:
     """A set of frames that knows its lowest: two levels of bits."""
 
     def __init__(self, num_frames: int, *, is_full: bool = False) -> None:
-        num_leaves = -(-num_frames // _LEAF_BITS)
+        num_leaves = ceil_div(num_frames, _LEAF_BITS)
         self._leaves = [0] * num_leaves
         self._summary = 0  # leaves that are not empty
         if is_full and num_frames:
@@ -85,7 +78,7 @@ class FrameAllocator:
     def __init__(self, num_slots: int, slots_per_frame: int = 1) -> None:
         self.num_slots = num_slots
         self.slots_per_frame = slots_per_frame
-        self.num_frames = -(-num_slots // slots_per_frame)
+        self.num_frames = ceil_div(num_slots, slots_per_frame)
         self.num_rows = 0  # taken
         self.num_slots_taken = 0
         # Bits are the slots of one frame.

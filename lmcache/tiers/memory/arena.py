@@ -25,8 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.capacity import check_room
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.kernel_pages import (
     check_node,
     collapse,
@@ -38,6 +39,7 @@ from lmcache.tiers.memory.kernel_pages import (
 from lmcache.tiers.memory.layout import HEAD_BYTES, Head, Layout
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, SharedIndex
 from lmcache.tiers.memory.slots import ENTRY, SlotTable
+from lmcache.tiers.pages import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

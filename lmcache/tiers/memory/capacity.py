@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lmcache.tiers.base import ArenaError
+from lmcache.tiers.errors import ArenaError
 from lmcache.units import format_size
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache.tiers.base import ArenaError
+from lmcache.tiers.errors import ArenaError
+from lmcache.units import round_up
 
 # Not in the mmap module, or only in later versions of Python.
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -52,7 +53,7 @@ def collapse(memory: NDArray[np.uint8]) -> None:
 
 def discard(memory: NDArray[np.uint8]) -> None:
     """Give the whole pages of a range of private memory back; they read as zeros from now on."""
-    start = -(-memory.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    start = round_up(memory.ctypes.data, mmap.PAGESIZE)
     end = (memory.ctypes.data + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end:
         _libc.madvise(start, end - start, mmap.MADV_DONTNEED)

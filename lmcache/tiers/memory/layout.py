@@ -14,9 +14,12 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry, round_up
+from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, num_buckets
 from lmcache.tiers.memory.slots import ENTRY_BYTES
+from lmcache.tiers.pages import PAGE_BYTES
+from lmcache.units import round_up
 
 HEAD_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20

@@ -11,11 +11,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lmcache.tiers.base import Arena, ArenaError, RowKey
+from lmcache.tiers.base import RowKey
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache.tiers.memory.contracts import Arena
 from lmcache.tiers.memory.rows import Rows, Vacated
 from lmcache.tiers.policy import NoEviction, Policy
 from lmcache.tiers.stats import MemoryStats
+from lmcache.units import ceil_div
 
 _HERE = bytes(16)  # owner of all rows: this process
 
@@ -60,7 +63,7 @@ class LocalStore:
         passes on. False: no room, because it is longer than a frame or all is in use; nothing was replaced.
         """
         with self._lock:
-            row = self._rows.open_row(key, max(1, -(-length // self._slot_bytes)), request)
+            row = self._rows.open_row(key, max(1, ceil_div(length, self._slot_bytes)), request)
             if row is None:
                 return False
             self._rows.write(row, 0, _HERE, length)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache.tiers.base import ArenaError, Slot
+from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.kernel_pages import populate
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, hashes
 from lmcache.tiers.memory.slots import ENTRY, State

@@ -7,10 +7,12 @@ import mmap
 
 import numpy as np
 
-from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.kernel_pages import check_node, discard, place, prefer_huge_pages
 from lmcache.tiers.memory.slots import SlotTable
+from lmcache.units import round_up
 
 
 class PrivateArena:
@@ -30,7 +32,7 @@ class PrivateArena:
         self.geometry = geometry
         self.num_rows = self.ready_rows = num_slots
         # Rows of several slots are numbered by whole frames.
-        self.table = SlotTable.blank(geometry.num_columns, -(-num_slots // SLOTS_PER_FRAME) * SLOTS_PER_FRAME)
+        self.table = SlotTable.blank(geometry.num_columns, round_up(num_slots, SLOTS_PER_FRAME))
         num_bytes = geometry.num_columns * num_slots * geometry.slot_bytes
         try:
             self._map = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -21,10 +21,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lmcache.tiers.base import Arena, ArenaError, Removal, RowKey, Slot
-from lmcache.tiers.memory.allocator import FrameAllocator, zeros
+from lmcache.tiers.base import RowKey
+from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.allocator import FrameAllocator
+from lmcache.tiers.memory.contracts import Arena, Slot
+from lmcache.tiers.pages import zeros
 from lmcache.tiers.policy import LRU, Policy
-from lmcache.tiers.stats import MemoryStats, Tenants
+from lmcache.tiers.stats import MemoryStats, Removal, Tenants
+from lmcache.units import ceil_div
 
 # Ranks of one engine store a chunk within one step: by then missing columns will not come any more.
 INCOMPLETE_SECONDS = 30.0
@@ -104,7 +108,7 @@ class Rows:
 
     @property
     def _usable_frames(self) -> int:
-        return -(-self.usable_slots // self.allocator.slots_per_frame)
+        return ceil_div(self.usable_slots, self.allocator.slots_per_frame)
 
     # ---- find ----
 
@@ -291,7 +295,7 @@ class Rows:
     def vacate(self, first_slot: int) -> Vacated:
         """Evict all rows that lie beyond, as far as nobody uses them."""
         num_evicted, blocked = 0, Counter[str]()
-        for frame in range(-(-first_slot // self.allocator.slots_per_frame), self.allocator.num_frames):
+        for frame in range(ceil_div(first_slot, self.allocator.slots_per_frame), self.allocator.num_frames):
             for number in self.allocator.rows_in(frame):
                 user = self._user(number)
                 if user is None:

@@ -19,11 +19,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache.tiers.base import Arena, Removal, Reservation, Reserved, RowKey, Slot, StaleSlot
+from lmcache.tiers.base import RowKey
+from lmcache.tiers.errors import StaleSlotError
+from lmcache.tiers.memory.contracts import Arena, Reservation, Reserved, Slot
 from lmcache.tiers.memory.rows import OpenRow, Rows, Vacated
 from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
 from lmcache.tiers.policy import Policy
-from lmcache.tiers.stats import MemoryStats
+from lmcache.tiers.stats import MemoryStats, Removal
 
 SIDECAR = bytes(16)  # owner of the rows that the tier's own process fills (promotions)
 LeaseId = tuple[bytes, str]  # (engine uuid, request id)
@@ -35,7 +37,7 @@ class MemoryTier:
     """Not thread-safe: one event loop owns it. Every row takes one slot per column.
 
     An ``owner`` of reservations is a client's uuid (16 bytes); leases belong to an engine. Methods that take
-    slots raise StaleSlot, and change nothing, when one of them is not the caller's.
+    slots raise StaleSlotError, and change nothing, when one of them is not the caller's.
     """
 
     def __init__(
@@ -330,10 +332,10 @@ class MemoryTier:
         for slot in slots:
             row = self._rows.open.get(slot.row)
             if row is None or row.slot != slot or row.writers.get(column) != owner:
-                raise StaleSlot(f"column {column} of {slot} is not reserved by this client (any more)")
+                raise StaleSlotError(f"column {column} of {slot} is not reserved by this client (any more)")
             rows.append(row)
         if len({slot.row for slot in slots}) != len(slots):
-            raise StaleSlot("a slot is named twice")
+            raise StaleSlotError("a slot is named twice")
         return rows
 
     def _take_back(self, row: OpenRow, column: int, owner: bytes) -> None:

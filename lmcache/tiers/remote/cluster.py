@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lmcache.tiers.base import RowKey, TierUnavailable
+from lmcache.tiers.base import RowKey
+from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote.address import Endpoint
 from lmcache.tiers.remote.objects import hash_tag
-from lmcache.tiers.remote.resp import Connection, Reply, ServerError
+from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.topology import Topology, endpoint_of
 
@@ -103,7 +104,7 @@ class Cluster(Topology):
             for server in (*self.servers(), *self._seeds):
                 try:
                     slots = server.run(lambda c: _slot_map(c.call("CLUSTER", "SLOTS"), c.endpoint.host))
-                except (TierUnavailable, ServerError):
+                except (TierUnavailableError, ServerError):
                     continue
                 if any(slots):  # else it was taken out of the cluster, or never was in one
                     self._adopt(slots)

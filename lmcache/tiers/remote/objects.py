@@ -14,24 +14,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lmcache.tiers.base import Loaded, RowKey, split_row_key
-from lmcache.tiers.header import (
-    HEADER_BYTES,
-    PART_BYTES,
-    BadHeader,
-    Header,
-    checksum,
-    digest_of,
-    digests,
-    parse,
-)
+from lmcache.tiers.errors import HeaderError, InvalidObjectError, ServerError
+from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, Header, checksum, digest_of, digests, parse
 from lmcache.tiers.remote.address import DEFAULT_PREFIX
-from lmcache.tiers.remote.resp import Connection, ServerError
+from lmcache.tiers.remote.resp import Connection
+from lmcache.units import ceil_div
 
-__all__ = ["PART_BYTES", "InvalidObject", "ObjectName", "hash_tag", "load", "num_parts", "store"]
-
-
-class InvalidObject(Exception):
-    """What stands under this name is not ours; the message is the reason, as it is counted."""
+__all__ = ["PART_BYTES", "ObjectName", "hash_tag", "load", "num_parts", "store"]
 
 
 class ObjectName(NamedTuple):
@@ -54,13 +43,13 @@ def hash_tag(key: RowKey, column: int) -> str:
 
 def num_parts(total_bytes: int) -> int:
     """Parts of a payload; an empty one has one, too."""
-    return max(1, -(-total_bytes // PART_BYTES))
+    return max(1, ceil_div(total_bytes, PART_BYTES))
 
 
 def load(
     connection: Connection, name: ObjectName, into: memoryview, length: int | None = None
 ) -> Loaded | None:
-    """Return the payload; None when there is no such object. Raises InvalidObject, also when it has not
+    """Return the payload; None when there is no such object. Raises InvalidObjectError, also when it has not
     ``length`` bytes.
 
     The next part is asked for before the one that came is compared with its checksum: the server copies the
@@ -72,16 +61,16 @@ def load(
         return None
     total = header.total_bytes
     if total > len(into) or length not in (None, total):
-        raise InvalidObject("length")
+        raise InvalidObjectError("length")
     found = [header.checksum]
     for part in range(1, header.num_parts):
         connection.ask([("GET", name.part(part))])
         _compare(header, into)
         header = _read_part(connection, name, part, into)
         if header is None:
-            raise InvalidObject("part")
+            raise InvalidObjectError("part")
         if header.total_bytes != total:
-            raise InvalidObject("length")
+            raise InvalidObjectError("length")
         found.append(header.checksum)
     _compare(header, into)
     return Loaded(total, b"".join(found))
@@ -90,7 +79,7 @@ def load(
 def _compare(header: Header, into: memoryview) -> None:
     start = header.part * PART_BYTES
     if checksum(into[start : start + header.payload_bytes]) != header.checksum:
-        raise InvalidObject("checksum")
+        raise InvalidObjectError("checksum")
 
 
 def _read_part(connection: Connection, name: ObjectName, part: int, into: memoryview) -> Header | None:
@@ -100,26 +89,26 @@ def _read_part(connection: Connection, name: ObjectName, part: int, into: memory
     except ServerError as error:
         if error.code != "WRONGTYPE":
             raise
-        raise InvalidObject("type") from None
+        raise InvalidObjectError("type") from None
     if num_bytes is None:
         return None
     place = into[part * PART_BYTES : (part + 1) * PART_BYTES]
     length = num_bytes - HEADER_BYTES
     if not 0 <= length <= len(place):
-        raise InvalidObject("length")
+        raise InvalidObjectError("length")
     head = memoryview(bytearray(HEADER_BYTES))
     connection.read_bulk(head, place[:length])
     connection.end_bulk()
     try:
         header = parse(head)
-    except BadHeader:
-        raise InvalidObject("header") from None
+    except HeaderError:
+        raise InvalidObjectError("header") from None
     if (header.key, header.column, header.part) != (name.key, name.column, part):
-        raise InvalidObject("name")
+        raise InvalidObjectError("name")
     total = header.total_bytes
     expected = min(PART_BYTES, total - part * PART_BYTES)
     if header.num_parts != num_parts(total) or not length == header.payload_bytes == expected:
-        raise InvalidObject("length")
+        raise InvalidObjectError("length")
     return header
 
 

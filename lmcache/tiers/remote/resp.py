@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
-from lmcache.tiers.base import TierError
+from lmcache.tiers.errors import ServerError
 from lmcache.tiers.header import Buffer
 from lmcache.tiers.remote.address import Address, Endpoint
 from lmcache.tiers.remote.stream import open_stream
@@ -26,21 +26,10 @@ Reply: TypeAlias = "int | bytes | list[Reply] | None"
 """A number, a string of either kind, nil or an array."""
 
 _MAX_LINE_BYTES = 4096
-_MAX_MESSAGE = 200
 _AUTH_CODES = frozenset({"BUSY", "ERR", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS"})
 _MAX_LENGTH = 1 << 16  # of strings and arrays that are kept here; parts are read into their place
 _MAX_DEPTH = 5  # CLUSTER SLOTS: list of ranges, range, server, names of its host, name
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
-
-
-class ServerError(TierError):
-    """An error reply; ``code`` is its first word (``LOADING``, ``OOM``, ...). What it repeats of the command
-    is cut off: that may be anything, and the message goes to the log."""
-
-    def __init__(self, message: str) -> None:
-        message = message.partition(", with args beginning with")[0]
-        super().__init__(message[:_MAX_MESSAGE])
-        self.code = message.split(" ", 1)[0]
 
 
 class Connection:

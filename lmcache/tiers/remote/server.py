@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from lmcache.tiers.base import TierUnavailable
 from lmcache.tiers.circuit import CircuitBreaker, RetryStale
-from lmcache.tiers.remote.resp import Connection, ServerError
+from lmcache.tiers.errors import ServerError, TierUnavailableError
+from lmcache.tiers.remote.resp import Connection
 
 T = TypeVar("T")
 
@@ -47,11 +47,11 @@ class Server:
         self._is_said = False  # and not yet that it is back
 
     def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
-        """Do this on a connection. Raises TierUnavailable when the server is sick or its circuit is open, and
-        ServerError when it is well and answers so."""
+        """Do this on a connection. Raises TierUnavailableError when the server is sick or its circuit is
+        open, and ServerError when it is well and answers so."""
         if self.breaker.is_open:
             self._start_trial()
-            raise TierUnavailable(f"remote tier {self.name} is away")
+            raise TierUnavailableError(f"remote tier {self.name} is away")
         try:
             result = self._attempt(operation, asking=asking)
         except (OSError, ServerError) as error:
@@ -62,7 +62,7 @@ class Server:
             self._note_failure()
             self._on_failure()
             self._say(str(error))
-            raise TierUnavailable(f"remote tier {self.name}: {error}") from error
+            raise TierUnavailableError(f"remote tier {self.name}: {error}") from error
         self.breaker.success()
         return result
 

@@ -8,7 +8,7 @@ names that start with our prefix are ever written; nothing is deleted.
 
 **Sickness.** Whatever goes wrong with a server itself opens its circuit; from then on it is not asked until a
 trial finds it well. While another server is well, what the sick one owns is a miss, and a store of it is
-refused; when all are sick, operations raise TierUnavailable.
+refused; when all are sick, operations raise TierUnavailableError.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeVar
 
-from lmcache.tiers.base import Loaded, RowKey, TierUnavailable
+from lmcache.tiers.base import Loaded, RowKey
 from lmcache.tiers.circuit import CircuitBreaker, JointBreaker
+from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, parse_endpoints
 from lmcache.tiers.remote.cluster import Cluster
-from lmcache.tiers.remote.objects import PART_BYTES, InvalidObject, ObjectName, num_parts
-from lmcache.tiers.remote.resp import Connection, Reply, ServerError
+from lmcache.tiers.remote.objects import PART_BYTES, ObjectName, num_parts
+from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
 from lmcache.tiers.stats import ObjectStats
@@ -98,7 +99,7 @@ class RemoteTier:
         for server in self._candidates(name):
             try:
                 loaded = self._run(server, lambda connection: parts.load(connection, name, into, length))
-            except InvalidObject as invalid:
+            except InvalidObjectError as invalid:
                 self._note_invalid(name, str(invalid))
                 return None
             except ServerError as error:
@@ -158,7 +159,7 @@ class RemoteTier:
         """Ask the servers whether they are well; if one is not, the log says why, and its circuit opens."""
         self._topology.refresh()
         for server in self._topology.servers():
-            with contextlib.suppress(TierUnavailable, ServerError):
+            with contextlib.suppress(TierUnavailableError, ServerError):
                 server.run(lambda connection: connection.call("PING"))
 
     def try_again(self) -> bool:
@@ -220,7 +221,7 @@ class RemoteTier:
         while len(tried) < _MAX_TRIES:
             owners = self._topology.owners(name.key, name.column)
             if not owners and self.breaker.is_open:
-                raise TierUnavailable(f"remote tier {self.address} is away")
+                raise TierUnavailableError(f"remote tier {self.address} is away")
             server = next((owner for owner in owners if owner not in tried), None)
             if server is None:
                 return
@@ -231,7 +232,7 @@ class RemoteTier:
         """None: this server is sick, but another one is well."""
         try:
             return server.run(operation)
-        except TierUnavailable:
+        except TierUnavailableError:
             if self.breaker.is_open:
                 raise
             return None

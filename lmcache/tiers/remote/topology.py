@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from lmcache.tiers.base import RowKey
+from lmcache.tiers.errors import ServerError
 from lmcache.tiers.remote.address import Address, Endpoint
-from lmcache.tiers.remote.resp import Connection, ServerError
+from lmcache.tiers.remote.resp import Connection
 from lmcache.tiers.remote.server import Server
 
 

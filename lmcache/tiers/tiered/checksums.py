@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache.tiers.base import Arena, RowKey, Slot
+from lmcache.tiers.base import RowKey
 from lmcache.tiers.header import digests, seal_of
+from lmcache.tiers.memory.contracts import Arena, Slot
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.tiered.tasks import NICENESS, Workers
 

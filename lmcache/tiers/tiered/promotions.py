@@ -13,7 +13,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from lmcache.tiers.base import RowKey, Slot
+from lmcache.tiers.base import RowKey
+from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.tiered.checksums import Seals
 from lmcache.tiers.tiered.refresh import Hits

@@ -13,7 +13,8 @@ import math
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 
-from lmcache.tiers.base import RowKey, Slot
+from lmcache.tiers.base import RowKey
+from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.tiered.tier_worker import Lower
 from lmcache.tiers.tiered.write_queue import Write
 

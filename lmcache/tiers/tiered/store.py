@@ -20,7 +20,8 @@ import enum
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from lmcache.tiers.base import Arena, Lookup, LowerTier, Reservation, RowKey, Slot, split_row_key
+from lmcache.tiers.base import LowerTier, RowKey, split_row_key
+from lmcache.tiers.memory.contracts import Arena, Lookup, Reservation, Slot
 from lmcache.tiers.memory.tier import LeaseId, MemoryTier
 from lmcache.tiers.stats import MemoryStats, TieredStats, Unwritten
 from lmcache.tiers.tiered.checksums import Seals
@@ -29,6 +30,7 @@ from lmcache.tiers.tiered.refresh import Hits
 from lmcache.tiers.tiered.tasks import Outstanding, Tasks
 from lmcache.tiers.tiered.tier_worker import Lower, Watcher
 from lmcache.tiers.tiered.write_queue import Write
+from lmcache.units import ceil_div
 
 __all__ = ["Admit", "Lookup", "TieredStore"]
 
@@ -143,7 +145,7 @@ class TieredStore:
             num_here // width - num_chunks,
             probing,
             [leased[group::width] for group in range(len(groups))],
-            -(-num_coming // width),
+            ceil_div(num_coming, width),
         )
 
     # ---- store ----
@@ -171,7 +173,8 @@ class TieredStore:
         ]
 
     def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
-        """Commit all or, raising StaleSlot, none. What becomes visible is checksummed and written through."""
+        """Commit all or, raising StaleSlotError, none. What becomes visible is checksummed and written
+        through."""
         visible = self._commit(slots, column, owner)
         if visible:
             self._tasks.spawn(self._seal(visible, self._admit))
@@ -196,7 +199,7 @@ class TieredStore:
         return unwritten | {why for write in writes if (why := write.result()) is not None}
 
     def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
-        """Abort all or, raising StaleSlot, none."""
+        """Abort all or, raising StaleSlotError, none."""
         self.memory.abort(slots, column, owner)
 
     def _commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Slot]:

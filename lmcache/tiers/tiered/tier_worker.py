@@ -11,8 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from lmcache.tiers.base import Loaded, LowerTier, RowKey, Slot, TierUnavailable, split_row_key
+from lmcache.tiers.base import Loaded, LowerTier, RowKey, split_row_key
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests, seal_of
+from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import TieredStats, Unwritten
 from lmcache.tiers.tiered import load_or_recompute as gate
@@ -124,7 +126,7 @@ class Lower:
         return asking.result() if asking.done() and not asking.cancelled() else 0
 
     async def _probe(self, keys: Sequence[RowKey]) -> int:
-        with contextlib.suppress(TierUnavailable):
+        with contextlib.suppress(TierUnavailableError):
             return await self._run(self._readers, lambda: self._tier.probe(keys, self._num_columns))
         return 0
 
@@ -167,7 +169,7 @@ class Lower:
         loaded = None
         self._rate.begin(self._clock())
         try:
-            with contextlib.suppress(TierUnavailable):
+            with contextlib.suppress(TierUnavailableError):
                 loaded = await self._run(self._readers, lambda: _load_columns(self._tier, key, views, length))
         finally:
             self._rate.end(self._clock(), length * len(views) if loaded else 0)
@@ -209,7 +211,7 @@ class Lower:
     async def _touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
         absent: set[RowKey] = set()
         lengths = [self._memory.arena.table.length(slot.row, 0) for slot in slots]
-        with contextlib.suppress(TierUnavailable):
+        with contextlib.suppress(TierUnavailableError):
             absent = await self._run(
                 self._writers, lambda: self._tier.touch(keys, self._num_columns, lengths)
             )
@@ -233,7 +235,7 @@ class Lower:
                 continue
             try:
                 self._settle(write, await self._store(write))
-            except TierUnavailable:
+            except TierUnavailableError:
                 write = write._replace(num_failures=write.num_failures + 1)
                 if write.num_failures < _MAX_FAILURES:
                     self._enqueue(write, is_first=True)
@@ -320,13 +322,13 @@ class Lower:
         return all(ended)
 
     async def _run(self, pool: Workers, operation: Callable[[], T]) -> T:
-        """Run an operation in a thread. Raises TierUnavailable: then nothing more is asked until a trial
+        """Run an operation in a thread. Raises TierUnavailableError: then nothing more is asked until a trial
         succeeds."""
         name = object()
         self._running[name] = self._clock()
         try:
             return await pool.run(operation)
-        except TierUnavailable:
+        except TierUnavailableError:
             if self._up.is_set():
                 self._up.clear()
                 self._give_up_waiting()

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lmcache.tiers.base import Slot
+from lmcache.tiers.memory.contracts import Slot
 
 
 class Write(NamedTuple):

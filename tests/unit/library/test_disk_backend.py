@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend, save_disk
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import TierUnavailableError
 from testing.processes import wait_until
 from tests.harness.kv_cache import (
     CHUNK,
@@ -216,7 +216,7 @@ def test_defect_12_a_sick_disk_is_misses_and_comes_back(backend, monkeypatch):
     def sick_load(*arguments):
         if is_sick.is_set():
             backend._tier.breaker.failure()
-            raise TierUnavailable("EIO")
+            raise TierUnavailableError("EIO")
         return load(*arguments)
 
     monkeypatch.setattr(backend._tier, "load", sick_load)

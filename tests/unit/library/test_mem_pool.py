@@ -19,7 +19,7 @@ from lmcache.storage_backend.mem_pool import (
     LocalPool,
     TorchArena,
 )
-from lmcache.tiers.base import Geometry
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.local import LocalStore
 
 SHAPE = (2, 2, 64, 8, 16)  # a full chunk: 64 KiB of fp16, 16 slots of 4 KiB

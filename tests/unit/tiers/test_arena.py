@@ -6,13 +6,15 @@ import time
 
 import pytest
 
-from lmcache.tiers.base import PAGE_BYTES, ArenaError, Geometry, Slot
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.capacity import check_room, memory_limit
+from lmcache.tiers.memory.contracts import Geometry, Slot
 from lmcache.tiers.memory.layout import HEAD_BYTES, Layout
 from lmcache.tiers.memory.mapping import MappedColumn
 from lmcache.tiers.memory.slots import ENTRY_BYTES, State
 from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.pages import PAGE_BYTES
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)

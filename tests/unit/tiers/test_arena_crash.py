@@ -28,7 +28,7 @@ CRASHER = """
 import random, sys
 from pathlib import Path
 from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.base import Geometry, Reserved
+from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory.tier import MemoryTier
 

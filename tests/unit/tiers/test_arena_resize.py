@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.mapping import MappedColumn
 from lmcache.tiers.memory.tier import MemoryTier
 

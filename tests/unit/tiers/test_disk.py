@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from lmcache.tiers.base import TierError
-from lmcache.tiers.disk.files import DiskError
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.errors import DiskError, TierError
 from lmcache.tiers.header import HEADER_BYTES, digests, parse
 from tests.harness.disk_world import (
     MIB,

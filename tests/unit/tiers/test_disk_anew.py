@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 
-from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.disk.files import DiskError
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.errors import DiskError, TierUnavailableError
 from tests.harness.disk_world import MIB, PAGE, content, load, open_tier, store, taken_bytes
 
 
@@ -23,7 +22,7 @@ def test_a_directory_that_is_made_again_is_taken(path):
     store(tier, 1)
     store(tier, 2)
     shutil.rmtree(path)
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         store(tier, 3)
     path.mkdir()
     assert tier.try_again()
@@ -43,7 +42,7 @@ def test_a_directory_that_is_made_again_is_taken(path):
 def test_a_directory_made_again_and_taken_by_somebody_else_is_left_to_them(path):
     tier = open_tier(path)
     shutil.rmtree(path)
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         store(tier, 1)
     other = DiskTier(path, MIB)
     assert not tier.try_again()
@@ -57,7 +56,7 @@ def test_a_volume_that_is_mounted_anew_is_taken_and_what_lies_below_is_not(volum
     store(tier, 1)
     subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
     subprocess.run(["umount", "-l", volume], check=True)
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         store(tier, 2)
     assert not tier.try_again()
     assert list(volume.iterdir()) == []

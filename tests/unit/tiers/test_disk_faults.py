@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from lmcache.tiers.base import TierUnavailable
-from lmcache.tiers.disk.files import DiskError
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.errors import DiskError, TierUnavailableError
 from tests.harness.disk_world import (
     MIB,
     PAGE,
@@ -66,16 +65,16 @@ def address_of(memory: memoryview) -> int:
 def check_away(tier: DiskTier) -> None:
     """Everything raises at once, and nothing is lost track of."""
     assert tier.breaker.is_open
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         store(tier, 99)
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         load(tier, 1)
     for ask in (tier.contains, tier.remove):
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             ask(key_of(1), 0)
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         tier.probe([key_of(1)], 1)
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         tier.touch([key_of(1)], 1)
 
 
@@ -195,7 +194,7 @@ class TestSickVolume:
     def test_a_store_that_fails_opens_the_circuit(self, path, tier, function, error):
         store(tier, 1)
         with failing(function, error):
-            with pytest.raises(TierUnavailable):
+            with pytest.raises(TierUnavailableError):
                 store(tier, 2)
             check_away(tier)
             assert not tier.try_again()
@@ -209,7 +208,7 @@ class TestSickVolume:
     def test_a_load_that_fails_opens_the_circuit(self, path, tier, function):
         store(tier, 1)
         with failing(function, errno.EIO):
-            with pytest.raises(TierUnavailable):
+            with pytest.raises(TierUnavailableError):
                 load(tier, 1)
             check_away(tier)
             assert not tier.try_again()
@@ -227,7 +226,7 @@ class TestSickVolume:
     def test_an_eviction_that_fails_opens_the_circuit(self, path, tier):
         for number in range(16):
             store(tier, number)
-        with failing("unlink", errno.EROFS), pytest.raises(TierUnavailable):
+        with failing("unlink", errno.EROFS), pytest.raises(TierUnavailableError):
             store(tier, 16)
         assert tier.try_again()
         assert store(tier, 16)
@@ -251,7 +250,7 @@ class TestSickVolume:
         store(tier, 1)
         shutil.rmtree(path)
         assert load(tier, 1) is None
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             store(tier, 1)
         check_away(tier)
         assert not tier.try_again()
@@ -278,7 +277,7 @@ class TestSickVolume:
             tier = restart()
             tier._scan.join()
         assert load(tier, 1) == content(1, PAGE)
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             store(tier, 2)
         check_away(tier)
         assert tier.try_again()
@@ -351,7 +350,7 @@ class TestFullVolume:
         tier = open_tier(volume, 512 << 10)
         store(tier, 1)
         subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierUnavailableError):
             store(tier, 2)
         check_away(tier)
         assert not tier.try_again()

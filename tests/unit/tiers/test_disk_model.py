@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES
 from tests.harness.disk_oracle import DiskOracle, file_bytes
 from tests.harness.disk_world import (
@@ -142,9 +142,9 @@ class DiskMachine(RuleBasedStateMachine):
         if number in self.oracle.objects:
             return
         with failing(function, error):
-            with pytest.raises(TierUnavailable):
+            with pytest.raises(TierUnavailableError):
                 self.store_object(number, PAGE)
-            with pytest.raises(TierUnavailable):
+            with pytest.raises(TierUnavailableError):
                 load(self.tier, number // 2)
             assert not self.tier.try_again()
         assert self.tier.try_again()

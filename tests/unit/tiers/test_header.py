@@ -7,11 +7,11 @@ import pytest
 import xxhash
 from hypothesis import given
 
+from lmcache.tiers.errors import HeaderError
 from lmcache.tiers.header import (
     HEADER_BYTES,
     MAX_LABEL_BYTES,
     PART_BYTES,
-    BadHeader,
     Header,
     checksum,
     digest_of,
@@ -46,7 +46,7 @@ def test_round_trip(header):
 
 @given(st.binary(max_size=HEADER_BYTES + 8) | st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_any_other_bytes_are_a_bad_header(raw):
-    with pytest.raises(BadHeader):
+    with pytest.raises(HeaderError):
         parse(raw)
 
 
@@ -54,7 +54,7 @@ def test_any_other_bytes_are_a_bad_header(raw):
 def test_no_bit_may_flip(header, bit):
     raw = bytearray(header.pack())
     raw[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(BadHeader):
+    with pytest.raises(HeaderError):
         parse(raw)
 
 
@@ -63,14 +63,14 @@ def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(header, position
     raw = bytearray(header.pack())
     raw[position] ^= change
     raw[-8:] = xxhash.xxh3_64_intdigest(bytes(raw[:-8])).to_bytes(8, "little")
-    with contextlib.suppress(BadHeader):
+    with contextlib.suppress(HeaderError):
         assert parse(raw).pack() == raw
 
 
 def test_another_version_says_so():
     raw = bytearray(Header(bytes(64), 0, 0, 1, 0, 0, bytes(16)).pack())
     raw[8] += 1
-    with pytest.raises(BadHeader, match="version 2"):
+    with pytest.raises(HeaderError, match="version 2"):
         parse(raw)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.tiers.base import Geometry, Reserved
 from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.mapping import MappedIndex
 from lmcache.tiers.memory.slots import State
 from lmcache.tiers.memory.tier import MemoryTier

@@ -6,10 +6,12 @@ import threading
 
 import pytest
 
-from lmcache.tiers.base import ArenaError, Geometry, Removal
+from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.policy import NoEviction
+from lmcache.tiers.stats import Removal
 
 SLOT = 4096
 FULL = 16 * SLOT

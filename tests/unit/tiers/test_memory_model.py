@@ -10,8 +10,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmcache.tiers.base import Geometry, Reserved, Slot, StaleSlot
+from lmcache.tiers.errors import StaleSlotError
 from lmcache.tiers.header import checksum
+from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
 from lmcache.tiers.memory.tier import MemoryTier
@@ -163,7 +164,7 @@ class MemoryMachine(RuleBasedStateMachine):
         row, column, owner = data.draw(st.sampled_from(self.writers()))
         other = OWNERS[OWNERS.index(owner) - 1]
         for slot, name in ((row.slot, other), (row.slot._replace(generation=row.slot.generation - 1), owner)):
-            with pytest.raises(StaleSlot):
+            with pytest.raises(StaleSlotError):
                 self.tier.commit([slot], column, name)
         self.commit_all(column, owner)
 
@@ -213,9 +214,9 @@ class MemoryMachine(RuleBasedStateMachine):
         row = self.rows.get(slot.row)
         if row is not None and row.slot == slot and row.writing.get(column) == owner:
             return
-        with pytest.raises(StaleSlot):
+        with pytest.raises(StaleSlotError):
             self.tier.commit([slot], column, owner)
-        with pytest.raises(StaleSlot):
+        with pytest.raises(StaleSlotError):
             self.tier.abort([slot], column, owner)
 
     # ---- load ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.tiers.base import Geometry
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import TenantUse

@@ -3,7 +3,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from lmcache.tiers.base import Slot
+from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.policy import LRU, NoEviction
 from lmcache.tiers.tiered.write_queue import Write, WriteQueue
 from tests.harness.memory_oracle import Order

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache.tiers.base import ArenaError, Geometry
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory import kernel_pages as pages
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 
 MIB = 1 << 20

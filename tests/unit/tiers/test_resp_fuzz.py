@@ -11,12 +11,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from lmcache.tiers.base import TierError
+from lmcache.tiers.errors import InvalidObjectError, ServerError, TierError
 from lmcache.tiers.header import Header, checksum
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint
-from lmcache.tiers.remote.objects import InvalidObject, ObjectName
-from lmcache.tiers.remote.resp import Connection, ServerError
+from lmcache.tiers.remote.objects import ObjectName
+from lmcache.tiers.remote.resp import Connection
 
 NAME = ObjectName(bytes(64), 0)
 PAYLOAD = b"payload!" * 100
@@ -98,7 +98,7 @@ def test_whatever_a_server_says_ends_in_a_value_or_a_known_error(peer, said, ope
     peer.said = said
     with contextlib.closing(peer.connect()) as connection:
         connection.asking = asking
-        with contextlib.suppress(OSError, TierError, InvalidObject):
+        with contextlib.suppress(OSError, TierError, InvalidObjectError):
             operation(connection)
 
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmcache.tiers.base import ArenaError, Geometry, Reserved
+from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
 from lmcache.tiers.memory.tier import MemoryTier

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from lmcache.tiers.base import Geometry, Removal
+from lmcache.tiers.memory.contracts import Geometry, Lookup
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.tiered.store import Lookup, TieredStore
+from lmcache.tiers.stats import Removal
+from lmcache.tiers.tiered.store import TieredStore
 from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, SIZE, World, chain, content, run, until
 
 

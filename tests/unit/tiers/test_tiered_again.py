@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from lmcache.tiers.base import Removal
-from lmcache.tiers.stats import TieredStats, Unwritten
+from lmcache.tiers.stats import Removal, TieredStats, Unwritten
 from lmcache.tiers.tiered import tier_worker as lower
 from lmcache.tiers.tiered.refresh import REFRESH_SECONDS
 from lmcache.tiers.tiered.store import Admit

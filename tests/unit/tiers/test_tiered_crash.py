@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lmcache.tiers.base import Geometry
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import REPOSITORY

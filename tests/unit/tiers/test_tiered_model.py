@@ -18,8 +18,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lmcache.tiers.base import Reserved, Slot
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.memory.contracts import Reserved, Slot
 from lmcache.tiers.stats import Unwritten
 from lmcache.tiers.tiered import refresh as hits
 from lmcache.tiers.tiered import tier_worker as lower_module

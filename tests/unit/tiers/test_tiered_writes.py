@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.tiers.base import StaleSlot
+from lmcache.tiers.errors import StaleSlotError
 from lmcache.tiers.stats import Unwritten
 from tests.harness.tiered_world import LEASE, OWNER, SIZE, chain, content, run, until
 
@@ -59,9 +59,9 @@ async def test_a_full_remote_refuses_and_is_not_sick(world):
 async def test_commit_is_all_or_nothing(world):
     first, second = (answer.slot for answer in world.store.reserve(chain(2), 0, OWNER, length=SIZE))
     for slots in ([first, second._replace(generation=99)], [first, first], [first, second]):
-        with pytest.raises(StaleSlot):
+        with pytest.raises(StaleSlotError):
             world.store.commit(slots, 1, OWNER)
-    with pytest.raises(StaleSlot):
+    with pytest.raises(StaleSlotError):
         world.store.commit([first, first], 0, OWNER)
     world.store.commit([first, second], 0, OWNER)
 

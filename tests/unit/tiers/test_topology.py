@@ -11,12 +11,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache.tiers.base import TierUnavailable
+from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote import stream
 from lmcache.tiers.remote.address import Endpoint
 from lmcache.tiers.remote.cluster import Cluster
 from lmcache.tiers.remote.objects import ObjectName, hash_tag
-from lmcache.tiers.remote.resp import ServerError
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList, Shards, endpoint_of
@@ -156,9 +155,9 @@ def test_what_is_no_address_is_not_believed(host, port):
 
 def test_a_server_that_nobody_reaches_is_away_and_tried_in_the_background():
     server = Server("s", nobody, lambda: None)
-    with pytest.raises(TierUnavailable, match="nobody there"):
+    with pytest.raises(TierUnavailableError, match="nobody there"):
         server.run(lambda connection: None)
-    with pytest.raises(TierUnavailable, match="is away"):
+    with pytest.raises(TierUnavailableError, match="is away"):
         server.run(lambda connection: None)
     server.close()
 
@@ -167,7 +166,7 @@ def test_a_server_that_nobody_reaches_is_away_and_tried_in_the_background():
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, ".cache", "a\0b"])
 def test_a_name_that_no_host_can_have_is_a_sickness(scheme, host):
     remote = RemoteTier(f"{scheme}://{host}:1", timeout_seconds=0.2)
-    with pytest.raises(TierUnavailable):
+    with pytest.raises(TierUnavailableError):
         remote.probe(KEYS[:1], 1)
     assert remote.breaker.is_open
 
@@ -179,7 +178,7 @@ def test_an_error_while_connecting_is_a_sickness():
         raise ServerError("NOPERM this user has no permissions to run the 'select' command")
 
     server = Server("s", connect, lambda: None)
-    with pytest.raises(TierUnavailable, match="NOPERM"):
+    with pytest.raises(TierUnavailableError, match="NOPERM"):
         server.run(lambda connection: None)
     assert not server.try_again()
     server.close()
@@ -195,7 +194,7 @@ def test_a_resolver_that_never_answers_costs_a_deadline_and_one_thread(monkeypat
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     remote = RemoteTier("redis://cache.example:1", timeout_seconds=0.1)
-    with pytest.raises(TierUnavailable, match=r"cache\.example was not resolved within 0\.1 s"):
+    with pytest.raises(TierUnavailableError, match=r"cache\.example was not resolved within 0\.1 s"):
         remote.probe(KEYS[:1], 1)
     assert not remote.try_again()
     assert asked == [("cache.example", 1)]

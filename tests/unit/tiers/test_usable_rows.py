@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache.tiers.base import Geometry, Reserved
+from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
 

@@ -10,7 +10,7 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import Copies, Session
-from lmcache.tiers.base import Slot
+from lmcache.tiers.memory.contracts import Slot
 from tests.harness.wire import make_hello
 
 

@@ -7,7 +7,7 @@ import pytest
 from lmcache.engines.core.jobs import FIRST_ROW_SECONDS, STALL_SECONDS
 from lmcache.engines.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS, Ticket
 from lmcache.engines.vllm.scheduler import OLD_SECONDS
-from lmcache.tiers.base import Slot
+from lmcache.tiers.memory.contracts import Slot
 from tests.harness.scheduler_rig import GRID, Rig, blocks, chunk_ranges, hashes, make_request
 
 

@@ -1,0 +1,84 @@
+"""Words and contracts of the memory tier: what a slot is, who answers what, and what an arena must offer.
+
+The arena has one equal partition per column, so a **slot** is (row, column).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from lmcache.tiers.memory.shared_index import SharedIndex
+from lmcache.tiers.memory.slots import SlotTable
+
+
+class Slot(NamedTuple):
+    """A row of the arena as it was given to somebody: the generation changes whenever the row is given
+    anew."""
+
+    row: int
+    generation: int
+
+
+class Reserved(enum.Enum):
+    """What ``reserve`` answers for one key; the values are those of ``kvcache.proto``'s Reservation."""
+
+    SLOT = 1  # copy into the slot, then commit or abort
+    EXISTS = 2  # this column of the row is committed already
+    BUSY = 3  # somebody is writing this column, or no row can be freed now
+
+
+class Reservation(NamedTuple):
+    """One answer of ``reserve``; ``slot`` is set if and only if ``result`` is SLOT."""
+
+    result: Reserved
+    slot: Slot | None = None
+
+
+@dataclass
+class Lookup:
+    """Answer of a lookup over the tiers; counts are chunks, and a chunk is one row in every group."""
+
+    num_resident: int = 0  # leading chunks in memory
+    num_pending: int = 0  # chunks after those that are here when all that is being brought has come
+    probing: bool = False  # the remote tier has not said yet what it holds
+    slots: list[list[Slot]] = field(default_factory=list)  # per group, of the leading chunks that are leased
+    num_coming: int = 0  # of the pending ones, those that are not here yet
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What fixes the arena's slots. Two engines with another geometry can't share an arena."""
+
+    slot_bytes: int  # of one column, whole pages
+    num_columns: int
+
+
+class Arena(Protocol):
+    """Memory for rows. ``MemoryTier`` decides what is in it; an arena only holds bytes and the slot table."""
+
+    num_rows: int
+    """Rows when all extents are ready."""
+
+    first_generation: int
+    """Generations of earlier formats of this arena are below this."""
+
+    table: SlotTable
+    """What is known about every row."""
+
+    @property
+    def shared_index(self) -> SharedIndex | None:
+        """Where other processes look for visible rows; None when nobody does."""
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """Size and number of slots; None until the arena is formatted."""
+
+    @property
+    def ready_rows(self) -> int:
+        """Rows below this number are populated and may be used."""
+
+    def view(self, row: int, column: int, length: int | None = None) -> memoryview:
+        """The first ``length`` writable bytes from a slot on (rows of several slots); not given: all of the
+        slot."""
