@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from pythonjsonlogger.json import JsonFormatter
 
 from lmcache_operator import __version__
 from lmcache_operator.api import KIND
-from lmcache_operator.api.parse import InvalidSpec, parse
+from lmcache_operator.api.parse import parse
 from lmcache_operator.api.plain_yaml import dump
+from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Images
 from lmcache_operator.specs.children import children
 from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE = 2
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+"""RFC 3339; always UTC."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,8 +96,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _formatter(log_format: str) -> logging.Formatter:
     fields = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    names = {"asctime": "time", "levelname": "level", "name": "logger"}
-    return JsonFormatter(fields, rename_fields=names) if log_format == "json" else logging.Formatter(fields)
+    formatter = logging.Formatter(fields, _TIME)
+    if log_format == "json":
+        names = {"asctime": "time", "levelname": "level", "name": "logger"}
+        formatter = JsonFormatter(fields, _TIME, rename_fields=names)
+    formatter.converter = time.gmtime
+    return formatter
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -108,7 +116,7 @@ def _render(arguments: argparse.Namespace) -> int:
     except RecursionError:
         print(f"{arguments.filename}: is nested too deeply", file=sys.stderr)
         return _EXIT_USAGE
-    except (OSError, ValueError, yaml.YAMLError, InvalidSpec) as error:
+    except (OSError, ValueError, yaml.YAMLError, InvalidSpecError) as error:
         print(f"{arguments.filename}: {error}", file=sys.stderr)
         return _EXIT_USAGE
     print(dump(rendered), end="")

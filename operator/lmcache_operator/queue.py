@@ -16,13 +16,11 @@ import random
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
+from lmcache_operator.errors import OperatorError
+
 Key = TypeVar("Key", bound=Hashable)
 
 logger = logging.getLogger(__name__)
-
-
-class RetryableError(Exception):
-    """A failure that is expected to go away: it is logged as one line, and the key is tried again."""
 
 
 def backoff_seconds(num_failures: int) -> float:
@@ -114,6 +112,6 @@ class KeyedQueue(Generic[Key]):
 
 
 def _log_failure(key: object, error: Exception, delay: float) -> None:
-    is_bug = not isinstance(error, RetryableError)
+    is_bug = not isinstance(error, OperatorError)
     level, trace = (logging.ERROR, error) if is_bug else (logging.WARNING, None)
     logger.log(level, "%s: %s; trying again in %.1f s", key, error, delay, exc_info=trace)

@@ -15,6 +15,7 @@ from typing import Any
 
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
 from lmcache_operator.api.types import CLUSTER_NAME, Spec
+from lmcache_operator.errors import InvalidSpecError
 
 # Far more than a pod template needs, and far less than what a stack takes.
 _MAX_LEVELS = 32
@@ -28,14 +29,6 @@ _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "maxItems": (lambda value, limit: len(value) <= limit, "is too long: more than {limit} items"),
 }
 """The keywords of OpenAPI that restrict a value, each with its check and with what to say if it fails."""
-
-
-class InvalidSpec(Exception):
-    """The object can't be what it asks for. ``path`` is where, the message is a sentence for the user."""
-
-    def __init__(self, path: str, sentence: str) -> None:
-        super().__init__(f"{path}: {sentence}")
-        self.path = path
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ def parse(resource: Mapping[str, Any]) -> Cluster:
     """Read an LMCacheCluster.
 
     Raises:
-        InvalidSpec: the object can't be rendered.
+        InvalidSpecError: the object can't be rendered.
     """
     metadata = _parse_value(dict, resource.get("metadata"), "metadata")
     name = _parse_value(str, metadata.get("name"), "metadata.name")
@@ -69,7 +62,7 @@ def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
     expected = dict if is_part(annotation) else typing.get_origin(annotation) or annotation
     # bool is an int for Python, but not for anyone who writes YAML.
     if not isinstance(raw, expected) or isinstance(raw, bool):
-        raise InvalidSpec(path, f"must be {_TYPE_NAMES[expected]}, not {reprlib.repr(raw)}")
+        raise InvalidSpecError(path, f"must be {_TYPE_NAMES[expected]}, not {reprlib.repr(raw)}")
     if is_part(annotation):
         return _parse_object(annotation, raw, path)
     if expected is list:
@@ -87,13 +80,13 @@ def _check_depth(raw: Any, path: str) -> None:
         inner = (value.values() if isinstance(value, dict) else value for value in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
     if level:
-        raise InvalidSpec(path, f"is nested more than {_MAX_LEVELS} levels deep")
+        raise InvalidSpecError(path, f"is nested more than {_MAX_LEVELS} levels deep")
 
 
 def _parse_object(cls: Any, raw: dict[str, Any], path: str) -> Any:
     fields = cls.FIELDS
     if unknown := sorted(raw.keys() - {field.json_name for field in fields}, key=str):
-        raise InvalidSpec(f"{path}.{unknown[0]}", "is not a known field")
+        raise InvalidSpecError(f"{path}.{unknown[0]}", "is not a known field")
     parsed = cls(
         **{
             field.name: _parse_field(field, raw.get(field.json_name), f"{path}.{field.json_name}")
@@ -108,7 +101,7 @@ def _parse_field(field: Field, raw: Any, path: str) -> Any:
     raw = field.default if raw is None else raw
     if raw is None:
         if field.is_required:
-            raise InvalidSpec(path, "is required")
+            raise InvalidSpecError(path, "is required")
         return None
     value = _parse_value(field.type, raw, path)
     _check_keywords(field.keywords, value, path)
@@ -119,7 +112,7 @@ def _parse_field(field: Field, raw: Any, path: str) -> Any:
 def _check_keywords(keywords: Mapping[str, Any], value: Any, path: str) -> None:
     for keyword, (holds, sentence) in _KEYWORDS.items():
         if keyword in keywords and not holds(value, keywords[keyword]):
-            raise InvalidSpec(path, sentence.format(value=value, limit=keywords[keyword]))
+            raise InvalidSpecError(path, sentence.format(value=value, limit=keywords[keyword]))
     for index, item in enumerate(value if "items" in keywords else ()):
         _check_keywords(keywords["items"], item, f"{path}[{index}]")
 
@@ -127,7 +120,7 @@ def _check_keywords(keywords: Mapping[str, Any], value: Any, path: str) -> None:
 def _check_rules(rules: tuple[Rule, ...], value: Any, path: str) -> None:
     for rule in rules:
         if not rule.holds(value):
-            raise InvalidSpec(path, rule.message)
+            raise InvalidSpecError(path, rule.message)
 
 
 def declared(value: Part) -> dict[str, Any]:

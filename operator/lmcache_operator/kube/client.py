@@ -16,7 +16,7 @@ from kubernetes.aio import config as kube_config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from lmcache_operator import metrics
-from lmcache_operator.kube.errors import error_of
+from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.kube.watch import is_in_cluster
 from lmcache_operator.specs import Object
@@ -28,6 +28,7 @@ _SECONDS = 30.0
 _MAX_REQUESTS = 64
 """At the same time."""
 _MAX_EVENT_MESSAGE = 1024
+_UNAVAILABLE_STATUSES = frozenset({408, 409, 429})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 # The client would turn a body of exactly this type into ASCII itself.
 _APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
@@ -151,6 +152,20 @@ class KubeApi:
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:
             raise error_of(f"{verb} {path}", status, data)
         return status, loads(data) if status < HTTPStatus.BAD_REQUEST else None
+
+
+def error_of(what: str, status: int, body: bytes) -> ApiError:
+    """The error that an answer stands for: ``what`` names the call, status 0 is no answer."""
+    try:
+        answer = json.loads(body)
+        message, is_explained = answer["message"], "reason" in answer
+    except (ValueError, KeyError, TypeError):
+        message, is_explained = body[:200].decode(errors="replace") or f"HTTP {status}", True
+    if status == 0:
+        return NoAnswerError(what, message)
+    # Server-side apply answers what does not fit the schema by 500 without a reason.
+    is_unavailable = status in _UNAVAILABLE_STATUSES or (status >= 500 and is_explained)
+    return (UnavailableError if is_unavailable else RefusedError)(what, message)
 
 
 def apply_patch(body: Any) -> str:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
+from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.kube.errors import ApiError, NoAnswer, Refused
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.observed import Observed, is_ready
 from lmcache_operator.reconcile.ownership import spell
@@ -169,9 +169,9 @@ class Reconciler:
             live = observed.children.get(ref)
             try:
                 await self._api.apply(wanted, None if live is None else live["metadata"]["uid"])
-            except NoAnswer:
+            except NoAnswerError:
                 raise
-            except Refused as error:
+            except RefusedError as error:
                 problems.append(Problem("Refused", f"{ref}: {error.message}"))
             except ApiError as error:
                 failure = failure or error
@@ -186,7 +186,7 @@ class Reconciler:
         uid = next(p["metadata"]["uid"] for p in observed.pods if p["metadata"]["name"] == name)
         try:
             is_evicted = await self._api.evict(key.namespace, name, uid)
-        except Refused as error:
+        except RefusedError as error:
             problems.append(Problem("Refused", f"eviction of pod {name}: {error.message}"))
             return
         if is_evicted:
@@ -227,7 +227,7 @@ def _status(observed: Observed, due: Plan | None, problems: list[Problem]) -> Ob
 
 def _told(failure: Exception, memory: _Memory) -> Problem | None:
     """What the user is told of a failure: nothing of one that may be gone at the next look."""
-    if isinstance(failure, Refused):
+    if isinstance(failure, RefusedError):
         return Problem("Refused", str(failure))
     if not memory.num_failures:
         return None

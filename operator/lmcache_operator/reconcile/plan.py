@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lmcache_operator.api.parse import InvalidSpec, parse
+from lmcache_operator.api.parse import parse
+from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.observed import Observed, annotations_of, is_ready, spec_hash_of
 from lmcache_operator.reconcile.ownership import Path, lost_fields, spell, without
 from lmcache_operator.reconcile.problems import Problem, pod_problems
@@ -43,7 +44,7 @@ def plan(observed: Observed, images: Images, operator_namespace: str = "") -> Pl
     try:
         default_images = _default_images(observed.stateful_set, images)
         wanted = children(parse(observed.resource), default_images, operator_namespace)
-    except InvalidSpec as error:
+    except InvalidSpecError as error:
         return Plan(problems=(Problem("InvalidSpec", str(error)),))
     due, lost, problems = [], {}, list(_problems(observed))
     for rendered in wanted:

@@ -26,7 +26,7 @@ def children(cluster: Cluster, default_images: Images, operator_namespace: str =
     namespace is given may ask the sidecars.
 
     Raises:
-        InvalidSpec: the spec can't be rendered.
+        InvalidSpecError: the spec can't be rendered.
     """
     engine = names.engine_name(cluster.name)
     client_service = {"ports": [_HTTP_PORT], "selector": names.selector(cluster.name)}

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from lmcache_operator.api.parse import Cluster, InvalidSpec
+from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.quantity import format_mebibytes
+from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Images, Object, names, paths
 from lmcache_operator.specs.merge import first_difference, merge
 from lmcache_operator.specs.vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
@@ -58,14 +59,14 @@ def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
     """The template of the StatefulSet, with the user's ``engine.podTemplate`` merged in.
 
     Raises:
-        InvalidSpec: the user's template breaks what the cache needs.
+        InvalidSpecError: the user's template breaks what the cache needs.
     """
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
     metadata = {"annotations": annotations, "labels": names.labels(cluster)}
     base = {"metadata": metadata, "spec": _pod_spec(cluster, images)}
     merged: Object = merge(base, cluster.spec.engine.pod_template)
     if broken := first_difference(_needed(base), merged):
-        raise InvalidSpec("spec.engine.podTemplate", f"changes {broken}, which the cache depends on")
+        raise InvalidSpecError("spec.engine.podTemplate", f"changes {broken}, which the cache depends on")
     return merged
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from lmcache_operator.api.parse import Cluster, InvalidSpec
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import ENGINE_PORT
 from lmcache_operator.specs.paths import SOCKET_PATH
 
@@ -69,7 +70,7 @@ def engine_args(cluster: Cluster, shutdown_seconds: int) -> list[str]:
     ``shutdown_seconds`` is how long an engine that stops goes on with the requests it has.
 
     Raises:
-        InvalidSpec: an argument of the user breaks what the cache needs.
+        InvalidSpecError: an argument of the user breaks what the cache needs.
     """
     parallelism, model = cluster.spec.engine.parallelism, cluster.spec.model
     user_args = cluster.spec.engine.args
@@ -97,16 +98,16 @@ def _checked_flags(args: list[str], chunk_tokens: int) -> list[str]:
     for index, (arg, flag) in enumerate(zip(args, flags, strict=True)):
         path = f"spec.engine.args[{index}]"
         if flag in _RESERVED:
-            raise InvalidSpec(path, f"{flag} can't be set: {_RESERVED[flag]}")
+            raise InvalidSpecError(path, f"{flag} can't be set: {_RESERVED[flag]}")
         if not arg.startswith("-") and not may_be_value:
-            raise InvalidSpec(
+            raise InvalidSpecError(
                 path, f"{arg!r} belongs to no option: the engine would take it for a second model"
             )
         may_be_value = "=" not in arg if arg.startswith("-") else may_be_value
     block = int_option(args, "--block-size")
     if block is not None and (block == 0 or chunk_tokens % block):
         path = f"spec.engine.args[{flags.index('--block-size')}]"
-        raise InvalidSpec(
+        raise InvalidSpecError(
             path, f"spec.sidecar.chunkTokens ({chunk_tokens}) must be a multiple of the block size"
         )
     return flags

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_operator.api.crd import crd, render
 from lmcache_operator.api.fields import is_part
-from lmcache_operator.api.parse import InvalidSpec, declared, parse
+from lmcache_operator.api.parse import declared, parse
 from lmcache_operator.api.quantity import format_mebibytes, parse_quantity, quantity_equal
 from lmcache_operator.api.types import Model, Spec, Status
+from lmcache_operator.errors import InvalidSpecError
 
 from lmcache.tiers.remote.address import Address
 from tests.harness.operator_model import MINIMAL_SPEC, cluster
@@ -79,7 +80,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("changes", "path", "sentence"), INVALID)
 def test_an_invalid_spec_is_refused_with_its_path(changes: dict[str, Any], path: str, sentence: str) -> None:
-    with pytest.raises(InvalidSpec) as caught:
+    with pytest.raises(InvalidSpecError) as caught:
         parse(cluster(**changes))
     assert caught.value.path == path
     assert sentence in str(caught.value)
@@ -124,7 +125,7 @@ def test_a_remote_url_that_is_accepted_means_something_to_the_sidecar(url: str) 
 
 @pytest.mark.parametrize("url", REFUSED_URLS)
 def test_a_remote_url_that_would_cost_the_pod_its_cache_is_refused(url: str) -> None:
-    with pytest.raises(InvalidSpec) as caught:
+    with pytest.raises(InvalidSpecError) as caught:
         parse(with_remote(url))
     assert caught.value.path == REMOTE_URL
 
@@ -145,7 +146,7 @@ queries = st.lists(
 @settings(max_examples=500)
 @given(st.builds("{}://{}{}{}{}".format, schemes, endpoints, paths, st.sampled_from(["", "?"]), queries))
 def test_the_sidecar_can_use_every_remote_url_that_is_accepted(url: str) -> None:
-    with contextlib.suppress(InvalidSpec):
+    with contextlib.suppress(InvalidSpecError):
         parse(with_remote(url))
         Address.parse(url)
 
@@ -165,7 +166,7 @@ def test_images(image: str) -> None:
     "image", ["", ":1", "a:", "a/", "/a", "A", "a@", "a:b c", "a@sha256:0", "a//b", "-a", "a\n"]
 )
 def test_what_is_no_image(image: str) -> None:
-    with pytest.raises(InvalidSpec, match="must be an image such as"):
+    with pytest.raises(InvalidSpecError, match="must be an image such as"):
         parse(cluster(engine={"image": image}))
 
 
@@ -176,7 +177,7 @@ def test_sizes_of_the_memory_tier(size: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("spec", [None, 5, [], {}, {"model": 1, "tiers": 2}])
 def test_garbage_is_refused_and_never_crashes(spec: Any) -> None:
-    with pytest.raises(InvalidSpec):
+    with pytest.raises(InvalidSpecError):
         parse(cluster() | {"spec": spec})
 
 
@@ -190,7 +191,7 @@ def test_garbage_is_refused_and_never_crashes(spec: Any) -> None:
     ],
 )
 def test_a_name_that_no_child_could_have_is_refused(metadata: Any, path: str, sentence: str) -> None:
-    with pytest.raises(InvalidSpec) as caught:
+    with pytest.raises(InvalidSpecError) as caught:
         parse(cluster() | {"metadata": metadata})
     assert caught.value.path == path
     assert sentence in str(caught.value)

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import ClientSession
 from kopf._core.engines.probing import health_reporter
 from lmcache_operator.app import build_registry, owner_key
+from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.kube.errors import ApiError, Refused
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.loop import ClusterKey, Reconciler
@@ -120,7 +120,7 @@ def test_a_child_whose_labels_were_removed_is_found_by_its_name() -> None:
 
 def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() -> None:
     bench = Bench()
-    bench.world.failures["apply NetworkPolicy"] = Refused("apply", "quota exceeded")
+    bench.world.failures["apply NetworkPolicy"] = RefusedError("apply", "quota exceeded")
     waits = [bench.look() for _ in range(7)]
     assert waits == [5, 10, 20, 40, 60, 60, 60]
     assert STATEFUL_SET in bench.world.objects
@@ -136,7 +136,7 @@ def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: st
         bench.world.change(engine={"args": ["--new"]})
         bench.look()
         bench.world.run_stateful_sets()
-    bench.world.failures[call] = ApiError(call, "failed calling webhook")
+    bench.world.failures[call] = UnavailableError(call, "failed calling webhook")
     for _ in range(2):
         with pytest.raises(ApiError):
             bench.look()
@@ -152,7 +152,7 @@ def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: st
 def test_a_failure_that_goes_away_is_not_told() -> None:
     bench = Bench()
     bench.settle()
-    bench.world.failures["get Service"] = ApiError("get", "busy")
+    bench.world.failures["get Service"] = UnavailableError("get", "busy")
     with pytest.raises(ApiError):
         bench.look()
     assert bench.writes == []
@@ -173,7 +173,7 @@ def test_a_refused_eviction_is_told() -> None:
     bench.world.change(engine={"args": ["--new"]})
     bench.look()
     bench.world.run_stateful_sets()
-    bench.world.failures["evict"] = Refused("evict", "no right to it")
+    bench.world.failures["evict"] = RefusedError("evict", "no right to it")
     bench.look()
     assert bench.ready() == ("False", "eviction of pod demo-engine-0: no right to it")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
-from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.kube.errors import ApiError, NoAnswer, Refused, error_of
+from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
+from lmcache_operator.kube.client import KubeApi, error_of
 from lmcache_operator.specs.kinds import POD
 
 from tests.harness.operator_model import cluster
@@ -21,9 +21,12 @@ from tests.harness.operator_model import cluster
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(0, NoAnswer), (408, ApiError), (409, ApiError), (429, ApiError), (500, ApiError), (503, ApiError),
-     (400, Refused), (401, Refused), (403, Refused), (404, Refused), (422, Refused)],
-)  # fmt: skip
+    [
+        (0, NoAnswerError),
+        *((status, UnavailableError) for status in (408, 409, 429, 500, 503)),
+        *((status, RefusedError) for status in (400, 401, 403, 404, 422)),
+    ],
+)
 def test_errors_are_sorted_by_what_to_do(status: int, kind: type[Exception]) -> None:
     error = error_of("PATCH /x", status, b'{"message": "why", "reason": "Something"}')
     assert type(error) is kind
@@ -34,7 +37,7 @@ def test_an_object_that_does_not_fit_the_schema_is_refused_for_good() -> None:
     """The answer of server-side apply, word for word."""
     message = "failed to create typed patch object: .spec.nodeSelectr: field not declared in schema"
     body = {"kind": "Status", "metadata": {}, "status": "Failure", "message": message, "code": 500}
-    assert type(error_of("PATCH /x", 500, json.dumps(body).encode())) is Refused
+    assert type(error_of("PATCH /x", 500, json.dumps(body).encode())) is RefusedError
 
 
 @pytest.mark.parametrize(("body", "message"), [(b"", "HTTP 502"), (b"<html>", "<html>"), (b"[]", "[]")])
@@ -129,7 +132,12 @@ def test_only_the_object_that_was_seen_is_changed_and_none_that_appeared_meanwhi
 def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -> None:
     with pytest.raises(ApiError, match="no answer"):
         asyncio.run(call(server, "get", POD, "n", "p", is_down=True))
-    for status, kind in ((429, ApiError), (503, ApiError), (403, Refused), (422, Refused)):
+    for status, kind in (
+        (429, UnavailableError),
+        (503, UnavailableError),
+        (403, RefusedError),
+        (422, RefusedError),
+    ):
         server.answer = (status, {"message": "why", "reason": "Something"})
         with pytest.raises(kind, match="why"):
             asyncio.run(call(server, "apply", SERVICE, None))

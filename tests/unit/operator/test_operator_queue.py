@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_operator.queue import KeyedQueue, RetryableError, backoff_seconds
+from lmcache_operator.errors import OperatorError
+from lmcache_operator.queue import KeyedQueue, backoff_seconds
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ def test_no_wake_up_is_lost(
             await asyncio.sleep(work_seconds)
             running.remove(key)
             if is_failing:
-                raise RetryableError("try again")
+                raise OperatorError("try again")
             return None
 
         queue = KeyedQueue(work, num_workers=num_workers)
@@ -156,7 +157,7 @@ def test_failures_back_off_and_success_forgets_them(caplog: pytest.LogCaptureFix
         async def work(_: str) -> float | None:
             times.append(now())
             if len(times) in (1, 2, 3, 5):
-                raise RetryableError("busy") if len(times) < 5 else KeyError("bug")
+                raise OperatorError("busy") if len(times) < 5 else KeyError("bug")
             return 0.0 if len(times) < 6 else None
 
         queue = KeyedQueue(work, num_workers=1, settle_seconds=0)

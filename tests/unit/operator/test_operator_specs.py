@@ -14,8 +14,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_operator.api.parse import InvalidSpec, parse
+from lmcache_operator.api.parse import parse
 from lmcache_operator.api.plain_yaml import dump
+from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.children import children, spec_hash
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.merge import first_difference, merge
@@ -249,7 +250,7 @@ def template(**engine: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], where: str) -> None:
-    with pytest.raises(InvalidSpec) as caught:
+    with pytest.raises(InvalidSpecError) as caught:
         render(changes)
     assert caught.value.path == "spec.engine.podTemplate"
     assert where in str(caught.value)
@@ -270,7 +271,7 @@ garbage = st.recursive(
 def test_a_template_of_garbage_is_merged_or_refused_and_never_crashes(
     template: dict[str, Any], spec: dict[str, Any]
 ) -> None:
-    with contextlib.suppress(InvalidSpec):
+    with contextlib.suppress(InvalidSpecError):
         render({"engine": {"podTemplate": {"spec": spec, **template}}})
 
 

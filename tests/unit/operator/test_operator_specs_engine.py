@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from lmcache_operator.api.parse import InvalidSpec, parse
+from lmcache_operator.api.parse import parse
+from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.children import children
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_operator.specs.vllm import engine_args
@@ -57,7 +58,7 @@ def test_the_engine_loads_our_connector() -> None:
     ],
 )
 def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: str) -> None:
-    with pytest.raises(InvalidSpec) as caught:
+    with pytest.raises(InvalidSpecError) as caught:
         engine_args(parse(cluster(engine={"args": args})), 60)
     assert caught.value.path.startswith("spec.engine.args[")
     assert sentence in str(caught.value)
