@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lmcache.engines.core.copier import CudaCopier
-from lmcache.engines.core.layouts import Layout
+from lmcache.engines.core.layout import Layout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from lmcache import streaming
-from lmcache.engines.core.layouts import Layout
+from lmcache.engines.core.layout import Layout
 
 logger = logging.getLogger(__name__)
 

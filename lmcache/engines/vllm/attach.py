@@ -14,15 +14,10 @@ import torch
 from lmcache import keys
 from lmcache.engines.core.copier import EngineCopier, make_copier
 from lmcache.engines.core.jobs import GROUP, EngineIdentity, Grid
-from lmcache.engines.core.layouts import (
-    Layout,
-    Unsupported,
-    check_stages,
-    check_supported,
-    content_id,
-    page_views,
-)
+from lmcache.engines.core.layout import Layout, page_views
+from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import files, fingerprint
+from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
 from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
 from lmcache.rpc.service import DEFAULT_SOCKET
 
@@ -39,21 +34,23 @@ class Settings(NamedTuple):
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:
-        """Read and check; ``LMCACHE_SOCKET`` beats the configuration. Raises Unsupported with a sentence."""
+        """Read and check; ``LMCACHE_SOCKET`` beats the configuration. Raises UnsupportedError."""
         given = {key: value for key, value in extra_config.items() if key.startswith("lmcache.")}
         known = {f"lmcache.{name}" for name in cls._fields}
         if unknown := sorted(given.keys() - known):
-            raise Unsupported(f"unknown setting {unknown[0]} (known: {', '.join(sorted(known))})")
+            raise UnsupportedError(f"unknown setting {unknown[0]} (known: {', '.join(sorted(known))})")
         settings = cls(**{key.removeprefix("lmcache."): value for key, value in given.items()})
         if not isinstance(settings.chunk_tokens, int) or settings.chunk_tokens <= 0:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"lmcache.chunk_tokens must be a positive number, not {settings.chunk_tokens!r}"
             )
         if not isinstance(settings.answer_seconds, (int, float)) or settings.answer_seconds < 0:
-            raise Unsupported(f"lmcache.answer_seconds must be a number, not {settings.answer_seconds!r}")
+            raise UnsupportedError(
+                f"lmcache.answer_seconds must be a number, not {settings.answer_seconds!r}"
+            )
         threads = settings.copy_threads
         if threads is not None and not (isinstance(threads, int) and 1 <= threads <= 64):
-            raise Unsupported(f"lmcache.copy_threads must be a number from 1 to 64, not {threads!r}")
+            raise UnsupportedError(f"lmcache.copy_threads must be a number from 1 to 64, not {threads!r}")
         return settings._replace(socket=os.environ.get("LMCACHE_SOCKET", str(settings.socket)))
 
 
@@ -62,7 +59,7 @@ def attach_worker(
 ) -> tuple[SidecarClient, EngineCopier, EngineIdentity]:
     """Find out who this rank is and start its client. May read all weights.
 
-    Raises Unsupported and ValueError.
+    Raises UnsupportedError and ValueError.
     """
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     check_supported(vllm_config, kv_cache_config)
@@ -95,7 +92,7 @@ def _identity(
             weights = files.in_background(
                 fingerprint.weights_fingerprint, vllm_config, files.process_began()
             ).result()
-        except files.Unnamed as error:
+        except UnnamedError as error:
             reason = f"the weights can't be fingerprinted: {error}"
     listing = fingerprint.listing(vllm_config, weights, contents, astuple(grid))
     if reason:

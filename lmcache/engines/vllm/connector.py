@@ -30,10 +30,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 if TYPE_CHECKING:
     from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
+    from lmcache.engines.core.worker import Worker
     from lmcache.engines.vllm.scheduler import Scheduler
-    from lmcache.engines.vllm.worker import Worker
 
-logger = logging.getLogger("vllm.lmcache")  # below vLLM's logger: shown with the handlers that it configures
+logger = logging.getLogger(__name__)
+for _handler in logging.getLogger("vllm").handlers:  # what the connector says stands in vLLM's own log
+    logging.getLogger("lmcache.engines").addHandler(_handler)
 
 SUPPORTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32")
 
@@ -194,7 +196,7 @@ def _make_scheduler(vllm_config: Any) -> Scheduler:
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> Worker:
+    from lmcache.engines.core.worker import Worker
     from lmcache.engines.vllm.attach import attach_worker
-    from lmcache.engines.vllm.worker import Worker
 
     return Worker(lambda kv_caches: attach_worker(vllm_config, kv_cache_config, kv_caches))

@@ -21,41 +21,40 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from lmcache.engines.errors import UnnamedError
+
 T = TypeVar("T")
 
 _SLICE_BYTES = 1 << 20
 """Hashed at once: under 0.2 ms, should a build of xxhash hold the GIL."""
 
 
-class Unnamed(Exception):
-    """The files can't be told from others; the message says why, as the end of a sentence."""
-
-
 def fingerprint(folder: Path, began: float) -> str:
     """Fingerprint the safetensors files of a folder, from whatever was loaded since ``began`` (Unix time).
 
-    Reads all bytes of files whose hash is not known: call it on a thread of its own. Raises Unnamed.
+    Reads all bytes of files whose hash is not known: call it on a thread of its own. Raises UnnamedError.
     """
     try:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise Unnamed(f"there are no safetensors files in {folder}")
+            raise UnnamedError(f"there are no safetensors files in {folder}")
         digest = hashlib.sha256()
         for file in files:
             name, content = file.name.encode(), _blob_hash(file) or _content_hash(file, began)
             digest.update(struct.pack("<QQ", len(name), len(content)) + name + content)
     except OSError as error:
-        raise Unnamed(f"a file can't be read: {error}") from error
+        raise UnnamedError(f"a file can't be read: {error}") from error
     return digest.hexdigest()
 
 
 def check_unchanged(path: Path, began: float) -> None:
-    """Raise Unnamed when a file, its folder or a link on the way to it changed since ``began``, OSError when
-    there is none.
+    """Raise UnnamedError when a file, its folder or a link on the way to it changed since ``began``.
+
+    Raises OSError when there is none.
     """
     links = [link.st_ctime for link in _links(path)]
     if max(*links, path.stat().st_ctime, path.parent.stat().st_ctime) >= began:
-        raise Unnamed(f"{path} changed after the engine's start; restart the engine to share its KV")
+        raise UnnamedError(f"{path} changed after the engine's start; restart the engine to share its KV")
 
 
 def in_background(function: Callable[..., T], *arguments: Any) -> futures.Future[T]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
 from lmcache.keys import Listed
 
@@ -19,12 +20,12 @@ _VOLATILE_CONFIG = {"_name_or_path", "_commit_hash", "transformers_version"}
 
 
 def weights_fingerprint(vllm_config: Any, began: float) -> str:
-    """Fingerprint what the engine loaded since ``began``. May read all weights. Raises files.Unnamed."""
+    """Fingerprint what the engine loaded since ``began``. May read all weights. Raises UnnamedError."""
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":
-        raise files.Unnamed("they are dummies")
+        raise UnnamedError("they are dummies")
     if load_format not in _FILE_FORMATS:
-        raise files.Unnamed(f"load format {load_format} does not read the model's safetensors files")
+        raise UnnamedError(f"load format {load_format} does not read the model's safetensors files")
     return files.fingerprint(model_dir(vllm_config), began)
 
 

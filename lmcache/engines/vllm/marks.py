@@ -20,9 +20,10 @@ import torch
 
 from lmcache import keys
 from lmcache.engines.core.jobs import Marks
+from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
 
-logger = logging.getLogger("vllm.lmcache")
+logger = logging.getLogger(__name__)
 
 _MAX_IDENTIFIERS = 1 << 16
 """Remembered; far more than the engine keeps outputs of its media encoder."""
@@ -70,7 +71,7 @@ class Marker:
         try:
             for file in _adapter_files(path):
                 files.check_unchanged(file, self._began)
-        except (OSError, files.Unnamed):
+        except (OSError, UnnamedError):
             return None
         return known.result()
 
@@ -102,7 +103,7 @@ def _adapter_fingerprint(path: Path, began: float) -> bytes | None:
     try:
         config = (path / "adapter_config.json").read_bytes()
         return hashlib.sha256(files.fingerprint(path, began).encode() + config).digest()
-    except (OSError, files.Unnamed) as error:
+    except (OSError, UnnamedError) as error:
         logger.warning("Requests with the adapter at %s are not cached: %s", path, error)
         return None
 

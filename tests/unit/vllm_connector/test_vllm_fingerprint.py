@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache import keys
-from lmcache.engines.core.layouts import Unsupported
-from lmcache.engines.vllm import files, fingerprint
+from lmcache.engines.errors import UnnamedError, UnsupportedError
+from lmcache.engines.vllm import fingerprint
 from lmcache.engines.vllm.attach import Settings
 
 
@@ -42,7 +42,7 @@ def test_keys_are_shared_only_when_every_process_makes_the_same(monkeypatch):
     [("dummy", "dummies"), ("gguf", "load format gguf"), ("auto", "no safetensors")],
 )
 def test_weights_that_are_not_read_from_safetensors_have_no_name(tmp_path, load_format, reason):
-    with pytest.raises(files.Unnamed, match=reason):
+    with pytest.raises(UnnamedError, match=reason):
         fingerprint.weights_fingerprint(engine(load_format=load_format, model=str(tmp_path)), time.time())
 
 
@@ -144,5 +144,5 @@ def test_settings(monkeypatch):
         ({"lmcache.answer_seconds": "soon"}, "answer_seconds"),
         ({"lmcache.copy_threads": 0}, "copy_threads"),
     ]:
-        with pytest.raises(Unsupported, match=said):
+        with pytest.raises(UnsupportedError, match=said):
             Settings.read(bad)

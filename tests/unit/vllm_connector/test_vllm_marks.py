@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmcache.engines.core.jobs import KeyContext
+from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
 from lmcache.engines.vllm.marks import Marker
 
@@ -71,7 +72,7 @@ def test_a_blob_s_name_is_its_hash(tmp_path):
 
 
 def test_files_that_changed_after_the_engine_began_have_no_name(model):
-    with pytest.raises(files.Unnamed, match="changed after the engine's start"):
+    with pytest.raises(UnnamedError, match="changed after the engine's start"):
         files.fingerprint(model, files.process_began())
 
 
@@ -94,7 +95,7 @@ def test_no_change_goes_unnoticed(model, tmp_path, change):
         target = os.readlink(link)
         link.unlink()
         link.symlink_to(target)
-    with pytest.raises(files.Unnamed, match="changed"):
+    with pytest.raises(UnnamedError, match="changed"):
         files.check_unchanged(file, began)
 
 
@@ -104,7 +105,7 @@ def test_a_process_begins_before_its_own_code_runs():
 
 def test_missing_weights_have_no_name(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(files.Unnamed, match="no safetensors files"):
+        with pytest.raises(UnnamedError, match="no safetensors files"):
             files.fingerprint(folder, later())
 
 

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
+from lmcache.engines.core import worker as module
 from lmcache.engines.core.jobs import EngineIdentity, Grid, KeyContext, LoadJob, StepMeta, StoreJob
-from lmcache.engines.vllm import worker as module
-from lmcache.engines.vllm.worker import Worker
+from lmcache.engines.core.worker import Worker
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.mapping import Found
 from tests.harness.session_double import SessionDouble

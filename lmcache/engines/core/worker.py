@@ -32,7 +32,7 @@ from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError
 
-logger = logging.getLogger("vllm.lmcache")
+logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 2.0
 PREEMPTION_SECONDS = 0.005

@@ -1,0 +1,197 @@
+"""From tensors to bytes in every physical order that an engine can choose, and from blocks to slots."""
+
+import mmap
+import os
+import threading
+import time
+from concurrent import futures
+
+import numpy as np
+import pytest
+import torch
+
+from lmcache.engines.core.copier import CpuCopier, Pins, allowed_cores, make_copier, spread
+from lmcache.engines.core.layout import Layout, page_views
+from lmcache.engines.errors import UnsupportedError
+from tests.harness.kv_layouts import ORDERS, B, C, H, N, kv_caches
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_page_is_all_bytes_of_a_block_in_memory_order(order):
+    caches = kv_caches(order)
+    views = page_views(list(caches), caches, B)
+    inner = [d for d in order if d > 1]
+    for view, kv in zip(views, caches.values(), strict=True):
+        assert view.shape == (B, H * N * C * 2)
+        for block in range(B):
+            in_memory_order = kv[block].permute([d - 2 for d in inner]).contiguous()
+            assert view[block].numpy().tobytes() == in_memory_order.numpy().tobytes()
+        view[2] = 0xFF
+        assert (kv[2].contiguous().view(torch.uint8) == 0xFF).all(), "a view of the engine's own memory"
+        assert not (kv[1].contiguous().view(torch.uint8) == 0xFF).all()
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3, 4), (1, 2, 0, 3, 4)], ids=["LHBNC", "BHLNC"])
+def test_a_scattered_block_is_refused(order):
+    caches = kv_caches(order)
+    with pytest.raises(UnsupportedError, match="not one run of bytes"):
+        page_views(list(caches), caches, B)
+
+
+def test_kernel_blocks_are_joined_and_shared_layers_count_once():
+    kv = torch.arange(6 * H * N * C, dtype=torch.float32).view(6, H, N, C)  # 3 blocks of 2 kernel blocks
+    (view,) = page_views(["a", "b"], {"a": kv, "b": kv}, 3)
+    assert view.shape == (3, 2 * H * N * C * 4)
+    assert view[1].numpy().tobytes() == kv[2:4].numpy().tobytes()
+
+
+def layout(num_blocks=9, pages=(64, 64, 64), blocks_per_chunk=4):
+    kv = [torch.randint(0, 255, (num_blocks, page), dtype=torch.uint8) for page in pages]
+    return Layout(tuple(kv), blocks_per_chunk)
+
+
+PAGES = {"by numpy": (64, 64, 64), "streamed": (512, 4096, 512)}
+
+
+def make_slot(num_bytes):
+    """Aligned as a slot of the arena."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+
+def test_golden_slot_bytes():
+    """[layer][block][page]: whoever changes this must change the content ids."""
+    pages = tuple(torch.tensor([[10 * layer + block] * 2 for block in range(4)]).byte() for layer in range(2))
+    slot = np.zeros(16, np.uint8)
+    make_copier(Layout(pages, blocks_per_chunk=2)).store(slot, [3, 1], None)
+    assert slot.tolist() == [3, 3, 1, 1, 13, 13, 11, 11] + [0] * 8
+
+
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
+@pytest.mark.parametrize(("first", "count"), [(0, 4), (0, 1), (1, 2), (3, 1)])
+def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count, pages):
+    source, target = layout(pages=pages), layout(pages=pages)
+    slot = make_slot(32 << 10)
+    slot[:] = 7
+    CpuCopier(source).store(slot, [8, 2, 5, 0], None)
+    before = [kv.clone() for kv in target.pages]
+    destination = [6, 1, 4, 3][:count]
+    CpuCopier(target).load(slot, first, destination, None)
+    for layer, expected in enumerate(before):
+        expected[destination] = source.pages[layer][[8, 2, 5, 0][first : first + count]]
+        assert torch.equal(target.pages[layer], expected)
+    assert (slot[source.chunk_bytes :] == 7).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_work_is_shared_among_threads_and_the_last_one_is_waited_for(num_threads):
+    everybody, ended = threading.Barrier(num_threads), []
+
+    def work():
+        everybody.wait(10)
+        ended.append(threading.get_ident())
+
+    CpuCopier(layout(pages=PAGES["streamed"]), num_threads).share(work)
+    assert len(set(ended)) == num_threads
+
+
+def test_a_fault_in_any_thread_is_raised():
+    here = threading.get_ident()
+
+    def work():
+        if threading.get_ident() != here:
+            raise ValueError("in the other thread")
+
+    with pytest.raises(ValueError, match="in the other thread"):
+        CpuCopier(layout(pages=PAGES["streamed"]), 2).share(work)
+
+
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
+def test_a_slot_has_the_same_bytes_however_it_was_written(pages):
+    source = layout(pages=pages)
+    slot, unaligned = make_slot(source.chunk_bytes), make_slot(source.chunk_bytes + 4096)[16:]
+    copier = CpuCopier(source)
+    copier.store(slot, [8, 2, 5, 0], None)
+    copier.store(unaligned, [8, 2, 5, 0], None)
+    expected = torch.cat([kv[[8, 2, 5, 0]].view(-1) for kv in source.pages]).numpy()
+    np.testing.assert_array_equal(slot, expected)
+    np.testing.assert_array_equal(unaligned[: len(expected)], expected)
+
+
+def test_every_vllm_can_stream():
+    """By the compiler that it brings along; without one copies are only slower."""
+    assert CpuCopier(layout(pages=PAGES["streamed"]))._stream is not None
+    assert CpuCopier(layout(pages=PAGES["by numpy"]))._stream is None
+
+
+@pytest.mark.parametrize("blocks", [[9], [-1], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
+def test_no_byte_is_written_beyond_the_kv_or_the_slot(pages, blocks):
+    copier, slot = CpuCopier(layout(pages=pages)), make_slot(32 << 10)
+    with pytest.raises((ValueError, IndexError)):
+        copier.load(slot, 0, blocks, None)
+    with pytest.raises((ValueError, IndexError)):
+        copier.store(slot[: 4 << 10], blocks, None)
+
+
+def test_slots_are_unpinned_after_the_last_copy_of_their_mapping():
+    """The two copying threads change to a new session one after the other."""
+    calls = []
+    pins = Pins(
+        lambda slot: calls.append(("pin", slot.ctypes.data)), lambda place: calls.append(("unpin", place))
+    )
+    old, new = (np.frombuffer(mmap.mmap(-1, 8192), np.uint8).reshape(2, 4096) for _ in range(2))
+    with pins.pinned(old[0]), pins.pinned(old[0]):
+        pass
+    with pins.pinned(old[1]):
+        with pins.pinned(new[0]):
+            pass
+        assert [what for what, _ in calls] == ["pin"] * 3, "a copy of the old mapping goes on"
+    addresses = {old[0].ctypes.data, old[1].ctypes.data}
+    assert {place for what, place in calls if what == "unpin"} == addresses
+    with pins.pinned(new[0]):
+        assert len(calls) == 5
+
+
+def test_threads_of_ours_may_leave_the_core_of_the_thread_that_starts_them():
+    """vLLM binds its model thread to the first core of its computing."""
+    assert allowed_cores() >= os.sched_getaffinity(os.getppid())
+    core = min(os.sched_getaffinity(0))
+
+    def start_bound():
+        os.sched_setaffinity(0, {core})
+        with futures.ThreadPoolExecutor(1, initializer=spread) as ours:
+            return ours.submit(os.sched_getaffinity, 0).result()
+
+    with futures.ThreadPoolExecutor(1) as bound:
+        assert bound.submit(start_bound).result() >= os.sched_getaffinity(os.getppid())
+
+
+def test_a_layer_with_gaps_is_refused_on_the_cpu():
+    pages = torch.zeros(4, 128, dtype=torch.uint8)[:, :64]
+    with pytest.raises(ValueError, match="not adjacent"):
+        CpuCopier(Layout((pages,), 2))
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_copies_release_the_gil(direction):
+    big = Layout((torch.zeros(64, 1 << 20, dtype=torch.uint8),), 64)
+    copier, slot = CpuCopier(big), make_slot(64 << 20)
+    progress, is_over = [], threading.Event()
+
+    def count():
+        while not is_over.is_set():
+            progress.append(time.perf_counter())
+            time.sleep(0)
+
+    ids = list(range(64))
+    copier.store(slot, ids, None)  # touches the pages first
+    thread = threading.Thread(target=count)
+    thread.start()
+    began = time.perf_counter()
+    for _ in range(4):
+        copier.load(slot, 0, ids, None) if direction == "load" else copier.store(slot, ids, None)
+    ended = time.perf_counter()
+    is_over.set()
+    thread.join()
+    seen = [moment for moment in progress if began < moment < ended]
+    assert len(seen) > 20, "another thread ran while bytes were copied"
