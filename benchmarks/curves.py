@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_most
-from lmcache.curves import MissRatioCurve, Sample, Sampler
-from lmcache.simulate import read_trace, stack_distances, tail_first
+from lmcache.curves import MissRatioCurve, Sample, Sampler, stack_distances
+from tools.simulate import read_trace, tail_first
 
 TRACES = Path(__file__).parent / "traces"
 BLOCK_BYTES = 64 << 20

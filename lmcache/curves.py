@@ -108,7 +108,7 @@ class MissRatioCurve:
             raise ValueError("max_keys, half_life_seconds and window_seconds must be positive")
         self._max_keys, self._window, self._half_life = max_keys, window_seconds, half_life_seconds
         self._threshold = _threshold(rate)
-        self._stack = _Stack(max_keys + _MAX_HOT)
+        self._stack = RecencyStack(max_keys + _MAX_HOT)
         self._highest: list[int] = []  # heap of the tracked keys' complements: the highest hash first
         self._counts = [_no_counts() for _ in range(_NUM_GROUPS)]  # hits, by distance
         self._sampled = [0.0] * _NUM_GROUPS  # accesses as estimated from the samples
@@ -280,8 +280,15 @@ def merged(streams: Iterable[Iterable[Sample]]) -> Iterable[Sample]:
     return heapq.merge(*streams, key=lambda sample: sample.time)
 
 
-class _Stack:
-    """Tracked keys in the order of their last access, and the sum of bytes from any of them on.
+def stack_distances(accesses: Sequence[int]) -> list[int]:
+    """Return how many distinct keys were accessed since the last access to each, itself included; 0 for the
+    first access."""
+    stack = RecencyStack(len(set(accesses)) or 1)
+    return [max(0, stack.touch(key, 1, 0.0, 0.0)) for key in accesses]
+
+
+class RecencyStack:
+    """Keys in the order of their last access, and the sum of bytes from any of them on.
 
     Every access takes the next of a fixed number of positions; sums are kept over positions, groups and
     groups of groups, so that a distance takes three sums of short lists. When positions run out the keys move

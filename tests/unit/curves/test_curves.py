@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache.curves import HASHES, MissRatioCurve, Sample, Sampler, merged
-from lmcache.simulate import key_hash
+from lmcache.curves import HASHES, MissRatioCurve, Sample, Sampler, merged, stack_distances
+from tools.simulate import key_hash
 
 KEYS = st.integers(0, 12)
 ACCESSES = st.lists(st.tuples(KEYS, st.integers(1, 5)), max_size=200)
@@ -35,6 +35,17 @@ def lru_hits(accesses: list[tuple[int, int]], size: int) -> int:
             del stack[key]
         stack[key] = num_bytes
     return hits
+
+
+@given(st.lists(KEYS, max_size=300))
+def test_stack_distances_count_distinct_keys(accesses):
+    """More accesses than the stack has positions: they move together now and then."""
+    expected = []
+    for now, key in enumerate(accesses):
+        before = accesses[:now]
+        since = before[::-1].index(key) if key in before else None
+        expected.append(0 if since is None else len({*before[now - since :], key}))
+    assert stack_distances(accesses) == expected
 
 
 @given(ACCESSES)

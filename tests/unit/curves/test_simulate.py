@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.simulate import (
-    BadTrace,
+from lmcache.curves import stack_distances
+from lmcache.tiers.policy import LRU, NoEviction
+from tools.simulate import (
     Request,
+    TraceError,
     estimate,
     main,
     read_trace,
     simulate,
-    stack_distances,
     tail_first,
 )
-from lmcache.tiers.policy import LRU, NoEviction
 
 TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 BLOCK = 64 << 20
@@ -70,7 +70,7 @@ def test_the_tier_s_policy_is_as_good_as_lru():
 def test_a_bad_line_is_named(tmp_path, line, capsys):
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "hash_ids": [1]}\n' + line + "\n")
-    with pytest.raises(BadTrace, match="line 2"):
+    with pytest.raises(TraceError, match="line 2"):
         list(read_trace(trace))
     assert main([str(trace)]) == 1
     assert "line 2" in capsys.readouterr().err

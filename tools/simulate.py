@@ -1,4 +1,4 @@
-"""What hit ratio would the memory tier have on a trace? ``python -m lmcache.simulate TRACE --sizes 64Gi``.
+"""What hit ratio would the memory tier have on a trace? ``python -m tools.simulate TRACE --sizes 64Gi``.
 
 Prints, for each size, what the tier's own eviction policy gets on the trace, what plain LRU gets by exact
 stack distances, and what the miss-ratio curve estimates from a sample: they should agree.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache.curves import MissRatioCurve, Sample
+from lmcache.curves import MissRatioCurve, Sample, stack_distances
 from lmcache.tiers.policy import LRU, NoEviction, Policy
 from lmcache.units import format_size, parse_size
 
@@ -29,7 +29,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "none": lambda num_r
 _DEFAULT_BLOCK_BYTES = "64Mi"  # 512 tokens, 128 KiB of KV each: an 8B model with grouped-query attention
 
 
-class BadTrace(ValueError):
+class TraceError(ValueError):
     """A line of the trace can't be used; the message says which, and why."""
 
 
@@ -42,7 +42,7 @@ class Request:
 
 
 def read_trace(path: Path) -> Iterator[Request]:
-    """Read a trace. Raises BadTrace, and OSError when the file can't be read."""
+    """Read a trace. Raises TraceError, and OSError when the file can't be read."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -50,7 +50,7 @@ def read_trace(path: Path) -> Iterator[Request]:
                 blocks = tuple(int(block) for block in fields["hash_ids"])
                 yield Request(float(fields["timestamp"]) / 1000, blocks)
             except (ValueError, TypeError, KeyError) as error:
-                raise BadTrace(f"{path}, line {number}: needs timestamp and hash_ids ({error!r})") from None
+                raise TraceError(f"{path}, line {number}: needs timestamp and hash_ids ({error!r})") from None
 
 
 def simulate(requests: Iterable[Request], num_rows: int, policy: Policy) -> float:
@@ -79,22 +79,6 @@ def simulate(requests: Iterable[Request], num_rows: int, policy: Policy) -> floa
             rows[block], blocks[row] = row, block
             policy.admit(row, request_id)
     return num_hits / max(1, num_accesses)
-
-
-def stack_distances(accesses: Sequence[int]) -> list[int]:
-    """Return how many distinct blocks were accessed since the last access to each, itself included; 0 for the
-    first access. Exact: a Fenwick tree over all accesses."""
-    tree = [0] * (len(accesses) + 1)
-    last: dict[int, int] = {}
-    distances = []
-    for now, block in enumerate(accesses, 1):
-        before = last.get(block, 0)
-        distances.append(_sum_to(tree, now - 1) - _sum_to(tree, before - 1) if before else 0)
-        if before:
-            _add(tree, before, -1)
-        _add(tree, now, 1)
-        last[block] = now
-    return distances
 
 
 def tail_first(requests: Iterable[Request]) -> Iterator[tuple[float, int]]:
@@ -157,7 +141,7 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install 'lmcache-cluster[plot]'") from None
+        raise ImportError("--plot needs matplotlib: pip install '.[plot]'") from None
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     sizes = [point.size_bytes / 2**30 for point in points]
@@ -191,23 +175,9 @@ def _default_sizes(requests: Sequence[Request], block_bytes: int) -> list[int]:
     return [max(block_bytes, int(total * share)) for share in shares]
 
 
-def _add(tree: list[int], index: int, value: int) -> None:
-    while index < len(tree):
-        tree[index] += value
-        index += index & -index
-
-
-def _sum_to(tree: list[int], index: int) -> int:
-    total = 0
-    while index > 0:
-        total += tree[index]
-        index &= index - 1
-    return total
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lmcache.simulate", description="Hit ratio of the memory tier per size, on a trace."
+        prog="python -m tools.simulate", description="Hit ratio of the memory tier per size, on a trace."
     )
     parser.add_argument("trace", type=Path, help="JSON lines (may be gzipped) with timestamp and hash_ids")
     parser.add_argument(
@@ -233,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(points, policies)
         if arguments.plot:
             plot(points, arguments.trace.name, arguments.plot)
-    except (BadTrace, OSError, ImportError) as error:
+    except (TraceError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
