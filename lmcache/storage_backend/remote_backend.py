@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.logging import init_logger
+from lmcache.recent import Recent
 from lmcache.storage_backend.chunk_source import Keys
 from lmcache.storage_backend.connector import CreateConnector
 from lmcache.storage_backend.guard import Guard
@@ -62,7 +63,7 @@ class LMCRemoteBackend(QueuedBackend):
             raise AssertionError("a remote backend needs remote_url and remote_serde")
         self._serializer, self._deserializer = CreateSerde(config.remote_serde, config, metadata)
         self._geometry = _geometry(metadata)
-        self._unreadable: OrderedDict[CacheEngineKey, None] = OrderedDict()
+        self._unreadable: Recent[CacheEngineKey, None] = Recent(_MAX_UNREADABLE)
         self._connector = CreateConnector(config.remote_url)
         self._breaker = CircuitBreaker(base=0.1, cap=2.0)
         self._guard = Guard(self._breaker, self._try_again, self._faults)
@@ -148,8 +149,6 @@ class LMCRemoteBackend(QueuedBackend):
         except Exception as error:  # neither may the worker end, nor the engine, by whatever was sent to it
             self._faults.note("A chunk from the server can't be read", error)
             self._unreadable[key] = None
-            if len(self._unreadable) > _MAX_UNREADABLE:
-                self._unreadable.popitem(last=False)
             return None
         self._unreadable.pop(key, None)
         return chunk

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from lmcache.recent import Recent
 from lmcache.tiers.base import RowKey
 
 _MAX_COUNTED = 4096  # chains that are remembered
@@ -76,17 +77,15 @@ class MemoryStats:
     removed: Counter[Removal] = field(default_factory=Counter)
     verified: int = 0  # rows from before a restart that were found intact
     tenants: Tenants = field(default_factory=Tenants)  # that have rows now
-    _counted: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)  # keys, of chains asked for
+    _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_COUNTED))  # keys, by chain
 
     def count_lookup(self, request: Hashable, keys: Sequence[RowKey], num_resident: int) -> None:
         """Engines ask again and again while rows are coming: only keys they did not ask for before count."""
         chain = (request, *keys[:1])
-        num_counted = self._counted.pop(chain, 0)
+        num_counted = self._counted.get(chain, 0)
         self.hits += max(0, num_resident - num_counted)
         self.misses += max(0, len(keys) - max(num_resident, num_counted))
         self._counted[chain] = max(len(keys), num_counted)
-        if len(self._counted) > _MAX_COUNTED:
-            self._counted.popitem(last=False)
 
 
 class Unwritten(enum.Enum):

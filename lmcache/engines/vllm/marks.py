@@ -22,6 +22,7 @@ from lmcache import keys
 from lmcache.engines.core.jobs import Marks
 from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
+from lmcache.recent import Recent
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class Marker:
         self._began = files.process_began() if began is None else began
         self._adapters: dict[str, futures.Future[bytes | None]] = {}
         self._media: dict[int, bytes] = {}  # id of an item of the engine's -> digest, as long as it lives
-        self._identifiers: dict[str, bytes | None] = {}  # None: the engine may mix up two contents
+        # By identifier; None: the engine may mix up two contents.
+        self._identifiers: Recent[str, bytes | None] = Recent(_MAX_IDENTIFIERS)
 
     def marks(self, request: Any, chunk_tokens: int) -> Marks | None:
         """Return what the request's chunks depend on; None: don't cache it, or not yet."""
@@ -90,8 +92,6 @@ class Marker:
         # The engine keeps its encoder's outputs by identifier: under one it has to be one content.
         if self._identifiers.setdefault(feature.identifier, digest) != digest:
             self._identifiers[feature.identifier] = digest = None
-        if len(self._identifiers) > _MAX_IDENTIFIERS:
-            del self._identifiers[next(iter(self._identifiers))]
         return digest
 
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeVar
 
+from lmcache.recent import Recent
 from lmcache.tiers.base import Loaded, RowKey
 from lmcache.tiers.circuit import CircuitBreaker, JointBreaker
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
@@ -69,7 +70,7 @@ class RemoteTier:
             lambda: [server.breaker for server in self._topology.servers()]
         )
         self._lock = threading.Lock()  # protects stats and what follows
-        self._rewrite: dict[tuple[RowKey, int], None] = {}  # found invalid: to be written though present
+        self._rewrite: Recent[tuple[RowKey, int], None] = Recent(_MAX_REWRITE)  # invalid, though present
 
     def set_shards(self, current: Sequence[str], previous: Sequence[str] = (), until: float = 0.0) -> None:
         """Change the list of shards, each ``host:port``.
@@ -244,8 +245,6 @@ class RemoteTier:
         with self._lock:
             self.stats.invalid[reason] += 1
             self._rewrite[name.key, name.column] = None
-            if len(self._rewrite) > _MAX_REWRITE:
-                del self._rewrite[next(iter(self._rewrite))]
 
     def _note_failure(self) -> None:
         with self._lock:
