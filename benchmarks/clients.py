@@ -12,7 +12,8 @@ import numpy.typing as npt
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.mapping import Found
-from testing.processes import SidecarProcess, wait_until
+from testing.child_process import wait_until
+from testing.processes import SidecarProcess
 
 NAMESPACE = hashlib.sha256(b"benchmark").digest()
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import Figure, Ratio, Report, at_least, at_most, of, paired, spread
 from benchmarks.vllm import forget_memory, prompt
+from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
-from testing.processes import RedisServer, SidecarProcess, wait_until
+from testing.processes import RedisServer, SidecarProcess
 
 CHUNK_TOKENS = 256
 QUEUED, QUEUED_TOKENS, AT_A_TIME, QUEUE_REPEATS = 16, 8 * CHUNK_TOKENS + 50, 2, 3

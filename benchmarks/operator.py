@@ -59,7 +59,7 @@ def measure(plane: Cluster, operator: kube.Operator) -> list[Figure]:
     first_peak = peak_mib(operator)
 
     mark = plane.mark()
-    operator.stop()
+    operator.terminate()
     operator.start()
     wait(plane, lambda: operator.num_looks() >= NUM_CLUSTERS)
     come_to_rest(operator)

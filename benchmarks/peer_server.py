@@ -27,7 +27,8 @@ from benchmarks.vllm import prompt, ttft
 from lmcache.engines.core.copier import CpuCopier
 from lmcache.engines.core.jobs import Grid, KeyContext, LoadJob, Offer, StoreJob
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
-from testing.engine.process import ROOT, EngineProcess, connector_config
+from testing.child_process import REPOSITORY
+from testing.engine.process import EngineProcess, connector_config
 from testing.processes import SidecarProcess
 
 VERSION = "0.5.6"
@@ -145,7 +146,7 @@ def lookups() -> Iterator[Figure]:
 class PeersEngine(EngineProcess):
     """The same engine with the peer's package before ours on its path."""
 
-    child = (CHILDREN / "engine.py", ROOT / "tools" / "engine" / "child.py")
+    child = (CHILDREN / "engine.py", REPOSITORY / "tools" / "engine" / "child.py")
 
     def __init__(self, log: Path, connector: dict[str, object]) -> None:
         self.python_path = site_packages(VERSION)

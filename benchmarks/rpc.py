@@ -26,7 +26,8 @@ from benchmarks.clients import EngineClients, chunk_keys, row_keys
 from benchmarks.report import Figure, Report, at_most, of, paired
 from lmcache import keys
 from lmcache.rpc import kvcache_pb2 as pb
-from testing.processes import RedisServer, SidecarProcess, wait_until
+from testing.child_process import wait_until
+from testing.processes import RedisServer, SidecarProcess
 
 NUM_KEYS, CHUNK_BYTES, CALLS, ROUNDS = 128, 4 << 20, 200, 9
 ARENA = "1280Mi"  # 320 rows: those that are looked up, and room for those under load

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most, of, paired, spread
+from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
-from testing.processes import RedisServer, SidecarProcess, wait_until
+from testing.processes import RedisServer, SidecarProcess
 
 PROMPT_TOKENS, CHUNK_TOKENS, REPEATS = 8192, 256, 15
 ROWS = PROMPT_TOKENS // CHUNK_TOKENS

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from demo.show import command, note, step, title
 from testing.kube.cluster import Cluster
-from testing.kube.process import free_ports
+from testing.kube.operator import SERVICE_ACCOUNT, SYSTEM_NAMESPACE, Operator
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE, RELEASE, NAME = "default", "lmcache", "qwen3-8b"
@@ -46,32 +42,11 @@ def _with(cluster: Cluster, logs: Path) -> dict[str, object]:
     with step("installing the chart"):
         cluster.helm("install", RELEASE, str(ROOT / "charts" / "lmcache-operator"), "-n", "lmcache-system",
                      "--create-namespace")  # fmt: skip
-    with operator(cluster, logs / "operator.log"):
+    with Operator(cluster, logs, f"{SYSTEM_NAMESPACE}/{SERVICE_ACCOUNT}") as operator:
+        operator.start()
         note("No kubelet runs here, so the operator runs as a process, with the token of the chart's own")
         note("ServiceAccount: what the chart allows is all it can do.")
         return {**_becomes_ready(cluster), **_rests(cluster), **_scales(cluster), **_heals(cluster)}
-
-
-@contextmanager
-def operator(cluster: Cluster, log: Path) -> Iterator[None]:
-    """The operator, as the chart's ServiceAccount."""
-    account = cluster.api.objects(
-        "v1/serviceaccounts", "lmcache-system", "app.kubernetes.io/name=lmcache-operator"
-    )
-    name = account[0]["metadata"]["name"]
-    token = cluster.service_account_token("lmcache-system", name)
-    kubeconfig = cluster.kubeconfig(f"sa:{name}", token=token)
-    health, metrics = free_ports(2)
-    argv = [sys.executable, "-m", "lmcache_operator", "run", "--kubeconfig", str(kubeconfig),
-            "--health-port", str(health), "--metrics-port", str(metrics)]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT}"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=out, env=env)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 def _becomes_ready(cluster: Cluster) -> dict[str, object]:

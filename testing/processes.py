@@ -7,9 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,92 +18,35 @@ from typing import Any, Protocol, Self
 
 import redis
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from testing.child_process import REPOSITORY, ChildProcess, free_port, wait_until
+
 BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
 
 
-def wait_until(predicate: Callable[[], Any], *, timeout: float = 20.0, what: str = "") -> Any:
-    """Poll until ``predicate`` is true; its value. Fails loudly after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while not (value := predicate()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout} s: {what or predicate}")
-        time.sleep(0.01)
-    return value
-
-
-def free_port() -> int:
-    """A TCP port that nobody has now; somebody may take it before it is bound."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class Server(ABC):
+class Server(ChildProcess, ABC):
     """One process at a time, and a folder that stays the same over ``kill`` and ``restart``."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(type(self).__name__, folder / "log")
         self.folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "not started"
-        return self._process.pid
-
     @abstractmethod
     def start(self, *, timeout: float = 20.0) -> None:
         """Start, and wait until it answers."""
 
-    def kill(self) -> None:
-        """SIGKILL."""
-        self._signal(signal.SIGKILL)
-        self._reap()
-
-    def terminate(self, *, timeout: float = 30.0) -> int:
-        """SIGTERM; the exit status."""
-        self._signal(signal.SIGTERM)
-        assert self._process is not None
-        status = self._process.wait(timeout)
-        self._process = None
-        return status
-
     def restart(self) -> None:
         """Kill it if it runs, and start it where it was."""
-        if self._process is not None:
-            self.kill()
+        self.kill()
         self.start()
-
-    def freeze(self) -> None:
-        """SIGSTOP: the kernel still accepts connections and bytes, nobody answers."""
-        self._signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self._signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill it if it runs, and remove the folder."""
-        if self._process is not None:
-            self.kill()
+        self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def _reap(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        self._process.wait()
-        self._process = None
 
 
 class CertificateFiles(Protocol):
@@ -153,15 +93,14 @@ class RedisServer(Server):
         return redis.Redis(unix_socket_path=str(self.socket_path), password=self.password or None)
 
     def start(self, *, timeout: float = 20.0) -> None:
-        assert self._process is None, "already started"
         # A free port may be taken by somebody else before redis binds it: then try the next one.
         for _ in range(5):
             self._spawn()
             if self._wait_ready(timeout):
                 return
-            self._reap()
+            self.kill()
             self.port = 0
-        raise RuntimeError(f"redis-server did not start; see {self.folder / 'log'}")
+        raise RuntimeError(f"redis-server did not start: {self.log}")
 
     @property
     def _userinfo(self) -> str:
@@ -181,17 +120,15 @@ class RedisServer(Server):
         }
         arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         self.socket_path.unlink(missing_ok=True)
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen([BINARY, *arguments], stdout=log, stderr=log)
+        self.spawn([BINARY, *arguments])
 
     def _tls_options(self, tls: CertificateFiles) -> dict[str, str | int | Path]:
         files = {"tls-cert-file": tls.cert, "tls-key-file": tls.key, "tls-ca-cert-file": tls.ca}
         return {"port": 0, "tls-port": self.port, "tls-auth-clients": "no", **files}
 
     def _wait_ready(self, timeout: float) -> bool:
-        assert self._process is not None
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and self._process.poll() is None:
+        while time.monotonic() < deadline and self.is_running:
             with contextlib.suppress(redis.ConnectionError), self.client as client:
                 return bool(client.ping())
             time.sleep(0.01)
@@ -210,7 +147,6 @@ class SidecarProcess(Server):
         super().__init__(Path(tempfile.mkdtemp(prefix="lmc-sidecar-", dir=shm if shm.is_dir() else None)))
         self.socket_path = str(self.folder / "kvcache.sock")
         self.arena_path = self.folder / "arena"
-        self.log_path = self.folder / "log"
         self.options = {"memory_size": "64Mi", "http_host": "127.0.0.1", "http_port": 0} | options
         self.max_descriptors = 0  # 0: as many as we may have
         self.http_port = 0
@@ -226,7 +162,6 @@ class SidecarProcess(Server):
         return self.log_path.read_bytes()[self._log_start :].decode() if self.log_path.exists() else ""
 
     def start(self, *, timeout: float = 20.0) -> None:
-        assert self._process is None, "already started"
         options = {"socket": self.socket_path, "arena": self.arena_path} | self.options
         flags = [
             part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))
@@ -235,20 +170,15 @@ class SidecarProcess(Server):
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
         limit = f'ulimit -n {self.max_descriptors}; exec "$@"'
         limited = ["sh", "-c", limit, "sh"] if self.max_descriptors else []
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*limited, sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
-                stdout=log,
-                stderr=log,
-                cwd=REPOSITORY,
-                env=environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
-            )
+        self.spawn(
+            [*limited, sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
+            cwd=REPOSITORY,
+            env=environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
+        )
         wait_until(self._listens, timeout=timeout, what="the sidecar listens")
 
     def _listens(self) -> bool:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise AssertionError(f"the sidecar ended with {self._process.returncode}: {self.log}")
+        self.check()
         if found := re.search(r"http port (\d+)", self.log):
             self.http_port = int(found[1])
         return bool(found)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -13,12 +13,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
+from testing.child_process import REPOSITORY, ChildProcess
 from testing.engine.tiny_model import tiny_model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -77,15 +75,15 @@ class EngineFailed(Exception):
     """The engine did not start, ended, or answered with an error; the message ends with its log."""
 
 
-class EngineProcess:
+class EngineProcess(ChildProcess):
     """A vLLM engine in a child process, driven step by step by ``child.py``. A context manager."""
 
     child: Sequence[str | Path] = ("-m", "testing.engine.child")
-    python_path: str | Path = ROOT
+    python_path: str | Path = REPOSITORY
 
     def __init__(self, log: Path, connector: dict[str, Any] | None = None, **engine_args: Any) -> None:
         """``engine_args`` go over ``ENGINE_ARGS``; the child's output goes to ``log``."""
-        self._log = log
+        super().__init__("the engine", log)
         args = {"model": str(tiny_model()), **ENGINE_ARGS, **engine_args}
         if connector is not None:
             args["kv_transfer_config"] = connector
@@ -94,32 +92,16 @@ class EngineProcess:
         command = [sys.executable, *map(str, self.child), str(child_reads), str(child_writes)]
         paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(self.python_path)}
         environment = {**os.environ, **ENVIRONMENT, **paths}
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*command, json.dumps(args)],
-                cwd=self.python_path,
-                env=environment,
-                pass_fds=(child_reads, child_writes),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self.spawn(
+            [*command, json.dumps(args)],
+            cwd=self.python_path,
+            env=environment,
+            pass_fds=(child_reads, child_writes),
+        )
         os.close(child_reads)
         os.close(child_writes)
         self._received = b""
         self._is_ready = False
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the child."""
-        return self._process.pid
 
     def wait_ready(self, timeout: float = 120) -> EngineProcess:
         """Wait until the engine takes requests."""
@@ -171,25 +153,16 @@ class EngineProcess:
         """How often a request was preempted so far."""
         return int(self._call("num_preemptions"))
 
-    def log(self) -> str:
-        """What the engine has printed."""
-        return self._log.read_text(errors="replace")
-
-    def kill(self) -> None:
-        """SIGKILL, at once."""
-        self._process.kill()
-        self._process.wait()
-
     def close(self) -> None:
         """End the engine as a user would; kills it when it takes more than 20 s."""
         for descriptor in (self._commands, self._answers):
             if descriptor >= 0:
                 os.close(descriptor)
         self._commands = self._answers = -1
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(20)
+        self.kill()
 
     def _call(self, do: str) -> Any:
         self._send(do=do)
@@ -208,16 +181,16 @@ class EngineProcess:
             part = os.read(self._answers, 1 << 20) if readable else b""
             if not part:
                 what = "ended" if readable else f"did not answer within {timeout:g} s"
-                raise EngineFailed(f"the engine {what}\n{self.log()[-4000:]}")
+                raise EngineFailed(f"the engine {what}\n{self.log[-4000:]}")
             self._received += part
         line, self._received = self._received.split(b"\n", 1)
         answer = json.loads(line)
         if "error" in answer:
-            raise EngineFailed(f"{answer['error']}\n{self.log()[-4000:]}")
+            raise EngineFailed(f"{answer['error']}\n{self.log[-4000:]}")
         return answer["answer"]
 
 
-class ServedEngine:
+class ServedEngine(ChildProcess):
     """``vllm serve`` of the tiny model on a local port. A context manager; ready after about 25 s."""
 
     def __init__(
@@ -229,7 +202,7 @@ class ServedEngine:
         environment: dict[str, str] | None = None,
     ) -> None:
         """``args`` are further arguments of ``vllm serve``; the server's output goes to ``log``."""
-        self._log = log
+        super().__init__("vllm serve", log)
         self.url = f"http://127.0.0.1:{port}"
         command = [
             *(str(Path(sys.executable).parent / "vllm"), "serve", str(tiny_model())),
@@ -241,40 +214,17 @@ class ServedEngine:
         ]
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def __enter__(self) -> ServedEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+        self.spawn(command, cwd=REPOSITORY, env=variables)
 
     def wait_ready(self, timeout: float = 180) -> ServedEngine:
         """Wait until it takes requests."""
         deadline = time.monotonic() + timeout
         while not self._is_healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise EngineFailed(f"vllm serve is not up\n{self._log.read_text(errors='replace')[-4000:]}")
+            if not self.is_running or time.monotonic() > deadline:
+                raise EngineFailed(f"vllm serve is not up\n{self.log[-4000:]}")
             time.sleep(0.2)
         return self
-
-    @property
-    def pid(self) -> int:
-        """The server's."""
-        return self._process.pid
-
-    def wait(self, timeout: float = 60) -> int:
-        """Until it has ended by itself; its exit status."""
-        return self._process.wait(timeout)
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
         """POST /v1/completions; returns the answer."""
@@ -289,13 +239,8 @@ class ServedEngine:
 
     def close(self) -> None:
         """End the server as a user would."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self.is_running:
+            self.interrupt()
 
     def _is_healthy(self) -> bool:
         try:

@@ -28,9 +28,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
+from testing.child_process import free_ports
 from testing.kube import pki
 from testing.kube.api import Api, ApiError, Object, manifests, wait_for
-from testing.kube.process import Component, free_ports
+from testing.kube.process import Component
 from tools.kube import binaries
 
 HERE = Path(__file__).resolve().parent
@@ -129,7 +130,7 @@ class Cluster:
         return wait_for(checked, timeout)
 
     def check(self) -> None:
-        """Raises `ComponentDied` for a component that ended by itself."""
+        """Raises `ProcessDied` for a component that ended by itself."""
         for component in self.components.values():
             component.check()
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
+from testing.child_process import ChildProcess, free_ports
 from testing.kube.api import wait_for
 from testing.kube.cluster import Cluster
-from testing.kube.process import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "lmcache-operator"
@@ -37,7 +35,7 @@ exec setpriv --pdeathsig KILL --reuid {USER} --regid {USER} --clear-groups --no-
 """
 
 
-class Operator:
+class Operator(ChildProcess):
     """``lmcache-operator run`` as a process of ours, under a ServiceAccount of the cluster.
 
     Without root it can't be made to look like its pod: it is then a process of this user with a kubeconfig.
@@ -45,21 +43,11 @@ class Operator:
 
     def __init__(self, plane: Cluster, directory: Path, account: str, *flags: str) -> None:
         self.user = f"system:serviceaccount:{account.replace('/', ':')}"
-        self.log = directory / "operator.log"
+        super().__init__("the operator", directory / "operator.log")
         self._plane, self._account = plane, account
         self._health_port, self._metrics_port = free_ports(2)
         self._flags = (*flags, f"--health-port={self._health_port}", f"--metrics-port={self._metrics_port}")
-        self._process: subprocess.Popen[bytes] | None = None
         self._marks = 0, 0
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     def start(self) -> None:
         namespace, _, name = self._account.partition("/")
@@ -67,7 +55,7 @@ class Operator:
         argv = [sys.executable, "-m", "lmcache_operator", "run", *self._flags]
         env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "operator")]), "PYTHONUNBUFFERED": "1"}
         if os.getuid() == 0:
-            token_file = self.log.with_suffix(".token")
+            token_file = self.log_path.with_suffix(".token")
             token_file.write_text(token)
             host, _, port = self._plane.url.removeprefix("https://").partition(":")
             env |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
@@ -75,23 +63,8 @@ class Operator:
             argv = ["unshare", "--mount", "--propagation=private", "sh", "-ec", _AS_IN_ITS_POD, "sh", *argv]
         else:
             argv.append(f"--kubeconfig={self._plane.kubeconfig(self._account, token=token)}")
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
+        self.spawn(argv, env=env)
         wait_for(self._is_healthy)
-
-    def stop(self) -> int:
-        """SIGTERM; its exit status."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        code = self._process.wait(20)
-        self._process = None
-        return code
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        self._process = None
 
     def metric(self, name: str) -> float:
         """A sample of its /metrics, the label sets added up."""
@@ -107,16 +80,14 @@ class Operator:
         """What RBAC refused it since `forgive`; anything here is a hole in the chart's roles."""
         log_mark, audit_mark = self._marks
         writes = self._plane.written_since(audit_mark, by=self.user, dry_runs=True)
-        told = [*self.log.read_text()[log_mark:].splitlines(), *map(str, writes)]
+        told = [*self.log[log_mark:].splitlines(), *map(str, writes)]
         return [line for line in told if re.search(r"cannot \w+ resource", line)]
 
     def forgive(self) -> None:
         """Forget what was refused so far: an API server that starts has not read its roles yet."""
-        self._marks = len(self.log.read_text()), self._plane.mark()
+        self._marks = len(self.log), self._plane.mark()
 
     def _is_healthy(self) -> bool:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise RuntimeError(f"the operator exited:\n{self.log.read_text()[-3000:]}")
+        self.check()
         with urllib.request.urlopen(f"http://127.0.0.1:{self._health_port}/healthz", timeout=5) as answer:
             return bool(answer.status == 200)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmcache.cache_engine import LMCacheEngine
-from testing.processes import wait_until
+from testing.child_process import wait_until
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import redis
 
-from testing.processes import BINARY, RedisServer, free_port
+from testing.child_process import free_port
+from testing.processes import BINARY, RedisServer
 from tests.harness.remote_objects import until
 
 SERVICE = "kv-cache"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lmcache.tiers.remote.objects import ObjectName
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
-from testing.processes import wait_until
+from testing.child_process import wait_until
 
 KEY = b"n" * 32 + b"k" * 32
 

@@ -12,7 +12,8 @@ import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 from lmcache.engines.core.copier import CpuCopier
-from testing.processes import SidecarProcess, wait_until
+from testing.child_process import wait_until
+from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 

@@ -20,7 +20,8 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
 from lmcache.rpc.lockfile import LockFile
-from testing.processes import REPOSITORY, SidecarProcess, wait_until
+from testing.child_process import REPOSITORY, wait_until
+from testing.processes import SidecarProcess
 
 NAMESPACE = b"n" * 32
 

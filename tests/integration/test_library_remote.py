@@ -12,7 +12,8 @@ import torch
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.server import LMCacheServer
-from testing.processes import RedisServer, wait_until
+from testing.child_process import wait_until
+from testing.processes import RedisServer
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,

@@ -108,7 +108,7 @@ def test_get_shows_what_matters(plane, operator, shared):
 def test_restart_writes_nothing(plane, operator, shared):
     wait_quiet(plane, operator, shared)
     mark = plane.mark()
-    assert operator.stop() == 0
+    assert operator.terminate() == 0
     operator.start()
     plane.wait(lambda: operator.num_looks() >= operator.metric("lmcache_operator_clusters") > 0)
     look_once_more(plane, operator, shared)

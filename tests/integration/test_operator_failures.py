@@ -38,7 +38,7 @@ def test_rest_is_what_the_api_server_made_of_what_was_applied(plane, operator, n
     plane.wait(lambda: plane.api.find("apps/v1/statefulsets", ENGINE, namespace))
     wait_quiet(plane, operator, namespace)
     mark = plane.mark()
-    assert operator.stop() == 0
+    assert operator.terminate() == 0
     operator.start()
     plane.wait(lambda: operator.num_looks() >= operator.metric("lmcache_operator_clusters") > 0)
     look_once_more(plane, operator, namespace)

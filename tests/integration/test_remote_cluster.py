@@ -9,7 +9,8 @@ import pytest
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.objects import hash_tag
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
-from testing.processes import RedisServer, free_port
+from testing.child_process import free_port
+from testing.processes import RedisServer
 from tests.harness.redis_topologies import Cluster, cluster
 from tests.harness.remote_objects import is_back, load, part_name, pattern, until
 

@@ -8,7 +8,8 @@ import pytest
 
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import RemoteTier
-from testing.processes import RedisServer, free_port
+from testing.child_process import free_port
+from testing.processes import RedisServer
 from tests.harness.redis_topologies import SERVICE, sentinel_set
 from tests.harness.remote_objects import KEY, is_back, load, until
 

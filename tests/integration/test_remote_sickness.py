@@ -13,7 +13,8 @@ from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
-from testing.processes import RedisServer, free_port
+from testing.child_process import free_port
+from testing.processes import RedisServer
 from tests.harness.remote_objects import KEY, is_back, load, pattern, until
 
 pytestmark = pytest.mark.redis

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache.rpc.client import SidecarClient
-from testing.processes import RedisServer, SidecarProcess, wait_until
+from testing.child_process import wait_until
+from testing.processes import RedisServer, SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, load, store
 from tests.harness.wire import attached, make_hello, usable
 

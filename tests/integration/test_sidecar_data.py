@@ -15,7 +15,7 @@ from lmcache.rpc.service import LOOKUP, RESERVE
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.contracts import Reserved
 from lmcache.tiers.memory.mapping import MappedColumn
-from testing.processes import wait_until
+from testing.child_process import wait_until
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
 from tests.harness.wire import NAMESPACE, ClientProcess, RawClient, attached, make_hello, make_keys, usable
 

@@ -10,7 +10,8 @@ import pytest
 
 from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.service import RESERVE
-from testing.processes import RedisServer, SidecarProcess, wait_until
+from testing.child_process import wait_until
+from testing.processes import RedisServer, SidecarProcess
 from tests.harness.engine import assert_stored, load, payload, store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
 

@@ -13,7 +13,8 @@ from lmcache.rpc.client import Role, SidecarClient
 from lmcache.rpc.errors import SidecarUnavailable, StaleSession
 from lmcache.rpc.service import RESERVE
 from lmcache.tiers.memory.slots import ENTRY
-from testing.processes import SidecarProcess, wait_until
+from testing.child_process import wait_until
+from testing.processes import SidecarProcess
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
 

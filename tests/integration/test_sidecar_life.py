@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from lmcache_sidecar.metrics import FAMILIES
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable, StaleSession
-from testing.processes import REPOSITORY
+from testing.child_process import REPOSITORY
 from tests.harness.wire import attached, usable
 
 
@@ -107,9 +106,7 @@ def test_a_file_that_is_no_socket_is_not_removed(tmp_path):
 
 
 def test_sigint_ends_it_too(sidecar):
-    os.kill(sidecar.pid, signal.SIGINT)
-    assert sidecar._process.wait(20) == 0
-    sidecar._process = None
+    assert sidecar.interrupt() == 0
     assert not socket_answers(sidecar.socket_path)
 
 

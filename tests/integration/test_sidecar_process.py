@@ -22,7 +22,8 @@ import pytest
 
 from lmcache.rpc import service
 from lmcache.rpc.service import LOOKUP, UNARY_METHODS
-from testing.processes import REPOSITORY, SidecarProcess, wait_until
+from testing.child_process import REPOSITORY, wait_until
+from testing.processes import SidecarProcess
 from tests.harness.wire import RawClient
 
 

@@ -11,7 +11,8 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import KVGroup, Role, SidecarClient
 from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE
-from testing.processes import SidecarProcess, wait_until
+from testing.child_process import wait_until
+from testing.processes import SidecarProcess
 from tests.harness.engine import store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
 

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from lmcache.rpc.client import SidecarClient
-from testing.processes import RedisServer, SidecarProcess, wait_until
+from testing.child_process import wait_until
+from testing.processes import RedisServer, SidecarProcess
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
 

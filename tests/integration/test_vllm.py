@@ -16,8 +16,9 @@ import socket
 
 import pytest
 
+from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, ServedEngine, connector_config
-from testing.processes import SidecarProcess, wait_until
+from testing.processes import SidecarProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 

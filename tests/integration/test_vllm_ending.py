@@ -10,8 +10,8 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.specs.children import children
 from lmcache_operator.specs.names import STOCK_IMAGES
 
+from testing.child_process import free_ports
 from testing.engine.process import ServedEngine
-from testing.kube.process import free_ports
 from tests.harness.operator_model import cluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from testing.child_process import free_port, wait_until
 from testing.engine.process import EngineProcess, ServedEngine, connector_config
-from testing.processes import SidecarProcess, free_port, wait_until
+from testing.processes import SidecarProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
-from testing.processes import RedisServer, SidecarProcess, wait_until
+from testing.processes import RedisServer, SidecarProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from testing.child_process import ProcessDied, free_ports
 from testing.kube.api import wait_for
-from testing.kube.process import Component, ComponentDied, free_ports
+from testing.kube.process import Component
 
 
 def test_own_end_is_told_with_the_tail_of_the_log(tmp_path):
     component = Component("etcd", ["sh", "-c", "echo no space left >&2; exit 3"], tmp_path / "log")
     component.start()
-    component.process.wait(10)
-    with pytest.raises(ComponentDied, match=r"etcd exited with 3:\nno space left"):
+    wait_for(lambda: not component.is_running)
+    with pytest.raises(ProcessDied, match=r"etcd exited with 3:\nno space left"):
         component.check()
 
 
@@ -33,17 +34,15 @@ def test_deaf_component_is_killed_after_its_grace(tmp_path):
         "deaf", ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"], tmp_path / "log"
     )
     component.start()
-    wait_for(lambda: "up" in component.log.read_text())
-    process = component.process
-    component.stop(grace_seconds=0.2)
-    assert process.poll() == -9
+    wait_for(lambda: "up" in component.log)
+    assert component.terminate(timeout=0.2) == -9
 
 
 def test_component_dies_with_us_even_if_we_are_killed(tmp_path):
     code = (
         "import pathlib; from testing.kube.process import Component\n"
         f"c = Component('sleep', ['sleep', '60'], pathlib.Path({str(tmp_path / 'log')!r})); c.start()\n"
-        "print(c.process.pid, flush=True); input()"
+        "print(c.pid, flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE

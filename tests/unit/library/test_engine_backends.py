@@ -9,7 +9,7 @@ import torch
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.storage_backend import remote_backend
-from testing.processes import wait_until
+from testing.child_process import wait_until
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import (
     CHUNK,

@@ -9,7 +9,7 @@ import pytest
 from lmcache.storage_backend.faults import FaultLog
 from lmcache.storage_backend.guard import Guard
 from lmcache.tiers.circuit import CircuitBreaker
-from testing.processes import wait_until
+from testing.child_process import wait_until
 
 
 def away() -> None:

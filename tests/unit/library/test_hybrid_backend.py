@@ -11,7 +11,7 @@ from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
 from lmcache.tiers.disk.tier import DiskTier
-from testing.processes import wait_until
+from testing.child_process import wait_until
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
 

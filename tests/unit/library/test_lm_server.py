@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache.utils import CacheEngineKey
-from testing.processes import wait_until
+from testing.child_process import wait_until
 from tests.harness.lm_server import (
     EXIST,
     GET,

@@ -9,7 +9,7 @@ from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import put_queue
 from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.output_pool import OutputPool
-from testing.processes import wait_until
+from testing.child_process import wait_until
 from tests.harness.kv_cache import (
     CHUNK,
     HEAD_SIZE,

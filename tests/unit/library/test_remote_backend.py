@@ -9,7 +9,7 @@ import torch
 from lmcache.storage_backend import put_queue, remote_backend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
 from lmcache.storage_backend.serde.torch_serde import TorchSerializer
-from testing.processes import wait_until
+from testing.child_process import wait_until
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
 

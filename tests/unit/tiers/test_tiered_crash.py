@@ -12,7 +12,7 @@ from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.tiered.store import TieredStore
-from testing.processes import REPOSITORY
+from testing.child_process import REPOSITORY
 from tests.harness.tiered_world import NAMESPACE, NUM_COLUMNS, OWNER, chain, content
 
 SLOT_BYTES = 1 << 20

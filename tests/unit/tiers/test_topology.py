@@ -19,7 +19,7 @@ from lmcache.tiers.remote.objects import ObjectName, hash_tag
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList, Shards, endpoint_of
-from testing.processes import wait_until
+from testing.child_process import wait_until
 
 ENDPOINTS = [Endpoint(f"shard-{number}.cache", 6379) for number in range(6)]
 KEYS = [number.to_bytes(64, "big") for number in range(600)]
