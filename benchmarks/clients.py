@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.memory.mapping import Found
+from lmcache.tiers.memory.contracts import Found, Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 

@@ -12,8 +12,7 @@ import numpy as np
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import LookupResult
 from lmcache.tiers.base import KEY_BYTES
-from lmcache.tiers.memory.contracts import Reservation, Reserved, Slot
-from lmcache.tiers.memory.mapping import Found
+from lmcache.tiers.memory.contracts import Found, Reservation, Reserved, Slot
 from tests.harness.wire import NAMESPACE
 
 

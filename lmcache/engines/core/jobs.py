@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmcache import keys
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.memory.mapping import Found
+from lmcache.tiers.memory.contracts import Found, Slot
 from lmcache.units import ceil_div
 
 GROUP = 0

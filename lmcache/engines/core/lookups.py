@@ -23,7 +23,7 @@ from lmcache.engines.core.jobs import GROUP, KeyContext, Marks
 from lmcache.rpc.client import LookupResult, Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
 from lmcache.tiers.base import KEY_BYTES
-from lmcache.tiers.memory.mapping import Found
+from lmcache.tiers.memory.contracts import Found
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lmcache.tiers.memory.shared_index import SharedIndex
 from lmcache.tiers.memory.slots import SlotTable
 
@@ -45,6 +48,17 @@ class Lookup:
     probing: bool = False  # the remote tier has not said yet what it holds
     slots: list[list[Slot]] = field(default_factory=list)  # per group, of the leading chunks that are leased
     num_coming: int = 0  # of the pending ones, those that are not here yet
+
+
+class Found(NamedTuple):
+    """Where the leading keys of a chain are, in order."""
+
+    rows: NDArray[np.int64]
+    generations: NDArray[np.uint64]
+
+    def slots(self) -> list[Slot]:
+        """As slots."""
+        return list(map(Slot, self.rows.tolist(), self.generations.tolist()))
 
 
 @dataclass(frozen=True)

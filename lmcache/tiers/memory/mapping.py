@@ -6,13 +6,12 @@ import contextlib
 import mmap
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.contracts import Slot
+from lmcache.tiers.memory.contracts import Found, Slot
 from lmcache.tiers.memory.kernel_pages import populate
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, hashes
 from lmcache.tiers.memory.slots import ENTRY, State
@@ -62,17 +61,6 @@ class MappedColumn:
         del self.slots, self._generations, self._states
         with contextlib.suppress(BufferError):
             self._map.close()
-
-
-class Found(NamedTuple):
-    """Where the leading keys of a chain are, in order."""
-
-    rows: NDArray[np.int64]
-    generations: NDArray[np.uint64]
-
-    def slots(self) -> list[Slot]:
-        """As slots."""
-        return list(map(Slot, self.rows.tolist(), self.generations.tolist()))
 
 
 class MappedIndex:

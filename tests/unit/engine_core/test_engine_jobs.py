@@ -16,7 +16,7 @@ from lmcache.engines.core.jobs import (
     WorkerReport,
     loadable_tokens,
 )
-from lmcache.tiers.memory.mapping import Found
+from lmcache.tiers.memory.contracts import Found
 
 GRIDS = st.builds(
     Grid.fit,

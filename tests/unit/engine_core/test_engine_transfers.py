@@ -9,8 +9,7 @@ import pytest
 from lmcache.engines.core import worker as module
 from lmcache.engines.core.jobs import EngineIdentity, Grid, KeyContext, LoadJob, StepMeta, StoreJob
 from lmcache.engines.core.worker import Worker
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.memory.mapping import Found
+from lmcache.tiers.memory.contracts import Found, Slot
 from tests.harness.session_double import SessionDouble
 
 IDENTITY = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
