@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.files import path_of
-from lmcache.tiers.disk.index import Index, name_of
+from lmcache.tiers.disk.index import Index
 from lmcache.tiers.disk.tier import DiskTier
 
 ROUNDS = 40
@@ -58,11 +59,11 @@ def transfers(tier: DiskTier, path: Path, size: int) -> Seconds:
 
     store: Ways = {
         "bare store": lambda key: bare(key, os.O_WRONLY | os.O_CREAT, os.pwritev, payload),
-        "store": lambda key: tier.store(key, 0, payload),
+        "store": lambda key: tier.store(ObjectId(key, 0), payload),
     }
     load: Ways = {
         "bare load": lambda key: bare(key, os.O_RDONLY, os.preadv, into),
-        "load": lambda key: tier.load(key, 0, into),
+        "load": lambda key: tier.load(ObjectId(key, 0), into),
     }
     seconds: Seconds = {what: [] for what in (*store, *load)}
     for _ in range(ROUNDS):
@@ -74,7 +75,7 @@ def transfers(tier: DiskTier, path: Path, size: int) -> Seconds:
                     ways[what](key)
                     seconds[what].append(time.perf_counter() - start)
         for key in keys:
-            tier.remove(key, 0)
+            tier.remove(ObjectId(key, 0))
             (path / key.hex()[64:]).unlink()
     return seconds
 
@@ -100,9 +101,9 @@ def figures(path: Path, size: int) -> Iterator[Figure]:
 
 def start(path: Path) -> Iterator[Figure]:
     """Index many files; another thread ticks meanwhile."""
-    names = [name_of(os.urandom(64), 0) for _ in range(NUM_FILES)]
-    for name in names:
-        file = path / path_of(bytes(32) + name[32:])
+    ids = [ObjectId(os.urandom(64), 0) for _ in range(NUM_FILES)]
+    for object_id in ids:
+        file = path / path_of(ObjectId(bytes(32) + object_id.row_key[32:], 0))
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as out:
             out.truncate(FILE_BYTES)
@@ -127,7 +128,7 @@ def index_bytes() -> float:
     for _ in range(NUM_FILES):
         slot = index.reserve(1)
         assert slot is not None
-        index.commit(slot, os.urandom(68))
+        index.commit(slot, ObjectId(os.urandom(64), 0))
     allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return allocated / NUM_FILES + POLICY_BYTES

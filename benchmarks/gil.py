@@ -13,6 +13,7 @@ from multiprocessing.context import ForkProcess as Process
 import numpy as np
 
 from benchmarks.report import Figure, Report, at_most
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory.kernel_pages import populate
 from lmcache.tiers.remote.tier import RemoteTier
@@ -58,18 +59,18 @@ def run() -> Report:
     with RedisServer() as server:
         remote = RemoteTier(server.unix_url, timeout_seconds=10)
 
-        remote.store(KEY, 0, payload)
+        remote.store(ObjectId(KEY, 0), payload)
         names = server.client.keys()
 
         def store() -> None:
             server.client.delete(*names)
-            remote.store(KEY, 0, payload)
+            remote.store(ObjectId(KEY, 0), payload)
 
         ways: dict[str, Callable[[], object]] = {
             "idle": lambda: time.sleep(ROUND_SECONDS),
             "checksum": lambda: checksum(payload),
             "store": store,
-            "load": lambda: remote.load(KEY, 0, slot),
+            "load": lambda: remote.load(ObjectId(KEY, 0), slot),
             "populate": populate_fresh,
             HOLDS_GIL: lambda: slot.__setitem__(slice(None), payload),
         }

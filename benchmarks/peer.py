@@ -16,6 +16,7 @@ import torch
 from benchmarks import engine as ours
 from benchmarks.peers.child import Peer
 from benchmarks.report import Figure, Report, at_least
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.processes import RedisServer
 
@@ -82,8 +83,8 @@ def _remote_rounds(server: RedisServer, url: str) -> Rounds:
             key = turn.to_bytes(64, "big")  # what is there already would not be written again
             theirs = peer.round()
             mine = {
-                "store": ours.timed(lambda key=key: remote.store(key, 0, source)),
-                "load": ours.timed(lambda key=key: remote.load(key, 0, target)),
+                "store": ours.timed(lambda key=key: remote.store(ObjectId(key, 0), source)),
+                "load": ours.timed(lambda key=key: remote.load(ObjectId(key, 0), target)),
             }
             if target != source:
                 raise RuntimeError("the remote tier did not return what was stored")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.certificates import make_certificates
@@ -106,10 +107,10 @@ def measure(kind: str, server: RedisServer) -> list[Figure]:
     client = server.client
 
     def store() -> None:
-        assert remote.store(KEY, 0, payload)
+        assert remote.store(ObjectId(KEY, 0), payload)
 
     def load() -> None:
-        loaded = remote.load(KEY, 0, slot)
+        loaded = remote.load(ObjectId(KEY, 0), slot)
         assert loaded is not None
         assert loaded.length == SLOT_BYTES
 

@@ -18,9 +18,8 @@ from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
 from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down_to
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.output_pool import OutputPool
-from lmcache.tiers.base import RowKey
+from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.disk.files import path_of
-from lmcache.tiers.disk.index import name_of
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import DirectoryInUseError
 from lmcache.tiers.header import MAX_LABEL_BYTES
@@ -82,7 +81,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         name = self._names(key)
         room = self._outputs.empty([self._chunk_bytes + _TRAILER_BYTES], torch.uint8)
         into = room.numpy().data
-        loaded = self._guard.call("A read", lambda: self._tier.load(name, 0, into), None)
+        loaded = self._guard.call("A read", lambda: self._tier.load(ObjectId(name, 0), into), None)
         chunk = None if loaded is None else _chunk_in(room[: loaded.length])
         if chunk is None:
             self._forget(key)
@@ -164,8 +163,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         if capacity >= self._capacity:
             return True
         room = capacity - num_bytes - _FILE_OVERHEAD_BYTES
-        tier = self._tier
-        return evict_down_to(room, lambda: tier.num_bytes, self._victims, lambda name: tier.remove(name, 0))
+        return evict_down_to(room, lambda: self._tier.num_bytes, self._victims, self._remove)
 
     def _victims(self) -> list[RowKey]:
         """Return all rows, the one used in the earliest call first; the tier's own order, which has the tail
@@ -184,11 +182,11 @@ class LMCLocalDiskBackend(EvictingBackend):
             source.copy_into(content[:-_TRAILER_BYTES].view(source.dtype).view(tuple(source.shape)))
             payload = content.numpy().data
             payload[-_TRAILER_BYTES:] = _trailer(source)
-            self._tier.remove(name, 0)  # a store leaves what is there
+            self._remove(name)  # a store leaves what is there
             label = key.to_string().encode()[:MAX_LABEL_BYTES]
 
             def put() -> bool:
-                is_stored = self._tier.store(name, 0, payload, label)
+                is_stored = self._tier.store(ObjectId(name, 0), payload, label)
                 if is_stored:
                     self._remember(name, key)
                 return is_stored
@@ -228,7 +226,7 @@ class LMCLocalDiskBackend(EvictingBackend):
     def _seen(
         self, name: RowKey, shape: torch.Size | None = None, dtype: torch.dtype | None = None
     ) -> DiskCacheMetadata:
-        path = os.path.join(self._directory, path_of(name_of(name, 0)))
+        path = os.path.join(self._directory, path_of(ObjectId(name, 0)))
         return DiskCacheMetadata(path, self._chunk_bytes, shape, dtype)
 
     def _end_own_eviction(self) -> None:
@@ -240,10 +238,13 @@ class LMCLocalDiskBackend(EvictingBackend):
             return [name for name in names if name not in known]
 
         tier, room = self._tier, self._capacity - num_bytes - _FILE_OVERHEAD_BYTES
-        return evict_down_to(room, lambda: tier.num_bytes, unknown, lambda name: tier.remove(name, 0))
+        return evict_down_to(room, lambda: tier.num_bytes, unknown, self._remove)
 
     def _discard(self, key: CacheEngineKey) -> None:
-        self._guard.call("A removal", lambda: self._tier.remove(self._names(key), 0), False)
+        self._guard.call("A removal", lambda: self._remove(self._names(key)), False)
+
+    def _remove(self, name: RowKey) -> bool:
+        return self._tier.remove(ObjectId(name, 0))
 
 
 def save_disk(path: str, kv_chunk: torch.Tensor) -> None:

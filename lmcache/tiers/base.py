@@ -16,7 +16,31 @@ KEY_BYTES = 32
 """Length of a chunk key and of a namespace (both SHA-256)."""
 
 RowKey = bytes
-"""64 bytes, namespace + chunk key: what the memory tier indexes and lower tiers name objects by."""
+"""64 bytes, namespace + chunk key: what the memory tier indexes."""
+
+
+class ObjectId(bytes):
+    """One column of a row, as all lower tiers know it; each derives from it what its medium calls the object.
+
+    Packed (68 bytes, row key + column), since an index of a disk holds millions, and the garbage collector
+    should pass them by.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, row_key: RowKey, column: int) -> ObjectId:
+        """Pack it."""
+        return super().__new__(cls, row_key + column.to_bytes(4, "big"))
+
+    @property
+    def row_key(self) -> RowKey:
+        """The row."""
+        return self[:-4]
+
+    @property
+    def column(self) -> int:
+        """Which part of the row."""
+        return int.from_bytes(self[-4:], "big")
 
 
 def split_row_key(key: RowKey) -> tuple[bytes, bytes]:
@@ -32,7 +56,7 @@ class Loaded(NamedTuple):
 
 
 class LowerTier(Protocol):
-    """A tier below memory: objects (one column of one row) by name. Thread-safe; every method may block.
+    """A tier below memory: objects (one column of one row) by id. Thread-safe; every method may block.
 
     Whatever is wrong with the medium itself raises TierUnavailableError and opens ``breaker``; from then on
     methods raise at once until ``try_again`` finds it well. A wrong or short object is a miss and is
@@ -45,12 +69,12 @@ class LowerTier(Protocol):
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""
 
-    def load(self, key: RowKey, column: int, into: memoryview, length: int | None = None) -> Loaded | None:
+    def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
         miss (contents of ``into`` undefined)."""
 
     def store(
-        self, key: RowKey, column: int, payload: memoryview, label: bytes = b"", digests: bytes = b""
+        self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
         """Write one object, or refresh the age of what is there. ``digests``: of the payload, where they are
         known. False: refused (full, say)."""

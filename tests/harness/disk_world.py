@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk import files as disk_files
 from lmcache.tiers.disk.files import path_of
-from lmcache.tiers.disk.index import name_of
 from lmcache.tiers.disk.tier import DiskTier
 
 PAGE = 4096
@@ -37,17 +37,17 @@ def open_tier(path: Path, capacity: int = MIB, **options: str) -> DiskTier:
 
 
 def store(tier: DiskTier, number: int, size: int = PAGE, column: int = 0) -> bool:
-    return tier.store(key_of(number), column, memoryview(content(number, size)), b"label")
+    return tier.store(ObjectId(key_of(number), column), memoryview(content(number, size)), b"label")
 
 
 def load(tier: DiskTier, number: int, room: int = 16 * PAGE, column: int = 0) -> bytes | None:
     into = memoryview(bytearray(room))
-    loaded = tier.load(key_of(number), column, into)
+    loaded = tier.load(ObjectId(key_of(number), column), into)
     return None if loaded is None else bytes(into[: loaded.length])
 
 
 def file_of(path: Path, number: int, column: int = 0) -> Path:
-    return path / path_of(name_of(key_of(number), column))
+    return path / path_of(ObjectId(key_of(number), column))
 
 
 def taken_bytes(path: Path) -> int:

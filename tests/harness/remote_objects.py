@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lmcache.tiers.remote.objects import ObjectName
+from lmcache.tiers.base import ObjectId
+from lmcache.tiers.remote.address import DEFAULT_PREFIX
+from lmcache.tiers.remote.objects import redis_name
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.child_process import wait_until
 
@@ -17,12 +19,12 @@ def pattern(size: int) -> bytes:
 
 
 def part_name(key: bytes, column: int, part: int) -> str:
-    return ObjectName(key, column).part(part)
+    return redis_name(DEFAULT_PREFIX, ObjectId(key, column), part)
 
 
 def load(remote: RemoteTier, column: int = 0, room: int = 3 * PART_BYTES, key: bytes = KEY) -> bytes | None:
     into = memoryview(bytearray(room))
-    loaded = remote.load(key, column, into)
+    loaded = remote.load(ObjectId(key, column), into)
     return None if loaded is None else bytes(into[: loaded.length])
 
 

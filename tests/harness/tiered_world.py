@@ -78,13 +78,13 @@ class FaultyDisk(FaultyTier):
         self._enter("probe")
         return self.disk.probe(keys, num_columns)
 
-    def load(self, key, column, into, length):
+    def load(self, object_id, into, length):
         self._enter("load")
-        return self.disk.load(key, column, into, length)
+        return self.disk.load(object_id, into, length)
 
-    def store(self, key, column, payload, label, digests):
+    def store(self, object_id, payload, label, digests):
         self._enter("store")
-        return self._takes(key) and self.disk.store(key, column, payload, label, digests)
+        return self._takes(object_id.row_key) and self.disk.store(object_id, payload, label, digests)
 
     def touch(self, keys, num_columns, lengths):
         self._enter("touch")
@@ -92,7 +92,7 @@ class FaultyDisk(FaultyTier):
 
 
 class FakeTier(FaultyTier):
-    """Objects in a dict; one that is ``INVALID`` does not fit its checksum."""
+    """Objects in a dict by (row key, column); one that is ``INVALID`` does not fit its checksum."""
 
     INVALID = b"invalid"
 
@@ -107,9 +107,9 @@ class FakeTier(FaultyTier):
         present = [all((key, column) in self.objects for column in range(num_columns)) for key in keys]
         return present.index(False) if False in present else len(keys)
 
-    def load(self, key, column, into, length):
+    def load(self, object_id, into, length):
         self._enter("load")
-        payload = self.objects.get((key, column))
+        payload = self.objects.get((object_id.row_key, object_id.column))
         if payload is None or payload == self.INVALID:
             into[:3] = b"???"
             return None
@@ -122,13 +122,13 @@ class FakeTier(FaultyTier):
         self.touched.update(keys)
         return {key for key in keys for column in range(num_columns) if (key, column) not in self.objects}
 
-    def store(self, key, column, payload, label, digests):
+    def store(self, object_id, payload, label, digests):
         self._enter("store")
         assert digests == digests_of(payload)
-        if self._takes(key):
-            self.objects[key, column] = bytes(payload)
+        if self._takes(object_id.row_key):
+            self.objects[object_id.row_key, object_id.column] = bytes(payload)
             self.labels.add(label)
-        return self._takes(key)
+        return self._takes(object_id.row_key)
 
     def fill(self, keys: list[bytes]) -> None:
         self.objects.update({(key, column): content(key, column) for key in keys for column in range(2)})

@@ -6,6 +6,7 @@ import binascii
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.objects import hash_tag
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.redis
 
 KEYS = [bytes([number]) * 64 for number in range(40)]
 KEY = KEYS[7]
-SLOT = binascii.crc_hqx(hash_tag(KEY, 0).encode(), 0) % 16384
+SLOT = binascii.crc_hqx(hash_tag(ObjectId(KEY, 0)).encode(), 0) % 16384
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def remote(servers):
 def fill(remote: RemoteTier) -> None:
     for key in KEYS:
         for column in range(2):
-            assert remote.store(key, column, memoryview(key + bytes([column])))
+            assert remote.store(ObjectId(key, column), memoryview(key + bytes([column])))
 
 
 def calls(servers: Cluster, index: int, command: str) -> int:
@@ -76,9 +77,9 @@ def test_a_seed_that_is_in_no_cluster_any_more_is_passed_over(servers):
 
 def test_parts_of_an_object_are_in_one_slot(remote):
     payload = pattern(2 * PART_BYTES + 5)
-    assert remote.store(KEY, 3, memoryview(payload))
+    assert remote.store(ObjectId(KEY, 3), memoryview(payload))
     assert load(remote, 3, key=KEY) == payload
-    assert remote.store(KEY, 3, memoryview(payload))
+    assert remote.store(ObjectId(KEY, 3), memoryview(payload))
     assert (remote.stats.stored, remote.stats.touched) == (1, 1)
 
 
@@ -93,7 +94,7 @@ def test_a_slot_on_its_way_and_moved(remote, servers):
     assert load(remote, key=KEY) == KEY + b"\x00"
     servers.nodes[source].client.delete(part_name(KEY, 0, 0))
     assert load(remote, key=KEY) is None
-    assert remote.store(KEY, 0, memoryview(payload))
+    assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert load(remote, key=KEY) == payload
     assert servers.nodes[target].client.info("commandstats")["cmdstat_asking"]["calls"] > 3
     # Moved for good (MOVED).
@@ -101,7 +102,7 @@ def test_a_slot_on_its_way_and_moved(remote, servers):
         servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
     assert remote.probe([KEY], 1) == 1
     assert load(remote, key=KEY) == payload
-    assert remote.store(KEY, 0, memoryview(payload))
+    assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert remote.stats.invalid == {}
     assert not remote.breaker.is_open
 
@@ -115,10 +116,10 @@ def test_each_operation_follows_a_moved_slot(remote, servers, operation):
     for index in (target, source):
         servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
     if operation == "store":
-        assert remote.store(KEY, 0, memoryview(b"x"))
+        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     else:
         other = RemoteTier(servers.url)
-        assert other.store(KEY, 0, memoryview(b"x"))
+        assert other.store(ObjectId(KEY, 0), memoryview(b"x"))
         other.close()
     if operation == "probe":
         assert remote.probe([KEY], 1) == 1
@@ -137,7 +138,7 @@ def test_a_dead_master_s_replica_is_found(remote, servers):
     assert not remote.breaker.is_open
     until(lambda: remote.probe(KEYS, 2) == len(KEYS), 20)
     assert all(load(remote, key=key) for key in KEYS)
-    assert all(remote.store(key, 5, memoryview(b"x")) for key in KEYS)
+    assert all(remote.store(ObjectId(key, 5), memoryview(b"x")) for key in KEYS)
 
 
 def test_the_whole_cluster_away_and_back(remote, servers):
@@ -163,7 +164,7 @@ def test_nobody_there():
         with pytest.raises(TierUnavailableError):
             remote.probe(KEYS, 1)
         with pytest.raises(TierUnavailableError):
-            remote.store(KEY, 0, memoryview(b"x"))
+            remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert remote.breaker.is_open
     assert not remote.try_again()
     remote.close()

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from lmcache.rpc.client import SidecarClient
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer, SidecarProcess
@@ -89,7 +90,7 @@ def test_a_rotated_password_is_asked_for_again():
     passwords = ["old"]
     with RedisServer(password="old") as server:
         remote = RemoteTier(f"redis://127.0.0.1:{server.port}", credentials=lambda: ("", passwords[-1]))
-        assert remote.store(KEY, 0, memoryview(b"x"))
+        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.password = "new"
         server.restart()
         with pytest.raises(TierUnavailableError, match="WRONGPASS was the answer to AUTH"):
@@ -97,7 +98,7 @@ def test_a_rotated_password_is_asked_for_again():
         assert not is_back(remote)
         passwords.append("new")
         until(lambda: is_back(remote))
-        assert remote.store(KEY, 0, memoryview(b"x"))
+        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         remote.close()
 
 

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
@@ -43,7 +44,7 @@ def num_objects(server: RedisServer) -> int:
 @pytest.mark.parametrize("password", ["", "s3cret"])
 def test_reads_and_writes_go_to_the_master(remote, servers):
     _, master, replica = servers
-    assert remote.store(KEY, 0, memoryview(b"x"))
+    assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert load(remote) == b"x"
     assert remote.probe([KEY], 1) == 1
     remote.touch([KEY], 1)
@@ -54,7 +55,7 @@ def test_reads_and_writes_go_to_the_master(remote, servers):
 
 def test_the_new_master_is_found_after_the_old_one_died(remote, servers):
     _, master, replica = servers
-    assert remote.store(KEY, 0, memoryview(b"x"))
+    assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     until(lambda: num_objects(replica) == 1)
     master.kill()
     with pytest.raises(TierUnavailableError):
@@ -62,14 +63,14 @@ def test_the_new_master_is_found_after_the_old_one_died(remote, servers):
 
     until(lambda: is_back(remote), 20)
     assert load(remote) == b"x"
-    assert remote.store(KEY[::-1], 0, memoryview(b"y"))
+    assert remote.store(ObjectId(KEY[::-1], 0), memoryview(b"y"))
     assert num_objects(replica) == 2
 
 
 def test_a_master_that_was_made_a_replica_is_left(remote, servers):
     """As after a failover that did not kill it: it may go on answering, and is read-only."""
     sentinel, master, replica = servers
-    assert remote.store(KEY, 0, memoryview(b"x"))
+    assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     until(lambda: num_objects(replica) == 1)
     sentinel.client.execute_command("SENTINEL", "FAILOVER", SERVICE)
     until(lambda: replica.client.role()[0] == b"master", 20)
@@ -77,7 +78,7 @@ def test_a_master_that_was_made_a_replica_is_left(remote, servers):
 
     def is_stored() -> bool:
         with contextlib.suppress(TierUnavailableError):
-            return remote.store(KEY[::-1], 0, memoryview(b"y"))
+            return remote.store(ObjectId(KEY[::-1], 0), memoryview(b"y"))
         remote.try_again()
         return False
 
@@ -88,10 +89,10 @@ def test_a_master_that_was_made_a_replica_is_left(remote, servers):
 def test_no_connection_to_a_read_only_master_is_kept(remote, servers):
     """The store is refused, and whoever comes next asks the Sentinels."""
     _, master, replica = servers
-    assert remote.store(KEY, 0, memoryview(b"x"))
+    assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert [client["db"] for client in master.client.client_list()].count("2") == 1
     master.client.replicaof("127.0.0.1", replica.port)
-    assert not remote.store(KEY[::-1], 0, memoryview(b"y"))
+    assert not remote.store(ObjectId(KEY[::-1], 0), memoryview(b"y"))
     assert remote.stats.refused == {"READONLY": 1}
     assert "2" not in [client["db"] for client in master.client.client_list()]
     with pytest.raises(TierUnavailableError, match="is not the master"):

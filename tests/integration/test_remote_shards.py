@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.processes import RedisServer
@@ -39,7 +40,7 @@ def remote(servers):
 def fill(remote: RemoteTier, num_columns: int = 2) -> None:
     for key in KEYS:
         for column in range(num_columns):
-            assert remote.store(key, column, memoryview(payload_of(key, column)))
+            assert remote.store(ObjectId(key, column), memoryview(payload_of(key, column)))
 
 
 def payload_of(key: bytes, column: int) -> bytes:
@@ -85,15 +86,15 @@ def test_a_lost_shard_costs_its_own_rows_only_until_it_is_back(remote, servers, 
     start = time.monotonic()
     assert remote.probe(KEYS, 2) == hits.index(False)
     gone, kept = KEYS[hits.index(False)], KEYS[hits.index(True)]
-    assert not remote.store(gone, 0, memoryview(payload_of(gone, 0)))
+    assert not remote.store(ObjectId(gone, 0), memoryview(payload_of(gone, 0)))
     assert remote.stats.refused == {"away": 1}
-    assert remote.store(kept, 0, memoryview(payload_of(kept, 0)))
+    assert remote.store(ObjectId(kept, 0), memoryview(payload_of(kept, 0)))
     remote.touch(KEYS, 2)
     # Not a matter of speed: each of these would wait for a deadline if the sick shard were asked.
     assert time.monotonic() - start < 1.0
     servers[0].start() if fault == "kill" else servers[0].thaw()
     # Nobody calls try_again while the tier as a whole is well: those who ask bring the shard back.
-    assert until(lambda: remote.store(gone, 0, memoryview(payload_of(gone, 0)))) < 2
+    assert until(lambda: remote.store(ObjectId(gone, 0), memoryview(payload_of(gone, 0)))) < 2
     assert is_loaded(remote, gone)
 
 
@@ -107,14 +108,14 @@ def test_all_shards_lost_and_one_back(remote, servers):
     with pytest.raises(TierUnavailableError):
         remote.probe(KEYS, 1)
     with pytest.raises(TierUnavailableError):
-        remote.store(KEYS[0], 0, memoryview(b"x"))
+        remote.store(ObjectId(KEYS[0], 0), memoryview(b"x"))
     with pytest.raises(TierUnavailableError):
         remote.touch(KEYS, 1)
     assert not remote.try_again()
     servers[1].start()
     assert until(remote.try_again) < 2
     assert not remote.breaker.is_open
-    fill_results = [remote.store(key, 0, memoryview(payload_of(key, 0))) for key in KEYS]
+    fill_results = [remote.store(ObjectId(key, 0), memoryview(payload_of(key, 0))) for key in KEYS]
     assert fill_results.count(True) == servers[1].client.dbsize() > 0
 
 
@@ -161,7 +162,7 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
         while not is_over.is_set():
             for key in KEYS[number::4] + KEYS:
                 with contextlib.suppress(TierUnavailableError):
-                    remote.store(key, 0, memoryview(payload_of(key, 0)))
+                    remote.store(ObjectId(key, 0), memoryview(payload_of(key, 0)))
                     num_loads += is_loaded(remote, key)
                     remote.probe(KEYS, 1)
                     remote.touch(KEYS, 1)
@@ -187,6 +188,6 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
 
 def test_columns_of_many_parts(remote):
     payload = pattern(2 * PART_BYTES + 5)
-    assert remote.store(KEYS[0], 0, memoryview(payload))
+    assert remote.store(ObjectId(KEYS[0], 0), memoryview(payload))
     assert load(remote, key=KEYS[0]) == payload
     remote.touch(KEYS, 1)

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.remote.server import Server
@@ -45,7 +46,7 @@ class TestSickness:
 
     def test_killed_and_restarted(self, remote, server):
         payload = memoryview(pattern(100))
-        remote.store(KEY, 0, payload)
+        remote.store(ObjectId(KEY, 0), payload)
         server.kill()
         with pytest.raises(TierUnavailableError):
             load(remote)
@@ -53,17 +54,17 @@ class TestSickness:
         server.start()
         assert until(lambda: is_back(remote)) < 2
         assert load(remote) is None  # no persistence
-        assert remote.store(KEY, 0, payload)
+        assert remote.store(ObjectId(KEY, 0), payload)
         assert load(remote) == payload
 
     def test_restarted_while_nobody_asked(self, remote, server):
-        remote.store(KEY, 0, memoryview(b"x"))
+        remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.restart()
         assert load(remote) is None
         assert not remote.breaker.is_open
 
     def test_frozen_costs_one_deadline_once(self, remote, server, monkeypatch):
-        remote.store(KEY, 0, memoryview(b"x"))
+        remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.freeze()
         with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
             load(remote)
@@ -80,10 +81,10 @@ class TestSickness:
         assert load(remote) == b"x"
 
     def test_frozen_in_the_middle_of_a_value(self, remote, server):
-        remote.store(KEY, 0, memoryview(pattern(PART_BYTES)))
+        remote.store(ObjectId(KEY, 0), memoryview(pattern(PART_BYTES)))
         server.freeze()
         with pytest.raises(TierUnavailableError):
-            remote.store(KEY[::-1], 0, memoryview(pattern(3 * PART_BYTES)))
+            remote.store(ObjectId(KEY[::-1], 0), memoryview(pattern(3 * PART_BYTES)))
         server.thaw()
         until(lambda: is_back(remote))
         # The half-sent value died with its connection.
@@ -94,7 +95,7 @@ class TestSickness:
         server.client.config_set("maxmemory", 24 << 20)
         remote = RemoteTier(server.unix_url)
         results = [
-            remote.store(bytes([number]) * 64, 0, memoryview(pattern(PART_BYTES - HEADER_BYTES)))
+            remote.store(ObjectId(bytes([number]) * 64, 0), memoryview(pattern(PART_BYTES - HEADER_BYTES)))
             for number in range(8)
         ]
         assert results[0]
@@ -107,7 +108,7 @@ class TestSickness:
     def test_password(self, server):
         with RedisServer(password="s3cret") as guarded:
             remote = RemoteTier(guarded.url)
-            assert remote.store(KEY, 0, memoryview(b"x"))
+            assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) == b"x"
             for url in (guarded.url.replace("s3cret", "wr0ng"), guarded.url.replace(":s3cret@", "")):
                 with pytest.raises(TierUnavailableError, match=r"NOAUTH|WRONGPASS") as caught:
@@ -120,12 +121,12 @@ class TestSickness:
         )
         url = server.url.replace("redis://", "redis://kv:s3cret@")
         remote, other = RemoteTier(url), RemoteTier(f"{url}?prefix=other")
-        assert remote.store(KEY, 0, memoryview(b"x"))
+        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(remote) == b"x"
         assert remote.probe([KEY], 1) == 1
         remote.touch([KEY], 1)
         # Refused, and that is no sickness.
-        assert not other.store(KEY, 0, memoryview(b"x"))
+        assert not other.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(other) is None
         assert other.probe([KEY], 1) == 0
         other.touch([KEY], 1)
@@ -138,11 +139,11 @@ class TestSickness:
     @pytest.mark.parametrize("command", ["TOUCH", "SET"])
     def test_a_refused_store_leaves_the_connection_in_order(self, remote, server, size, command):
         server.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
-        assert not remote.store(KEY, 0, memoryview(pattern(size)))
+        assert not remote.store(ObjectId(KEY, 0), memoryview(pattern(size)))
         assert remote.stats.refused == {"NOPERM": 1}
         server.client.execute_command("ACL", "SETUSER", "default", f"+{command}")
         assert load(remote) is None
-        assert remote.store(KEY, 0, memoryview(pattern(size)))
+        assert remote.store(ObjectId(KEY, 0), memoryview(pattern(size)))
         assert load(remote) == pattern(size)
 
     def test_a_server_of_a_cluster_by_the_wrong_scheme(self):
@@ -154,18 +155,18 @@ class TestSickness:
             assert remote.breaker.is_open
 
     def test_readonly_replica_takes_no_stores(self, remote, server):
-        remote.store(KEY, 0, memoryview(b"x"))
+        remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.client.replicaof("127.0.0.1", "1")
         assert load(remote) == b"x"
-        assert not remote.store(KEY[::-1], 0, memoryview(b"x"))
+        assert not remote.store(ObjectId(KEY[::-1], 0), memoryview(b"x"))
         assert remote.stats.refused == {"READONLY": 1}
 
     def test_a_row_that_is_too_much_for_the_server_is_refused_and_nobody_else_notices(self, remote, server):
         """Redis answers ERR, and closes the connection in the middle of the value."""
         server.client.config_set("proto-max-bulk-len", 1 << 20)
-        assert remote.store(KEY, 0, memoryview(b"x"))
+        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         for _ in range(5):
-            assert not remote.store(KEY[::-1], 0, memoryview(pattern(PART_BYTES)))
+            assert not remote.store(ObjectId(KEY[::-1], 0), memoryview(pattern(PART_BYTES)))
             assert load(remote) == b"x"
         assert remote.stats.refused == {"ERR": 5}
         assert not remote.stats.failures
@@ -174,7 +175,7 @@ class TestSickness:
         (tmp_path / "conf").write_text('rename-command TOUCH ""\n')
         with RedisServer(include=tmp_path / "conf") as limited:
             remote = RemoteTier(limited.url)
-            assert not remote.store(KEY, 0, memoryview(b"x"))
+            assert not remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) is None
             assert remote.stats.refused == {"ERR": 1}
             assert not remote.breaker.is_open

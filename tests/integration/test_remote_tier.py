@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import HEADER_BYTES, Header, checksum, digests
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.processes import RedisServer
@@ -38,7 +39,7 @@ class TestObjects:
     )
     def test_round_trip(self, remote, server, size):
         payload = pattern(size)
-        assert remote.store(KEY, 1, memoryview(payload), b"label")
+        assert remote.store(ObjectId(KEY, 1), memoryview(payload), b"label")
         assert load(remote, 1) == payload
         assert load(remote, 0) is None
         assert server.client.dbsize() == max(1, -(-size // PART_BYTES))
@@ -47,11 +48,11 @@ class TestObjects:
 
     def test_what_is_there_is_only_touched(self, remote, server):
         for _ in range(2):
-            assert remote.store(KEY, 0, memoryview(pattern(PART_BYTES + 5)))
+            assert remote.store(ObjectId(KEY, 0), memoryview(pattern(PART_BYTES + 5)))
         assert (remote.stats.stored, remote.stats.touched) == (1, 1)
         # A part that Redis evicted is written again.
         server.client.delete(part_name(KEY, 0, 1))
-        assert remote.store(KEY, 0, memoryview(pattern(PART_BYTES + 5)))
+        assert remote.store(ObjectId(KEY, 0), memoryview(pattern(PART_BYTES + 5)))
         assert remote.stats.stored == 2
 
     def test_the_presence_marker_is_written_last(self, remote, server):
@@ -59,7 +60,7 @@ class TestObjects:
         with server.client.pubsub(ignore_subscribe_messages=True) as events:
             events.subscribe("__keyevent@0__:set")
             events.get_message(timeout=5)  # subscribed
-            remote.store(KEY, 0, memoryview(pattern(2 * PART_BYTES + 1)))
+            remote.store(ObjectId(KEY, 0), memoryview(pattern(2 * PART_BYTES + 1)))
             names = []
             while len(names) < 3:
                 message = events.get_message(timeout=5)
@@ -68,9 +69,9 @@ class TestObjects:
 
     def test_parts_of_several_writers_make_one_object(self, remote, server):
         payload = pattern(2 * PART_BYTES)
-        remote.store(KEY, 0, memoryview(payload), b"one writer")
+        remote.store(ObjectId(KEY, 0), memoryview(payload), b"one writer")
         server.client.delete(part_name(KEY, 0, 0))
-        remote.store(KEY, 0, memoryview(payload), b"another writer")
+        remote.store(ObjectId(KEY, 0), memoryview(payload), b"another writer")
         assert load(remote) == payload
 
     @pytest.mark.parametrize("num_columns", [1, 3])
@@ -90,7 +91,7 @@ class TestObjects:
     def test_touch_refreshes_all_parts_and_says_what_is_absent(self, remote, server):
         length = PART_BYTES + 1
         for column in range(2):
-            remote.store(KEY, column, memoryview(pattern(length)))
+            remote.store(ObjectId(KEY, column), memoryview(pattern(length)))
         names = [part_name(KEY, column, part) for column in range(2) for part in range(2)]
 
         def idle_seconds() -> list[int]:
@@ -107,31 +108,31 @@ class TestObjects:
     @pytest.mark.parametrize("expected", [1, PART_BYTES, 2 * PART_BYTES])
     def test_an_object_of_another_length_is_a_miss_and_is_written_anew(self, remote, length, expected):
         """Sound in itself, by a writer with other chunks: the slot's rest would be somebody else's bytes."""
-        remote.store(KEY, 0, memoryview(pattern(length)))
+        remote.store(ObjectId(KEY, 0), memoryview(pattern(length)))
         into = memoryview(bytearray(3 * PART_BYTES))
-        loaded = remote.load(KEY, 0, into, expected)
+        loaded = remote.load(ObjectId(KEY, 0), into, expected)
         if length == expected:
             assert loaded.length == length
             assert loaded.digests == digests(pattern(length))
             return
         assert loaded is None
         assert remote.stats.invalid == {"length": 1}
-        assert remote.store(KEY, 0, memoryview(pattern(expected)))
-        assert remote.load(KEY, 0, into, expected).length == expected
+        assert remote.store(ObjectId(KEY, 0), memoryview(pattern(expected)))
+        assert remote.load(ObjectId(KEY, 0), into, expected).length == expected
 
     def test_prefix(self, remote, server):
         other = RemoteTier(f"{server.url}?prefix=team-a")
-        other.store(KEY, 0, memoryview(b"theirs"))
+        other.store(ObjectId(KEY, 0), memoryview(b"theirs"))
         assert server.client.keys() == [part_name(KEY, 0, 0).replace("lmc1", "team-a").encode()]
         assert load(remote) is None
-        assert remote.store(KEY, 0, memoryview(b"ours"))
+        assert remote.store(ObjectId(KEY, 0), memoryview(b"ours"))
         assert load(other) == b"theirs"
         assert remote.probe([KEY], 1) == other.probe([KEY], 1) == 1
         other.close()
 
     def test_database_number(self, server):
         remote = RemoteTier(server.url.removesuffix("/0") + "/5")
-        remote.store(KEY, 0, memoryview(b"x"))
+        remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert server.client.dbsize() == 0
         assert server.client.execute_command("INFO", "keyspace")["db5"]["keys"] == 1
         remote.close()
@@ -145,7 +146,7 @@ class TestDistrust:
         assert remote.stats.invalid == {reason: 1}
         assert not remote.breaker.is_open
         payload = pattern(PART_BYTES + 9)
-        assert remote.store(KEY, 0, memoryview(payload))
+        assert remote.store(ObjectId(KEY, 0), memoryview(payload))
         assert remote.stats.stored == 1
         assert load(remote) == payload
 
@@ -153,7 +154,7 @@ class TestDistrust:
     def stored(self, remote, server):
         self.client = server.client
         self.name = part_name(KEY, 0, 0)
-        remote.store(KEY, 0, memoryview(pattern(PART_BYTES + 9)))
+        remote.store(ObjectId(KEY, 0), memoryview(pattern(PART_BYTES + 9)))
         remote.stats.stored = 0
 
     def test_flipped_byte_in_the_payload(self, remote):
@@ -194,7 +195,7 @@ class TestDistrust:
         self.check(remote, "length")
 
     def test_object_of_another_name(self, remote):
-        remote.store(KEY[::-1], 0, memoryview(pattern(PART_BYTES + 9)))
+        remote.store(ObjectId(KEY[::-1], 0), memoryview(pattern(PART_BYTES + 9)))
         remote.stats.stored = 0
         self.client.set(self.name, self.client.get(part_name(KEY[::-1], 0, 0)))
         self.check(remote, "name")
@@ -217,6 +218,6 @@ class TestDistrust:
         self.client.mset(foreign)
         self.client.delete(self.name)
         assert load(remote) is None
-        remote.store(KEY, 0, memoryview(pattern(10)))
+        remote.store(ObjectId(KEY, 0), memoryview(pattern(10)))
         remote.probe([KEY], 1)
         assert dict(zip(foreign, self.client.mget(foreign), strict=True)) == foreign

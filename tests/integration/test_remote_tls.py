@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
 from testing.certificates import make_certificates
@@ -42,7 +43,7 @@ def remote(server, certificates):
 @pytest.mark.parametrize("size", [0, 1, 16 << 10, PART_BYTES, 2 * PART_BYTES + 4097])
 def test_round_trip(remote, size):
     payload = pattern(size)
-    assert remote.store(KEY, 0, memoryview(payload))
+    assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert load(remote) == payload
     assert remote.probe([KEY, KEY[::-1]], 1) == 1
     remote.touch([KEY], 1)
@@ -70,7 +71,7 @@ def test_another_name_is_refused_unless_names_may_differ(certificates, tmp_path)
         assert "127.0.0.1" in message
         for verify in (f"verify=ca&ca={named.ca}", "verify=none"):
             remote = RemoteTier(f"{server.url}?{verify}")
-            assert remote.store(KEY, 0, memoryview(b"x"))
+            assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             remote.close()
         assert "certificate is refused" in refusal(f"{server.url}?verify=ca&ca={certificates.ca}")
 
@@ -79,7 +80,7 @@ def test_a_server_that_wants_to_know_who_we_are(certificates, other_certificates
     with RedisServer(tls=certificates, tls_auth_clients="yes") as server:
         url = f"{server.url}?ca={certificates.ca}"
         remote = RemoteTier(f"{url}&cert={certificates.cert}&key={certificates.key}")
-        assert remote.store(KEY, 0, memoryview(b"x"))
+        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         remote.close()
         refusal(url)
         refusal(f"{url}&cert={other_certificates.cert}&key={other_certificates.key}")
@@ -101,7 +102,7 @@ def test_a_server_without_tls(server):
 
 
 def test_frozen_and_thawed_killed_and_restarted(remote, server):
-    remote.store(KEY, 0, memoryview(b"x"))
+    remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     server.freeze()
     with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
         load(remote)
@@ -118,18 +119,18 @@ def test_frozen_and_thawed_killed_and_restarted(remote, server):
 
 
 def test_frozen_in_the_middle_of_a_value(remote, server):
-    remote.store(KEY, 0, memoryview(b"x"))
+    remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     server.freeze()
     with pytest.raises(TierUnavailableError):
-        remote.store(KEY[::-1], 0, memoryview(pattern(3 * PART_BYTES)))
+        remote.store(ObjectId(KEY[::-1], 0), memoryview(pattern(3 * PART_BYTES)))
     server.thaw()
     until(remote.try_again)
     assert load(remote, key=KEY[::-1]) is None
 
 
 def test_restarted_while_nobody_asked(remote, server):
-    remote.store(KEY, 0, memoryview(b"x"))
+    remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     server.restart()
     assert load(remote) is None
-    assert remote.store(KEY, 0, memoryview(b"x"))
+    assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert remote.stats.failures == 0

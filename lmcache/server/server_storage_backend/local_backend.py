@@ -14,9 +14,8 @@ from typing import TypeVar
 from lmcache.keys import namespace
 from lmcache.logging import init_logger
 from lmcache.server.server_storage_backend.abstract_backend import LMSBackendInterface
-from lmcache.tiers.base import RowKey
+from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.disk.files import path_of
-from lmcache.tiers.disk.index import name_of
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import HeaderError, TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES, Buffer, Header, checksum, parse
@@ -99,20 +98,20 @@ class LMSLocalDiskBackend(LMSBackendInterface):
             # The tier keeps what has the name already: right for the same bytes, which is the usual case.
             header = self._header(row)
             if header is not None and header.checksum != checksum(payload):
-                self._tier.remove(row, 0)
-            self._tier.store(row, 0, payload, key.encode())
+                self._tier.remove(ObjectId(row, 0))
+            self._tier.store(ObjectId(row, 0), payload, key.encode())
 
         self._guarded(replace, None)
 
     def contains(self, key: str) -> bool:
         """See LMSBackendInterface."""
-        return self._guarded(lambda: self._tier.contains(_row_key(key), 0), False)
+        return self._guarded(lambda: self._tier.contains(ObjectId(_row_key(key), 0)), False)
 
     def get(self, key: str) -> Buffer | None:
         """See LMSBackendInterface."""
         # Only reserved: the kernel gives pages for what is read. Aligned, so that O_DIRECT can be used.
         target = memoryview(mmap.mmap(-1, self._max_object_bytes, flags=_RESERVED))
-        loaded = self._guarded(lambda: self._tier.load(_row_key(key), 0, target), None)
+        loaded = self._guarded(lambda: self._tier.load(ObjectId(_row_key(key), 0), target), None)
         return None if loaded is None else target[: loaded.length]
 
     def list_keys(self) -> list[str]:
@@ -127,7 +126,7 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         self._tier.close()
 
     def _header(self, row: RowKey) -> Header | None:
-        path = os.path.join(self._path, path_of(name_of(row, 0)))
+        path = os.path.join(self._path, path_of(ObjectId(row, 0)))
         with contextlib.suppress(OSError, HeaderError), open(path, "rb") as file:
             return parse(file.read(HEADER_BYTES))
         return None

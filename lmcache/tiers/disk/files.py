@@ -29,8 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from lmcache.tiers.base import Loaded, split_row_key
-from lmcache.tiers.disk.index import Name, name_of
+from lmcache.tiers.base import Loaded, ObjectId, split_row_key
 from lmcache.tiers.errors import DirectoryInUseError, HeaderError, InvalidObjectError
 from lmcache.tiers.header import HEADER_BYTES, Header, combined, digests, parse
 from lmcache.tiers.pages import PAGE_BYTES, blank_pages
@@ -43,16 +42,16 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _FOLDER = re.compile(r"[0-9a-f]{64}|[0-9a-f]{2}")
 _FILE = re.compile(r"\./([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})(\.[0-9]+\.tmp)?")
-_CHECK_NAME = b"\xff" * 68  # of a column that no object has
+_CHECK_ID = ObjectId(b"\xff" * 64, 0xFFFF_FFFF)  # of a column that no object has
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EINVAL})
 
 
-def path_of(name: Name) -> str:
+def path_of(object_id: ObjectId) -> str:
     """Where an object lies in the directory."""
-    namespace, chunk_key = split_row_key(name[:-4])
+    namespace, chunk_key = split_row_key(object_id.row_key)
     text = chunk_key.hex()
-    return f"{namespace.hex()}/{text[:2]}/{text}.{int.from_bytes(name[-4:], 'big')}"
+    return f"{namespace.hex()}/{text[:2]}/{text}.{object_id.column}"
 
 
 class Directory:
@@ -108,9 +107,9 @@ class Directory:
         """Write a page, read it and delete it; raise OSError if that fails. A full volume is well."""
         page = blank_pages(1)
         try:
-            self.publish(self.write(_CHECK_NAME, page, b""), _CHECK_NAME)
-            self.read(_CHECK_NAME, page)
-            self.remove(_CHECK_NAME)
+            self.publish(self.write(_CHECK_ID, page, b""), _CHECK_ID)
+            self.read(_CHECK_ID, page)
+            self.remove(_CHECK_ID)
         except InvalidObjectError as invalid:
             raise OSError(errno.EIO, f"what was read is not what was written: {invalid}") from None
         except OSError as error:
@@ -124,21 +123,21 @@ class Directory:
         """Bytes of the volume that a file takes."""
         return round_up(max(1, file_bytes), self._block_bytes)
 
-    def contains(self, name: Name) -> bool:
-        """Is there a file of this name?"""
+    def contains(self, object_id: ObjectId) -> bool:
+        """Is there a file of this object?"""
         try:
-            status = os.stat(path_of(name), dir_fd=self._root, follow_symlinks=False)
+            status = os.stat(path_of(object_id), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:
             return False
         return stat.S_ISREG(status.st_mode)
 
-    def read(self, name: Name, into: memoryview, length: int | None = None) -> Loaded | None:
+    def read(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read an object and verify it; one whose payload has not ``length`` bytes is not valid. None: there
         is none."""
         # A pipe of this name must not make us wait, nor a link lead us elsewhere.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._direct_flag(into)
         try:
-            fd = os.open(path_of(name), flags, dir_fd=self._root)
+            fd = os.open(path_of(object_id), flags, dir_fd=self._root)
         except _ABSENT:
             return None
         except OSError as error:
@@ -146,16 +145,16 @@ class Directory:
                 raise InvalidObjectError("type") from None
             raise
         try:
-            return _read(fd, name, into, length)
+            return _read(fd, object_id, into, length)
         finally:
             os.close(fd)
 
-    def write(self, name: Name, payload: memoryview, label: bytes, part_digests: bytes = b"") -> str:
+    def write(self, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes = b"") -> str:
         """Write an object under a temporary name, and return that."""
-        temporary = f"{path_of(name)}.{threading.get_ident()}.tmp"
-        length, column = len(payload), int.from_bytes(name[-4:], "big")
+        temporary = f"{path_of(object_id)}.{threading.get_ident()}.tmp"
+        length = len(payload)
         checksum = combined(part_digests or digests(payload))
-        header = Header(name[:-4], column, 0, 1, length, length, checksum, label)
+        header = Header(object_id.row_key, object_id.column, 0, 1, length, length, checksum, label)
         whole = length // PAGE_BYTES * PAGE_BYTES
         pages = blank_pages(2 if length > whole else 1)
         pages[:HEADER_BYTES] = header.pack()
@@ -175,32 +174,32 @@ class Directory:
             os.close(fd)
         return temporary
 
-    def publish(self, temporary: str, name: Name) -> None:
+    def publish(self, temporary: str, object_id: ObjectId) -> None:
         """Give a written object its name."""
         try:
-            os.rename(temporary, path_of(name), src_dir_fd=self._root, dst_dir_fd=self._root)
+            os.rename(temporary, path_of(object_id), src_dir_fd=self._root, dst_dir_fd=self._root)
         except BaseException:
             self._delete(temporary)
             raise
 
-    def refresh(self, name: Name) -> bool:
+    def refresh(self, object_id: ObjectId) -> bool:
         """Note that an object was used. False: there is none."""
         try:
-            os.utime(path_of(name), ns=_now(), dir_fd=self._root, follow_symlinks=False)
+            os.utime(path_of(object_id), ns=_now(), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:
             return False
         return True
 
-    def remove(self, name: Name) -> bool:
+    def remove(self, object_id: ObjectId) -> bool:
         """Delete an object. False: there is none."""
         try:
-            os.unlink(path_of(name), dir_fd=self._root)
+            os.unlink(path_of(object_id), dir_fd=self._root)
         except (*_ABSENT, IsADirectoryError):
             return False
         return True
 
-    def scan(self) -> Iterator[tuple[Name, int, int]]:
-        """Yield what is there, in no order: name, bytes that it takes, nanoseconds of its last use.
+    def scan(self) -> Iterator[tuple[ObjectId, int, int]]:
+        """Yield what is there, in no order: id, bytes that it takes, nanoseconds of its last use.
 
         Delete temporaries: who wrote them has died, if nothing is written meanwhile. No file is opened.
         """
@@ -217,8 +216,8 @@ class Directory:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(file, dir_fd=folder, follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        name = name_of(bytes.fromhex(namespace + key), int(column))
-                        yield name, self.taken_bytes(status.st_size), status.st_mtime_ns
+                        object_id = ObjectId(bytes.fromhex(namespace + key), int(column))
+                        yield object_id, self.taken_bytes(status.st_size), status.st_mtime_ns
 
     def _create(self, path: str, direct: int) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | direct
@@ -240,7 +239,7 @@ class Directory:
         return 0 if address % PAGE_BYTES else self._direct
 
 
-def _read(fd: int, name: Name, into: memoryview, expected: int | None) -> Loaded:
+def _read(fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise InvalidObjectError("type")
@@ -256,7 +255,7 @@ def _read(fd: int, name: Name, into: memoryview, expected: int | None) -> Loaded
     except HeaderError:
         raise InvalidObjectError("header") from None
     length = header.payload_bytes
-    if name_of(header.key, header.column) != name:
+    if ObjectId(header.key, header.column) != object_id:
         raise InvalidObjectError("name")
     if header.num_parts != 1 or round_up(length, PAGE_BYTES) != stored or length > len(into):
         raise InvalidObjectError("length")

@@ -29,10 +29,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lmcache.tiers.base import Loaded, RowKey
+from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import CircuitBreaker
 from lmcache.tiers.disk.files import FULL, Directory, Fsync
-from lmcache.tiers.disk.index import Index, Name, name_of
+from lmcache.tiers.disk.index import Index
 from lmcache.tiers.errors import DiskError, InvalidObjectError, TierUnavailableError
 from lmcache.tiers.pages import PAGE_BYTES
 from lmcache.tiers.stats import DiskStats
@@ -44,7 +44,7 @@ _PATIENCE_SECONDS = 1.0
 _NUM_NAME_LOCKS = 64
 _SLICE = 256  # objects that are replayed before other threads get their turn
 
-# Something that is not ours has the name, or the file would be too large: the volume itself is well.
+# Something that is not ours has the object_id, or the file would be too large: the volume itself is well.
 _REFUSALS = FULL | {errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP}
 
 
@@ -68,7 +68,7 @@ class DiskTier:
         self._capacity = capacity_bytes
         self._lock = threading.Lock()  # protects stats and the next two
         self._index: Index | None = None  # until it is complete
-        self._removed: list[Name] = []  # until then
+        self._removed: list[ObjectId] = []  # until then
         self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # which file has a name
         self._directory = _open(os.path.abspath(directory), capacity_bytes, fsync)
         self._closing = False
@@ -83,50 +83,50 @@ class DiskTier:
     def keys(self) -> list[RowKey]:
         """Rows of which a column is here, the next victim first; none until ``indexed``."""
         with self._lock:
-            names = () if self._index is None else self._index.names()
-            return list(dict.fromkeys(name[:-4] for name in names))
+            ids = () if self._index is None else self._index.ids()
+            return list(dict.fromkeys(object_id.row_key for object_id in ids))
 
-    def contains(self, key: RowKey, column: int) -> bool:
+    def contains(self, object_id: ObjectId) -> bool:
         """Is the object here?"""
         with self._watching():
-            return self._contains(name_of(key, column))
+            return self._contains(object_id)
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""
         with self._watching():
             for position, key in enumerate(keys):
-                if not all(self._contains(name_of(key, column)) for column in range(num_columns)):
+                if not all(self._contains(ObjectId(key, column)) for column in range(num_columns)):
                     return position
             return len(keys)
 
-    def load(self, key: RowKey, column: int, into: memoryview, length: int | None = None) -> Loaded | None:
+    def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
         miss (contents undefined)."""
         with self._watching():
-            return self._load(name_of(key, column), into, length)
+            return self._load(object_id, into, length)
 
     def store(
-        self, key: RowKey, column: int, payload: memoryview, label: bytes = b"", digests: bytes = b""
+        self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
         """Write one object, or refresh the age of what is there (``remove`` it first to replace it). False:
         refused, the stats say why."""
         with self._watching():
-            return self._store(name_of(key, column), payload, label, digests)
+            return self._store(object_id, payload, label, digests)
 
     def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
         """Refresh the age of rows that were hit in a tier above. Return those that are not here, as far as is
         known: none before ``indexed``."""
-        names = [name_of(key, column) for key in keys for column in range(num_columns)]
+        ids = [ObjectId(key, column) for key in keys for column in range(num_columns)]
         with self._watching():
             with self._lock:
-                here = names if self._index is None else self._index.touch(names)
-            gone = {name for name in here if not self._directory.refresh(name)}
-            return set() if self._index is None else {n[:-4] for n in gone | (set(names) - set(here))}
+                here = ids if self._index is None else self._index.touch(ids)
+            gone = {object_id for object_id in here if not self._directory.refresh(object_id)}
+            return set() if self._index is None else {i.row_key for i in gone | (set(ids) - set(here))}
 
-    def remove(self, key: RowKey, column: int) -> bool:
+    def remove(self, object_id: ObjectId) -> bool:
         """Delete one object. False: it was not here."""
         with self._watching():
-            return self._remove(name_of(key, column))
+            return self._remove(object_id)
 
     def try_again(self) -> bool:
         """While the circuit is open: write and read a page, and close the circuit if that works."""
@@ -174,29 +174,29 @@ class DiskTier:
             logger.warning("disk tier %s: %s", self._directory.path, error)
             raise TierUnavailableError(f"disk tier {self._directory.path}: {error}") from error
 
-    def _contains(self, name: Name) -> bool:
+    def _contains(self, object_id: ObjectId) -> bool:
         with self._lock:
             if self._index is not None:
-                return name in self._index
-        return self._directory.contains(name)
+                return object_id in self._index
+        return self._directory.contains(object_id)
 
-    def _load(self, name: Name, into: memoryview, length: int | None) -> Loaded | None:
+    def _load(self, object_id: ObjectId, into: memoryview, length: int | None) -> Loaded | None:
         loaded, reason = None, ""
-        if self._contains(name):
+        if self._contains(object_id):
             try:
-                loaded = self._directory.read(name, into, length)
+                loaded = self._directory.read(object_id, into, length)
             except InvalidObjectError as invalid:
                 reason = str(invalid)
             except OSError as error:
                 if error.errno == errno.EIO:  # a bad block would open the circuit again at every load
                     with contextlib.suppress(OSError):
-                        self._remove(name)
+                        self._remove(object_id)
                 raise
             self.breaker.success()
             if loaded is None:  # invalid, or deleted by somebody else
-                self._remove(name)
+                self._remove(object_id)
             else:
-                self._use(name)
+                self._use(object_id)
         with self._lock:
             if reason:
                 self.stats.invalid[reason] += 1
@@ -205,8 +205,8 @@ class DiskTier:
                 self.stats.misses += loaded is None
         return loaded
 
-    def _store(self, name: Name, payload: memoryview, label: bytes, digests: bytes) -> bool:
-        if self._contains(name) and self._use(name):
+    def _store(self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes) -> bool:
+        if self._contains(object_id) and self._use(object_id):
             with self._lock:
                 self.stats.touched += 1
             return True
@@ -221,11 +221,11 @@ class DiskTier:
         if slot is None:
             return self._refuse("capacity")
         try:
-            temporary = self._write(index, name, payload, label, digests)
-            with self._name_lock(name):
-                self._directory.publish(temporary, name)
+            temporary = self._write(index, object_id, payload, label, digests)
+            with self._name_lock(object_id):
+                self._directory.publish(temporary, object_id)
                 with self._lock:
-                    index.commit(slot, name)
+                    index.commit(slot, object_id)
                     self.stats.stored += 1
         except BaseException as error:
             with self._lock:
@@ -241,9 +241,11 @@ class DiskTier:
             self.stats.refused[reason] += 1
         return False
 
-    def _write(self, index: Index, name: Name, payload: memoryview, label: bytes, digests: bytes) -> str:
+    def _write(
+        self, index: Index, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes
+    ) -> str:
         try:
-            return self._directory.write(name, payload, label, digests)
+            return self._directory.write(object_id, payload, label, digests)
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -251,15 +253,15 @@ class DiskTier:
         limit = index.num_bytes - self._directory.taken_bytes(PAGE_BYTES + len(payload))
         while index.num_bytes > limit and self._evict(index):
             pass
-        return self._directory.write(name, payload, label, digests)
+        return self._directory.write(object_id, payload, label, digests)
 
-    def _use(self, name: Name) -> bool:
+    def _use(self, object_id: ObjectId) -> bool:
         """Refresh an object's age. False: somebody else has deleted it."""
-        with self._name_lock(name):
-            is_here = self._directory.refresh(name)
+        with self._name_lock(object_id):
+            is_here = self._directory.refresh(object_id)
             with self._lock:
                 if self._index is not None:
-                    (self._index.use if is_here else self._index.discard)(name)
+                    (self._index.use if is_here else self._index.discard)(object_id)
         return is_here
 
     def _reserve(self, index: Index, num_bytes: int) -> int | None:
@@ -274,7 +276,7 @@ class DiskTier:
     def _evict(self, index: Index) -> bool:
         """Delete the next victim. False: there is none."""
         with self._lock:
-            victim = next(index.names(), None)
+            victim = next(index.ids(), None)
         if victim is None:
             return False
         removed = self._remove(victim, index)
@@ -282,19 +284,19 @@ class DiskTier:
             self.stats.evicted += removed
         return True
 
-    def _remove(self, name: Name, building: Index | None = None) -> bool:
-        with self._name_lock(name):
-            removed = self._directory.remove(name)
+    def _remove(self, object_id: ObjectId, building: Index | None = None) -> bool:
+        with self._name_lock(object_id):
+            removed = self._directory.remove(object_id)
             with self._lock:
                 index = building or self._index
                 if index is None:
-                    self._removed.append(name)
+                    self._removed.append(object_id)
                 else:
-                    index.discard(name)
+                    index.discard(object_id)
         return removed
 
-    def _name_lock(self, name: Name) -> threading.Lock:
-        return self._name_locks[hash(name) % _NUM_NAME_LOCKS]
+    def _name_lock(self, object_id: ObjectId) -> threading.Lock:
+        return self._name_locks[hash(object_id) % _NUM_NAME_LOCKS]
 
     def _start_scan(self) -> None:
         self._patience_ends = time.monotonic() + _PATIENCE_SECONDS
@@ -302,23 +304,23 @@ class DiskTier:
         self._scan.start()
 
     def _build_index(self) -> None:
-        index, names, sizes, mtimes = Index(self._capacity), [], array("Q"), array("d")
+        index, ids, sizes, mtimes = Index(self._capacity), [], array("Q"), array("d")
         try:
-            for name, num_bytes, mtime in self._directory.scan():
-                names.append(name)
+            for object_id, num_bytes, mtime in self._directory.scan():
+                ids.append(object_id)
                 sizes.append(num_bytes)
                 mtimes.append(mtime)
                 if self._closing:
                     return
             oldest_first = np.argsort(np.frombuffer(mtimes), kind="stable")
-            for start in range(0, len(names), _SLICE):
+            for start in range(0, len(ids), _SLICE):
                 time.sleep(0)
                 for position in oldest_first[start : start + _SLICE].tolist():
                     slot = self._reserve(index, sizes[position])
                     if slot is None:
-                        self._remove(names[position])
+                        self._remove(ids[position])
                     else:
-                        index.commit(slot, names[position])
+                        index.commit(slot, ids[position])
                 if self._closing:
                     return
         except OSError as error:
@@ -326,8 +328,8 @@ class DiskTier:
             logger.warning("disk tier %s can't be listed: %s", self._directory.path, error)
             return
         with self._lock:
-            for name in self._removed:
-                index.discard(name)
+            for object_id in self._removed:
+                index.discard(object_id)
             self._removed.clear()
             self._index = index
         self.indexed.set()

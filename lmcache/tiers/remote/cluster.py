@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lmcache.tiers.base import RowKey
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote.address import Endpoint
 from lmcache.tiers.remote.objects import hash_tag
@@ -74,9 +74,9 @@ class Cluster(Topology):
         with self._lock:
             return tuple(self._nodes.values()) or self._seeds
 
-    def owners(self, key: RowKey, column: int) -> Sequence[Server]:
+    def owners(self, object_id: ObjectId) -> Sequence[Server]:
         """See Topology; one or none."""
-        slot = binascii.crc_hqx(hash_tag(key, column).encode(), 0) % _NUM_SLOTS
+        slot = binascii.crc_hqx(hash_tag(object_id).encode(), 0) % _NUM_SLOTS
         owner = self._owner(slot)
         if owner is None or owner.breaker.is_open:
             self.refresh()

@@ -11,34 +11,32 @@ What is read is compared with what was asked for: version, name, column, part, l
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from lmcache.tiers.base import Loaded, RowKey, split_row_key
-from lmcache.tiers.errors import HeaderError, InvalidObjectError, ServerError
+from lmcache.tiers.base import Loaded, ObjectId, split_row_key
+from lmcache.tiers.errors import HeaderError, ServerError
 from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, Header, checksum, digest_of, digests, parse
-from lmcache.tiers.remote.address import DEFAULT_PREFIX
 from lmcache.tiers.remote.resp import Connection
 from lmcache.units import ceil_div
 
-__all__ = ["PART_BYTES", "ObjectName", "hash_tag", "load", "num_parts", "store"]
+__all__ = ["PART_BYTES", "InvalidObjectError", "hash_tag", "load", "num_parts", "redis_name", "store"]
 
 
-class ObjectName(NamedTuple):
-    """One column of a row, as the servers know it."""
-
-    key: RowKey
-    column: int
-    prefix: str = DEFAULT_PREFIX
-
-    def part(self, part: int) -> str:
-        """Name one part; all parts of an object share a hash tag."""
-        namespace = split_row_key(self.key)[0]
-        return f"{self.prefix}:{namespace.hex()}:{{{hash_tag(self.key, self.column)}}}:{part}"
+class InvalidObjectError(Exception):
+    """What stands under this name is not ours; the message is the reason, as it is counted."""
 
 
-def hash_tag(key: RowKey, column: int) -> str:
+def redis_name(prefix: str, object_id: ObjectId, part: int) -> str:
+    """Name one part; all parts of an object share a hash tag."""
+    namespace = split_row_key(object_id.row_key)[0]
+    return f"{prefix}:{namespace.hex()}:{{{hash_tag(object_id)}}}:{part}"
+
+
+def _name(connection: Connection, object_id: ObjectId, part: int) -> str:
+    return redis_name(connection.prefix, object_id, part)
+
+
+def hash_tag(object_id: ObjectId) -> str:
     """What of a name decides in which slot of a cluster it is."""
-    return f"{split_row_key(key)[1].hex()}:{column}"
+    return f"{split_row_key(object_id.row_key)[1].hex()}:{object_id.column}"
 
 
 def num_parts(total_bytes: int) -> int:
@@ -47,7 +45,7 @@ def num_parts(total_bytes: int) -> int:
 
 
 def load(
-    connection: Connection, name: ObjectName, into: memoryview, length: int | None = None
+    connection: Connection, object_id: ObjectId, into: memoryview, length: int | None = None
 ) -> Loaded | None:
     """Return the payload; None when there is no such object. Raises InvalidObjectError, also when it has not
     ``length`` bytes.
@@ -55,8 +53,8 @@ def load(
     The next part is asked for before the one that came is compared with its checksum: the server copies the
     one meanwhile. To ask for it still earlier is slower, two replies are too much for the caches.
     """
-    connection.ask([("GET", name.part(0))])
-    header = _read_part(connection, name, 0, into)
+    connection.ask([("GET", _name(connection, object_id, 0))])
+    header = _read_part(connection, object_id, 0, into)
     if header is None:
         return None
     total = header.total_bytes
@@ -64,9 +62,9 @@ def load(
         raise InvalidObjectError("length")
     found = [header.checksum]
     for part in range(1, header.num_parts):
-        connection.ask([("GET", name.part(part))])
+        connection.ask([("GET", _name(connection, object_id, part))])
         _compare(header, into)
-        header = _read_part(connection, name, part, into)
+        header = _read_part(connection, object_id, part, into)
         if header is None:
             raise InvalidObjectError("part")
         if header.total_bytes != total:
@@ -82,7 +80,7 @@ def _compare(header: Header, into: memoryview) -> None:
         raise InvalidObjectError("checksum")
 
 
-def _read_part(connection: Connection, name: ObjectName, part: int, into: memoryview) -> Header | None:
+def _read_part(connection: Connection, object_id: ObjectId, part: int, into: memoryview) -> Header | None:
     """Read one part into its place. Is it what was asked for, but for the checksum? None: there is none."""
     try:
         num_bytes = connection.read_bulk_length()
@@ -103,7 +101,7 @@ def _read_part(connection: Connection, name: ObjectName, part: int, into: memory
         header = parse(head)
     except HeaderError:
         raise InvalidObjectError("header") from None
-    if (header.key, header.column, header.part) != (name.key, name.column, part):
+    if (header.key, header.column, header.part) != (object_id.row_key, object_id.column, part):
         raise InvalidObjectError("name")
     total = header.total_bytes
     expected = min(PART_BYTES, total - part * PART_BYTES)
@@ -114,7 +112,7 @@ def _read_part(connection: Connection, name: ObjectName, part: int, into: memory
 
 def store(
     connection: Connection,
-    name: ObjectName,
+    object_id: ObjectId,
     payload: memoryview,
     label: bytes,
     part_digests: bytes = b"",
@@ -128,7 +126,9 @@ def store(
     """
     total = num_parts(len(payload))
     if not is_rewrite:
-        touched = connection.call_all([("TOUCH", name.part(part)) for part in range(total)])
+        touched = connection.call_all(
+            [("TOUCH", _name(connection, object_id, part)) for part in range(total)]
+        )
         for reply in touched:
             if isinstance(reply, ServerError):
                 raise reply
@@ -136,19 +136,19 @@ def store(
             return False
     part_digests = part_digests or digests(payload)
     for part in range(1, total):
-        _send_part(connection, name, part, payload, label, part_digests)
+        _send_part(connection, object_id, part, payload, label, part_digests)
         if part > 1:
             connection.read_reply()
     if total > 1:
         connection.read_reply()
-    _send_part(connection, name, 0, payload, label, part_digests)
+    _send_part(connection, object_id, 0, payload, label, part_digests)
     connection.read_reply()
     return True
 
 
 def _send_part(
     connection: Connection,
-    name: ObjectName,
+    object_id: ObjectId,
     part: int,
     payload: memoryview,
     label: bytes,
@@ -156,8 +156,8 @@ def _send_part(
 ) -> None:
     content = payload[part * PART_BYTES : (part + 1) * PART_BYTES]
     header = Header(
-        name.key,
-        name.column,
+        object_id.row_key,
+        object_id.column,
         part,
         num_parts(len(payload)),
         len(content),
@@ -165,4 +165,4 @@ def _send_part(
         digest_of(part_digests, part),
         label,
     )
-    connection.set(name.part(part), [header.pack(), content])
+    connection.set(_name(connection, object_id, part), [header.pack(), content])

@@ -44,6 +44,8 @@ class Connection:
 
     def __init__(self, endpoint: Endpoint, address: Address, timeout_seconds: float) -> None:
         self.endpoint = endpoint
+        self.prefix = address.prefix
+        """First word of all names here."""
         self._timeout = timeout_seconds
         self._deadline = 0.0
         self._num_due = 0  # replies

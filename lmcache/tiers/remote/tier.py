@@ -23,13 +23,13 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from lmcache.recent import Recent
-from lmcache.tiers.base import Loaded, RowKey
+from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import CircuitBreaker, JointBreaker
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, parse_endpoints
 from lmcache.tiers.remote.cluster import Cluster
-from lmcache.tiers.remote.objects import PART_BYTES, ObjectName, num_parts
+from lmcache.tiers.remote.objects import PART_BYTES, num_parts, redis_name
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
@@ -70,7 +70,7 @@ class RemoteTier:
             lambda: [server.breaker for server in self._topology.servers()]
         )
         self._lock = threading.Lock()  # protects stats and what follows
-        self._rewrite: Recent[tuple[RowKey, int], None] = Recent(_MAX_REWRITE)  # invalid, though present
+        self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # invalid, though present
 
     def set_shards(self, current: Sequence[str], previous: Sequence[str] = (), until: float = 0.0) -> None:
         """Change the list of shards, each ``host:port``.
@@ -87,25 +87,25 @@ class RemoteTier:
         present, window = 0, _FIRST_WINDOW
         while present < len(keys):
             asked = keys[present : present + window]
-            found = self._are_present([self._name(key, c) for key in asked for c in range(num_columns)])
+            found = self._are_present([ObjectId(key, c) for key in asked for c in range(num_columns)])
             if False in found:
                 return present + found.index(False) // num_columns
             present += len(asked)
             window = min(2 * window, _MAX_WINDOW)
         return present
 
-    def load(self, key: RowKey, column: int, into: memoryview, length: int | None = None) -> Loaded | None:
+    def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one column of a row into a slot. None: a miss (slot contents undefined)."""
-        name, loaded = self._name(key, column), None
-        for server in self._candidates(name):
+        loaded = None
+        for server in self._candidates(object_id):
             try:
-                loaded = self._run(server, lambda connection: parts.load(connection, name, into, length))
+                loaded = self._run(server, lambda connection: parts.load(connection, object_id, into, length))
             except InvalidObjectError as invalid:
-                self._note_invalid(name, str(invalid))
+                self._note_invalid(object_id, str(invalid))
                 return None
             except ServerError as error:
                 if not self._topology.learn(error):
-                    self._note_invalid(name, error.code)
+                    self._note_invalid(object_id, error.code)
                     return None
             if loaded is not None:
                 break
@@ -115,13 +115,12 @@ class RemoteTier:
         return loaded
 
     def store(
-        self, key: RowKey, column: int, payload: memoryview, label: bytes = b"", digests: bytes = b""
+        self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
         """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
         say), or is away while others are well."""
-        name = self._name(key, column)
         try:
-            is_new = self._store(name, payload, label, digests)
+            is_new = self._store(object_id, payload, label, digests)
         except ServerError as error:
             is_new, reason = None, error.code
         else:
@@ -132,7 +131,7 @@ class RemoteTier:
                 return False
             self.stats.stored += is_new
             self.stats.touched += not is_new
-            self._rewrite.pop((key, column), None)
+            self._rewrite.pop(object_id, None)
         return True
 
     def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
@@ -142,9 +141,9 @@ class RemoteTier:
         for key, length in zip_longest(keys, lengths, fillvalue=0):
             assert isinstance(key, bytes), "more lengths than keys"
             for column in range(num_columns):
-                name = self._name(key, column)
-                names = [name.part(part) for part in range(num_parts(length))]
-                for position, server in enumerate(self._topology.owners(key, column)):
+                object_id = ObjectId(key, column)
+                names = [self._name(object_id, part) for part in range(num_parts(length))]
+                for position, server in enumerate(self._topology.owners(object_id)):
                     commands[server] += [(None if position else key, part) for part in names]
         absent: set[RowKey] = set()
         for server, asked in commands.items():
@@ -176,24 +175,25 @@ class RemoteTier:
         """Close all connections; the threads that used them must have ended."""
         self._topology.close()
 
-    def _store(self, name: ObjectName, payload: memoryview, label: bytes, digests: bytes) -> bool | None:
+    def _store(self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes) -> bool | None:
         """Return whether it was not there yet; None: its owner is away."""
-        is_rewrite = (name.key, name.column) in self._rewrite
-        for server in self._candidates(name):
+        is_rewrite = object_id in self._rewrite
+        for server in self._candidates(object_id):
             try:
                 return self._run(
-                    server, lambda c: parts.store(c, name, payload, label, digests, is_rewrite=is_rewrite)
+                    server,
+                    lambda c: parts.store(c, object_id, payload, label, digests, is_rewrite=is_rewrite),
                 )
             except ServerError as error:
                 if not self._topology.learn(error):
                     raise
         return None
 
-    def _are_present(self, names: Sequence[ObjectName]) -> list[bool]:
+    def _are_present(self, ids: Sequence[ObjectId]) -> list[bool]:
         """One pipelined round trip per server, and another one for what is absent and may be elsewhere. What
         a cluster is just moving (ASK) counts as absent."""
-        present = [False] * len(names)
-        candidates = [self._candidates(name) for name in names]
+        present = [False] * len(ids)
+        candidates = [self._candidates(object_id) for object_id in ids]
         while True:
             asked: dict[Server, list[int]] = defaultdict(list)
             for index, servers in enumerate(candidates):
@@ -203,7 +203,7 @@ class RemoteTier:
             if not asked:
                 return present
             for server, indices in asked.items():
-                replies = self._call_all(server, [("EXISTS", names[index].part(0)) for index in indices])
+                replies = self._call_all(server, [("EXISTS", self._name(ids[index], 0)) for index in indices])
                 for index, reply in zip(indices, replies, strict=False):
                     present[index] = reply == 1
 
@@ -215,12 +215,12 @@ class RemoteTier:
                 self._topology.learn(reply)
         return replies
 
-    def _candidates(self, name: ObjectName) -> Iterator[Server]:
+    def _candidates(self, object_id: ObjectId) -> Iterator[Server]:
         """Who may have an object, the likeliest first; asked anew each time, since answers may have changed
         it."""
         tried: list[Server] = []
         while len(tried) < _MAX_TRIES:
-            owners = self._topology.owners(name.key, name.column)
+            owners = self._topology.owners(object_id)
             if not owners and self.breaker.is_open:
                 raise TierUnavailableError(f"remote tier {self.address} is away")
             server = next((owner for owner in owners if owner not in tried), None)
@@ -238,13 +238,13 @@ class RemoteTier:
                 raise
             return None
 
-    def _name(self, key: RowKey, column: int) -> ObjectName:
-        return ObjectName(key, column, self.address.prefix)
+    def _name(self, object_id: ObjectId, part: int) -> str:
+        return redis_name(self.address.prefix, object_id, part)
 
-    def _note_invalid(self, name: ObjectName, reason: str) -> None:
+    def _note_invalid(self, object_id: ObjectId, reason: str) -> None:
         with self._lock:
             self.stats.invalid[reason] += 1
-            self._rewrite[name.key, name.column] = None
+            self._rewrite[object_id] = None
 
     def _note_failure(self) -> None:
         with self._lock:

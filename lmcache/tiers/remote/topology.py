@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from lmcache.tiers.base import RowKey
+from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.errors import ServerError
 from lmcache.tiers.remote.address import Address, Endpoint
 from lmcache.tiers.remote.resp import Connection
@@ -28,7 +28,7 @@ class Topology(ABC):
         """Those that own something now: the tier is away when all of their circuits are open."""
 
     @abstractmethod
-    def owners(self, key: RowKey, column: int) -> Sequence[Server]:
+    def owners(self, object_id: ObjectId) -> Sequence[Server]:
         """The owner of an object first, then who else may have it; empty: nobody owns it now."""
 
     def learn(self, error: ServerError) -> bool:
@@ -90,13 +90,13 @@ class Shards(Topology):
         """See Topology."""
         return [server for _, server in self._lists[0]]
 
-    def owners(self, key: RowKey, column: int) -> Sequence[Server]:
+    def owners(self, object_id: ObjectId) -> Sequence[Server]:
         """See Topology: the owner, and up to ``until`` the previous one if it was another."""
         current, previous, until = self._lists
-        owner = _greatest(current, key)
+        owner = _greatest(current, object_id.row_key)
         if not previous or self._now() >= until:
             return (owner,)
-        before = _greatest(previous, key)
+        before = _greatest(previous, object_id.row_key)
         return (owner,) if before is owner else (owner, before)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class SentinelMaster(Topology):
         """See Topology."""
         return (self._server,)
 
-    def owners(self, key: RowKey, column: int) -> Sequence[Server]:
+    def owners(self, object_id: ObjectId) -> Sequence[Server]:
         """See Topology."""
         return (self._server,)
 

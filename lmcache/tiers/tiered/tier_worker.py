@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from lmcache.tiers.base import Loaded, LowerTier, RowKey, split_row_key
+from lmcache.tiers.base import Loaded, LowerTier, ObjectId, RowKey, split_row_key
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests, seal_of
 from lmcache.tiers.memory.contracts import Slot
@@ -363,7 +363,7 @@ def _load_columns(
     """In a reader thread: the digests of all columns, or nothing."""
     found: list[Loaded] = []
     for column, view in enumerate(views):
-        loaded = tier.load(key, column, view, length)
+        loaded = tier.load(ObjectId(key, column), view, length)
         if loaded is None or loaded.length != length:
             return None
         found.append(loaded)
@@ -375,6 +375,6 @@ def _store_columns(
 ) -> bool:
     """In a writer thread."""
     return all(
-        tier.store(key, column, payload, label, known)
+        tier.store(ObjectId(key, column), payload, label, known)
         for column, (payload, known) in enumerate(zip(columns, column_digests, strict=True))
     )

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import DiskError, TierError
 from lmcache.tiers.header import HEADER_BYTES, digests, parse
@@ -47,9 +48,9 @@ class TestObjects:
         tier = open_tier(tmp_path, 4 * MIB, fsync=fsync)
         payload, into = (memoryview(mmap.mmap(-1, size + 2 * PAGE))[shift:][:size] for _ in range(2))
         payload[:] = random.randbytes(size)
-        assert tier.load(key_of(1), 3, into) is None
-        assert tier.store(key_of(1), 3, payload, b"label")
-        assert tier.load(key_of(1), 3, into).length == size
+        assert tier.load(ObjectId(key_of(1), 3), into) is None
+        assert tier.store(ObjectId(key_of(1), 3), payload, b"label")
+        assert tier.load(ObjectId(key_of(1), 3), into).length == size
         assert into == payload
         assert tier.num_bytes == taken_bytes(tmp_path)
         tier.close()
@@ -57,17 +58,17 @@ class TestObjects:
     def test_memory_beyond_the_payload_is_left_alone(self, tier):
         store(tier, 1, PAGE + 5)
         into = memoryview(bytearray(b"x" * 3 * PAGE))
-        assert tier.load(key_of(1), 0, into).length == PAGE + 5
+        assert tier.load(ObjectId(key_of(1), 0), into).length == PAGE + 5
         assert into == content(1, PAGE + 5) + b"x" * (2 * PAGE - 5)
 
     @pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE + 1, 2 * PAGE])
     def test_an_object_of_another_length_is_a_miss_and_goes(self, tier, length):
         store(tier, 1, length)
         into = memoryview(bytearray(3 * PAGE))
-        assert tier.load(key_of(1), 0, into, PAGE) is None
+        assert tier.load(ObjectId(key_of(1), 0), into, PAGE) is None
         assert tier.stats.invalid == {"length": 1}
         store(tier, 1, PAGE)
-        assert tier.load(key_of(1), 0, into, PAGE).digests == digests(content(1, PAGE))
+        assert tier.load(ObjectId(key_of(1), 0), into, PAGE).digests == digests(content(1, PAGE))
 
     def test_the_file_says_what_it_is(self, tmp_path, tier):
         store(tier, 1, 5, column=7)
@@ -92,10 +93,10 @@ class TestObjects:
 
     def test_remove(self, tmp_path, tier):
         store(tier, 1)
-        assert tier.contains(key_of(1), 0)
-        assert tier.remove(key_of(1), 0)
-        assert not tier.remove(key_of(1), 0)
-        assert not tier.contains(key_of(1), 0)
+        assert tier.contains(ObjectId(key_of(1), 0))
+        assert tier.remove(ObjectId(key_of(1), 0))
+        assert not tier.remove(ObjectId(key_of(1), 0))
+        assert not tier.contains(ObjectId(key_of(1), 0))
         assert tier.num_bytes == taken_bytes(tmp_path) == 0
 
     def test_keys_are_rows(self, tier):
@@ -204,7 +205,7 @@ def test_defect_16_a_restart_finds_and_counts_what_is_there(tmp_path):
         store(tier, number)
     tier.close()
     tier = open_tier(tmp_path, 32 * PAGE)
-    assert all(tier.contains(key_of(number), 0) for number in range(16))
+    assert all(tier.contains(ObjectId(key_of(number), 0)) for number in range(16))
     assert tier.num_bytes == taken_bytes(tmp_path) == 32 * PAGE
     assert store(tier, 16)
     assert tier.num_bytes == taken_bytes(tmp_path) == 32 * PAGE

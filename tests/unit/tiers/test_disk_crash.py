@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.tier import DiskTier
 from tests.harness.disk_world import (
     MIB,
@@ -27,13 +28,14 @@ NUM_OBJECTS = 160  # of up to 256 KiB
 
 WRITER = """
 import os, random, sys
+from lmcache.tiers.base import ObjectId
 from tests.harness.disk_world import key_of, open_tier, store
 
 tier = open_tier(sys.argv[1], int(sys.argv[2]))
 while True:
     number, size = random.randrange(160), random.randrange(256 << 10)
     os.write(1, b"? %d %d\\n" % (number, size))
-    tier.remove(key_of(number), 0)
+    tier.remove(ObjectId(key_of(number), 0))
     assert store(tier, number, size)
     os.write(1, b"+ %d %d\\n" % (number, size))
 """
@@ -96,7 +98,7 @@ def test_threads_that_store_load_and_evict_get_right_bytes(tmp_path):
                 elif what < 0.9:
                     assert load(tier, number) in (None, content(number, size))
                 else:
-                    tier.remove(key_of(number), 0)
+                    tier.remove(ObjectId(key_of(number), 0))
                 assert tier.num_bytes <= 40 * PAGE
                 assert tier.probe([key_of(number)], 1) in (0, 1)
         except BaseException as fault:
@@ -121,4 +123,4 @@ def check_consistent(tier: DiskTier, path: Path) -> None:
     assert tier.num_bytes == taken_bytes(path)
     in_order = tier.keys()
     assert len(in_order) == len([file for file in path.rglob("*.0") if file.is_file()])
-    assert all(tier.contains(key, 0) for key in in_order)
+    assert all(tier.contains(ObjectId(key, 0)) for key in in_order)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import DiskError, TierUnavailableError
 from tests.harness.disk_world import (
@@ -71,7 +72,7 @@ def check_away(tier: DiskTier) -> None:
         load(tier, 1)
     for ask in (tier.contains, tier.remove):
         with pytest.raises(TierUnavailableError):
-            ask(key_of(1), 0)
+            ask(ObjectId(key_of(1), 0))
     with pytest.raises(TierUnavailableError):
         tier.probe([key_of(1)], 1)
     with pytest.raises(TierUnavailableError):
@@ -120,12 +121,12 @@ class TestWrongFiles:
         if is_aligned:
             memory = memoryview(bytearray(20 * PAGE))
             start = -address_of(memory) % PAGE
-            assert tier.load(key_of(1), 0, memory[start:][: 16 * PAGE]) is None
+            assert tier.load(ObjectId(key_of(1), 0), memory[start:][: 16 * PAGE]) is None
         else:
             assert load(tier, 1) is None
         assert tier.stats.invalid == {reason: 1}
         assert not os.path.lexists(file_of(path, 1))
-        assert not tier.contains(key_of(1), 0)
+        assert not tier.contains(ObjectId(key_of(1), 0))
         assert tier.num_bytes == 3 * PAGE
         assert store(tier, 1, 2 * PAGE)
         assert load(tier, 1) == content(1, 2 * PAGE)
@@ -382,5 +383,5 @@ class TestFullVolume:
         tier = restart()
         memory = memoryview(bytearray(3 * PAGE))
         start = -address_of(memory) % PAGE
-        assert tier.store(key_of(1), 0, memory[start:][:PAGE])
-        assert tier.load(key_of(1), 0, memory[start:][:PAGE]).length == PAGE
+        assert tier.store(ObjectId(key_of(1), 0), memory[start:][:PAGE])
+        assert tier.load(ObjectId(key_of(1), 0), memory[start:][:PAGE]).length == PAGE

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES
 from tests.harness.disk_oracle import DiskOracle, file_bytes
@@ -83,7 +84,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(number=numbers)
     def remove(self, number):
         was_here = os.path.lexists(self.file(number))
-        assert self.tier.remove(key_of(number // 2), number % 2) == was_here
+        assert self.tier.remove(ObjectId(key_of(number // 2), number % 2)) == was_here
         self.oracle.discard(number)
 
     @rule(rows=st.lists(st.integers(0, 7), unique=True))

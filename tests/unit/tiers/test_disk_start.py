@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.files import Directory
 from lmcache.tiers.disk.tier import DiskTier
 from tests.harness.disk_world import PAGE, content, key_of, load, open_tier, store, taken_bytes
@@ -41,8 +42,8 @@ def tier(tmp_path, monkeypatch, go_on):
 
 
 def test_objects_are_found_by_name(tier):
-    assert tier.contains(key_of(1), 0)
-    assert not tier.contains(key_of(3), 0)
+    assert tier.contains(ObjectId(key_of(1), 0))
+    assert not tier.contains(ObjectId(key_of(3), 0))
     assert tier.probe([key_of(1), key_of(2), key_of(3)], 1) == 2
     assert load(tier, 1) == content(1, PAGE)
     assert load(tier, 3) is None
@@ -52,11 +53,11 @@ def test_objects_are_found_by_name(tier):
 
 
 def test_what_goes_meanwhile_is_not_counted(tmp_path, tier, go_on):
-    assert tier.remove(key_of(1), 0)
-    assert not tier.contains(key_of(1), 0)
+    assert tier.remove(ObjectId(key_of(1), 0))
+    assert not tier.contains(ObjectId(key_of(1), 0))
     go_on.set()
     assert tier.indexed.wait(10)
-    assert not tier.contains(key_of(1), 0)
+    assert not tier.contains(ObjectId(key_of(1), 0))
     assert tier.num_bytes == taken_bytes(tmp_path) == 2 * PAGE
 
 

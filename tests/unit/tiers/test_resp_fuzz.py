@@ -11,16 +11,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierError
 from lmcache.tiers.header import Header, checksum
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint
-from lmcache.tiers.remote.objects import ObjectName
 from lmcache.tiers.remote.resp import Connection
 
-NAME = ObjectName(bytes(64), 0)
+OBJECT = ObjectId(bytes(64), 0)
 PAYLOAD = b"payload!" * 100
-VALUE = Header(NAME.key, 0, 0, 1, len(PAYLOAD), len(PAYLOAD), checksum(PAYLOAD)).pack() + PAYLOAD
+VALUE = Header(OBJECT.row_key, 0, 0, 1, len(PAYLOAD), len(PAYLOAD), checksum(PAYLOAD)).pack() + PAYLOAD
 
 PIECES = st.one_of(
     st.binary(max_size=40),
@@ -81,8 +81,8 @@ def connection(peer, request):
 OPERATIONS = [
     lambda connection: connection.call("PING"),
     lambda connection: connection.call_all([("EXISTS", "a"), ("EXISTS", "b")]),
-    lambda connection: parts.load(connection, NAME, memoryview(bytearray(len(PAYLOAD)))),
-    lambda connection: parts.store(connection, NAME, memoryview(PAYLOAD), b"", is_rewrite=False),
+    lambda connection: parts.load(connection, OBJECT, memoryview(bytearray(len(PAYLOAD)))),
+    lambda connection: parts.store(connection, OBJECT, memoryview(PAYLOAD), b"", is_rewrite=False),
 ]
 
 

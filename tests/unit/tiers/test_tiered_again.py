@@ -80,7 +80,7 @@ async def test_what_was_refused_is_written_when_there_is_room_and_nobody_hits_it
 async def test_a_row_that_is_always_refused_keeps_nobody_back(world):
     bad = chain(1)[0]
     store = world.remote.store
-    world.remote.store = lambda key, *rest: key != bad and store(key, *rest)
+    world.remote.store = lambda object_id, *rest: object_id.row_key != bad and store(object_id, *rest)
     world.put(chain(4))
     await until(lambda: written(world) == set(chain(4)[1:]))
     world.put(chain(4, start=10))
@@ -94,10 +94,10 @@ async def test_a_row_that_makes_the_tier_sick_keeps_nobody_back(world):
     bad = chain(1)[0]
     store = world.remote.store
 
-    def poisoned(key, *rest):
-        world.remote.is_sick = key == bad
+    def poisoned(object_id, *rest):
+        world.remote.is_sick = object_id.row_key == bad
         try:
-            return store(key, *rest)
+            return store(object_id, *rest)
         finally:
             world.remote.is_sick = False
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
@@ -55,7 +56,7 @@ def test_what_a_blocking_write_acknowledged_outlives_the_process(tmp_path):
     assert disk.probe(chain(acknowledged + 1), NUM_COLUMNS) >= acknowledged
     for key in chain(acknowledged):
         for column in range(NUM_COLUMNS):
-            assert disk.load(key, column, into, SLOT_BYTES) is not None
+            assert disk.load(ObjectId(key, column), into, SLOT_BYTES) is not None
             assert into == content(key, column) * REPEATS
     disk.close()
 

@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.contracts import Reserved, Slot
 from lmcache.tiers.stats import Unwritten
@@ -279,7 +280,7 @@ class Tiered(RuleBasedStateMachine):
         for key, name in self.acknowledged - self.damaged:
             for column in COLUMNS:
                 if name == "disk":
-                    assert self.disk.load(key, column, into).length == SIZE
+                    assert self.disk.load(ObjectId(key, column), into).length == SIZE
                     assert into == content(key, column)
                 else:
                     assert self.tiers[name].objects[key, column] == content(key, column)

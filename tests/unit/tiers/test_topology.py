@@ -11,11 +11,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote import stream
 from lmcache.tiers.remote.address import Endpoint
 from lmcache.tiers.remote.cluster import Cluster
-from lmcache.tiers.remote.objects import ObjectName, hash_tag
+from lmcache.tiers.remote.objects import hash_tag, redis_name
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList, Shards, endpoint_of
@@ -34,7 +35,7 @@ def shards_of(shards: ShardList, now: float = 0.0) -> Shards:
 
 
 def owners(shards: Shards) -> list[str]:
-    return [shards.owners(key, 0)[0].name for key in KEYS]
+    return [shards.owners(ObjectId(key, 0))[0].name for key in KEYS]
 
 
 class TestShards:
@@ -66,16 +67,16 @@ class TestShards:
     def test_all_columns_of_a_row_have_one_owner(self):
         shards = shards_of(ShardList(tuple(ENDPOINTS)))
         for key in KEYS:
-            assert len({shards.owners(key, column) for column in range(8)}) == 1
+            assert len({shards.owners(ObjectId(key, column)) for column in range(8)}) == 1
 
     def test_the_previous_owner_is_asked_next_until_the_time_is_up(self):
         change = ShardList(tuple(ENDPOINTS[:4]), tuple(ENDPOINTS[1:6]), until=100.0)
         during, after = shards_of(change, now=99.9), shards_of(change, now=100.0)
         before = owners(shards_of(ShardList(change.previous)))
         for key, previous in zip(KEYS, before, strict=True):
-            present = after.owners(key, 0)
+            present = after.owners(ObjectId(key, 0))
             assert len(present) == 1
-            names = [server.name for server in during.owners(key, 0)]
+            names = [server.name for server in during.owners(ObjectId(key, 0))]
             assert names == list(dict.fromkeys([present[0].name, previous]))
 
     def test_a_change_keeps_the_servers_that_stay(self):
@@ -106,23 +107,23 @@ class TestCluster:
         assert binascii.crc_hqx(b"123456789", 0) == 0x31C3
 
     def test_the_tag_is_what_stands_in_the_first_braces(self):
-        name = ObjectName(KEYS[1], 7, "a.b").part(3)
-        assert name.partition("{")[2].partition("}")[0] == hash_tag(KEYS[1], 7)
+        name = redis_name("a.b", ObjectId(KEYS[1], 7), 3)
+        assert name.partition("{")[2].partition("}")[0] == hash_tag(ObjectId(KEYS[1], 7))
 
     def test_without_a_map_nobody_owns_anything_and_the_seeds_stand_for_all(self):
         cluster = self.cluster()
-        assert not cluster.owners(KEYS[0], 0)
+        assert not cluster.owners(ObjectId(KEYS[0], 0))
         assert [server.name for server in cluster.servers()] == ["shard-0.cache:6379", "shard-1.cache:6379"]
         assert all(server.breaker.is_open for server in cluster.servers())
         assert self.num_connects == 2
-        cluster.owners(KEYS[0], 0)
+        cluster.owners(ObjectId(KEYS[0], 0))
         assert self.num_connects == 2  # once a second
 
     def test_a_slot_that_moved_is_learned_from_the_answer(self):
         cluster = self.cluster()
-        slot = binascii.crc_hqx(hash_tag(KEYS[0], 3).encode(), 0) % 16384
+        slot = binascii.crc_hqx(hash_tag(ObjectId(KEYS[0], 3)).encode(), 0) % 16384
         assert cluster.learn(ServerError(f"MOVED {slot} 10.0.0.7:7001"))
-        assert [server.name for server in cluster.owners(KEYS[0], 3)] == ["10.0.0.7:7001"]
+        assert [server.name for server in cluster.owners(ObjectId(KEYS[0], 3))] == ["10.0.0.7:7001"]
         assert not cluster.learn(ServerError("OOM command not allowed"))
 
     @given(st.text(max_size=40))
