@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeAlias
 
 import torch
 
@@ -32,10 +29,6 @@ _MAX_LOOKS = 64  # at once
 _MAX_UNREADABLE = 4096  # that are remembered
 
 _TRIAL_KEY = "lmcache@trial@0@0@"
-
-_Answer: TypeAlias = "Future[torch.Tensor | None]"
-_Asked: TypeAlias = tuple[CacheEngineKey, _Answer]
-_Fetched: TypeAlias = tuple[CacheEngineKey, "bytes | None", _Answer]
 
 
 class RemoteBackendEndSignal:
@@ -162,76 +155,49 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
     ) -> None:
         """As for ``LMCRemoteBackend``."""
         super().__init__(config, metadata, dst_device)
-        self._to_fetch: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self._to_deserialize: queue.SimpleQueue[_Fetched | None] = queue.SimpleQueue()
-        self._closing = threading.Lock()  # protects _closed: nothing is queued behind the end
-        self._closed = False
-        self._workers = [
-            threading.Thread(target=worker, name=worker.__name__, daemon=True)
-            for worker in (self.network_worker, self.deserialize_worker)
-        ]
-        for thread in self._workers:
-            thread.start()
+        self._network = ThreadPoolExecutor(1, "network worker")
+        self._deserializing = ThreadPoolExecutor(1, "deserialize worker")
 
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterator[torch.Tensor | None]:
         """Yield one answer per key, in their order. At most four chunks are fetched ahead; who stops asking
         leaves these, and no more, for nothing."""
         rest = iter(keys)
-        asked = deque(self._ask(key) for key in itertools.islice(rest, _WINDOW))
+        asked: deque[Future[torch.Tensor | None]] = deque()
         try:
-            while asked:
-                answer = asked.popleft().result()
-                asked.extend(self._ask(key) for key in itertools.islice(rest, 1))
-                yield answer
+            while True:
+                while len(asked) <= _WINDOW // 2 and (batch := list(itertools.islice(rest, _WINDOW // 2))):
+                    asked += self._ask(batch)
+                if not asked:
+                    return
+                yield asked.popleft().result()
         finally:
             for left in asked:
                 left.cancel()
 
     def network_worker(self) -> None:
-        """Fetch what is asked for, until the end: the body of a thread."""
-        while (work := self._to_fetch.get()) is not None:
-            works = [work for work in (work, *self._also_asked()) if work[1].set_running_or_notify_cancel()]
-            contents = self._fetch([key for key, _ in works])
-            for (key, answer), content in zip(works, contents, strict=True):
-                self._to_deserialize.put((key, content, answer))
-        self._to_deserialize.put(None)
+        """Do nothing: of the LMCache 0.1-0.3 API. An executor's thread fetches."""
 
     def deserialize_worker(self) -> None:
-        """Make tensors of what was fetched, until the end: the body of a thread."""
-        while (work := self._to_deserialize.get()) is not None:
-            key, content, answer = work
-            answer.set_result(self._deserialize(key, content))
+        """Do nothing: of the LMCache 0.1-0.3 API. An executor's thread makes tensors of what was fetched."""
 
     def close(self) -> None:
         """Answer what was asked, end the threads, then close the connection."""
-        with self._closing:
-            if not self._closed:
-                self._to_fetch.put(None)
-            self._closed = True
-        for thread in self._workers:
-            thread.join()
+        self._network.shutdown()
+        self._deserializing.shutdown()
         super().close()
 
-    def _also_asked(self) -> Iterator[_Asked]:
-        """Take what else is queued, of one batch at most."""
-        for _ in range(_WINDOW - 1):
-            try:
-                work = self._to_fetch.get_nowait()
-            except queue.Empty:
-                return
-            if work is None:
-                self._to_fetch.put(None)  # nothing is queued behind it
-                return
-            yield work
+    def _ask(self, keys: Keys) -> list[Future[torch.Tensor | None]]:
+        def answer(number: int) -> torch.Tensor | None:
+            return self._deserialize(keys[number], fetched.result()[number])
 
-    def _ask(self, key: CacheEngineKey) -> _Answer:
-        answer: _Answer = Future()
-        with self._closing:
-            if self._closed:
-                answer.set_result(None)
-            else:
-                self._to_fetch.put((key, answer))
-        return answer
+        try:
+            fetched = self._network.submit(self._fetch, keys)
+            return [self._deserializing.submit(answer, number) for number in range(len(keys))]
+        except RuntimeError as error:  # closed, or there can't be a thread
+            self._faults.note("A get was not tried", error)
+            missing: Future[torch.Tensor | None] = Future()
+            missing.set_result(None)
+            return [missing] * len(keys)
 
 
 def _geometry(metadata: LMCacheEngineMetadata) -> str:
