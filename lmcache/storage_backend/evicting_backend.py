@@ -14,7 +14,7 @@ from lmcache.storage_backend.chunk_source import ChunkSource
 from lmcache.storage_backend.evictor import BaseEvictor, LRUEvictor, PutStatus
 from lmcache.storage_backend.evictor.base_evictor import CacheDict
 from lmcache.storage_backend.mem_pool import KVObj
-from lmcache.storage_backend.queued_backend import LocalBackendEndSignal, QueuedBackend
+from lmcache.storage_backend.queued_backend import QueuedBackend
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class EvictingBackend(QueuedBackend):
 
     def __init__(self, dst_device: str, logger: logging.Logger, max_gb: float) -> None:
         """Raises RuntimeError when ``dst_device`` is none."""
-        super().__init__(dst_device, LocalBackendEndSignal(), logger, waits=True)
+        super().__init__(dst_device, logger, waits=True)
         self._limit = LRUEvictor(max_gb)  # says how much may be taken as long as the core decides
         self._evictor: BaseEvictor = self._limit
         self._deciding = threading.RLock()  # protects _evictor and _chunks

@@ -28,7 +28,6 @@ from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
 from lmcache.storage_backend.mem_pool import KVObj, TorchArena
 from lmcache.storage_backend.output_pool import OutputPool
-from lmcache.storage_backend.queued_backend import LocalBackendEndSignal
 from lmcache.storage_backend.use_gate import UseGate
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.units import ceil_div
@@ -37,6 +36,10 @@ from lmcache.utils import CacheEngineKey
 __all__ = ["LMCLocalBackend", "LMCLocalDiskBackend", "LocalBackendEndSignal", "save_disk"]
 
 logger = init_logger(__name__)
+
+
+class LocalBackendEndSignal:
+    """Of the LMCache 0.1-0.3 API: nothing uses it."""
 
 
 class _Contents(NamedTuple):
@@ -74,10 +77,6 @@ class LMCLocalBackend(EvictingBackend):
         self._contents: dict[int, _Contents] = {}  # of rows by their first slot; those of free rows are stale
         self._outputs = OutputPool(metadata.max_local_cache_size)
         self._gate = UseGate()  # of the memory
-
-    def contains(self, key: CacheEngineKey) -> bool:
-        """Is the chunk here? Does not count as using it."""
-        return self.prefix_length([key]) == 1
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return a copy on ``dst_device``; None: a miss."""

@@ -66,10 +66,6 @@ class LMCLocalDiskBackend(EvictingBackend):
         self._directory, self._tier = _open_tier(directory, self._capacity)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
 
-    def contains(self, key: CacheEngineKey) -> bool:
-        """Is the chunk here, its file written?"""
-        return self.prefix_length([key]) == 1
-
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return the chunk on ``dst_device``; None: a miss, or a put that is not finished."""
         chunk = self._read(key)

@@ -32,7 +32,7 @@ _TRIAL_KEY = "lmcache@trial@0@0@"
 
 
 class RemoteBackendEndSignal:
-    """Ends a worker when it comes out of its queue."""
+    """Of the LMCache 0.1-0.3 API: nothing uses it."""
 
 
 class LMCRemoteBackend(QueuedBackend):
@@ -51,7 +51,7 @@ class LMCRemoteBackend(QueuedBackend):
         Raises AssertionError when there is no URL or no ``remote_serde``, and ValueError when one of them is
         of no known kind. Whether the server answers does not matter yet.
         """
-        super().__init__(dst_device, RemoteBackendEndSignal(), logger, waits=False)
+        super().__init__(dst_device, logger, waits=False)
         if config.remote_url is None or config.remote_serde is None:
             raise AssertionError("a remote backend needs remote_url and remote_serde")
         self._serializer, self._deserializer = CreateSerde(config.remote_serde, config, metadata)
@@ -60,10 +60,6 @@ class LMCRemoteBackend(QueuedBackend):
         self._connector = CreateConnector(config.remote_url)
         self._breaker = CircuitBreaker(base=0.1, cap=2.0)
         self._guard = Guard(self._breaker, self._try_again, self._faults)
-
-    def contains(self, key: CacheEngineKey) -> bool:
-        """Is the chunk on the server? False also when that can't be known."""
-        return self.prefix_length([key]) == 1
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return the chunk on ``dst_device``; None: a miss, a fault, or bytes that are no chunk."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lmcache.config import LMCacheMemPoolMetadata
-from lmcache.storage_backend import put_queue
+from lmcache.storage_backend import queued_backend
 from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.output_pool import OutputPool
 from testing.child_process import wait_until
@@ -262,7 +262,7 @@ def test_close_puts_what_is_queued(monkeypatch):
 
 
 def test_a_full_queue_makes_puts_wait(monkeypatch, backend):
-    monkeypatch.setattr(put_queue, "MAX_QUEUED_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr(queued_backend, "MAX_QUEUED_BYTES", 2 * CHUNK_BYTES)
     gate, put = threading.Event(), backend._put
     monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(10) and put(*arguments))
     done = []
@@ -291,7 +291,7 @@ def test_defect_11_half_built_and_unused_backends_leave_no_threads():
     backend.put(make_key("a"), make_chunk())
     assert threading.active_count() == before
     backend.close()
-    backend.put_worker()  # ends at once: the end signal is there
+    backend.put_worker()  # nothing is left to do
 
 
 def test_threads_see_whole_chunks_only():

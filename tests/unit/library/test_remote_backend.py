@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from lmcache.storage_backend import put_queue, remote_backend
+from lmcache.storage_backend import queued_backend, remote_backend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
 from lmcache.storage_backend.serde.torch_serde import TorchSerializer
 from testing.child_process import wait_until
@@ -170,7 +170,7 @@ def test_who_stops_asking_stops_the_fetching(backend, connector):
 
 
 def test_a_full_queue_drops_and_counts(backend, connector, monkeypatch):
-    monkeypatch.setattr(put_queue, "MAX_QUEUED_BYTES", 2 * make_chunk().nbytes)
+    monkeypatch.setattr(queued_backend, "MAX_QUEUED_BYTES", 2 * make_chunk().nbytes)
     connector.may_answer.clear()
     for name in "abcde":
         backend.put(make_key(name), make_chunk(), blocking=False)  # waits for nobody
