@@ -27,9 +27,10 @@ from benchmarks.remote import connect, url_of
 from benchmarks.report import Figure, Report, at_least, of, paired
 from lmcache.tiers.base import LowerTier, RowKey
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import RedisServer
 

@@ -17,7 +17,8 @@ from benchmarks import engine as ours
 from benchmarks.peers.child import Peer
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.base import ObjectId
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.header import PART_BYTES
+from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer
 
 WARM_UP, ROUNDS = 5, 9

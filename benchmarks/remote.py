@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.base import ObjectId
-from lmcache.tiers.header import HEADER_BYTES
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.header import HEADER_BYTES, PART_BYTES
+from lmcache.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
 from testing.processes import RedisServer
 

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 
 from lmcache.tiers.base import ObjectId
+from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.address import DEFAULT_PREFIX
 from lmcache.tiers.remote.objects import redis_name
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import wait_until
 
 KEY = b"n" * 32 + b"k" * 32

@@ -8,8 +8,9 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
+from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.objects import hash_tag
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
 from testing.processes import RedisServer
 from tests.harness.redis_topologies import Cluster, cluster

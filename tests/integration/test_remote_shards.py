@@ -11,7 +11,8 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.header import PART_BYTES
+from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer
 from tests.harness.remote_objects import load, pattern, until
 

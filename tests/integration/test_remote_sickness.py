@@ -11,9 +11,9 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import HEADER_BYTES
+from lmcache.tiers.header import HEADER_BYTES, PART_BYTES
 from lmcache.tiers.remote.server import Server
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
 from testing.processes import RedisServer
 from tests.harness.remote_objects import KEY, is_back, load, pattern, until

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache.tiers.base import ObjectId
-from lmcache.tiers.header import HEADER_BYTES, Header, checksum, digests
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, Header, checksum, digests
+from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer
 from tests.harness.remote_objects import KEY, load, part_name, pattern, until
 

@@ -6,7 +6,8 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.header import PART_BYTES
+from lmcache.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
 from testing.processes import BINARY, RedisServer
 from tests.harness.remote_objects import KEY, is_back, load, pattern, until

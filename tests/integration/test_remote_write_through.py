@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.remote.tier import PART_BYTES, RemoteTier
+from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import RedisServer
 

@@ -12,16 +12,10 @@ What is read is compared with what was asked for: version, name, column, part, l
 from __future__ import annotations
 
 from lmcache.tiers.base import Loaded, ObjectId, split_row_key
-from lmcache.tiers.errors import HeaderError, ServerError
+from lmcache.tiers.errors import HeaderError, InvalidObjectError, ServerError
 from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, Header, checksum, digest_of, digests, parse
 from lmcache.tiers.remote.resp import Connection
 from lmcache.units import ceil_div
-
-__all__ = ["PART_BYTES", "InvalidObjectError", "hash_tag", "load", "num_parts", "redis_name", "store"]
-
-
-class InvalidObjectError(Exception):
-    """What stands under this name is not ours; the message is the reason, as it is counted."""
 
 
 def redis_name(prefix: str, object_id: ObjectId, part: int) -> str:

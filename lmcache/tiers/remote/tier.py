@@ -29,15 +29,13 @@ from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailabl
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, parse_endpoints
 from lmcache.tiers.remote.cluster import Cluster
-from lmcache.tiers.remote.objects import PART_BYTES, num_parts, redis_name
+from lmcache.tiers.remote.objects import num_parts, redis_name
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
 from lmcache.tiers.stats import ObjectStats
 
 T = TypeVar("T")
-
-__all__ = ["PART_BYTES", "RemoteTier", "ShardList"]
 
 _FIRST_WINDOW = 16  # rows of the first probe; doubles, since a prefix that goes on mostly goes on
 _MAX_WINDOW = 1024
