@@ -9,8 +9,11 @@ from __future__ import annotations
 _WORTH = 0.8
 """Of the time of recomputing: below it loading wins by more than the estimate's error."""
 
-_DECAY = 0.9
-"""What each load leaves of the weight of those before it: about the last ten count."""
+_HALF_LIFE_SECONDS = 2.0
+"""Loads before so many seconds of loading count half."""
+
+_CERTAIN_SECONDS = 1.0
+"""Of loading, at least, to pass a tier by: less may have been one stall, and it costs a minute's hits."""
 
 _KNOWN_SECONDS = 60.0
 """A rate that was measured longer ago is not known any more: else a tier that was slow once would never be
@@ -27,8 +30,15 @@ class Rate:
         self._seconds = 0.0
         self._measured_at = 0.0
 
+    @property
+    def is_certain(self) -> bool:
+        """Was it measured for long enough to decide by it?"""
+        return self._seconds >= _CERTAIN_SECONDS
+
     def begin(self, now: float) -> None:
         """A load begins."""
+        if now - self._measured_at >= _KNOWN_SECONDS:
+            self._bytes = self._seconds = 0.0
         if self._num_active == 0:
             self._mark = now
         self._num_active += 1
@@ -37,8 +47,10 @@ class Rate:
         """A load ends; one that brought nothing measures nothing."""
         self._num_active -= 1
         if num_bytes:
-            self._bytes = _DECAY * self._bytes + num_bytes
-            self._seconds = _DECAY * self._seconds + now - self._mark
+            seconds = now - self._mark
+            kept = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
+            self._bytes = kept * self._bytes + num_bytes
+            self._seconds = kept * self._seconds + seconds
             self._measured_at = now
         self._mark = now
 

@@ -133,7 +133,8 @@ class Lower:
     def is_worth(self, num_rows: int, row_seconds: float) -> bool:
         """Is bringing these rows sooner done than computing them at ``row_seconds`` each (0.0: not known)?"""
         row_bytes = len(self._memory.arena.view(0, 0)) * self._num_columns
-        return gate.is_worth(num_rows * row_bytes, self.bytes_per_second, num_rows * row_seconds)
+        rate = self.bytes_per_second if self._rate.is_certain else 0.0
+        return gate.is_worth(num_rows * row_bytes, rate, num_rows * row_seconds)
 
     async def bring(self, key: RowKey, length: int, request: str) -> Brought | None:
         """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing."""

@@ -49,6 +49,31 @@ def test_the_last_loads_count_most():
     assert rate.bytes_per_second(100.0) == pytest.approx(2000, rel=0.15)
 
 
+def test_one_stall_tells_nothing():
+    rate = Rate()
+    now = 0.0
+    for seconds in (0.7, *[0.002] * 100):
+        rate.begin(now)
+        now += seconds
+        rate.end(now, 1)
+        assert not rate.is_certain
+    for _ in range(10):
+        rate.begin(now)
+        now += 0.05
+        rate.end(now, 1)
+    assert rate.is_certain, "slow for a second"
+
+
+def test_a_rate_of_long_ago_has_no_say_in_a_new_one():
+    rate = Rate()
+    rate.begin(0.0)
+    rate.end(10.0, 1)
+    rate.begin(80.0)
+    rate.end(80.1, 100)
+    assert rate.bytes_per_second(80.1) == pytest.approx(1000)
+    assert not rate.is_certain
+
+
 def test_a_rate_of_long_ago_is_not_known():
     rate = Rate()
     rate.begin(0.0)
@@ -91,6 +116,15 @@ async def test_what_is_faster_computed_is_left_below(world):
     assert (found.num_pending, found.probing) == (0, False)
     assert world.lower.stats.hit_not_worth == 3
     assert world.remote.calls["load"] == NUM_COLUMNS  # of the measurement
+
+
+@run
+async def test_a_tier_is_not_passed_by_for_one_slow_load(world):
+    world.remote.fill(chain(3))
+    await measure(world, 0.9)
+    assert world.lookup(chain(3), chunk_seconds=0.001).probing
+    await until(lambda: world.lower.stats.promoted == 4)
+    assert world.lower.stats.hit_not_worth == 0
 
 
 @run
