@@ -22,7 +22,8 @@ GROUP = 0
 """Number of the one KV group that is cached so far."""
 
 STALL_SECONDS = 0.05
-"""Rows that are on their way and do not come for so long are waited for no longer."""
+"""Rows that are on their way and do not come for so long are waited for no longer, unless computing them
+takes longer."""
 
 FIRST_ROW_SECONDS = 0.2
 """The first one may take longer: nothing is known of its tier yet."""
@@ -96,33 +97,57 @@ class Arrivals:
         self.seconds_per_row = 0.0  # 0: not known yet
 
     def note(self, num_rows: int, began_at: float, now: float) -> None:
-        """Rows came since the last ones, or since somebody began to wait."""
+        """Rows came since the last ones, or since somebody began to wait; just now: that tells no pace."""
         seconds = (now - max(self.at, began_at)) / num_rows
         known = self.seconds_per_row
-        self.seconds_per_row = known + self._WEIGHT * (seconds - known) if known else seconds
+        if seconds > 0:
+            self.seconds_per_row = known + self._WEIGHT * (seconds - known) if known else seconds
         self.at = now
 
 
 class Patience:
     """How long one request waits for rows on their way up: as long as they come, and come faster than its
-    engine would compute them."""
+    engine would compute them.
 
-    def __init__(self, num_found: int, now: float) -> None:
-        self._began_at = now
+    Silence is borne for as long as computing what is missing would take, within bounds: it may be the
+    machine's, which is as busy for who computes.
+    """
+
+    def __init__(self, num_found: int, now: float, num_steps: int) -> None:
+        self._began_at = self._looked_at = now
         self._num_found = num_found
+        self._num_steps = num_steps
         self._has_some = False
+        self._is_excused = False
 
-    def is_over(self, num_found: int, now: float, arrivals: Arrivals, chunk_seconds: float) -> bool:
-        """``num_found``: rows here now; ``chunk_seconds``: what computing one takes (0.0: not known)."""
+    def is_over(
+        self,
+        num_found: int,
+        num_missing: int,
+        now: float,
+        arrivals: Arrivals,
+        chunk_seconds: float,
+        num_steps: int,
+    ) -> bool:
+        """``num_found``: rows here now; ``num_missing``: that may come yet; ``chunk_seconds``: what computing
+        one takes (0.0: not known); ``num_steps``: in which the engine computed something, so far."""
+        is_unseen = num_steps != self._num_steps and now - self._looked_at >= STALL_SECONDS
+        self._looked_at, self._num_steps = now, num_steps
+        # During a long step nobody looked at what came, and it took the processor from who brings it: once,
+        # such a time says nothing.
+        is_excused = is_unseen and not self._is_excused
         if num_found > self._num_found:
-            arrivals.note(num_found - self._num_found, self._began_at, now)
+            arrivals.note(num_found - self._num_found, now if is_excused else self._began_at, now)
             self._num_found, self._has_some = num_found, True
-        pace = arrivals.seconds_per_row
-        if self._has_some and 0 < chunk_seconds < pace:
+        if is_excused:
+            self._is_excused, self._began_at = True, now
+            return False
+        pace, missing_seconds = arrivals.seconds_per_row, num_missing * chunk_seconds
+        if self._has_some and 0 < chunk_seconds < pace and now - self._began_at >= missing_seconds:
             return True
         has_begun = self._has_some or arrivals.at >= self._began_at
-        stall = max(STALL_SECONDS, 4 * pace) if has_begun else FIRST_ROW_SECONDS
-        return now - max(self._began_at, arrivals.at) >= stall
+        stall = max(STALL_SECONDS, 4 * pace, min(missing_seconds, FIRST_ROW_SECONDS))
+        return now - max(self._began_at, arrivals.at) >= (stall if has_begun else FIRST_ROW_SECONDS)
 
 
 Marks = tuple[tuple[int, bytes], ...]

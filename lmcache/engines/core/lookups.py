@@ -6,6 +6,7 @@ The scheduler's thread reads the index itself (``find``); hints, leases and rele
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -89,7 +90,8 @@ class LookupThread:
         self._clock = clock
         self._fixed_seconds = answer_seconds
         self.answer_seconds = answer_seconds or MIN_ANSWER_SECONDS
-        """How long the scheduler may wait for an answer: twice their 99th percentile, within bounds."""
+        """The sidecar may be silent for so long: twice the 99th percentile of its answers, within bounds."""
+        self._heard_at = -math.inf  # the sidecar's last answer, whatever it was about
         self._latest: deque[float] = deque(maxlen=100)  # seconds of answers
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._is_owing = False  # releases that were not answered
@@ -108,6 +110,16 @@ class LookupThread:
         """True when no answer would tell of more than the index shows."""
         session = self._client.session
         return bool(ticket.namespace) or session is None or session.memory_only
+
+    def is_late(self, ticket: Ticket, missing_seconds: float) -> bool:
+        """Has the sidecar been silent for too long? While it answers others, the ticket waits for its turn.
+
+        ``missing_seconds``: what computing takes that the answer may spare; 0.0: not known.
+        """
+        bound = self.answer_seconds
+        if not self._fixed_seconds:
+            bound = max(bound, min(missing_seconds, MAX_ANSWER_SECONDS))
+        return self._clock() - max(ticket.asked_at, self._heard_at) >= bound
 
     def find(self, ticket: Ticket) -> Found | None:
         """Find leading chunks in memory, now and without a call; None while their keys are not known."""
@@ -252,12 +264,14 @@ class LookupThread:
         if session is None:
             return None
         try:
-            return call(session)
+            reply = call(session)
         except SidecarError as error:
             if isinstance(error, SidecarUnavailable):
                 self._silent_epoch, self._paused_until = session.epoch, time.monotonic() + _PAUSE_SECONDS
             logger.debug("The sidecar did not answer: %s", error)
             return None
+        self._heard_at = self._clock()
+        return reply
 
     def _adapt(self, seconds: float) -> None:
         if self._fixed_seconds:

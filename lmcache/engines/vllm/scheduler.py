@@ -94,6 +94,7 @@ class Scheduler:
         self._arrivals = Arrivals()
         self._num_waiting = 0  # requests that wait for an answer, or for rows, in this step
         self._num_waited = 1  # of the step before
+        self._num_steps = 0  # in which something was computed
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._preempted: list[str] = []
@@ -214,6 +215,7 @@ class Scheduler:
             self._lookups.answered.wait(IDLE_WAIT_SECONDS)
             self._lookups.answered.clear()
         self._num_waiting, self._num_waited = 0, max(1, self._num_waiting)
+        self._num_steps += num_tokens > 0
         step = self._rate.begin(num_tokens, self._clock()) if self._lookups else 0
         if not (self._loads or self._stores or self._preempted or self._held or step):
             return _NOTHING if num_tokens else _NOTHING_IDLE
@@ -278,9 +280,11 @@ class Scheduler:
         now, ticket = self._clock(), state.ticket
         if self._is_computed_now(ticket, max(num_found, num_here), lookups):
             return True
-        is_late = now - ticket.asked_at >= lookups.answer_seconds
+        rate = self._rate.tokens_per_second
+        chunk_seconds = self._grid.chunk_tokens / rate if rate else 0.0
+        num_missing = len(ticket.hashes) - num_found
         if ticket.row_keys is None:
-            return lookups.is_attached and not is_late
+            return lookups.is_attached and not lookups.is_late(ticket, num_missing * chunk_seconds)
         if lookups.knows_all(ticket):
             return False
         answer = ticket.answer
@@ -290,16 +294,18 @@ class Scheduler:
                 lookups.ask(ticket)
             return True
         if answer is None:
-            return not is_late
+            return not lookups.is_late(ticket, num_missing * chunk_seconds)
         if num_found >= answer.num_coming and not answer.is_probing:
             return False
         if now - ticket.asked_at >= ASK_AGAIN_SECONDS * self._num_waited and not ticket.is_asking:
             lookups.ask(ticket)
         if state.patience is None:
-            state.patience = Patience(num_found, now)
-        rate = self._rate.tokens_per_second
-        chunk_seconds = self._grid.chunk_tokens / rate if rate else 0.0
-        return not state.patience.is_over(num_found, now, self._arrivals, chunk_seconds)
+            state.patience = Patience(num_found, now, self._num_steps)
+        if not answer.is_probing:
+            num_missing = answer.num_coming - num_found
+        return not state.patience.is_over(
+            num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps
+        )
 
     def _is_computed_now(self, ticket: Ticket, chunk: int, lookups: LookupThread) -> bool:
         """Is the first chunk that is not here being computed for another request, to be stored?"""

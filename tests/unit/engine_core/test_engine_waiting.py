@@ -88,6 +88,46 @@ def test_the_bound_of_an_answer_follows_how_long_answers_take(rig):
     assert rig.lookups.answer_seconds == MAX_ANSWER_SECONDS
 
 
+def test_while_the_sidecar_answers_others_a_request_waits_for_its_turn(rig):
+    """Many arrive at once on a busy machine: the last one must not be computed for being the last."""
+    turns, served = [threading.Event() for _ in range(4)], threading.Semaphore(0)
+    waiting = iter(turns)
+
+    def answer():
+        served.release()
+        assert next(waiting).wait(10)
+
+    rig.session.before_lookup = answer
+    requests = [make_request(200, str(number), cache_salt=str(number)) for number in range(4)]
+    for request in requests:
+        rig.scheduler.on_new_request(request)
+    assert served.acquire(timeout=10)
+    for number in range(3):
+        rig.now += 0.9 * MIN_ANSWER_SECONDS
+        assert rig.match(requests[3]) == (None, False)
+        turns[number].set()
+        assert served.acquire(timeout=10), "the next one is asked for, the one before was answered"
+    rig.now += MAX_ANSWER_SECONDS
+    assert rig.match(requests[3]) == (0, False), "now it is silent"
+    turns[3].set()
+
+
+def test_an_answer_is_waited_for_as_long_as_computing_takes(rig):
+    """Within its bounds: of 3 chunks in 120 ms, and of 3 in 3 s."""
+    gate = threading.Event()
+    rig.session.before_lookup = gate.wait
+    for chunk_seconds, bound in ((0.04, 0.12), (1.0, MAX_ANSWER_SECONDS)):
+        rig.scheduler._rate.tokens_per_second = 64 / chunk_seconds
+        request = make_request(200, f"{chunk_seconds}")
+        rig.scheduler.on_new_request(request)
+        began = rig.now
+        rig.now = began + bound - 0.001
+        assert rig.match(request) == (None, False)
+        rig.now = began + bound + 0.001
+        assert rig.match(request) == (0, False)
+    gate.set()
+
+
 def test_an_old_answer_is_asked_for_again(rig):
     request = rig.arrive(make_request(200))
     rig.now = OLD_SECONDS
@@ -141,6 +181,49 @@ def test_rows_that_come_slower_than_they_are_computed_are_not_waited_for(rig):
     rig.stored(1)
     rig.now = 0.04
     assert rig.match(request) == (64, True)
+
+
+def test_a_stall_is_waited_out_while_computing_would_take_longer(rig):
+    """On a machine that is busy with others who computes has to wait as well."""
+    rig.session.num_pending = 3
+    rig.scheduler._rate.tokens_per_second = 64 / 0.06
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    rig.now = 0.01
+    assert rig.match(request) == (None, False)
+    rig.now += 2 * 0.06 - 0.001
+    assert rig.match(request) == (None, False)
+    rig.now += 0.002
+    assert rig.match(request) == (64, True)
+
+
+def test_rows_slow_to_begin_may_be_fast_to_come(rig):
+    """What passes before the first one is not their pace: computing the rest would take longer than that."""
+    rig.session.num_pending = 3
+    rig.scheduler._rate.tokens_per_second = 64 / 0.06
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    rig.now = 0.1
+    assert rig.match(request) == (None, False)
+    rig.stored(3)
+    rig.now = 0.11
+    assert rig.match(request) == (192, True)
+
+
+def test_one_long_step_of_the_engine_is_no_silence_of_rows(rig):
+    """Nobody looked meanwhile, and it took the processor from who brings them. A second one is."""
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    other = [("other", blocks(2), 0, 64)]
+    rig.step(new=other)
+    rig.now = 2 * FIRST_ROW_SECONDS
+    assert rig.match(request) == (None, False)
+    rig.step(new=other)
+    rig.now += 2 * FIRST_ROW_SECONDS
+    assert rig.match(request) == (0, False)
 
 
 def test_only_what_is_on_its_way_is_waited_for(rig):
