@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -45,7 +46,7 @@ class EngineClients:
         for client in self._clients:
             client.start()
         self.scheduler, self.worker = (
-            wait_until(lambda client=client: client.session, what="attached") for client in self._clients
+            wait_until(partial(getattr, client, "session"), what="attached") for client in self._clients
         )
         return self
 

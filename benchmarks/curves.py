@@ -7,6 +7,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_most
@@ -43,7 +44,7 @@ def _figures(name: str, accesses: list[tuple[float, int]]) -> list[Figure]:
         worst.append(max(differences))
         limit = curve.rate * 2**64
         kept = [sample for sample in samples if sample.key_hash < limit]
-        seconds.append(_cpu_seconds(lambda kept=kept: MissRatioCurve(MAX_KEYS).feed(kept)) / len(kept))
+        seconds.append(_cpu_seconds(partial(MissRatioCurve(MAX_KEYS).feed, kept)) / len(kept))
     tracemalloc.start()
     curve = MissRatioCurve(MAX_KEYS)
     curve.feed(samples)

@@ -83,8 +83,7 @@ def queue(folder: Path, tier: str, **options: Any) -> Queue:
             prompts = [new_prompt(QUEUED_TOKENS) for _ in range(QUEUED)]
             store(engine, sidecar, tier, prompts)
             for name in random.sample(Queue._fields, 2):
-                forget_memory(sidecar)
-                wait_hit(engine)
+                forget_memory(engine, sidecar)
                 batches = [prompts] if name == "at_once" else [[tokens] for tokens in prompts]
                 answers = [answer for batch in batches for answer in engine.generate(*batch, max_tokens=1)]
                 getattr(found, name).append(sum(answer.num_cached_tokens for answer in answers))

@@ -18,9 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import redis
 
 from benchmarks.disk import scratch
 from benchmarks.remote import connect, url_of
@@ -28,7 +30,7 @@ from benchmarks.report import Figure, Report, at_least, of, paired
 from lmcache.tiers.base import LowerTier, RowKey
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.memory.contracts import Geometry, Reserved
+from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
@@ -53,11 +55,12 @@ class Sidecar:
         self.store = TieredStore(self.arena, {"tier": tier})
         self.store.register(NAMESPACE)
 
-    def fill(self, keys: list[RowKey]) -> list[object]:
+    def fill(self, keys: list[RowKey]) -> list[Slot]:
         """Rows that are ready to be committed; each is unlike the others."""
         slots = []
         for key, answer in zip(keys, self.store.reserve(keys, 0, OWNER, length=PART_BYTES), strict=True):
             assert answer.result is Reserved.SLOT, answer
+            assert answer.slot is not None, answer
             self.arena.view(answer.slot.row, 0)[:64] = key
             slots.append(answer.slot)
         return slots
@@ -141,6 +144,10 @@ def _figures(what: str, seconds: dict[str, list[float]]) -> Iterator[Figure]:
         yield of("    rate", NUM_ROWS * PART_BYTES / statistics.median(seconds[name]) / 1e9, "GB/s")
 
 
+def _flush(client: redis.Redis) -> None:
+    client.flushall()
+
+
 def run() -> Report:
     figures: list[Figure] = []
     with RedisServer() as server:
@@ -150,10 +157,8 @@ def run() -> Report:
                 connect(kind, server, NUM_ROWS, ARENA_ROWS // NUM_ROWS),
             )
 
-            def clear(server: RedisServer = server) -> None:
-                server.client.flushall()
-
-            figures += _figures(kind, asyncio.run(rounds(tier, bare.store, bare.load, clear)))
+            flush = partial(_flush, server.client)
+            figures += _figures(kind, asyncio.run(rounds(tier, bare.store, bare.load, flush)))
             tier.close()
     with scratch() as folder:
         (folder / "bare").mkdir()

@@ -1,6 +1,6 @@
 """Side by side with upstream's packages from the registry, each in an environment of its own.
 
-lmcache 0.3.0 is the last one with the engine of the documents; of 0.5.6 the native Redis client is timed.
+lmcache 0.3.0 is the last one with that engine; of 0.5.6 the native Redis client is timed.
 Rounds alternate, so that a change of the machine's speed meets both, and every round stores another prompt:
 the first few fill the caches of 1 GB, and fault their memory in, and are not counted.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 from contextlib import closing
+from functools import partial
 
 import torch
 
@@ -48,8 +49,8 @@ def _against_legacy() -> list[Figure]:
             prompt = tokens + turn * ours.TOKENS
             theirs = peer.round()
             mine = {
-                "store": ours.timed(lambda prompt=prompt: engine.store(prompt, kv)),
-                "retrieve": ours.timed(lambda prompt=prompt: engine.retrieve(prompt)),
+                "store": ours.timed(partial(engine.store, prompt, kv)),
+                "retrieve": ours.timed(partial(engine.retrieve, prompt)),
             }
             rounds.append((theirs, mine))
     return [
@@ -84,8 +85,8 @@ def _remote_rounds(server: RedisServer, url: str) -> Rounds:
             key = turn.to_bytes(64, "big")  # what is there already would not be written again
             theirs = peer.round()
             mine = {
-                "store": ours.timed(lambda key=key: remote.store(ObjectId(key, 0), source)),
-                "load": ours.timed(lambda key=key: remote.load(ObjectId(key, 0), target)),
+                "store": ours.timed(partial(remote.store, ObjectId(key, 0), source)),
+                "load": ours.timed(partial(remote.load, ObjectId(key, 0), target)),
             }
             if target != source:
                 raise RuntimeError("the remote tier did not return what was stored")

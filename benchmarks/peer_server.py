@@ -146,7 +146,7 @@ def lookups() -> Iterator[Figure]:
 class PeersEngine(EngineProcess):
     """The same engine with the peer's package before ours on its path."""
 
-    child = (CHILDREN / "engine.py", REPOSITORY / "tools" / "engine" / "child.py")
+    child = (CHILDREN / "engine.py", REPOSITORY / "testing" / "engine" / "child.py")
 
     def __init__(self, log: Path, connector: dict[str, object]) -> None:
         self.python_path = site_packages(VERSION)
@@ -158,7 +158,7 @@ def in_vllm() -> Iterator[Figure]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(Peer(VERSION, "server.py", "serve"))
         port = int(server.round()["port"])
-        config = {
+        config: dict[str, object] = {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},

@@ -137,7 +137,7 @@ def echo(engine: EngineClients, names: bytes) -> Iterator[Callable[[], object]]:
         server = spawn.Process(target=echo_server, args=(socket, reply.SerializeToString()), daemon=True)
         server.start()
         with grpc.insecure_channel(f"unix:{socket}") as channel:
-            call, payload = channel.unary_unary(PATH), request.SerializeToString()
+            call, payload = channel.unary_unary(PATH, None, None), request.SerializeToString()
             call(payload, wait_for_ready=True, timeout=30)
             yield lambda: call(payload)
         server.terminate()

@@ -159,7 +159,7 @@ def answers(model: torch.nn.Module, text: torch.Tensor, bins: int) -> tuple[floa
     serializer, deserializer = cachegen(bins)
     layers = model(text[:, :CONTEXT_TOKENS], use_cache=True).past_key_values.layers
     kv = torch.stack([torch.stack((x.keys[0], x.values[0])) for x in layers]).transpose(2, 3).half()
-    blobs = [serializer.to_bytes(chunk) for chunk in kv.split(TOKENS, dim=2)]
+    blobs = [serializer.to_bytes(chunk) for chunk in torch.split(kv, TOKENS, dim=2)]
     logs = []
     for used in (kv, torch.cat([deserializer.from_bytes(blob) for blob in blobs], 2)):
         cache = DynamicCache()

@@ -38,6 +38,7 @@ class NoBytes:
     """An arena without bytes: what the tier itself costs is measured."""
 
     first_generation = 1
+    shared_index = None
 
     def __init__(self, num_slots: int) -> None:
         self.geometry = Geometry(SLOT_BYTES, 1)
@@ -208,11 +209,12 @@ def shares() -> Iterator[Figure]:
     num_bytes = MIX_CHUNKS * CHUNK_BYTES
     for name, lengths in mixes().items():
         found: dict[str, float] = {}
-        for kind, place in {
+        places: dict[str, Stored | FirstFit] = {
             "a frame each": Stored(num_bytes, is_full_slot=True),
             "frames": Stored(num_bytes, is_full_slot=False),
             "first fit": FirstFit(num_bytes),
-        }.items():
+        }
+        for kind, place in places.items():
             held = []
             for number, length in enumerate(lengths):
                 place.put(number, length)

@@ -41,7 +41,8 @@ def ask(url: str, tokens: list[int], max_tokens: int) -> Answer:
     }  # fmt: skip
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    ttft, answer, cached, start = 0.0, [], 0, time.monotonic()
+    answer: list[int] = []
+    ttft, cached, start = 0.0, 0, time.monotonic()
     with urllib.request.urlopen(request, timeout=120) as stream:
         for line in stream:
             if not line.startswith(b"data: {"):

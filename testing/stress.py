@@ -47,7 +47,7 @@ class Stress:
         """At rest, and with nothing beyond what is usable: what is taken is what is there."""
         self.store.resize(self.arena.num_rows * SLOT_BYTES)
         keys = self.store.keys()
-        lengths = [self.store.get(key, lambda _, length: length) for key in keys]
+        lengths = [self.store.get(key, lambda _, length: length) or 0 for key in keys]
         taken = sum(-(-length // SLOT_BYTES) * SLOT_BYTES for length in lengths)
         if self.store.num_bytes != taken:
             self.errors.append(AssertionError(f"{self.store.num_bytes} bytes are taken, of {taken}"))

@@ -76,8 +76,11 @@ class Forward:
             out = blend(number, q, k, v, positions)
             hidden, positions = hidden[out.local_indices], out.positions
             is_visible = torch.arange(len(out.k)) <= positions[:, None]
-            heads = (x.transpose(0, 1) for x in (out.q, out.k, out.v))
-            attended = scaled_dot_product_attention(*heads, attn_mask=is_visible, enable_gqa=True)
+            heads = [x.transpose(0, 1) for x in (out.q, out.k, out.v)]
+            attended = scaled_dot_product_attention(
+                heads[0], heads[1], heads[2], attn_mask=is_visible, enable_gqa=True
+            )
             hidden = hidden + attention.o_proj(attended.transpose(0, 1).flatten(1))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return self._head(self._model.norm(hidden))
+        logits: torch.Tensor = self._head(self._model.norm(hidden))
+        return logits

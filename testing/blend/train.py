@@ -75,7 +75,7 @@ def _train(deadline: float) -> LlamaForCausalLM:
         for step in range(steps):
             losses = _losses(model, *zip(*(prompts.lesson(rng, size) for _ in range(batch)), strict=True))
             optimizer.zero_grad()
-            sum(weight * losses[part] for part, weight in WEIGHTS.items()).backward()
+            torch.stack([weight * losses[part] for part, weight in WEIGHTS.items()]).sum().backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()

@@ -30,6 +30,7 @@ class Child:
         self._kv: dict[str, list[list[str]]] = {}
         self._hashes_kv = True
         self._num_preemptions = 0
+        self._times: dict[str, list[float]] = {}
         self._watch_finished_requests()
         self._count_preemptions()
 
@@ -39,7 +40,8 @@ class Child:
         """
         from vllm import SamplingParams
 
-        ids, results = [], {}
+        ids: list[str] = []
+        results: dict[str, dict[str, Any]] = {}
         started = time.perf_counter()
         for request in requests:
             request_id = str(self._next_id)
@@ -97,12 +99,12 @@ class Child:
         """Seconds of every call of the connector's hooks on the scheduler's thread since the last call of
         this.
         """
-        times, self._times = getattr(self, "_times", {}), {}
+        times, self._times = self._times, {}
         return times
 
     def time_hooks(self) -> None:
         """Begin to measure the hooks on the scheduler's thread."""
-        self._times: dict[str, list[float]] = {}
+        self._times = {}
         connector = self._core.scheduler.connector
         for name in (
             "on_new_request",
