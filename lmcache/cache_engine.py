@@ -21,9 +21,9 @@ import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.logging import init_logger
-from lmcache.storage_backend import CreateStorageBackend, copies
-from lmcache.storage_backend.chunk_source import ChunkSource
-from lmcache.storage_backend.output_pool import OutputPool
+from lmcache.storage_backend import CreateStorageBackend, tensors
+from lmcache.storage_backend.chunks import ChunkSource
+from lmcache.storage_backend.tensors import OutputPool
 from lmcache.utils import CacheEngineKey, KVCache, _lmcache_nvtx_annotate
 
 logger = init_logger(__name__)
@@ -230,9 +230,9 @@ class LMCacheEngine:
         start = 0
         for index, chunk in enumerate(chunks):
             part = chunk if index else chunk.narrow(dim, num_dropped, chunk.shape[dim] - num_dropped)
-            copies.copy(blob.narrow(dim, start, part.shape[dim]), part)
+            tensors.copy(blob.narrow(dim, start, part.shape[dim]), part)
             start += part.shape[dim]
-        copies.settle(blob)
+        tensors.synchronize(blob)
         return blob
 
     def _count(self, num_hits: int, num_misses: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator
 import torch
 
 from lmcache.logging import init_logger
-from lmcache.storage_backend.chunk_source import Chunks, Keys
+from lmcache.storage_backend.chunks import Chunks, Keys
 from lmcache.utils import CacheEngineKey
 
 logger = init_logger(__name__)

@@ -6,11 +6,13 @@ import abc
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from lmcache.storage_backend.chunk_names import ChunksView
-from lmcache.storage_backend.chunk_source import ChunkSource
+import torch
+
+from lmcache.storage_backend.abstract_backend import LMCBackendInterface
+from lmcache.storage_backend.chunks import ChunkSource
 from lmcache.storage_backend.evictor import BaseEvictor, LRUEvictor, PutStatus
 from lmcache.storage_backend.evictor.base_evictor import CacheDict
 from lmcache.storage_backend.mem_pool import KVObj
@@ -146,3 +148,27 @@ def evict_down_to(
             if taken() <= room:
                 break
     return taken() <= room
+
+
+class ChunksView(Mapping[CacheEngineKey, torch.Tensor]):
+    """A backend's chunks as a dictionary: ``.dict`` of the LMCache 0.1-0.3 API. Read-only and live, the next
+    victim first. A value is a copy; reading one uses the chunk."""
+
+    def __init__(self, backend: LMCBackendInterface, keys: Callable[[], list[CacheEngineKey]]) -> None:
+        self._backend = backend
+        self._keys = keys
+
+    def __getitem__(self, key: CacheEngineKey) -> torch.Tensor:
+        chunk = self._backend.get(key)
+        if chunk is None:
+            raise KeyError(key)
+        return chunk
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, CacheEngineKey) and self._backend.contains(key)
+
+    def __iter__(self) -> Iterator[CacheEngineKey]:
+        return iter(self._keys())
+
+    def __len__(self) -> int:
+        return len(self._keys())

@@ -10,10 +10,10 @@ import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
-from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
-from lmcache.storage_backend.devices import usable_device
+from lmcache.storage_backend.chunks import Chunks, ChunkSource, Keys
 from lmcache.storage_backend.local_backend import create_local_backend
 from lmcache.storage_backend.remote_backend import create_remote_backend
+from lmcache.storage_backend.tensors import usable_device
 from lmcache.utils import CacheEngineKey
 
 

@@ -20,14 +20,12 @@ from lmcache.config import (
     parse_local_device,
 )
 from lmcache.logging import init_logger
-from lmcache.storage_backend import copies
-from lmcache.storage_backend.chunk_names import RowNames
-from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
-from lmcache.storage_backend.devices import usable_device
+from lmcache.storage_backend import tensors
+from lmcache.storage_backend.chunks import Chunks, ChunkSource, Keys, RowNames
 from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down_to
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
 from lmcache.storage_backend.mem_pool import KVObj, TorchArena
-from lmcache.storage_backend.output_pool import OutputPool
+from lmcache.storage_backend.tensors import OutputPool, usable_device
 from lmcache.storage_backend.use_gate import UseGate
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.units import ceil_div
@@ -142,7 +140,7 @@ class LMCLocalBackend(EvictingBackend):
             self._contents[row] = _Contents(key, source.shape, source.dtype)
             room = self._tensor(row)
             source.copy_into(room)
-            copies.settle(room)
+            tensors.synchronize(room)
 
         self._puts.supersede(key)
         put = partial(self._store.put, self._names(key), source.num_bytes, fill, request=request)
@@ -159,8 +157,8 @@ class LMCLocalBackend(EvictingBackend):
 
     def _copy_of(self, chunk: torch.Tensor) -> torch.Tensor:
         own = self._outputs.empty(chunk.shape, chunk.dtype, self.dst_device)
-        copies.copy(own, chunk)
-        copies.settle(own)
+        tensors.copy(own, chunk)
+        tensors.synchronize(own)
         return own
 
     # ---- eviction ----

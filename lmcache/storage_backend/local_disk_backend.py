@@ -13,11 +13,10 @@ from safetensors.torch import save_file
 
 from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata, is_memory, parse_local_device
 from lmcache.logging import init_logger
-from lmcache.storage_backend.chunk_names import RowNames
-from lmcache.storage_backend.chunk_source import Chunks, ChunkSource, Keys
+from lmcache.storage_backend.chunks import Chunks, ChunkSource, Keys, RowNames
 from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down_to
 from lmcache.storage_backend.guard import Guard
-from lmcache.storage_backend.output_pool import OutputPool
+from lmcache.storage_backend.tensors import OutputPool
 from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier

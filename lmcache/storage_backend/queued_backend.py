@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
-from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.faults import FaultLog
+from lmcache.storage_backend.tensors import usable_device
 from lmcache.utils import CacheEngineKey
 
 MAX_QUEUED_BYTES = 1 << 30

@@ -14,7 +14,7 @@ import torch
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.logging import init_logger
 from lmcache.recent import Recent
-from lmcache.storage_backend.chunk_source import Keys
+from lmcache.storage_backend.chunks import Keys
 from lmcache.storage_backend.connector import CreateConnector
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.queued_backend import QueuedBackend

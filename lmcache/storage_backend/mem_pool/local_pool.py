@@ -8,9 +8,9 @@ import threading
 import torch
 
 from lmcache.config import LMCacheMemPoolMetadata
-from lmcache.storage_backend.devices import usable_device
 from lmcache.storage_backend.mem_pool.base_pool import BasePool, KVObj
 from lmcache.storage_backend.mem_pool.torch_arena import TorchArena
+from lmcache.storage_backend.tensors import usable_device
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME, FrameAllocator
 from lmcache.units import ceil_div
 

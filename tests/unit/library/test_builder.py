@@ -9,7 +9,7 @@ import torch
 
 import lmcache.cache_engine
 from lmcache.cache_engine import LMCacheEngine, LMCacheEngineBuilder
-from lmcache.storage_backend import CreateStorageBackend, devices, remote_backend
+from lmcache.storage_backend import CreateStorageBackend, remote_backend, tensors
 from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
@@ -73,8 +73,8 @@ def test_workers_have_directories_of_their_own(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_without_cuda_chunks_come_back_on_the_cpu_with_one_warning(monkeypatch):
     lines = []
-    monkeypatch.setattr(devices.logger, "warning", lambda *line: lines.append(line))
-    devices._warn_once.cache_clear()
+    monkeypatch.setattr(tensors.logger, "warning", lambda *line: lines.append(line))
+    tensors._warn_once.cache_clear()
     for dst_device in ("cuda", "cuda:1"):
         backend = CreateStorageBackend(make_config("cuda"), make_metadata(), dst_device)
         assert backend.dst_device == "cpu"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 import lmcache.cache_engine
 from lmcache.cache_engine import LMCacheEngine
-from lmcache.storage_backend import copies
+from lmcache.storage_backend import tensors
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,
@@ -299,13 +299,13 @@ def test_the_documents_helpers_agree_with_the_engine(engine, fmt):
 def test_defect_24_nothing_is_built_when_nothing_is_missing(engine, fmt, monkeypatch):
     tokens, kv = make_tokens(40), make_kv(40, fmt)
     copied: list[int] = []
-    copy = copies.copy
+    copy = tensors.copy
 
     def counted(target, source):
         copied.append(source.nbytes)
         copy(target, source)
 
-    monkeypatch.setattr(copies, "copy", counted)
+    monkeypatch.setattr(tensors, "copy", counted)
     for forbidden in ("stack", "cat"):
         monkeypatch.setattr(torch, forbidden, lambda *_, **__: pytest.fail("a copy of all KV"))
     engine.store(tokens, kv)

@@ -8,7 +8,7 @@ import torch
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import queued_backend
 from lmcache.storage_backend.local_backend import LMCLocalBackend
-from lmcache.storage_backend.output_pool import OutputPool
+from lmcache.storage_backend.tensors import OutputPool
 from testing.child_process import wait_until
 from tests.harness.kv_cache import (
     CHUNK,

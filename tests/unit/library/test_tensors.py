@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmcache.storage_backend import copies
+from lmcache.storage_backend import tensors
 
 SHAPE = (3, 2, 64, 8, 64)  # what one layer's K or V has is 64 KiB in fp16
 
@@ -24,7 +24,7 @@ def is_streamed(request):
 def calls(is_streamed, monkeypatch):
     """Sizes of the pieces that were streamed."""
     sizes: list[int] = []
-    stream = copies._streaming_copy()
+    stream = tensors._streaming_copy()
     if stream is None and is_streamed:
         pytest.skip("the loop can't be compiled here: there is no llvmlite")
 
@@ -32,7 +32,7 @@ def calls(is_streamed, monkeypatch):
         sizes.extend(each.tolist())
         stream(to, from_, each)
 
-    monkeypatch.setattr(copies, "_streaming_copy", lambda: count if is_streamed else None)
+    monkeypatch.setattr(tensors, "_streaming_copy", lambda: count if is_streamed else None)
     return sizes
 
 
@@ -61,7 +61,7 @@ def test_exactly_the_target_is_written(calls, to, from_, dtype):
     if from_ == "another offset":
         odd = torch.zeros(source.numel() + 1, dtype=dtype)[1:].view(source.shape)
         source = odd.copy_(source)
-    copies.copy(target, source)
+    tensors.copy(target, source)
     expected = torch.zeros(SHAPE, dtype=dtype)
     LAYOUTS[to](expected).copy_(LAYOUTS[to](payload))
     assert torch.equal(room, expected)
@@ -70,7 +70,7 @@ def test_exactly_the_target_is_written(calls, to, from_, dtype):
 def test_a_chunk_goes_into_a_longer_tensor_piece_by_piece(calls, is_streamed):
     blob, chunk = torch.zeros(3, 2, 256, 8, 64, dtype=torch.float16), values((3, 2, 64, 8, 64))
     assert blob.data_ptr() % 64 == 0
-    copies.copy(blob.narrow(2, 64, 64), chunk)
+    tensors.copy(blob.narrow(2, 64, 64), chunk)
     assert torch.equal(blob[:, :, 64:128], chunk)
     assert blob.count_nonzero() == chunk.count_nonzero()
     assert calls == [64 * 8 * 64 * 2] * 6 * is_streamed
@@ -81,6 +81,6 @@ def test_only_what_is_aligned_is_streamed(calls, is_streamed):
     first = -room.data_ptr() % 64
     for offset in (0, 1):
         target = room[first + offset :][: 1 << 20]
-        copies.copy(target, payload)
+        tensors.copy(target, payload)
         assert torch.equal(target, payload)
         assert calls == [1 << 20] * is_streamed
