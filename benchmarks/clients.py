@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
+from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -19,16 +20,15 @@ NAMESPACE = hashlib.sha256(b"benchmark").digest()
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 
 
-def chunk_keys(prompt: int, number: int) -> bytes:
-    """The keys of a prompt's chunks, joined."""
-    return b"".join(hashlib.sha256(b"%d/%d" % (prompt, chunk)).digest() for chunk in range(number))
+def row_keys(prompt: int, number: int) -> bytes:
+    """The row keys of a prompt's chunks, joined."""
+    digests = (hashlib.sha256(b"%d/%d" % (prompt, chunk)).digest() for chunk in range(number))
+    return b"".join(NAMESPACE + digest for digest in digests)
 
 
-def row_keys(keys: bytes) -> npt.NDArray[np.uint64]:
-    """Chunk keys as the index is asked for them: ``[n, 8]`` words."""
-    of_chunks = np.frombuffer(keys, np.uint64).reshape(-1, 4)
-    of_namespace = np.broadcast_to(np.frombuffer(NAMESPACE, np.uint64), of_chunks.shape)
-    return np.concatenate((of_namespace, of_chunks), axis=1)
+def words(keys: bytes) -> npt.NDArray[np.uint64]:
+    """Row keys as the index is asked for them: ``[n, 8]`` words."""
+    return np.frombuffer(keys, np.uint64).reshape(-1, ROW_KEY_BYTES // 8)
 
 
 class EngineClients:
@@ -61,7 +61,6 @@ class EngineClients:
 
     def find(self, keys: npt.NDArray[np.uint64]) -> Found:
         """Read the index in shared memory."""
-        assert self.scheduler.index is not None
         return self.scheduler.index.find(keys)
 
     def fill(self, keys: bytes) -> list[Slot]:

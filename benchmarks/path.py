@@ -77,15 +77,15 @@ class Sidecar:
     async def load_all(self, keys: list[RowKey]) -> float:
         request, start = os.urandom(8).hex(), time.perf_counter()
         while True:
-            found = self.store.lookup((ENGINE, request), [keys], lengths=[PART_BYTES])
+            found = self.store.lookup((ENGINE, request), keys, length=PART_BYTES)
             if found.num_resident == len(keys):
                 break
             if time.perf_counter() - start > LIMIT_SECONDS:
                 raise RuntimeError(f"{found.num_resident} of {len(keys)} rows came")
             await asyncio.sleep(POLL_SECONDS)
         took = time.perf_counter() - start
-        for key, slot in zip(keys, found.slots[0], strict=True):
-            assert bytes(self.arena.view(slot.row, 0)[:64]) == key
+        for key, row in zip(keys, self.store.memory._rows.prefix(keys), strict=True):
+            assert bytes(self.arena.view(row, 0)[:64]) == key
         self.store.memory.release((ENGINE, request))
         return took
 

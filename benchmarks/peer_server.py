@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.clients import BLOCK_TOKENS, CHUNK_TOKENS, EngineClients, chunk_keys, row_keys
+from benchmarks.clients import BLOCK_TOKENS, CHUNK_TOKENS, NAMESPACE, EngineClients, row_keys, words
 from benchmarks.peers.child import CHILDREN, Peer, site_packages
 from benchmarks.report import Figure, Report, at_least, of, paired, spread
 from benchmarks.transfer import BLOCKS, BLOCKS_PER_CHUNK, CHUNK_BYTES, CHUNKS, TOTAL_BYTES, make_kv
@@ -56,7 +56,7 @@ class OurPath:
         """Seconds of a store, and of loads on one and two threads."""
         hashes = tuple(hashlib.sha256(b"%d/%d" % (turn, chunk)).digest() for chunk in range(CHUNKS))
         blocks = tuple(map(int, self._random.permutation(BLOCKS)[: CHUNKS * BLOCKS_PER_CHUNK]))
-        job = StoreJob(turn, f"store-{turn}", 0, hashes, blocks, KeyContext())
+        job = StoreJob(turn, f"store-{turn}", 0, hashes, blocks, KeyContext(namespace=NAMESPACE))
         transfer = StoreTransfer(job)
         start = time.perf_counter()
         transfer.run(self._engine.worker, self._copiers[1])
@@ -74,8 +74,8 @@ class OurPath:
         return seconds
 
     def _load(self, job: StoreJob, request_id: str, threads: int) -> None:
-        names = job.context.chunk_keys(job.hashes)
-        found = self._engine.find(row_keys(names))
+        names = job.context.row_keys(job.hashes)
+        found = self._engine.find(words(names))
         lease = self._lookups.submit(self._engine.scheduler.lookup, request_id, [(0, names)])
         num_tokens = CHUNKS * CHUNK_TOKENS
         load = LoadJob.from_offer(request_id, GRID, Offer(0, num_tokens, found), num_tokens, job.blocks)
@@ -117,8 +117,8 @@ def path() -> Iterator[Figure]:
 
 
 def lookups() -> Iterator[Figure]:
-    names = chunk_keys(0, NUM_KEYS)
-    indexed = row_keys(names)
+    names = row_keys(0, NUM_KEYS)
+    indexed = words(names)
     seconds: Seconds = {"theirs": [], "ours": []}
     with (
         SidecarProcess(memory_size="64Mi") as sidecar,

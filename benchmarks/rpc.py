@@ -22,7 +22,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.clients import EngineClients, chunk_keys, row_keys
+from benchmarks.clients import EngineClients, row_keys, words
 from benchmarks.report import Figure, Report, at_most, of, paired
 from lmcache import keys
 from lmcache.rpc import kvcache_pb2 as pb
@@ -66,7 +66,7 @@ def keep_storing(socket_path: str, stop: Any) -> None:
         for prompt in itertools.count(1_000):
             if stop.is_set():
                 return
-            num_bytes += CHUNK_BYTES * len(engine.fill(chunk_keys(prompt, 8)))
+            num_bytes += CHUNK_BYTES * len(engine.fill(row_keys(prompt, 8)))
             ahead = num_bytes / WANTED_BYTES_PER_SECOND - (time.perf_counter() - began)
             time.sleep(max(0.001, ahead))  # the rate is what is wanted
 
@@ -87,7 +87,7 @@ def load(sidecar: SidecarProcess) -> Iterator[Callable[[], float]]:
     scraper = threading.Thread(target=keep_scraping, args=(sidecar.url, stop_scraping))
 
     def written() -> int:
-        return int(sidecar.stats()["remote"]["written"])
+        return int(sidecar.stats()["remote"]["writes"]["written"])
 
     engine.start()
     scraper.start()
@@ -130,7 +130,7 @@ def echo(engine: EngineClients, names: bytes) -> Iterator[Callable[[], object]]:
         epoch=engine.scheduler.epoch, client_uuid=bytes(16), request_id="request", hint=True,
         groups=[pb.GroupKeys(group=0, keys=names)],
     )  # fmt: skip
-    reply = pb.LookupReply(epoch=engine.scheduler.epoch, num_resident=NUM_KEYS)
+    reply = pb.LookupReply(groups=[pb.GroupResult(num_resident=NUM_KEYS)])
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         socket = str(Path(folder) / "echo.sock")
@@ -144,9 +144,9 @@ def echo(engine: EngineClients, names: bytes) -> Iterator[Callable[[], object]]:
 
 
 def ways(engine: EngineClients, names: bytes) -> dict[str, Callable[[], object]]:
-    numbers, indexed = itertools.count(), row_keys(names)
-    absent = chunk_keys(77, NUM_KEYS)
-    blocks = [names[at : at + 32] for at in range(0, len(names), 32)]
+    numbers, indexed = itertools.count(), words(names)
+    absent = row_keys(77, NUM_KEYS)
+    blocks = [names[at + 32 : at + 64] for at in range(0, len(names), 64)]
 
     def find() -> None:
         if len(engine.find(indexed).rows) != NUM_KEYS:
@@ -154,7 +154,7 @@ def ways(engine: EngineClients, names: bytes) -> dict[str, Callable[[], object]]
 
     def lease() -> None:
         request = f"lease-{next(numbers)}"
-        if engine.scheduler.lookup(request, [(0, names)]).num_leased != NUM_KEYS:
+        if engine.scheduler.lookup(request, [(0, names)])[0].num_leased != NUM_KEYS:
             raise RuntimeError("not all rows were leased")
         engine.scheduler.release([request])
 
@@ -168,17 +168,15 @@ def ways(engine: EngineClients, names: bytes) -> dict[str, Callable[[], object]]
 
 def run() -> Report:
     starts = [start_seconds() for _ in range(ROUNDS)]
-    names = chunk_keys(0, NUM_KEYS)
+    names = row_keys(0, NUM_KEYS)
     with (
         RedisServer(maxmemory="512mb", maxmemory_policy="allkeys-lru") as redis,
         SidecarProcess(memory_size=ARENA, remote_url=redis.unix_url) as sidecar,
         EngineClients(sidecar, CHUNK_BYTES) as engine,
     ):
-        sidecar.wait_until(
-            lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["capacity_rows"] > 0
-        )
+        sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["num_rows"] > 0)
         engine.fill(names)
-        held = engine.scheduler.lookup("held", [(0, names)])  # or they would be evicted under load
+        (held,) = engine.scheduler.lookup("held", [(0, names)])  # or they would be evicted under load
         assert held.num_leased == NUM_KEYS, held
         idle: Seconds = {}
         with echo(engine, names) as bare:

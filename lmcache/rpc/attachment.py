@@ -107,7 +107,7 @@ class Attachment:
     def _begin(self, channel: grpc.Channel, attached: pb.Attached) -> Session:
         is_worker = self._hello.role == pb.ROLE_WORKER
         column = self._map_column(attached) if is_worker else None
-        index = None if is_worker else self._map_index(attached)
+        index = self._map_index(attached)
         with self._changed:
             self._epoch, self._column = attached.epoch, column
         self._extend(attached.ready_rows)

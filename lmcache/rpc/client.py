@@ -6,7 +6,7 @@
     client.start()                      # returns at once; attaches and re-attaches in the background
     session = client.session            # None while detached
     if session is not None:
-        found = session.lookup("request-1", [(0, keys)])
+        [found] = session.lookup("request-1", [(0, row_keys)])
 
 Nothing here blocks longer than its deadline, and every failure is a ``SidecarError``.
 """
@@ -30,9 +30,9 @@ from lmcache.rpc.attachment import Attachment
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.hello import ClientHello, KVGroup, Role
 from lmcache.rpc.lockfile import LockFile
-from lmcache.rpc.session import Copies, LookupResult, Session, bounded
+from lmcache.rpc.session import Copies, Session, bounded
 
-__all__ = ["ClientHello", "KVGroup", "LookupResult", "Role", "Session", "SidecarClient"]
+__all__ = ["ClientHello", "KVGroup", "Role", "Session", "SidecarClient"]
 
 logger = logging.getLogger(__name__)
 

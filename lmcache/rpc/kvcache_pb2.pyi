@@ -175,24 +175,20 @@ class Drained(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "tenant", "prefill_tokens_per_second", "hint", "namespace")
+    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "prefill_tokens_per_second", "hint")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
     request_id: str
     groups: _containers.RepeatedCompositeFieldContainer[GroupKeys]
-    tenant: bytes
     prefill_tokens_per_second: float
     hint: bool
-    namespace: bytes
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., tenant: _Optional[bytes] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., namespace: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ...) -> None: ...
 
 class GroupKeys(_message.Message):
     __slots__ = ("group", "keys")
@@ -203,30 +199,22 @@ class GroupKeys(_message.Message):
     def __init__(self, group: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("epoch", "num_resident", "num_leased", "num_pending", "probing", "slots")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupResult]
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupResult, _Mapping]]] = ...) -> None: ...
+
+class GroupResult(_message.Message):
+    __slots__ = ("num_resident", "num_leased", "num_pending", "probing")
     NUM_RESIDENT_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASED_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
     PROBING_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
     num_resident: int
     num_leased: int
     num_pending: int
     probing: bool
-    slots: _containers.RepeatedCompositeFieldContainer[GroupSlots]
-    def __init__(self, epoch: _Optional[int] = ..., num_resident: _Optional[int] = ..., num_leased: _Optional[int] = ..., num_pending: _Optional[int] = ..., probing: bool = ..., slots: _Optional[_Iterable[_Union[GroupSlots, _Mapping]]] = ...) -> None: ...
-
-class GroupSlots(_message.Message):
-    __slots__ = ("group", "rows", "generations")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    group: int
-    rows: _containers.RepeatedScalarFieldContainer[int]
-    generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, num_resident: _Optional[int] = ..., num_leased: _Optional[int] = ..., num_pending: _Optional[int] = ..., probing: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("epoch", "client_uuid", "request_ids")
@@ -243,14 +231,13 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "group", "keys", "tenant", "first_chunk", "namespace", "request_id")
+    __slots__ = ("epoch", "client_uuid", "group", "keys", "tenant", "first_chunk", "request_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
@@ -258,47 +245,40 @@ class ReserveRequest(_message.Message):
     keys: bytes
     tenant: bytes
     first_chunk: int
-    namespace: bytes
     request_id: str
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., first_chunk: _Optional[int] = ..., namespace: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., first_chunk: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("results", "rows", "generations")
+    __slots__ = ("results", "slots")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedScalarFieldContainer[Reservation]
-    rows: _containers.RepeatedScalarFieldContainer[int]
-    generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, results: _Optional[_Iterable[_Union[Reservation, str]]] = ..., rows: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    slots: bytes
+    def __init__(self, results: _Optional[_Iterable[_Union[Reservation, str]]] = ..., slots: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "rows", "generations")
+    __slots__ = ("epoch", "client_uuid", "slots")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
-    rows: _containers.RepeatedScalarFieldContainer[int]
-    generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., rows: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    slots: bytes
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., slots: _Optional[bytes] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "rows", "generations")
+    __slots__ = ("epoch", "client_uuid", "slots")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
-    rows: _containers.RepeatedScalarFieldContainer[int]
-    generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., rows: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    slots: bytes
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., slots: _Optional[bytes] = ...) -> None: ...
 
 class AbortReply(_message.Message):
     __slots__ = ()

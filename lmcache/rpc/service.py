@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -11,8 +13,9 @@ import grpc
 from google.protobuf.message import Message
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.tiers.memory.contracts import Slot
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Changes when an old peer would misread a message; fields are otherwise only ever added."""
 
 SERVICE = "lmcache.kvcache.v1.KVCache"
@@ -42,6 +45,11 @@ REASON_PROTOCOL = "protocol"
 """The peers' protocol versions differ: only an upgrade helps, so there is no hurry to try again."""
 
 
+_SLOT = struct.Struct("<QQ")
+SLOT_BYTES = _SLOT.size
+"""Of a slot in a message: row and generation."""
+
+
 class Method(NamedTuple):
     """One unary call of the service."""
 
@@ -62,6 +70,19 @@ ABORT = Method("Abort", pb.AbortRequest, pb.AbortReply)
 RELEASE = Method("Release", pb.ReleaseRequest, pb.ReleaseReply)
 UNARY_METHODS = (LOOKUP, RESERVE, COMMIT, ABORT, RELEASE)
 ATTACH_PATH = f"/{SERVICE}/Attach"
+
+
+def pack_slots(slots: Iterable[Slot]) -> bytes:
+    """Slots as they go over the wire. Raises ValueError for what is no slot."""
+    try:
+        return b"".join(itertools.starmap(_SLOT.pack, slots))
+    except struct.error as error:
+        raise ValueError(f"not a slot: {error}") from error
+
+
+def unpack_slots(packed: bytes) -> list[Slot]:
+    """The slots of a message; its length is a multiple of ``SLOT_BYTES``."""
+    return list(map(Slot._make, _SLOT.iter_unpack(packed)))
 
 
 def check_socket_path(path: str) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,8 +17,8 @@ from google.protobuf.message import Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import RpcRefused, SidecarError, SidecarUnavailable, StaleSession
-from lmcache.tiers.base import KEY_BYTES
-from lmcache.tiers.memory.contracts import Reservation, Reserved, Slot
+from lmcache.tiers.base import ROW_KEY_BYTES
+from lmcache.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
@@ -36,31 +36,6 @@ _REFUSALS = {
 
 
 _STORE_METHODS = (service.RESERVE, service.COMMIT, service.ABORT)
-
-
-class LookupResult(NamedTuple):
-    """What ``Session.lookup`` found; the counts are leading chunks that every group has."""
-
-    num_resident: int  # in memory
-    num_leased: int  # in memory and under this request's lease: may be loaded
-    num_pending: int  # after num_resident: on their way, ask again
-    probing: bool  # lower tiers have not said yet what they hold
-    slots: dict[int, list[Slot]]  # group -> slots of its leased chunks, in order
-
-    def followed_by(self, reply: pb.LookupReply) -> LookupResult:
-        """Append the answer about the next keys; what follows a gap does not count."""
-        is_resident = not self.num_pending
-        slots = {
-            found.group: list(map(Slot._make, zip(found.rows, found.generations, strict=True)))
-            for found in reply.slots
-        }
-        return LookupResult(
-            self.num_resident + (reply.num_resident if is_resident else 0),
-            self.num_leased + (reply.num_leased if self.num_leased == self.num_resident else 0),
-            self.num_pending + reply.num_pending + (0 if is_resident else reply.num_resident),
-            reply.probing,
-            {group: known + slots.get(group, []) for group, known in self.slots.items()},
-        )
 
 
 class Copies:
@@ -116,7 +91,7 @@ class Session:
         client_uuid: bytes,
         epoch: int,
         column: MappedColumn | None,
-        index: MappedIndex | None,
+        index: MappedIndex,
         copies: Copies,
         *,
         memory_only: bool,
@@ -127,7 +102,7 @@ class Session:
         self.epoch = epoch
         self.is_over = False
         self.index = index
-        """What is in memory, to be read without a call; None for a worker."""
+        """What is in memory, to be read without a call."""
         self.memory_only = memory_only
         """True when the index shows all there is: no call would find more."""
         self._client_uuid = client_uuid
@@ -158,39 +133,38 @@ class Session:
         request_id: str,
         group_keys: Sequence[tuple[int, bytes]],
         *,
-        tenant: bytes = b"",
         prefill_tokens_per_second: float = 0.0,
         hint: bool = False,
-        namespace: bytes = b"",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
-    ) -> LookupResult:
-        """Lease the leading chunks that are in memory; ``group_keys`` is (group, 32 bytes per chunk) per
-        group. A ``hint`` leases nothing: it only says what is where, and has lower tiers bring theirs.
+    ) -> list[LookupResult]:
+        """Lease the leading chunks that are in memory: one answer per (group, row keys). A ``hint`` leases
+        nothing: it only says what is where, and has lower tiers bring theirs.
 
-        ``namespace``: instead of the Hello's. Repeating it with the same id extends the lease. Release the id
-        in the end, also after an error: a call whose answer was lost may have leased.
+        Repeating it with the same id extends the lease. Release the id in the end, also after an error: a
+        call whose answer was lost may have leased.
         """
         if not hint:
             self._owed.discard(bounded(request_id))  # or a late release would end this lease
-        result = LookupResult(0, 0, 0, False, {group: [] for group, _ in group_keys})
-        num_keys = max((len(keys) // KEY_BYTES for _, keys in group_keys), default=0)
+        results = [LookupResult()] * len(group_keys)
+        num_keys = max((len(keys) // ROW_KEY_BYTES for _, keys in group_keys), default=0)
         step = service.MAX_KEYS_PER_CALL // max(1, len(group_keys))
         for first in range(0, max(1, num_keys), step):
-            part = slice(first * KEY_BYTES, (first + step) * KEY_BYTES)
+            part = slice(first * ROW_KEY_BYTES, (first + step) * ROW_KEY_BYTES)
             reply = self._call(
                 service.LOOKUP,
                 timeout,
                 request_id=bounded(request_id),
                 groups=[pb.GroupKeys(group=group, keys=keys[part]) for group, keys in group_keys],
-                tenant=tenant,
                 prefill_tokens_per_second=prefill_tokens_per_second,
                 hint=hint,
-                namespace=namespace,
             )
-            result = result.followed_by(reply)
-            if reply.num_resident + reply.num_pending < step:
+            results = [
+                _joined(known, found) if known.num_expected == first else known
+                for known, found in zip(results, reply.groups, strict=True)
+            ]
+            if all(result.num_expected < first + step for result in results):
                 break
-        return result
+        return results
 
     def reserve(
         self,
@@ -200,29 +174,28 @@ class Session:
         request_id: str = "",
         first_chunk: int = 0,
         tenant: bytes = b"",
-        namespace: bytes = b"",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> list[Reservation]:
-        """Ask for slots of this client's column: one answer per 32-byte key, the chain's head first.
+        """Ask for slots of this client's column: one answer per row key, the chain's head first.
 
         What is stored under one ``request_id``, in however many calls, is evicted from its tail.
         """
         reservations = []
         step = service.MAX_KEYS_PER_CALL
-        for first in range(0, max(1, len(keys) // KEY_BYTES), step):
+        for first in range(0, max(1, len(keys) // ROW_KEY_BYTES), step):
             reply = self._call(
                 service.RESERVE,
                 timeout,
                 group=group,
-                keys=keys[first * KEY_BYTES : (first + step) * KEY_BYTES],
+                keys=keys[first * ROW_KEY_BYTES : (first + step) * ROW_KEY_BYTES],
                 request_id=bounded(request_id) if request_id else "",
                 first_chunk=first_chunk + first,
                 tenant=tenant,
-                namespace=namespace,
             )
+            slots = iter(service.unpack_slots(reply.slots))
             reservations += [
-                Reservation(Reserved(result), Slot(row, generation) if result == pb.SLOT else None)
-                for result, row, generation in zip(reply.results, reply.rows, reply.generations, strict=True)
+                Reservation(Reserved(result), next(slots) if result == pb.SLOT else None)
+                for result in reply.results
             ]
         return reservations
 
@@ -274,9 +247,7 @@ class Session:
     def _call_sliced(self, method: service.Method, slots: Sequence[Slot], timeout: float) -> None:
         step = service.MAX_KEYS_PER_CALL
         for first in range(0, max(1, len(slots)), step):
-            part = slots[first : first + step]
-            rows, generations = [slot.row for slot in part], [slot.generation for slot in part]
-            self._call(method, timeout, rows=rows, generations=generations)
+            self._call(method, timeout, slots=service.pack_slots(slots[first : first + step]))
 
     def _call(self, method: service.Method, timeout: float, **fields: Any) -> Any:
         self.check_present()
@@ -302,6 +273,17 @@ class Session:
             self._on_stale(details)
             return StaleSession(details)
         return RpcRefused(code, details)
+
+
+def _joined(known: LookupResult, found: pb.GroupResult) -> LookupResult:
+    """Append the answer about the keys that follow; what comes after a gap does not count."""
+    is_resident = not known.num_pending
+    return LookupResult(
+        known.num_resident + (found.num_resident if is_resident else 0),
+        known.num_leased + (found.num_leased if known.num_leased == known.num_resident else 0),
+        known.num_pending + found.num_pending + (0 if is_resident else found.num_resident),
+        found.probing,
+    )
 
 
 def bounded(request_id: str) -> str:

@@ -15,8 +15,10 @@ from lmcache.tiers.circuit import CircuitBreaker
 KEY_BYTES = 32
 """Length of a chunk key and of a namespace (both SHA-256)."""
 
+ROW_KEY_BYTES = 2 * KEY_BYTES
+
 RowKey = bytes
-"""64 bytes, namespace + chunk key: what the memory tier indexes."""
+"""64 bytes, namespace + chunk key: what goes over the wire, and what the memory tier indexes."""
 
 
 class ObjectId(bytes):

@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError, Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.stats import CallStats
 from lmcache_sidecar.wire import Refused, invalid
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _OPTIONS = [
 class Server:
     """Serves ``sessions`` on ``socket_path`` from ``start`` to ``stop``."""
 
-    def __init__(self, sessions: Sessions, socket_path: str, calls: CallStats) -> None:
+    def __init__(self, sessions: Sessions, socket_path: str, calls: CallCounts) -> None:
         self._sessions = sessions
         self._socket_path = socket_path
         self._calls = calls
@@ -87,7 +87,7 @@ class Server:
         async def work(data: bytes) -> Any:
             started = time.perf_counter()
             reply = call(_parse(method.request, data))
-            self._calls.observe(method.name, time.perf_counter() - started)
+            self._calls.took(method.name, time.perf_counter() - started)
             return reply
 
         async def handle(data: bytes, context: _Context) -> Any:

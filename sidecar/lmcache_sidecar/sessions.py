@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _Request = pb.LookupRequest | pb.ReserveRequest | pb.CommitRequest | pb.AbortRequest | pb.ReleaseRequest
 _FAREWELL_SECONDS = 2.0
-_NO_SLOT = Slot(0, 0)
-"""What a message carries where no slot was given out."""
 
 
 @dataclass
@@ -163,25 +161,20 @@ class Sessions:
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         """Lease what is in memory, unless it is a hint."""
         client = self._caller(request)
-        keys = wire.parse_lookup(request, client.peer)
+        groups = wire.parse_lookup(request, client.peer)
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
-        found = self._present_store.lookup(
-            (client.peer.engine, request.request_id),
-            keys,
-            lengths=[client.peer.chunk_bytes[group.group] for group in request.groups],
-            chunk_seconds=client.chunk_seconds,
-            is_hint=request.hint,
-        )
-        reply = pb.LookupReply(
-            epoch=client.epoch,
-            num_resident=found.num_resident,
-            num_pending=found.num_pending,
-            probing=found.probing,
-        )
-        for group, slots in zip(request.groups, found.slots, strict=False):
-            rows, generations = zip(*slots, strict=True) if slots else ((), ())
-            reply.slots.add(group=group.group, rows=rows, generations=generations)
-            reply.num_leased = len(slots)
+        reply = pb.LookupReply()
+        for group, keys in groups:
+            num_resident, num_leased, num_pending, is_probing = self._present_store.lookup(
+                (client.peer.engine, request.request_id),
+                keys,
+                length=client.peer.chunk_bytes[group],
+                row_seconds=client.chunk_seconds / len(groups),
+                is_hint=request.hint,
+            )
+            reply.groups.add(
+                num_resident=num_resident, num_leased=num_leased, num_pending=num_pending, probing=is_probing
+            )
         return reply
 
     def reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
@@ -197,11 +190,9 @@ class Sessions:
             request=request.request_id,
             tenant=request.tenant,
         )
-        slots = [reservation.slot or _NO_SLOT for reservation in reserved]
         return pb.ReserveReply(
             results=[pb.Reservation.Name(reservation.result.value) for reservation in reserved],
-            rows=[slot.row for slot in slots],
-            generations=[slot.generation for slot in slots],
+            slots=service.pack_slots(reservation.slot for reservation in reserved if reservation.slot),
         )
 
     def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
@@ -244,7 +235,7 @@ class Sessions:
         action: Callable[[TieredStore], Callable[[Sequence[Slot], int, bytes], None]],
     ) -> None:
         peer = self._worker(request).peer
-        slots = wire.parse_slots(request.rows, request.generations, self.arena.num_rows)
+        slots = wire.parse_slots(request.slots, self.arena.num_rows)
         try:
             action(self._present_store)(slots, peer.hello.column, peer.uuid)
         except StaleSlotError as error:

@@ -6,18 +6,19 @@ import asyncio
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from lmcache.rpc import service
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.stats import MemoryStats
+from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache_sidecar import stats
+from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.stats import CallStats, Part
 from lmcache_sidecar.tiers import open_tiers
 
 logger = logging.getLogger(__name__)
@@ -29,20 +30,21 @@ _CLOSE_SECONDS = 1.0
 class Sidecar:
     """What engines attach to, from ``start`` to ``stop``."""
 
-    def __init__(self, config: Config, calls: CallStats) -> None:
+    def __init__(self, config: Config, calls: CallCounts) -> None:
         """Take the socket and the arena. Raises ConfigError, and then nothing is taken."""
         self._config = config
         claim_socket(config.socket)
         locks = _make_locks_directory(config.socket)
         self._arena = _open_arena(config)
         try:
-            self._handles = open_tiers(config)
+            self._configured = open_tiers(config)
         except BaseException:
             self._arena.close()
             raise
-        self._tiers = {name: lower.tier for name, lower in self._handles.items() if lower.tier}
+        self._tiers = {name: lower.tier for name, lower in self._configured.items() if lower.tier}
         # Over all formats of the arena.
         self._memory_stats = MemoryStats()
+        self._tier_stats = {name: TieredStats() for name in self._tiers}
         self._sessions = Sessions(self._arena, config.arena_path, locks, self._make_store)
         self._server = Server(self._sessions, config.socket, calls)
         self._deaths: asyncio.Task[None] | None = None
@@ -85,16 +87,16 @@ class Sidecar:
             await asyncio.to_thread(tier.close)
         self._arena.close()
 
-    def stats(self) -> list[Part]:
+    def stats(self) -> dict[str, Any]:
         """Everything that is known about its parts."""
-        return stats.collect(self._sessions, self._handles, self._memory_stats)
+        return stats.collect(self._sessions, self._configured, self._memory_stats)
 
     def _make_store(self) -> TieredStore:
         return TieredStore(
             self._arena,
             self._tiers,
             admit=Admit(self._config.admit),
-            stats={name: lower.traffic for name, lower in self._handles.items()},
+            stats=self._tier_stats,
             memory_stats=self._memory_stats,
         )
 

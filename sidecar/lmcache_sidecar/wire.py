@@ -7,7 +7,6 @@ message can cost more than its size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -15,7 +14,7 @@ import grpc
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.base import KEY_BYTES, RowKey
+from lmcache.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
 from lmcache.tiers.memory.contracts import Geometry, Slot
 from lmcache.tiers.pages import PAGE_BYTES
 from lmcache.units import round_up
@@ -105,8 +104,8 @@ def parse_hello(hello: pb.Hello) -> Peer:
     return Peer(hello, Geometry(slot_bytes, num_columns), chunk_bytes)
 
 
-def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[list[RowKey]]:
-    """Row keys per group, in the order of the request."""
+def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[tuple[int, list[RowKey]]]:
+    """The groups and their row keys, in the order of the request."""
     parse_request_id(request.request_id)
     if not 0 <= request.prefill_tokens_per_second < math.inf:
         raise invalid("prefill_tokens_per_second must be a finite number, 0 when it is not known")
@@ -115,9 +114,8 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[list[RowKey]]:
         raise invalid(
             f"groups must be each of {sorted(peer.chunk_bytes)} once, they are {groups[:_MAX_GROUPS]}"
         )
-    if len({len(group.keys) for group in request.groups}) > 1:
-        raise invalid("all groups must have the same number of keys")
-    return _split_keys(peer, request, *(group.keys for group in request.groups))
+    _check_num_keys(sum(len(group.keys) for group in request.groups))
+    return [(group.group, _split_keys(group.keys)) for group in request.groups]
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
@@ -126,18 +124,20 @@ def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
         raise invalid(f"group {request.group} is unknown: the Hello had {sorted(peer.chunk_bytes)}")
     if request.request_id:
         parse_request_id(request.request_id)
-    return _split_keys(peer, request, request.keys)[0]
+    _check_length("tenant", request.tenant, _MAX_TEXT_BYTES)
+    _check_num_keys(len(request.keys))
+    return _split_keys(request.keys)
 
 
-def parse_slots(rows: Sequence[int], generations: Sequence[int], num_rows: int) -> list[Slot]:
+def parse_slots(packed: bytes, num_rows: int) -> list[Slot]:
     """The slots that a Commit or Abort names."""
-    if len(rows) != len(generations):
-        raise invalid(f"{len(rows)} rows but {len(generations)} generations: send one generation per row")
-    if len(rows) > service.MAX_KEYS_PER_CALL or len(set(rows)) != len(rows):
-        raise invalid(f"rows must be different ones, at most {service.MAX_KEYS_PER_CALL}")
-    if (highest := max(rows, default=-1)) >= num_rows:
+    _check_multiple("slots", packed, service.SLOT_BYTES)
+    slots = service.unpack_slots(packed)
+    if len(slots) > service.MAX_KEYS_PER_CALL or len({slot.row for slot in slots}) != len(slots):
+        raise invalid(f"slots must be of different rows, at most {service.MAX_KEYS_PER_CALL}")
+    if (highest := max(slots, default=Slot(-1, 0)).row) >= num_rows:
         raise invalid(f"row {highest} is out of range: the arena has {num_rows} rows")
-    return list(map(Slot._make, zip(rows, generations, strict=True)))
+    return slots
 
 
 def parse_request_id(request_id: str) -> str:
@@ -177,20 +177,19 @@ def _check_group(group: pb.KVGroup, chunk_tokens: int) -> None:
     )
 
 
-def _split_keys(
-    peer: Peer, request: pb.LookupRequest | pb.ReserveRequest, *groups: bytes
-) -> list[list[RowKey]]:
-    """Row keys per group of a call."""
-    _check_length("tenant", request.tenant, _MAX_TEXT_BYTES)
-    namespace, step = request.namespace or peer.hello.namespace, KEY_BYTES
-    _require(len(namespace) == KEY_BYTES, f"namespace must have {KEY_BYTES} bytes, it has {len(namespace)}")
-    if sum(map(len, groups)) > service.MAX_KEYS_PER_CALL * KEY_BYTES:
+def _check_num_keys(num_bytes: int) -> None:
+    if num_bytes > service.MAX_KEYS_PER_CALL * ROW_KEY_BYTES:
         raise invalid(f"a call takes at most {service.MAX_KEYS_PER_CALL} keys: ask for fewer at once")
-    for keys in groups:
-        if len(keys) % KEY_BYTES:
-            raise invalid(f"keys must have {KEY_BYTES} bytes each, {len(keys)} bytes are no multiple of that")
-    # As row_key() does, without a call per key: this is the longest part of a lookup outside the tiers.
-    return [[namespace + keys[at : at + step] for at in range(0, len(keys), step)] for keys in groups]
+
+
+def _split_keys(keys: bytes) -> list[RowKey]:
+    _check_multiple("keys", keys, ROW_KEY_BYTES)
+    return [keys[at : at + ROW_KEY_BYTES] for at in range(0, len(keys), ROW_KEY_BYTES)]
+
+
+def _check_multiple(name: str, value: bytes, item_bytes: int) -> None:
+    if len(value) % item_bytes:
+        raise invalid(f"{name} must have {item_bytes} bytes each, {len(value)} bytes are no multiple of that")
 
 
 def _check_length(name: str, value: bytes, limit: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from lmcache.rpc.client import Session, SidecarClient
 from testing.processes import SidecarProcess
-from tests.harness.wire import make_hello, make_keys
+from tests.harness.wire import make_hello, make_keys, slots_of
 
 CHUNK_BYTES = 100_000
 
@@ -46,10 +46,12 @@ def store(session: Session, *numbers: int) -> None:
 
 def load(scheduler: Session, worker: Session, request_id: str, *numbers: int) -> list[np.ndarray]:
     """Lease, copy, check, release."""
-    found = scheduler.lookup(request_id, [(0, make_keys(*numbers))])
+    keys = make_keys(*numbers)
+    [found] = scheduler.lookup(request_id, [(0, keys)])
+    slots = slots_of(scheduler, keys)[: found.num_leased]
     with worker.copying():
-        copies = [worker.slots[slot.row, :CHUNK_BYTES].copy() for slot in found.slots.get(0, [])]
-        assert all(worker.holds(slot) for slot in found.slots.get(0, []))
+        copies = [worker.slots[slot.row, :CHUNK_BYTES].copy() for slot in slots]
+        assert all(map(worker.holds, slots))
     scheduler.release([request_id])
     return copies
 

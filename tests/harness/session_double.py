@@ -11,7 +11,7 @@ import numpy as np
 
 from lmcache.rpc.errors import SidecarUnavailable
 from lmcache.rpc.session import LookupResult
-from lmcache.tiers.base import KEY_BYTES
+from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Reservation, Reserved, Slot
 from tests.harness.wire import NAMESPACE
 
@@ -51,7 +51,7 @@ class SessionDouble:
 
     def find(self, row_keys: Any) -> Found:
         """As ``MappedIndex`` does."""
-        slots = self._leading(_name(row[:4].tobytes(), row[4:].tobytes()) for row in row_keys)
+        slots = self._leading(_split(row_keys.tobytes()))
         rows, generations = [slot.row for slot in slots], [slot.generation for slot in slots]
         return Found(np.array(rows, np.int64), np.array(generations, np.uint64))
 
@@ -61,26 +61,24 @@ class SessionDouble:
         group_keys: Sequence[tuple[int, bytes]],
         *,
         hint: bool = False,
-        namespace: bytes = b"",
         **_: Any,
-    ) -> LookupResult:
+    ) -> list[LookupResult]:
         self.before_lookup()
         self._check_up()
-        ((group, keys),) = group_keys
-        found = self._leading(namespace + key for key in _split(keys))
+        ((_, keys),) = group_keys
+        num_found = len(self._leading(_split(keys)))
         self.num_hints += hint
-        if hint:
-            return LookupResult(len(found), 0, self.num_pending, False, {group: []})
-        self.leased.add(request_id)
-        return LookupResult(len(found), len(found), self.num_pending, False, {group: found})
+        if not hint:
+            self.leased.add(request_id)
+        return [LookupResult(num_found, 0 if hint else num_found, self.num_pending)]
 
     def _leading(self, keys: Iterable[bytes]) -> list[Slot]:
         slots = itertools.takewhile(lambda slot: slot in self.committed, map(self.rows.get, keys))
         return [slot for slot in slots if slot is not None]
 
-    def reserve(self, group: int, keys: bytes, *, namespace: bytes = b"", **_: Any) -> list[Reservation]:
+    def reserve(self, group: int, keys: bytes, **_: Any) -> list[Reservation]:
         self._check_up()
-        return [self._reserve(namespace + key) for key in _split(keys)]
+        return list(map(self._reserve, _split(keys)))
 
     def commit(self, slots: Sequence[Slot], timeout: float = 0) -> None:
         assert self.is_copying, "commit belongs into the copying block"
@@ -118,10 +116,7 @@ class SessionDouble:
             raise SidecarUnavailable("down")
 
 
-def _name(namespace: bytes, key: bytes) -> bytes:
-    """How a row is called here: rows of the Hello's namespace have no prefix."""
-    return key if namespace == NAMESPACE else namespace + key
-
-
 def _split(keys: bytes) -> list[bytes]:
-    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+    """Rows of the Hello's namespace are called by their chunk keys here."""
+    row_keys = (keys[at : at + ROW_KEY_BYTES] for at in range(0, len(keys), ROW_KEY_BYTES))
+    return [key.removeprefix(NAMESPACE) for key in row_keys]

@@ -11,7 +11,7 @@ from lmcache.tiers.circuit import CircuitBreaker
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests as digests_of
-from lmcache.tiers.memory.contracts import Geometry, Lookup, Reserved, Slot
+from lmcache.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import TieredStats, Unwritten
 from lmcache.tiers.tiered.store import Admit, TieredStore
@@ -180,18 +180,27 @@ class World:
         self.store.commit(self.fill(keys, 0), 0, OWNER)
         return await self.store.commit_through(self.fill(keys, 1), 1, OWNER)
 
-    def lookup(self, keys: list[bytes], request: str = "request", chunk_seconds: float = 0.0) -> Lookup:
-        return self.store.lookup((LEASE[0], request), [keys], lengths=[SIZE], chunk_seconds=chunk_seconds)
+    def lookup(self, keys: list[bytes], request: str = "request", row_seconds: float = 0.0) -> LookupResult:
+        return self.store.lookup((LEASE[0], request), keys, length=SIZE, row_seconds=row_seconds)
 
-    async def until_resident(self, keys: list[bytes]) -> Lookup:
+    def slots(self, keys: list[bytes]) -> list[Slot]:
+        """Where the leading keys are in memory."""
+        return slots_of(self.store, keys)
+
+    async def until_resident(self, keys: list[bytes]) -> LookupResult:
         found = self.lookup(keys)
         while found.num_resident < len(keys):
             await asyncio.sleep(0.001)
             found = self.lookup(keys)
-        for key, slot in zip(keys, found.slots[0], strict=False):
+        for key, slot in zip(keys, self.slots(keys), strict=True):
             for column in range(NUM_COLUMNS):
                 assert bytes(self.arena.view(slot.row, column)) == content(key, column)
         return found
+
+
+def slots_of(store: TieredStore, keys: list[bytes]) -> list[Slot]:
+    rows = store.memory._rows
+    return rows.slots(rows.prefix(keys))
 
 
 async def until(condition) -> None:

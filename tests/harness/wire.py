@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
 from lmcache.rpc.lockfile import LockFile
+from lmcache.tiers.memory.contracts import Slot
 from testing.child_process import REPOSITORY, wait_until
 from testing.processes import SidecarProcess
 
@@ -38,9 +40,14 @@ def make_hello(role: Role = Role.WORKER, *, chunk_bytes: int = 100_000, **fields
     return ClientHello(role, **(defaults | fields))
 
 
-def make_keys(*numbers: int) -> bytes:
-    """One 32-byte key per number."""
-    return b"".join(hashlib.sha256(b"%d" % number).digest() for number in numbers)
+def make_keys(*numbers: int, namespace: bytes = NAMESPACE) -> bytes:
+    """One row key per number."""
+    return b"".join(namespace + hashlib.sha256(b"%d" % number).digest() for number in numbers)
+
+
+def slots_of(session: Session, keys: bytes) -> list[Slot]:
+    """Where the index says that the leading keys are."""
+    return session.index.find(np.frombuffer(keys, "<u8").reshape(-1, 8)).slots()
 
 
 def attached(client: SidecarClient, *, newer_than: Session | None = None) -> Session:
@@ -53,7 +60,7 @@ def attached(client: SidecarClient, *, newer_than: Session | None = None) -> Ses
 
 def usable(sidecar: SidecarProcess) -> None:
     """Wait until the whole arena is populated."""
-    sidecar.wait_until(lambda stats: 0 < stats["memory"]["capacity_rows"] == stats["memory"]["usable_rows"])
+    sidecar.wait_until(lambda stats: 0 < stats["memory"]["num_rows"] == stats["memory"]["usable_rows"])
 
 
 class RawClient:

@@ -12,7 +12,7 @@ from lmcache_sidecar.sessions import Client, Sessions
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import ClientHello, KVGroup, Role
-from lmcache.tiers.memory.contracts import Geometry, Lookup
+from lmcache.tiers.memory.contracts import Geometry, LookupResult
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
 
@@ -68,9 +68,9 @@ class FakeStore:
     def register(self, namespace, *, label) -> None:
         pass
 
-    def lookup(self, lease_id, groups, *, lengths, chunk_seconds, is_hint) -> Lookup:
-        num_resident, slots = self.memory.lookup(lease_id, groups[0], is_hint=is_hint)
-        return Lookup(num_resident=num_resident, slots=[slots])
+    def lookup(self, lease_id, keys, *, length, row_seconds, is_hint) -> LookupResult:
+        num_resident, slots = self.memory.lookup(lease_id, keys, is_hint=is_hint)
+        return LookupResult(num_resident, len(slots))
 
     def reserve(self, keys, column, owner, *, length, first_chunk, request, tenant):
         return [
@@ -131,30 +131,23 @@ class World:
         return asyncio.run(self.sessions.attach(hello))
 
     def reserve(self, client: Client, *numbers: int) -> pb.ReserveReply:
-        keys = b"".join(bytes([number]) * 32 for number in numbers)
+        keys = b"".join(bytes([number]) * 64 for number in numbers)
         return self.sessions.reserve(
             pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys)
         )
 
-    def lookup(self, client: Client, request_id: str, *numbers: int) -> pb.LookupReply:
-        keys = b"".join(bytes([number]) * 32 for number in numbers)
+    def lookup(self, client: Client, request_id: str, *numbers: int) -> pb.GroupResult:
+        keys = b"".join(bytes([number]) * 64 for number in numbers)
         request = pb.LookupRequest(epoch=client.epoch, client_uuid=client.peer.uuid, request_id=request_id)
         request.groups.add(group=0, keys=keys)
-        return self.sessions.lookup(request)
+        (found,) = self.sessions.lookup(request).groups
+        return found
 
-    def commit(self, client: Client, rows, generations) -> None:
-        self.sessions.commit(
-            pb.CommitRequest(
-                epoch=client.epoch, client_uuid=client.peer.uuid, rows=rows, generations=generations
-            )
-        )
+    def commit(self, client: Client, slots: bytes) -> None:
+        self.sessions.commit(pb.CommitRequest(epoch=client.epoch, client_uuid=client.peer.uuid, slots=slots))
 
-    def abort(self, client: Client, rows, generations) -> None:
-        self.sessions.abort(
-            pb.AbortRequest(
-                epoch=client.epoch, client_uuid=client.peer.uuid, rows=rows, generations=generations
-            )
-        )
+    def abort(self, client: Client, slots: bytes) -> None:
+        self.sessions.abort(pb.AbortRequest(epoch=client.epoch, client_uuid=client.peer.uuid, slots=slots))
 
     def drain(self, client: Client) -> None:
         self.sessions.drained(client, pb.Drained(epoch=client.epoch))

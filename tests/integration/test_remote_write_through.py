@@ -15,6 +15,7 @@ from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import RedisServer
+from tests.harness.tiered_world import slots_of
 
 pytestmark = pytest.mark.redis
 
@@ -52,9 +53,9 @@ def put(store: TieredStore, arena: PrivateArena) -> None:
 async def brought(store: TieredStore, arena: PrivateArena) -> None:
     async with asyncio.timeout(20):
         # Engines ask like this: what is waited for has no event of its own.
-        while (found := store.lookup(LEASE, [CHAIN], lengths=[PAYLOAD_BYTES])).num_resident < len(CHAIN):  # noqa: ASYNC110
+        while store.lookup(LEASE, CHAIN, length=PAYLOAD_BYTES).num_resident < len(CHAIN):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-    for key, slot in zip(CHAIN, found.slots[0], strict=True):
+    for key, slot in zip(CHAIN, slots_of(store, CHAIN), strict=True):
         for column in range(2):
             assert bytes(arena.view(slot.row, column)[:PAYLOAD_BYTES]) == payload_of(key, column)
 
@@ -80,11 +81,11 @@ class TestTieredStore:
                 async with store_of(server) as (store, arena):
                     server.freeze()
                     put(store, arena)
-                    assert store.lookup(LEASE, [CHAIN], lengths=[PAYLOAD_BYTES]).num_resident == len(CHAIN)
+                    assert store.lookup(LEASE, CHAIN, length=PAYLOAD_BYTES).num_resident == len(CHAIN)
                     assert not await store.drain(2 * DEADLINE)
                     assert not store.lower["remote"].is_well
                     missing = [NAMESPACE + bytes([99]) * 32]
-                    assert not store.lookup((b"e" * 16, "other"), [missing], lengths=[1]).probing
+                    assert not store.lookup((b"e" * 16, "other"), missing, length=1).is_probing
                     server.thaw()
                     start = time.monotonic()
                     assert await store.drain(20)

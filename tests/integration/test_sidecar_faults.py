@@ -11,7 +11,7 @@ import pytest
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import Role, SidecarClient
 from lmcache.rpc.errors import SidecarUnavailable, StaleSession
-from lmcache.rpc.service import RESERVE
+from lmcache.rpc.service import RESERVE, unpack_slots
 from lmcache.tiers.memory.slots import ENTRY
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -43,7 +43,7 @@ def test_a_killed_sidecar_comes_back_with_its_rows(sidecar, connect):
     copies = load(again_scheduler, again, "after", 1, 2, 3, 4)
     assert_stored(copies, 1, 2, 3)
     assert sidecar.stats()["memory"]["verified"] == 3
-    sidecar.wait_until(lambda stats: stats["num_previous_clients"] == 0)
+    sidecar.wait_until(lambda stats: stats["num_clients_from_before"] == 0)
     store(again, 4)
     assert_stored(load(again_scheduler, again, "last", 4), 4)
 
@@ -59,16 +59,16 @@ def checksummed(sidecar: SidecarProcess, num_rows: int) -> None:
 def test_slots_reserved_before_a_restart_stay_with_their_owner(sidecar):
     with RawClient(sidecar) as client:
         client.attach()
-        row = client.call(RESERVE, group=0, keys=make_keys(1)).rows[0]
+        (slot,) = unpack_slots(client.call(RESERVE, group=0, keys=make_keys(1)).slots)
         sidecar.restart()
         assert sidecar.stats()["memory"]["quarantined_slots"] == 1
-        assert sidecar.stats()["num_previous_clients"] == 1
+        assert sidecar.stats()["num_clients_from_before"] == 1
         with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16)) as other:
             other.attach()
             usable(sidecar)
             many = other.call(RESERVE, group=0, keys=make_keys(*range(100, 200)))
             assert list(many.results) == [pb.SLOT] * 100
-            assert row not in many.rows
+            assert slot.row not in [other.row for other in unpack_slots(many.slots)]
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
 
 
@@ -86,7 +86,7 @@ def test_a_frozen_sidecar_costs_a_deadline_and_recovers(sidecar, connect):
     wait_until(lambda: "did not answer within 2 s: is it frozen?" in late.detached_reason)
     assert late.session is None
     sidecar.thaw()
-    assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
+    assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
     attached(late)
     late.close()
 
@@ -108,7 +108,7 @@ def test_leases_whose_release_was_not_answered_end_with_the_next_one(sidecar, co
     session = attached(connect())
     usable(sidecar)
     store(session, 1)
-    assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
+    assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
     sidecar.freeze()
     with pytest.raises(SidecarUnavailable):
         session.release(["r"], timeout=0.1)

@@ -10,7 +10,7 @@ import pytest
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import KVGroup, Role, SidecarClient
-from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE
+from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, pack_slots
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import store
@@ -33,11 +33,11 @@ BAD_CALLS = [
     ),
     (
         LOOKUP,
-        {"request_id": "r", "groups": [pb.GroupKeys(keys=b"k" * 65537 * 32)]},
+        {"request_id": "r", "groups": [pb.GroupKeys(keys=b"k" * 257 * 64)]},
         INVALID,
         f"at most {service.MAX_KEYS_PER_CALL} keys",
     ),
-    (LOOKUP, {"request_id": "r", "groups": ONE_GROUP, "tenant": b"t" * 513}, INVALID, "tenant has 513 bytes"),
+    (RESERVE, {"keys": make_keys(9), "tenant": b"t" * 513}, INVALID, "tenant has 513 bytes"),
     (
         LOOKUP,
         {"request_id": "r", "groups": ONE_GROUP, "prefill_tokens_per_second": float("nan")},
@@ -56,18 +56,19 @@ BAD_CALLS = [
     (RESERVE, {"keys": b"k" * 31}, INVALID, "31 bytes are no multiple"),
     (RESERVE, {"keys": make_keys(9), "epoch": 0}, PRECONDITION, "attach again"),
     (RESERVE, {"keys": make_keys(9), "request_id": "r" * 257}, INVALID, "request_id has 257 bytes"),
-    (COMMIT, {"rows": [0, 1], "generations": [1]}, INVALID, "2 rows but 1 generations"),
+    (COMMIT, {"slots": bytes(17)}, INVALID, "slots must have 16 bytes each, 17 bytes"),
     (
         COMMIT,
-        {"rows": [4_000_000_000], "generations": [1]},
+        {"slots": pack_slots([(4_000_000_000, 1)])},
         INVALID,
         "row 4000000000 is out of range: the arena has",
     ),
-    (COMMIT, {"rows": [0, 0], "generations": [1, 1]}, INVALID, "rows must be different"),
-    (COMMIT, {"rows": [5], "generations": [1]}, PRECONDITION, "nothing was committed"),
-    (COMMIT, {"rows": [0], "generations": [999]}, PRECONDITION, "nothing was committed"),
-    (ABORT, {"rows": [0, 5], "generations": [1, 1]}, PRECONDITION, "nothing was aborted"),
-    (ABORT, {"rows": [1 << 31], "generations": [1]}, INVALID, "out of range"),
+    (COMMIT, {"slots": pack_slots([(0, 1), (0, 1)])}, INVALID, "slots must be of different rows"),
+    (COMMIT, {"slots": pack_slots([(0, 1)] * 257)}, INVALID, "at most 256"),
+    (COMMIT, {"slots": pack_slots([(5, 1)])}, PRECONDITION, "nothing was committed"),
+    (COMMIT, {"slots": pack_slots([(0, 999)])}, PRECONDITION, "nothing was committed"),
+    (ABORT, {"slots": pack_slots([(0, 1), (5, 1)])}, PRECONDITION, "nothing was aborted"),
+    (ABORT, {"slots": pack_slots([((1 << 64) - 1, 1)])}, INVALID, "out of range"),
     (RELEASE, {"request_ids": ["held", ""]}, INVALID, "request_id must not be empty"),
     (RELEASE, {"request_ids": ["held"], "epoch": 3}, PRECONDITION, "attach again"),
 ]
@@ -81,7 +82,7 @@ def busy_client():
         usable(process)
         client.sidecar = process
         stored = client.call(RESERVE, group=0, keys=make_keys(1))
-        client.call(COMMIT, rows=stored.rows, generations=stored.generations)
+        client.call(COMMIT, slots=stored.slots)
         client.call(RESERVE, group=0, keys=make_keys(2))
         client.call(LOOKUP, request_id="held", groups=ONE_GROUP)
         yield client

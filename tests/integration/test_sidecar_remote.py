@@ -35,7 +35,7 @@ def test_sigterm_writes_through_what_is_queued():
         client.start()
         session = attached(client)
         usable(sidecar)
-        wait_until(lambda: session.lookup("r", [(0, make_keys(*range(20)))]).num_leased == 20)
+        wait_until(lambda: session.lookup("r", [(0, make_keys(*range(20)))])[0].num_leased == 20)
         assert_stored(load(session, session, "r", *range(20)), *range(20))
         client.close()
 
@@ -83,7 +83,7 @@ def test_an_unreachable_remote_tier_is_no_mistake():
         usable(sidecar)
         store(session, 1)
         sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-        assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
+        assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
         client.close()
 
 
@@ -99,7 +99,7 @@ def test_a_remote_tier_that_was_down_at_the_start_is_used_when_it_comes():
             session = attached(client)
             usable(sidecar)
             store(session, 1)
-            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
+            sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] == 1)
             client.close()
 
 

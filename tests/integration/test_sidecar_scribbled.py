@@ -22,7 +22,7 @@ def left_behind(sidecar, connect):
     session = attached(client := connect())
     usable(sidecar)
     store(session, *range(NUM_ROWS))
-    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)
     sidecar.kill()
 
     def start_again():
@@ -43,9 +43,9 @@ def entries_of(path) -> np.memmap:
 
 def offered(session) -> int:
     """Leading rows that are there once all that was asked for has been compared with its seal."""
-    found = session.lookup("offered", [(0, make_keys(*range(NUM_ROWS)))])
+    (found,) = session.lookup("offered", [(0, make_keys(*range(NUM_ROWS)))])
     while found.num_pending:
-        found = session.lookup("offered", [(0, make_keys(*range(NUM_ROWS)))])
+        (found,) = session.lookup("offered", [(0, make_keys(*range(NUM_ROWS)))])
     session.release(["offered"])
     return found.num_resident
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmcache import keys
+from lmcache.tiers.base import KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Slot
 from lmcache.units import ceil_div
 
@@ -161,7 +162,7 @@ class KeyContext:
     marks: Marks = ()
     cache_salt: str = ""
     tenant: bytes = b""
-    namespace: bytes = b""  # not empty: instead of the engine's, since it was reset
+    namespace: bytes = b""  # the engine's, or since its last reset another one
 
     def chunk_keys(self, hashes: Sequence[bytes], first_chunk: int = 0) -> bytes:
         """Join the keys of chunks from ``first_chunk`` on, which are named by the hashes of their last
@@ -173,6 +174,11 @@ class KeyContext:
             joined.append(keys.chunk_keys(hashes[done:end], fingerprint, self.cache_salt, GROUP))
             done, fingerprint = end, following
         return b"".join(joined)
+
+    def row_keys(self, hashes: Sequence[bytes], first_chunk: int = 0) -> bytes:
+        """As the sidecar knows them: each behind its namespace."""
+        names, size = self.chunk_keys(hashes, first_chunk), KEY_BYTES
+        return b"".join([self.namespace + names[at : at + size] for at in range(0, len(names), size)])
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache import keys
 from lmcache.engines.core.jobs import GROUP, KeyContext, Marks
-from lmcache.rpc.client import LookupResult, Session, SidecarClient
+from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
-from lmcache.tiers.base import KEY_BYTES
-from lmcache.tiers.memory.contracts import Found
+from lmcache.tiers.base import KEY_BYTES, ROW_KEY_BYTES
+from lmcache.tiers.memory.contracts import Found, LookupResult
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,6 @@ _WORD = np.dtype("<u8")
 _NOTHING = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
-class Answer(NamedTuple):
-    """What the sidecar said: how many leading chunks are in memory or on their way there."""
-
-    num_coming: int = 0
-    is_probing: bool = False  # lower tiers have not said yet what they hold
-    at: float = 0.0
-
-
 @dataclass(eq=False)
 class Ticket:
     """One request's question. The lookup thread writes what follows ``asked_at``, the scheduler reads."""
@@ -66,7 +58,8 @@ class Ticket:
     context: KeyContext | None = None  # None: not known yet, or not cacheable
     names: tuple[bytes, ...] = ()  # of the chunks
     row_keys: npt.NDArray[np.uint64] | None = None  # [chunks, 8 words]; None: not known yet, and never again
-    answer: Answer | None = None  # None: not answered yet
+    answer: LookupResult | None = None  # None: not answered yet
+    answered_at: float = 0.0
     is_asking: bool = False  # a hint is on its way
     may_be_leased: bool = False  # also when no answer came; the lookup thread's own
 
@@ -126,7 +119,7 @@ class LookupThread:
         if not self._is_named(ticket) or ticket.row_keys is None:
             return None
         session = self._client.session
-        if session is None or session.index is None or not len(ticket.row_keys):
+        if session is None or not len(ticket.row_keys):
             return _NOTHING
         return session.index.find(ticket.row_keys)
 
@@ -136,7 +129,7 @@ class LookupThread:
             self._note_marks(ticket, ())
         ticket.asked_at = self._clock()
         if self._has_all(ticket):
-            ticket.answer = Answer(at=ticket.asked_at)
+            ticket.answer, ticket.answered_at = LookupResult(), ticket.asked_at
             return
         ticket.is_asking = True
         self._queue.put(partial(self._serve, ticket))
@@ -173,7 +166,7 @@ class LookupThread:
         self._client.close()
 
     def _serve(self, ticket: Ticket) -> None:
-        answer = Answer()
+        answer = LookupResult()
         try:
             if ticket.context is None and ticket.marks is not None:
                 self._note_marks(ticket, ticket.marks())
@@ -184,7 +177,7 @@ class LookupThread:
                 answer = self._look_up(ticket)
         finally:
             now = self._clock()
-            ticket.answer = answer._replace(at=now)
+            ticket.answer, ticket.answered_at = answer, now
             ticket.is_asking = False
             self._adapt(now - ticket.asked_at)
             self.answered.set()
@@ -207,19 +200,19 @@ class LookupThread:
     def _note_marks(self, ticket: Ticket, marks: Marks | None) -> None:
         if marks is not None:
             tenant = keys.tenant(ticket.cache_salt, self._namespace)
-            ticket.context = KeyContext(marks, ticket.cache_salt, tenant, ticket.namespace)
+            namespace = ticket.namespace or self._namespace
+            ticket.context = KeyContext(marks, ticket.cache_salt, tenant, namespace)
 
     def _name(self, ticket: Ticket) -> None:
         """Name the chunks; both threads may come to it, and do the same then."""
-        names = ticket.context.chunk_keys(ticket.hashes) if ticket.context is not None else b""
-        ticket.names = tuple(names[at : at + KEY_BYTES] for at in range(0, len(names), KEY_BYTES))
-        namespace = ticket.namespace or self._namespace
-        row_keys = b"".join([namespace + name for name in ticket.names])
-        ticket.row_keys = np.frombuffer(row_keys, _WORD).reshape(-1, 2 * KEY_BYTES // _WORD.itemsize)
+        joined = ticket.context.row_keys(ticket.hashes) if ticket.context is not None else b""
+        steps = range(0, len(joined), ROW_KEY_BYTES)
+        ticket.names = tuple(joined[at + KEY_BYTES : at + ROW_KEY_BYTES] for at in steps)
+        ticket.row_keys = np.frombuffer(joined, _WORD).reshape(-1, ROW_KEY_BYTES // _WORD.itemsize)
 
-    def _look_up(self, ticket: Ticket) -> Answer:
+    def _look_up(self, ticket: Ticket) -> LookupResult:
         found = self._call(lambda session: self._lookup(session, ticket, len(ticket.names), is_hint=True))
-        return Answer(found.num_resident + found.num_pending, found.probing) if found else Answer()
+        return found or LookupResult()
 
     def _lease(self, ticket: Ticket, num_chunks: int) -> None:
         ticket.may_be_leased = True
@@ -228,18 +221,16 @@ class LookupThread:
     def _lookup(
         self, session: Session, ticket: Ticket, num_chunks: int, *, is_hint: bool
     ) -> LookupResult | None:
-        context = ticket.context
-        if context is None:
+        if ticket.row_keys is None:
             return None
-        return session.lookup(
+        [found] = session.lookup(
             ticket.request_id,
-            [(GROUP, b"".join(ticket.names[:num_chunks]))],
-            tenant=context.tenant,
+            [(GROUP, ticket.row_keys[:num_chunks].tobytes())],
             prefill_tokens_per_second=self._rate(),
             hint=is_hint,
-            namespace=context.namespace,
             timeout=_CALL_SECONDS,
         )
+        return found
 
     def _release(self, ticket: Ticket) -> None:
         if not ticket.may_be_leased:

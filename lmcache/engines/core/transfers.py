@@ -106,11 +106,10 @@ class StoreTransfer:
         job = self.job
         answers = session.reserve(
             GROUP,
-            job.context.chunk_keys(job.hashes, job.first_chunk),
+            job.context.row_keys(job.hashes, job.first_chunk),
             request_id=job.request_id,
             first_chunk=job.first_chunk,
             tenant=job.context.tenant,
-            namespace=job.context.namespace,
         )
         return [
             (chunk, answer.slot)

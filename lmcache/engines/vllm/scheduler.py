@@ -288,21 +288,21 @@ class Scheduler:
         if lookups.knows_all(ticket):
             return False
         answer = ticket.answer
-        if answer is not None and now - answer.at >= OLD_SECONDS and state.patience is None:
+        if answer is not None and now - ticket.answered_at >= OLD_SECONDS and state.patience is None:
             ticket.answer = None
             if not ticket.is_asking:
                 lookups.ask(ticket)
             return True
         if answer is None:
             return not lookups.is_late(ticket, num_missing * chunk_seconds)
-        if num_found >= answer.num_coming and not answer.is_probing:
+        if num_found >= answer.num_expected and not answer.is_probing:
             return False
         if now - ticket.asked_at >= ASK_AGAIN_SECONDS * self._num_waited and not ticket.is_asking:
             lookups.ask(ticket)
         if state.patience is None:
             state.patience = Patience(num_found, now, self._num_steps)
         if not answer.is_probing:
-            num_missing = answer.num_coming - num_found
+            num_missing = answer.num_expected - num_found
         return not state.patience.is_over(
             num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps
         )

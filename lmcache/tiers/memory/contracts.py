@@ -6,7 +6,7 @@ The arena has one equal partition per column, so a **slot** is (row, column).
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,15 +39,22 @@ class Reservation(NamedTuple):
     slot: Slot | None = None
 
 
-@dataclass
-class Lookup:
-    """Answer of a lookup over the tiers; counts are chunks, and a chunk is one row in every group."""
+class LookupResult(NamedTuple):
+    """What a lookup found of one KV group's chain; the counts are chunks from its first one on."""
 
-    num_resident: int = 0  # leading chunks in memory
-    num_pending: int = 0  # chunks after those that are here when all that is being brought has come
-    probing: bool = False  # the remote tier has not said yet what it holds
-    slots: list[list[Slot]] = field(default_factory=list)  # per group, of the leading chunks that are leased
-    num_coming: int = 0  # of the pending ones, those that are not here yet
+    num_resident: int = 0
+    """In memory."""
+    num_leased: int = 0
+    """In memory and under the request's lease: they stay where the index says until it ends."""
+    num_pending: int = 0
+    """After ``num_resident``: here when all that is being brought has come."""
+    is_probing: bool = False
+    """Lower tiers have not said yet what they hold."""
+
+    @property
+    def num_expected(self) -> int:
+        """In memory, or on their way there."""
+        return self.num_resident + self.num_pending
 
 
 class Found(NamedTuple):

@@ -51,31 +51,27 @@ class Promotions:
         # Keys known as absent, of all requests or ("") of one, until then.
         self._absent: OrderedDict[tuple[RowKey, str], float] = OrderedDict()
 
-    def verify(self, keys: Sequence[RowKey]) -> tuple[int, int]:
-        """Return how many leading keys are here or on their way, and how many of these are still to come;
-        start verifying those that need it."""
+    def verify(self, keys: Sequence[RowKey]) -> int:
+        """Return how many leading keys are here or on their way; start verifying those that need it."""
         to_verify = []
-        num_leading = num_coming = 0
+        num_leading = 0
         for key in keys:
-            if key in self._pending:
-                num_coming += 1
-            elif (slot := self._memory.unverified(key)) is not None:
-                to_verify.append((key, slot))
-            elif self._memory.is_coming(key):
-                num_coming += 1
-            elif not self._memory.is_resident(key):
-                break
+            if key not in self._pending:
+                if (slot := self._memory.unverified(key)) is not None:
+                    to_verify.append((key, slot))
+                elif not (self._memory.is_coming(key) or self._memory.is_resident(key)):
+                    break
             num_leading += 1
         if to_verify:
             self._pending.update(key for key, _ in to_verify)
             self._tasks.spawn(self._verify(to_verify))
-        return num_leading, num_coming + len(to_verify)
+        return num_leading
 
-    def bring(self, keys: Sequence[RowKey], lengths: Sequence[int], request: str, row_seconds: float) -> bool:
+    def bring(self, keys: Sequence[RowKey], length: int, request: str, row_seconds: float) -> bool:
         """Ask the lower tiers for these keys, unless that is of no use now. Return whether they are being
         asked.
 
-        ``lengths``: payload bytes of a column of each row; ``row_seconds``: what computing a row takes the
+        ``length``: payload bytes of a column of each row; ``row_seconds``: what computing a row takes the
         engine, 0.0 when it is not known.
         """
         if not keys or not any(lower.is_well for lower in self._lower):
@@ -86,7 +82,7 @@ class Promotions:
         if room <= 0 or self._is_absent(keys[0], request):
             return False
         self._probing.add(keys[0])
-        self._tasks.spawn(self._probe(keys[:room], lengths, request, row_seconds))
+        self._tasks.spawn(self._probe(keys[:room], length, request, row_seconds))
         return True
 
     async def _verify(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
@@ -99,9 +95,7 @@ class Promotions:
         finally:  # after an error the rest is not on its way any more
             self._pending.difference_update(left)
 
-    async def _probe(
-        self, keys: Sequence[RowKey], lengths: Sequence[int], request: str, row_seconds: float
-    ) -> None:
+    async def _probe(self, keys: Sequence[RowKey], length: int, request: str, row_seconds: float) -> None:
         """Ask one tier after the other for what those before it do not have."""
         num_found = 0
         scope = ""  # of what is found absent
@@ -118,7 +112,7 @@ class Promotions:
                     lower.stats.hit_not_worth += num_present
                     scope = request  # another request's engine may be slower
                     continue
-                for key, length in zip(left[:num_present], lengths[num_found:], strict=False):
+                for key in left[:num_present]:
                     self._start(key, length, request, position)
                 num_found += num_present
         finally:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lmcache.tiers.base import LowerTier, RowKey, split_row_key
-from lmcache.tiers.memory.contracts import Arena, Lookup, Reservation, Slot
+from lmcache.tiers.memory.contracts import Arena, LookupResult, Reservation, Slot
 from lmcache.tiers.memory.tier import LeaseId, MemoryTier
 from lmcache.tiers.stats import MemoryStats, TieredStats, Unwritten
 from lmcache.tiers.tiered.checksums import Seals
@@ -30,9 +30,6 @@ from lmcache.tiers.tiered.refresh import Hits
 from lmcache.tiers.tiered.tasks import Outstanding, Tasks
 from lmcache.tiers.tiered.tier_worker import Lower, Watcher
 from lmcache.tiers.tiered.write_queue import Write
-from lmcache.units import ceil_div
-
-__all__ = ["Admit", "Lookup", "TieredStore"]
 
 _Writes = list["asyncio.Future[Unwritten | None]"]
 
@@ -112,41 +109,28 @@ class TieredStore:
     def lookup(
         self,
         lease_id: LeaseId,
-        groups: Sequence[Sequence[RowKey]],
+        keys: Sequence[RowKey],
         *,
-        lengths: Sequence[int],
-        chunk_seconds: float = 0.0,
+        length: int,
+        row_seconds: float = 0.0,
         is_hint: bool = False,
-    ) -> Lookup:
+    ) -> LookupResult:
         """Lease what is in memory (unless it is a hint), and start bringing what lower tiers hold; repeat to
         see how it goes on.
 
-        ``groups``: the keys of the same chunks in every KV group, head first; ``lengths``: payload bytes of
-        one column in each group, what is not as long is not brought. ``chunk_seconds``: what computing one
-        chunk takes the engine (0.0: not known); what would take longer to bring is left below.
+        ``keys``: a chain of one KV group, head first; ``length``: payload bytes of one of its columns, what
+        is not as long is not brought. ``row_seconds``: what computing one row takes the engine (0.0: not
+        known); what would take longer to bring is left below.
         """
-        chain = [key for chunk in zip(*groups, strict=True) for key in chunk]
-        width = max(1, len(groups))
-        num_resident, slots = self.memory.lookup(lease_id, chain, is_hint=is_hint)
-        num_leading, num_coming = self._promotions.verify(chain[num_resident:])
-        num_here = num_resident + num_leading
-        probing = False
-        if chain and self._is_shared(chain[0]):
+        num_resident, slots = self.memory.lookup(lease_id, keys, is_hint=is_hint)
+        num_pending = self._promotions.verify(keys[num_resident:])
+        is_probing = False
+        if keys and self._is_shared(keys[0]):
             if slots:
-                self._hits.note(lease_id, chain, slots)
-            if num_here < len(chain):
-                missing, row_lengths = chain[num_here:], (list(lengths) * (len(chain) // width))[num_here:]
-                probing = self._promotions.bring(missing, row_lengths, lease_id[1], chunk_seconds / width)
-        # Whole chunks: the last one may lie partly in memory and partly be on its way.
-        num_chunks = num_resident // width
-        leased = slots[: len(slots) // width * width]
-        return Lookup(
-            num_chunks,
-            num_here // width - num_chunks,
-            probing,
-            [leased[group::width] for group in range(len(groups))],
-            ceil_div(num_coming, width),
-        )
+                self._hits.note(lease_id, keys, slots)
+            missing = keys[num_resident + num_pending :]
+            is_probing = self._promotions.bring(missing, length, lease_id[1], row_seconds)
+        return LookupResult(num_resident, len(slots), num_pending, is_probing)
 
     # ---- store ----
 

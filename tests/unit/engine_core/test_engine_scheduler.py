@@ -5,6 +5,7 @@ import pytest
 from lmcache.engines.core.jobs import KeyContext
 from lmcache.engines.vllm.scheduler import Scheduler
 from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, hashes, make_request
+from tests.harness.wire import NAMESPACE
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_every_chunk_is_stored_in_the_step_that_completes_it(rig):
     assert chunk_ranges(meta) == [(1, 3)]
     assert meta.stores[0].blocks == tuple(blocks(4, 102))
     assert meta.stores[0].hashes == (b"p3", b"p5")
-    assert meta.stores[0].context == KeyContext()
+    assert meta.stores[0].context == KeyContext(namespace=NAMESPACE)
     # Decoding: token 255 completes chunk 3.
     request.block_hashes = hashes(256)
     assert chunk_ranges(rig.step(cached=[("r", blocks(1, 107), 200, 55, False)])) == []

@@ -11,6 +11,7 @@ from lmcache.engines.core.jobs import EngineIdentity, Grid, KeyContext, LoadJob,
 from lmcache.engines.core.worker import Worker
 from lmcache.tiers.memory.contracts import Found, Slot
 from tests.harness.session_double import SessionDouble
+from tests.harness.wire import NAMESPACE
 
 IDENTITY = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
 
@@ -64,7 +65,7 @@ class Rig:
     def job(self, request_id="r", names=(b"a", b"b"), blocks=(1, 2, 3, 4)):
         self.jobs += 1
         self.copier.kv |= {block: block for block in blocks}
-        return StoreJob(self.jobs, request_id, 0, names, blocks, KeyContext())
+        return StoreJob(self.jobs, request_id, 0, names, blocks, KeyContext(namespace=NAMESPACE))
 
     def store(self, **fields):
         self.worker.start_stores(StepMeta(stores=[self.job(**fields)]))

@@ -22,7 +22,7 @@ from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.merge import first_difference, merge
 from lmcache_operator.specs.names import OPERATOR_LABELS, child_refs
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-from lmcache_operator.specs.pod import sidecar_memory
+from lmcache_operator.specs.pod import arena_limit, sidecar_memory
 
 from tests.harness.operator_model import cluster
 
@@ -137,13 +137,13 @@ def test_memory_of_the_sidecar_holds_its_arena_and_more() -> None:
     sidecar = template["spec"]["initContainers"][0]
     arena = next(volume for volume in template["spec"]["volumes"] if volume["name"] == "arena")
     assert "--memory-size=68719476736" in sidecar["args"]
-    assert arena["emptyDir"] == {"medium": "Memory", "sizeLimit": "65536Mi"}
-    assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == "68096Mi"
+    assert arena["emptyDir"] == {"medium": "Memory", "sizeLimit": "66624Mi"}
+    assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == "69184Mi"
 
 
 @given(st.integers(2**26, 2**44))
 def test_the_sidecar_is_never_smaller_than_what_it_holds(size: int) -> None:
-    assert size + 2**29 <= sidecar_memory(size) < 1.04 * size + 2**30
+    assert size < arena_limit(size) < sidecar_memory(size) < 1.06 * size + 2**30
 
 
 def test_every_container_meets_the_restricted_pod_security_standard() -> None:

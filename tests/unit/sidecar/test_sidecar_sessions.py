@@ -24,9 +24,9 @@ def test_a_second_stream_of_a_client_ends_the_first(world):
     second = world.attach(client_uuid)
     assert not first.is_attached
     with pytest.raises(Refused, match=f"epoch {first.epoch} is over"):
-        world.commit(first, reserved.rows, reserved.generations)
+        world.commit(first, reserved.slots)
     with pytest.raises(Refused, match="nothing was committed"):
-        world.commit(second, reserved.rows, reserved.generations)
+        world.commit(second, reserved.slots)
     world.sessions.detach(first)  # the server notices late
     assert second.is_attached
 
@@ -52,7 +52,7 @@ def test_what_arrives_late_on_a_stream_that_was_replaced_frees_nothing(world):
 def test_leases_outlive_a_stream_and_end_with_the_last_client_of_the_engine(world):
     worker, scheduler = world.attach(new_uuid()), world.attach(new_uuid(), Role.SCHEDULER)
     reserved = world.reserve(worker, 1)
-    world.commit(worker, reserved.rows, reserved.generations)
+    world.commit(worker, reserved.slots)
     assert world.lookup(scheduler, "r", 1).num_leased == 1
     world.sessions.detach(scheduler)
     world.die(scheduler.peer.uuid)

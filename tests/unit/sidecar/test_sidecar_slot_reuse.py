@@ -15,6 +15,7 @@ from lmcache_sidecar.sessions import Client
 from lmcache_sidecar.wire import Refused
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.service import pack_slots, unpack_slots
 from tests.harness.world import FakeLock, World, new_uuid
 
 
@@ -100,24 +101,25 @@ class SlotReuse(RuleBasedStateMachine):
             return
         taken = set().union(*(other.reach for other in self.everybody))
         reply = self.world.reserve(actor.client, *numbers)
-        for result, row, generation in zip(reply.results, reply.rows, reply.generations, strict=True):
-            if result == pb.SLOT:
-                assert row not in taken
-                taken.add(row)
-                actor.held[row] = generation
+        slots = unpack_slots(reply.slots)
+        assert len(slots) == list(reply.results).count(pb.SLOT)
+        for row, generation in slots:
+            assert row not in taken
+            taken.add(row)
+            actor.held[row] = generation
 
     @rule(actor=actors, is_commit=st.booleans())
     def finish(self, actor, is_commit):
         if actor.client.is_attached:
             call = self.world.commit if is_commit else self.world.abort
-            call(actor.client, list(actor.held), list(actor.held.values()))
+            call(actor.client, pack_slots(actor.held.items()))
             actor.held.clear()
 
     @rule(actor=actors, other=actors)
     def finish_what_is_not_theirs(self, actor, other):
         if actor is not other and actor.client.is_attached and other.held:
             with pytest.raises(Refused, match="nothing was"):
-                self.world.commit(actor.client, list(other.held), list(other.held.values()))
+                self.world.commit(actor.client, pack_slots(other.held.items()))
 
     @precondition(lambda self: self.world.sessions.store is not None)
     @invariant()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lmcache.tiers.memory.contracts import Geometry, Lookup
+from lmcache.tiers.memory.contracts import Geometry, LookupResult
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import Removal
 from lmcache.tiers.tiered.store import TieredStore
@@ -19,7 +19,7 @@ def test_namespaces_that_nobody_shares_stay_in_memory():
             world.put(chain(2))
             assert await world.store.drain(20)
             assert world.lookup(chain(2)).num_resident == 2
-            assert not world.lookup(chain(1, start=9), "other").probing
+            assert not world.lookup(chain(1, start=9), "other").is_probing
             assert not world.remote.calls
 
     asyncio.run(main())
@@ -29,13 +29,13 @@ def test_namespaces_that_nobody_shares_stay_in_memory():
 async def test_lookup_says_probing_then_pending_then_resident(world):
     world.remote.fill(chain(3))
     world.remote.open.clear()
-    assert world.lookup(chain(3)) == Lookup(0, 0, True, [[]])
+    assert world.lookup(chain(3)) == LookupResult(is_probing=True)
     await until(lambda: world.remote.num_waiting)
-    assert world.lookup(chain(3)) == Lookup(0, 0, True, [[]])
+    assert world.lookup(chain(3)) == LookupResult(is_probing=True)
     world.remote.open.set()
     await until(lambda: world.lookup(chain(3)).num_resident + world.lookup(chain(3)).num_pending == 3)
     await world.until_resident(chain(3))
-    assert not world.lookup(chain(3)).probing
+    assert not world.lookup(chain(3)).is_probing
     assert world.lower.stats.promoted == 3
 
 
@@ -55,8 +55,8 @@ async def test_an_answer_is_of_use_only_where_it_can_tell_more_than_the_index(wo
 @run
 async def test_a_hint_leases_nothing_and_says_the_same(world):
     world.put(chain(2))
-    found = world.store.lookup(LEASE, [chain(3)], lengths=[SIZE], is_hint=True)
-    assert (found.num_resident, found.probing, found.slots) == (2, True, [[]])
+    found = world.store.lookup(LEASE, chain(3), length=SIZE, is_hint=True)
+    assert found == LookupResult(2, 0, 0, is_probing=True)
     assert world.store.memory.num_leased == 0
 
 
@@ -65,7 +65,7 @@ async def test_what_another_engine_is_writing_now_is_on_its_way(world):
     world.put(chain(1))
     slots = world.fill(chain(2, start=1), 0)
     found = world.lookup(chain(4))
-    assert (found.num_resident, found.num_pending, found.num_coming) == (1, 2, 2)
+    assert (found.num_resident, found.num_pending) == (1, 2)
     world.store.abort(slots, 0, OWNER)
     assert world.lookup(chain(4)).num_pending == 0
 
@@ -75,7 +75,7 @@ async def test_promotion_is_single_flight(world):
     world.remote.fill(chain(3))
     world.remote.open.clear()
     for request in range(5):
-        assert world.lookup(chain(3), str(request)).probing
+        assert world.lookup(chain(3), str(request)).is_probing
     world.remote.open.set()
     await until(lambda: world.remote.calls["load"])
     for request in range(5, 10):
@@ -89,10 +89,10 @@ async def test_probes_do_not_wait_for_promotions(world):
     world.remote.fill(chain(3))
     world.remote.held = {"load"}
     world.remote.open.clear()
-    assert world.lookup(chain(3)).probing
+    assert world.lookup(chain(3)).is_probing
     await until(lambda: world.remote.num_waiting == 2)
-    assert world.lookup(chain(1, start=50), "other").probing
-    await until(lambda: not world.lookup(chain(1, start=50), "other").probing)
+    assert world.lookup(chain(1, start=50), "other").is_probing
+    await until(lambda: not world.lookup(chain(1, start=50), "other").is_probing)
     assert world.remote.num_waiting == 2
 
 
@@ -103,7 +103,7 @@ async def test_a_held_remote_holds_no_lookup(world):
     world.remote.open.clear()
     for request in range(3):
         found = world.lookup(chain(4), str(request))
-        assert (found.num_resident, len(found.slots[0])) == (2, 2)
+        assert (found.num_resident, found.num_leased) == (2, 2)
     world.put(chain(2, start=8))
     assert world.lookup(chain(2, start=8), "fresh").num_resident == 2
 
@@ -112,11 +112,11 @@ async def test_a_held_remote_holds_no_lookup(world):
 async def test_a_sick_remote_is_left_alone_until_it_is_well(world):
     world.remote.fill(chain(2))
     world.remote.is_sick = True
-    assert world.lookup(chain(2)).probing
+    assert world.lookup(chain(2)).is_probing
     await until(lambda: not world.lower.is_well)
     num_probes = world.remote.calls["probe"]
     for _ in range(20):
-        assert world.lookup(chain(2)) == Lookup(0, 0, False, [[]])
+        assert world.lookup(chain(2)) == LookupResult()
     world.put(chain(2, start=8))
     await until(lambda: world.remote.calls["trial"] > 3)
     assert world.remote.calls["probe"] == num_probes
@@ -137,7 +137,7 @@ async def test_a_trial_that_ends_with_an_error_is_not_the_last(world):
     working, world.remote.try_again = world.remote.try_again, broken
     world.remote.fill(chain(2))
     world.remote.is_sick = True
-    assert world.lookup(chain(2)).probing
+    assert world.lookup(chain(2)).is_probing
     await until(lambda: not world.lower.is_well)
     world.remote.is_sick = False
     await until(lambda: world.lower.is_well)
@@ -148,7 +148,7 @@ async def test_sickness_in_the_middle_of_a_promotion_leaves_nothing(world):
     world.remote.fill(chain(4))
     world.remote.held = {"load"}
     world.remote.open.clear()
-    assert world.lookup(chain(4)).probing
+    assert world.lookup(chain(4)).is_probing
     await until(lambda: world.remote.num_waiting)
     world.remote.is_sick = True
     world.remote.open.set()
@@ -162,11 +162,11 @@ async def test_sickness_in_the_middle_of_a_promotion_leaves_nothing(world):
 async def test_an_invalid_object_is_a_miss(world):
     world.remote.fill(chain(3))
     world.remote.objects[chain(3)[1], 1] = world.remote.INVALID
-    assert world.lookup(chain(3)).probing
+    assert world.lookup(chain(3)).is_probing
     await until(lambda: world.lower.stats.promoted + world.lower.stats.promotions_failed == 3)
     assert world.lookup(chain(3)).num_resident == 1
     assert world.store.memory.num_used == 2
-    assert not world.lookup(chain(3)).probing
+    assert not world.lookup(chain(3)).is_probing
 
 
 @run
@@ -176,21 +176,22 @@ async def test_absent_keys_are_asked_for_once_in_a_while(world):
         await until(lambda: not world.store._promotions._probing)
     assert world.remote.calls["probe"] == 1
     world.now += 1.5
-    assert world.lookup(chain(2)).probing
+    assert world.lookup(chain(2)).is_probing
 
 
 @run
-async def test_a_chunk_is_a_row_in_every_group(world):
-    full, window = chain(4), chain(4, start=50)
-    world.put([*full, *window[:2]])
+async def test_each_group_of_a_request_answers_for_itself_under_one_lease(world):
+    one, other = chain(4), chain(4, start=50)
+    world.put([*one, *other[:2]])
     assert await world.store.drain(20)
     for column in range(2):
-        world.remote.objects[window[2], column] = content(window[2], column)
-    found = world.store.lookup(LEASE, [full, window], lengths=[SIZE, SIZE])
-    assert (found.num_resident, found.num_pending, found.probing) == (2, 0, True)
-    rows = [[world.store.memory.describe(slot)[0] for slot in slots] for slots in found.slots]
-    assert rows == [full[:2], window[:2]]
-    await until(lambda: world.store.lookup(LEASE, [full, window], lengths=[SIZE, SIZE]).num_resident == 3)
+        world.remote.objects[other[2], column] = content(other[2], column)
+    assert world.lookup(one) == LookupResult(4, 4)
+    assert world.lookup(other) == LookupResult(2, 2, is_probing=True)
+    assert world.store.memory.num_leased == 6
+    await until(lambda: world.lookup(other) == LookupResult(3, 3))
+    world.store.memory.release(LEASE)
+    assert world.store.memory.num_leased == 0
 
 
 @run
@@ -209,15 +210,15 @@ def test_adopted_rows_are_verified_before_they_are_offered():
         async with World() as world:
             world.put(chain(5))
             assert await world.store.drain(20)
-            slots = world.lookup(chain(5)).slots[0]
+            slots = world.slots(chain(5))
         world.arena.view(slots[2].row, 1)[77] ^= 1
         async with World(arena=world.arena) as world:
-            assert world.lookup(chain(5)) == Lookup(0, 5, False, [[]], num_coming=5)
+            assert world.lookup(chain(5)) == LookupResult(num_pending=5)
             await world.until_resident(chain(2))
             await until(lambda: not world.store._promotions._pending)
             found = world.lookup(chain(5))
             assert (found.num_resident, found.num_pending) == (2, 0)
-            assert found.probing  # what is damaged here may be intact below
+            assert found.is_probing  # what is damaged here may be intact below
             assert world.store.memory.stats.verified == 4
             assert world.store.memory.stats.removed[Removal.INVALID] == 1
 
@@ -248,7 +249,7 @@ def test_without_a_remote_tier():
         store.register(NAMESPACE)
         (answer,) = store.reserve(chain(1), 0, OWNER, length=SIZE)
         store.commit([answer.slot], 0, OWNER)
-        assert store.lookup(LEASE, [chain(2)], lengths=[SIZE]) == Lookup(1, 0, False, [[answer.slot]])
+        assert store.lookup(LEASE, chain(2), length=SIZE) == LookupResult(1, 1)
         assert await store.drain(20)
         await store.close()
 

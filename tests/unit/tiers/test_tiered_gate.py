@@ -98,7 +98,7 @@ async def measure(world, seconds: float) -> None:
     world.remote.fill(chain(1, start=900))
     world.remote.held = {"load"}
     world.remote.open.clear()
-    assert world.lookup(chain(1, start=900), "measures").probing
+    assert world.lookup(chain(1, start=900), "measures").is_probing
     await until(lambda: world.remote.num_waiting)
     world.now += seconds
     world.remote.open.set()
@@ -110,10 +110,10 @@ async def test_what_is_faster_computed_is_left_below(world):
     world.remote.fill(chain(3))
     await measure(world, 1.0)
     assert world.lower.bytes_per_second == ROW_BYTES
-    assert world.lookup(chain(3), chunk_seconds=1.2).probing
+    assert world.lookup(chain(3), row_seconds=1.2).is_probing
     await until(lambda: world.lower.stats.hit_not_worth)
-    found = world.lookup(chain(3), chunk_seconds=1.2)
-    assert (found.num_pending, found.probing) == (0, False)
+    found = world.lookup(chain(3), row_seconds=1.2)
+    assert (found.num_pending, found.is_probing) == (0, False)
     assert world.lower.stats.hit_not_worth == 3
     assert world.remote.calls["load"] == NUM_COLUMNS  # of the measurement
 
@@ -122,7 +122,7 @@ async def test_what_is_faster_computed_is_left_below(world):
 async def test_a_tier_is_not_passed_by_for_one_slow_load(world):
     world.remote.fill(chain(3))
     await measure(world, 0.9)
-    assert world.lookup(chain(3), chunk_seconds=0.001).probing
+    assert world.lookup(chain(3), row_seconds=0.001).is_probing
     await until(lambda: world.lower.stats.promoted == 4)
     assert world.lower.stats.hit_not_worth == 0
 
@@ -131,9 +131,9 @@ async def test_a_tier_is_not_passed_by_for_one_slow_load(world):
 async def test_another_request_s_engine_may_be_slower(world):
     world.remote.fill(chain(3))
     await measure(world, 1.0)
-    assert world.lookup(chain(3), "fast", chunk_seconds=1.2).probing
+    assert world.lookup(chain(3), "fast", row_seconds=1.2).is_probing
     await until(lambda: world.lower.stats.hit_not_worth)
-    assert world.lookup(chain(3), "slow", chunk_seconds=1.3).probing
+    assert world.lookup(chain(3), "slow", row_seconds=1.3).is_probing
     await until(lambda: world.lower.stats.promoted == 4)
 
 
@@ -151,10 +151,10 @@ async def test_what_waits_before_does_not_count(world):
     world.remote.fill(chain(4))
     await measure(world, 1.0)
     world.remote.open.clear()
-    assert world.lookup(chain(3), "first").probing
+    assert world.lookup(chain(3), "first").is_probing
     await until(lambda: world.remote.num_waiting == 2)
     world.remote.fill(chain(1, start=50))
-    assert world.lookup(chain(1, start=50), "second", chunk_seconds=1.3).probing
+    assert world.lookup(chain(1, start=50), "second", row_seconds=1.3).is_probing
     await until(lambda: world.lower.num_loads == 4)
     world.remote.open.set()
     await world.until_resident(chain(1, start=50))

@@ -166,13 +166,14 @@ class Tiered(RuleBasedStateMachine):
     def lookup(self, keys, request, chunk_seconds, repeats):
         async def lookup():
             found = self.world.lookup(keys, request, chunk_seconds)
+            slots = self.world.slots(keys[: found.num_leased])
             await asyncio.sleep(0.004 if repeats > 1 else 0)
-            return found
+            return found, slots
 
         for _ in range(repeats):
-            found = self.run(lookup())
-            (slots,) = found.slots
-            assert len(slots) <= found.num_resident <= found.num_resident + found.num_pending <= len(keys)
+            found, slots = self.run(lookup())
+            assert found.num_leased <= found.num_resident <= found.num_expected <= len(keys)
+            assert len(slots) == found.num_leased
             self.leases.setdefault(request, {}).update(zip(keys, slots, strict=False))
 
     @rule(request=st.sampled_from("abc"))

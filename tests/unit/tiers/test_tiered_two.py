@@ -80,7 +80,7 @@ async def test_one_round_trip_per_tier(world, folder):
     world.remote.held = {"probe"}
     world.remote.open.clear()
     while world.lookup(chain(6)).num_resident < 2:  # what the disk had is here before the remote tier answers
-        assert world.lookup(chain(6)).probing
+        assert world.lookup(chain(6)).is_probing
         await asyncio.sleep(0.001)
     world.remote.open.set()
     await until(lambda: world.lower.stats.promoted == 2)
@@ -125,7 +125,7 @@ async def test_requests_that_share_a_tail_bring_it_once(world, folder):
     world.remote.held = {"probe"}
     world.remote.open.clear()
     for head in range(4):
-        assert world.lookup(chain(4)[head:], str(head)).probing
+        assert world.lookup(chain(4)[head:], str(head)).is_probing
     world.remote.open.set()
     await world.until_resident(chain(4))
     await until(lambda: not world.store._promotions._probing)
@@ -176,7 +176,7 @@ def test_a_tier_that_hangs_is_passed_by_until_it_answers():
             world.disk.held = {"probe"}
             world.disk.open.clear()
             world.remote.fill(chain(1, start=7))
-            assert world.lookup(chain(1)).probing
+            assert world.lookup(chain(1)).is_probing
             await until(lambda: world.disk.num_waiting)
             world.now += 11
             assert not world.store.lower["disk"].is_well

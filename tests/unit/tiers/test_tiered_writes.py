@@ -72,7 +72,7 @@ async def test_what_was_brought_for_a_request_goes_before_its_head(world):
     assert await world.store.drain(20)
     world.remote.fill(chain(4, start=4))
     world.remote.open.clear()
-    assert world.lookup(chain(8)).probing
+    assert world.lookup(chain(8)).is_probing
     world.store.memory.release(LEASE)  # it did not wait for what comes now
     world.remote.open.set()
     await until(lambda: world.lower.stats.promoted == 4)
