@@ -7,13 +7,12 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from pythonjsonlogger.json import JsonFormatter
 
+from lmcache.logging import set_up
 from lmcache_operator import __version__
 from lmcache_operator.api import KIND
 from lmcache_operator.api.parse import parse
@@ -24,8 +23,6 @@ from lmcache_operator.specs.children import children
 from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE = 2
-_TIME = "%Y-%m-%dT%H:%M:%SZ"
-"""RFC 3339; always UTC."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,9 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("HOME", "/")
     from lmcache_operator.app import run  # kopf and the client take half a second to import
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(_formatter(arguments.log_format))
-    logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
+    set_up(arguments.log_format, arguments.log_level)
     for name in ("kopf.objects", "aiohttp.access"):  # one line for every event, and for every probe
         logging.getLogger(name).setLevel(logging.WARNING)
     asyncio.run(
@@ -92,16 +87,6 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     )
     return 0
-
-
-def _formatter(log_format: str) -> logging.Formatter:
-    fields = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    formatter = logging.Formatter(fields, _TIME)
-    if log_format == "json":
-        names = {"asctime": "time", "levelname": "level", "name": "logger"}
-        formatter = JsonFormatter(fields, _TIME, rename_fields=names)
-    formatter.converter = time.gmtime
-    return formatter
 
 
 def _render(arguments: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import lmcache
+from lmcache.logging import FloodFilter, set_up
 from lmcache_sidecar import config as configuration
-from lmcache_sidecar import logs
 from lmcache_sidecar.config import ConfigError, Reading
 
 _SERVE = """\
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
         reading = _read(arguments)
-        logs.set_up(reading.config.log_format, reading.config.log_level)
+        set_up(reading.config.log_format, reading.config.log_level, FloodFilter())
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which we never use, cost 50 ms
         from lmcache_sidecar.daemon import serve
 

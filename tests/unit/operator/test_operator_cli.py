@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lmcache_operator.__main__ import _formatter, main
+from lmcache_operator.__main__ import main
+
+from lmcache.logging import formatter
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -94,8 +96,8 @@ def test_a_log_line_as_json() -> None:
         raise ValueError("x")
     except ValueError as error:
         record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s %s", ("b", "c"), (ValueError, error, None))
-    record.created = 0.0
-    line = json.loads(_formatter("json").format(record))
+    record.created = record.msecs = 0.0
+    line = json.loads(formatter("json").format(record))
     assert (line["level"], line["logger"], line["message"]) == ("ERROR", "a", "b c")
     assert "ValueError: x" in line["exc_info"]
-    assert line["time"] == "1970-01-01T00:00:00Z"
+    assert line["time"] == "1970-01-01T00:00:00.000Z"

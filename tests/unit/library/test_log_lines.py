@@ -1,0 +1,63 @@
+"""Log lines of our processes: their form, and no more of them than tell what goes on."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lmcache.logging import FloodFilter
+
+
+def line(place: int, level: int = logging.WARNING) -> logging.LogRecord:
+    return logging.LogRecord("name", level, "file.py", place, "%d bytes", (3,), None)
+
+
+def test_one_place_in_the_code_has_sixty_lines_a_minute():
+    now = [0.0]
+    floods = FloodFilter(lambda: now[0])
+    assert [floods.filter(line(1)) for _ in range(100)] == [True] * 60 + [False] * 40
+    assert floods.filter(line(2))
+    now[0] = 60.0
+    first, second = line(1), line(1)
+    assert floods.filter(first)
+    assert floods.filter(second)
+    assert first.getMessage() == "3 bytes (40 more lines like this one were left out)"
+    assert second.getMessage() == "3 bytes"
+
+
+def test_debug_lines_are_all_written():
+    floods = FloodFilter()
+    assert all(floods.filter(line(1, logging.DEBUG)) for _ in range(100))
+
+
+_PROGRAM = """
+import logging, sys
+from lmcache.logging import set_up
+set_up(sys.argv[1], "info")
+logging.getLogger("name").info("%d bytes", 3)
+logging.getLogger("name").debug("more")
+"""
+
+
+@pytest.mark.parametrize(
+    ("log_format", "line"),
+    [
+        ("text", r"(?P<time>\S+) INFO    name: 3 bytes\n"),
+        ("json", r'\{"time": "(?P<time>\S+)", "level": "INFO", "logger": "name", "message": "3 bytes"\}\n'),
+    ],
+)
+def test_lines_have_their_time_in_utc(log_format, line):
+    before = datetime.datetime.now(datetime.UTC)
+    command = [sys.executable, "-c", _PROGRAM, log_format]
+    environ = os.environ | {"TZ": "Asia/Tokyo"}
+    written = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stderr
+    match = re.fullmatch(line, written)
+    assert match
+    assert match["time"].endswith("Z")
+    assert -0.001 < (datetime.datetime.fromisoformat(match["time"]) - before).total_seconds() < 60
