@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
+from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
-from lmcache.storage_backend.chunks import ChunkSource
+from lmcache.storage_backend.chunks import Chunks, ChunkSource, RowNames
 from lmcache.storage_backend.evictor import BaseEvictor, LRUEvictor, PutStatus
 from lmcache.storage_backend.evictor.base_evictor import CacheDict
 from lmcache.storage_backend.mem_pool import KVObj
 from lmcache.storage_backend.queued_backend import QueuedBackend
+from lmcache.storage_backend.tensors import OutputPool
+from lmcache.tiers.base import RowKey
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
-
-T = TypeVar("T")
 
 
 class EvictingBackend(QueuedBackend):
@@ -34,14 +36,41 @@ class EvictingBackend(QueuedBackend):
     and counted; an evictor's error is counted.
     """
 
-    def __init__(self, dst_device: str, logger: logging.Logger, max_gb: float) -> None:
+    def __init__(self, dst_device: str, logger: logging.Logger, metadata: LMCacheMemPoolMetadata) -> None:
         """Raises RuntimeError when ``dst_device`` is none."""
         super().__init__(dst_device, logger, waits=True)
-        self._limit = LRUEvictor(max_gb)  # says how much may be taken as long as the core decides
+        self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
+        self._outputs = OutputPool(metadata.max_local_cache_size)
+        self._chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
+        # Says how much may be taken as long as the core decides.
+        self._limit = LRUEvictor(metadata.max_local_cache_size)
         self._evictor: BaseEvictor = self._limit
         self._deciding = threading.RLock()  # protects _evictor and _chunks
         self._chunks: CacheDict | None = None
         self.dict = ChunksView(self, self._keys)
+
+    def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
+        """Put the chunk now; one that does not fit is dropped."""
+        self._put(key, ChunkSource.of(kv_chunk), None)
+
+    def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
+        """See LMCBackendInterface. A put that is waited for, or that takes no longer than the private copy
+        that not waiting needs, copies straight to where the chunk stays."""
+        num_chunks = 0
+        for key, source in chunks:
+            if blocking or self._is_quick(source):
+                self._put(key, source, request)
+            else:
+                chunk = source.to_tensor()
+                self._puts.push(key, chunk, partial(self._put, key, ChunkSource.of(chunk), request))
+            num_chunks += 1
+        return num_chunks
+
+    def remove(self, key: CacheEngineKey) -> None:
+        """Take the chunk out, a queued one as well; no-op when it is not here."""
+        self._puts.supersede(key)
+        self._forget(key)
+        self._remove(self._names(key))
 
     @property
     def evictor(self) -> BaseEvictor:
@@ -61,11 +90,12 @@ class EvictingBackend(QueuedBackend):
     def _admit(self, key: CacheEngineKey, source: ChunkSource, put: Callable[[], bool]) -> bool:
         """Make room and put. False: dropped."""
         if self._chunks is None:
-            return self._lower(source.num_bytes) and put()
+            room = self._lowered_room(source.num_bytes)
+            return (room is None or self._evict_to(room, self._victims)) and put()
         with self._deciding:
             entry = self._entry(key, source)
             if self._chunks.pop(key, None) is not None:
-                self._discard(key)
+                self._remove(self._names(key))
             try:
                 victims, status = self._evictor.update_on_put(self._chunks, entry.size)
             except Exception as error:
@@ -74,7 +104,7 @@ class EvictingBackend(QueuedBackend):
             for victim in victims:
                 self._chunks.pop(victim, None)  # it may have done so itself
                 if isinstance(victim, CacheEngineKey):
-                    self._discard(victim)
+                    self._remove(self._names(victim))
             is_put = status == PutStatus.LEGAL and self._has_room(source.num_bytes) and put()
             if is_put:
                 self._chunks[key] = entry
@@ -100,19 +130,42 @@ class EvictingBackend(QueuedBackend):
 
     def _keys(self) -> list[CacheEngineKey]:
         with self._deciding:
-            return self._known_keys() if self._chunks is None else list(self._chunks)
+            return [key for key, _ in self._entries()] if self._chunks is None else list(self._chunks)
+
+    def _evict_to(self, room: float, victims: Callable[[], Iterable[RowKey]]) -> bool:
+        """Remove one victim after the other until at most ``room`` bytes are taken. False: that can't be;
+        nothing is removed when ``room`` is negative."""
+        if room >= 0 and self._num_bytes() > room:
+            for name in victims():
+                self._remove(name)
+                if self._num_bytes() <= room:
+                    break
+        return self._num_bytes() <= room
 
     @abc.abstractmethod
-    def _known_keys(self) -> list[CacheEngineKey]:
-        """Return the chunks' keys, the core's next victim first."""
+    def _put(self, key: CacheEngineKey, source: ChunkSource, request: Hashable) -> None:
+        """Put one chunk now, in place of the one that is there or queued; what does not fit is a fault."""
+
+    @abc.abstractmethod
+    def _is_quick(self, source: ChunkSource) -> bool:
+        """Does a put take no longer than a private copy?"""
 
     @abc.abstractmethod
     def _num_bytes(self) -> int:
         """Return the bytes that are taken."""
 
     @abc.abstractmethod
-    def _lower(self, num_bytes: int) -> bool:
-        """While the core decides: evict for a limit that was lowered. False: so much does not fit."""
+    def _lowered_room(self, num_bytes: int) -> float | None:
+        """While the core decides: how much may be taken before a chunk of ``num_bytes`` is put under a limit
+        that was lowered; None: it was not, and the core itself makes room."""
+
+    @abc.abstractmethod
+    def _victims(self) -> Iterable[RowKey]:
+        """Return the names of all chunks, the core's next victim first."""
+
+    @abc.abstractmethod
+    def _remove(self, name: RowKey) -> None:
+        """Remove a chunk's bytes."""
 
     @abc.abstractmethod
     def _entries(self) -> Iterable[tuple[CacheEngineKey, KVObj | DiskCacheMetadata]]:
@@ -129,25 +182,6 @@ class EvictingBackend(QueuedBackend):
     @abc.abstractmethod
     def _has_room(self, num_bytes: int) -> bool:
         """Is there room for a chunk that the evictor allowed?"""
-
-    @abc.abstractmethod
-    def _discard(self, key: CacheEngineKey) -> None:
-        """Remove the chunk's bytes."""
-
-
-def evict_down_to(
-    room: float, taken: Callable[[], int], victims: Callable[[], Iterable[T]], remove: Callable[[T], object]
-) -> bool:
-    """Remove one victim after the other until at most ``room`` bytes are taken. False: that can't be; nothing
-    is removed when ``room`` is negative."""
-    if room < 0:
-        return False
-    if taken() > room:
-        for victim in victims():
-            remove(victim)
-            if taken() <= room:
-                break
-    return taken() <= room
 
 
 class ChunksView(Mapping[CacheEngineKey, torch.Tensor]):

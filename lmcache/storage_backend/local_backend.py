@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
@@ -21,12 +20,13 @@ from lmcache.config import (
 )
 from lmcache.logging import init_logger
 from lmcache.storage_backend import tensors
-from lmcache.storage_backend.chunks import Chunks, ChunkSource, Keys, RowNames
-from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down_to
+from lmcache.storage_backend.chunks import ChunkSource, Keys
+from lmcache.storage_backend.evicting_backend import EvictingBackend
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
 from lmcache.storage_backend.mem_pool import KVObj, TorchArena
-from lmcache.storage_backend.tensors import OutputPool, usable_device
+from lmcache.storage_backend.tensors import usable_device
 from lmcache.storage_backend.use_gate import UseGate
+from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.units import ceil_div
 from lmcache.utils import CacheEngineKey
@@ -63,33 +63,20 @@ class LMCLocalBackend(EvictingBackend):
 
         Raises RuntimeError when ``dst_device`` is none, and MemoryError.
         """
-        super().__init__(dst_device, logger, metadata.max_local_cache_size)
-        chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
+        super().__init__(dst_device, logger, metadata)
         device = usable_device(config.local_device or "cpu")
-        self.mpool = TorchArena.for_chunks(chunk_bytes, self._limit.MAX_CACHE_SIZE, device)
+        self.mpool = TorchArena.for_chunks(self._chunk_bytes, self._limit.MAX_CACHE_SIZE, device)
         # Of these there are as many as have room, wherever others lie: chunks never cross a multiple of it.
-        num_slots = ceil_div(chunk_bytes, self.mpool.geometry.slot_bytes)
+        num_slots = ceil_div(self._chunk_bytes, self.mpool.geometry.slot_bytes)
         self._full_bytes = self.mpool.geometry.slot_bytes << (num_slots - 1).bit_length()
         self._store = LocalStore(self.mpool)
-        self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
         self._contents: dict[int, _Contents] = {}  # of rows by their first slot; those of free rows are stale
-        self._outputs = OutputPool(metadata.max_local_cache_size)
         self._gate = UseGate()  # of the memory
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return a copy on ``dst_device``; None: a miss."""
         with self.prefix([key]) as chunks:
             return self._copy_of(chunks[0]) if chunks else None
-
-    def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
-        """Copy the chunk in now; one that does not fit is dropped."""
-        self._put(key, ChunkSource.of(kv_chunk), None)
-
-    def remove(self, key: CacheEngineKey) -> None:
-        """Take the chunk out, a queued one as well; no-op when it is not here."""
-        self._puts.supersede(key)
-        self._forget(key)
-        self._discard(key)
 
     def _release(self) -> None:
         self._gate.close()
@@ -122,19 +109,6 @@ class LMCLocalBackend(EvictingBackend):
                 self._used(keys[: len(rows)])
                 yield [row for row, _ in rows]
 
-    def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
-        """See LMCBackendInterface. What is in host memory is copied in now in any case: the private copy that
-        not waiting would need costs the caller just as much."""
-        num_chunks = 0
-        for key, source in chunks:
-            if blocking or source.device.type == "cpu":
-                self._put(key, source, request)
-            else:
-                chunk = source.to_tensor()
-                self._puts.push(key, chunk, partial(self._put, key, ChunkSource.of(chunk), request))
-            num_chunks += 1
-        return num_chunks
-
     def _put(self, key: CacheEngineKey, source: ChunkSource, request: Hashable) -> None:
         def fill(row: int) -> None:
             self._contents[row] = _Contents(key, source.shape, source.dtype)
@@ -163,26 +137,26 @@ class LMCLocalBackend(EvictingBackend):
 
     # ---- eviction ----
 
+    def _is_quick(self, source: ChunkSource) -> bool:
+        return source.device.type == "cpu"  # both are a copy
+
     def _num_bytes(self) -> int:
         return self._store.num_bytes
 
-    def _known_keys(self) -> list[CacheEngineKey]:
-        return [contents.key for contents in self._in_order()]
+    def _lowered_room(self, num_bytes: int) -> float | None:
+        limit = self._limit.MAX_CACHE_SIZE
+        return limit - num_bytes if self._store.capacity_bytes > limit else None
 
-    def _in_order(self) -> list[_Contents]:
-        names = self._store.keys()
-        known = {self._names(contents.key): contents for contents in list(self._contents.values())}
-        return [known[name] for name in names if name in known]
+    def _victims(self) -> list[RowKey]:
+        return self._store.keys()
 
-    def _lower(self, num_bytes: int) -> bool:
-        # The store itself sees to the limit that it has.
-        if self._store.capacity_bytes <= self._limit.MAX_CACHE_SIZE:
-            return True
-        room = self._limit.MAX_CACHE_SIZE - num_bytes
-        return evict_down_to(room, lambda: self._store.num_bytes, self._store.keys, self._store.remove)
+    def _remove(self, name: RowKey) -> None:
+        self._store.remove(name)
 
     def _entries(self) -> Iterator[tuple[CacheEngineKey, KVObj]]:
-        return ((key, self._seen(shape, dtype)) for key, shape, dtype in self._in_order())
+        known = {self._names(contents.key): contents for contents in list(self._contents.values())}
+        in_order = (known[name] for name in self._victims() if name in known)
+        return ((key, self._seen(shape, dtype)) for key, shape, dtype in in_order)
 
     def _entry(self, key: CacheEngineKey, source: ChunkSource) -> KVObj:
         return self._seen(source.shape, source.dtype)
@@ -196,9 +170,6 @@ class LMCLocalBackend(EvictingBackend):
 
     def _has_room(self, num_bytes: int) -> bool:
         return True  # the store says so when it is asked to put
-
-    def _discard(self, key: CacheEngineKey) -> None:
-        self._store.remove(self._names(key))
 
 
 def create_local_backend(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import tempfile
 from collections.abc import Hashable, Iterable, Iterator
@@ -13,10 +12,9 @@ from safetensors.torch import save_file
 
 from lmcache.config import LMCacheEngineConfig, LMCacheMemPoolMetadata, is_memory, parse_local_device
 from lmcache.logging import init_logger
-from lmcache.storage_backend.chunks import Chunks, ChunkSource, Keys, RowNames
-from lmcache.storage_backend.evicting_backend import EvictingBackend, evict_down_to
+from lmcache.storage_backend.chunks import ChunkSource, Keys
+from lmcache.storage_backend.evicting_backend import EvictingBackend
 from lmcache.storage_backend.guard import Guard
-from lmcache.storage_backend.tensors import OutputPool
 from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier
@@ -49,18 +47,15 @@ class LMCLocalDiskBackend(EvictingBackend):
         Raises ValueError when there is no directory, RuntimeError when ``dst_device`` is none, and DiskError
         when the directory can't be used.
         """
-        super().__init__(dst_device, logger, metadata.max_local_cache_size)
+        super().__init__(dst_device, logger, metadata)
         directory = parse_local_device(config.local_device or "cpu")
         if is_memory(directory):
             raise ValueError("a disk backend needs a directory as local_device")
-        self._chunk_bytes = math.prod(metadata.kv_shape) * metadata.kv_dtype.itemsize
-        self._names = RowNames(metadata.kv_dtype, metadata.kv_shape)
         # A directory only tells names: these are the keys of those that this process wrote or read, and the
         # number of the engine's call in which it last did.
         self._known: dict[RowKey, tuple[CacheEngineKey, int]] = {}
         self._num_calls = 0
         self._max_known = _MIN_KNOWN
-        self._outputs = OutputPool(metadata.max_local_cache_size)
         self._capacity = self._bytes_on_disk()
         self._directory, self._tier = _open_tier(directory, self._capacity)
         self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
@@ -89,20 +84,10 @@ class LMCLocalDiskBackend(EvictingBackend):
         self._num_calls += 1
         return map(self.get, keys)
 
-    def put_blocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
-        """Write the chunk's file now; a chunk that does not fit is dropped."""
-        self._write(key, ChunkSource.of(kv_chunk))
-
     def buffer_sweeper(self) -> None:
         """Give memory that is kept for the next results back to the system. (No put holds memory beyond its
         end, so that is all there is to sweep.)"""
         self._outputs.clear()
-
-    def remove(self, key: CacheEngineKey) -> None:
-        """Delete the chunk's file, and forget a queued one; no-op when it is not here."""
-        self._puts.supersede(key)
-        self._discard(key)
-        self._forget(key)
 
     def _release(self) -> None:
         self._guard.close()
@@ -136,29 +121,15 @@ class LMCLocalDiskBackend(EvictingBackend):
         self._used(keys[: len(chunks)])
         yield chunks
 
-    def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
-        """See LMCBackendInterface. A blocking put copies straight into what is written."""
-        if not blocking:
-            return super().put_chunks(chunks, blocking, request)
-        num_chunks = 0
-        for key, source in chunks:
-            self._write(key, source)
-            num_chunks += 1
-        return num_chunks
-
     def _bytes_on_disk(self) -> int:
         """Return what the limit's number of full chunks takes: what files need beside them is not the user's
         concern."""
         limit = int(self._limit.MAX_CACHE_SIZE)
         return limit + limit // self._chunk_bytes * _FILE_OVERHEAD_BYTES
 
-    def _lower(self, num_bytes: int) -> bool:
-        # The tier itself sees to the limit that it has.
+    def _lowered_room(self, num_bytes: int) -> float | None:
         capacity = self._bytes_on_disk()
-        if capacity >= self._capacity:
-            return True
-        room = capacity - num_bytes - _FILE_OVERHEAD_BYTES
-        return evict_down_to(room, lambda: self._tier.num_bytes, self._victims, self._remove)
+        return capacity - num_bytes - _FILE_OVERHEAD_BYTES if capacity < self._capacity else None
 
     def _victims(self) -> list[RowKey]:
         """Return all rows, the one used in the earliest call first; the tier's own order, which has the tail
@@ -166,7 +137,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         known = dict(self._known)
         return sorted(self._tier.keys(), key=lambda name: known[name][1] if name in known else 0)
 
-    def _write(self, key: CacheEngineKey, source: ChunkSource) -> None:
+    def _put(self, key: CacheEngineKey, source: ChunkSource, request: Hashable) -> None:
         self._puts.supersede(key)
         name = self._names(key)
 
@@ -207,13 +178,10 @@ class LMCLocalDiskBackend(EvictingBackend):
     def _num_bytes(self) -> int:
         return self._tier.num_bytes
 
-    def _known_keys(self) -> list[CacheEngineKey]:
+    def _entries(self) -> Iterator[tuple[CacheEngineKey, DiskCacheMetadata]]:
         # Until the index is built, the tier names none.
         names = self._tier.keys() if self._tier.indexed.is_set() else list(self._known)
-        return [self._known[name][0] for name in names if name in self._known]
-
-    def _entries(self) -> Iterator[tuple[CacheEngineKey, DiskCacheMetadata]]:
-        return ((key, self._seen(self._names(key))) for key in self._known_keys())
+        return ((self._known[name][0], self._seen(name)) for name in names if name in self._known)
 
     def _entry(self, key: CacheEngineKey, source: ChunkSource) -> DiskCacheMetadata:
         return self._seen(self._names(key), torch.Size(source.shape), source.dtype)
@@ -229,17 +197,16 @@ class LMCLocalDiskBackend(EvictingBackend):
 
     def _has_room(self, num_bytes: int) -> bool:
         def unknown() -> list[RowKey]:
-            known, names = set(map(self._names, self._chunks or ())), tier.keys()
+            known, names = set(map(self._names, self._chunks or ())), self._tier.keys()
             return [name for name in names if name not in known]
 
-        tier, room = self._tier, self._capacity - num_bytes - _FILE_OVERHEAD_BYTES
-        return evict_down_to(room, lambda: tier.num_bytes, unknown, self._remove)
+        return self._evict_to(self._capacity - num_bytes - _FILE_OVERHEAD_BYTES, unknown)
 
-    def _discard(self, key: CacheEngineKey) -> None:
-        self._guard.call("A removal", lambda: self._remove(self._names(key)), False)
+    def _is_quick(self, source: ChunkSource) -> bool:
+        return False
 
-    def _remove(self, name: RowKey) -> bool:
-        return self._tier.remove(ObjectId(name, 0))
+    def _remove(self, name: RowKey) -> None:
+        self._guard.call("A removal", lambda: self._tier.remove(ObjectId(name, 0)), False)
 
 
 def save_disk(path: str, kv_chunk: torch.Tensor) -> None:
