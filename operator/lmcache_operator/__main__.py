@@ -17,9 +17,9 @@ from lmcache_operator import __version__
 from lmcache_operator.api import KIND
 from lmcache_operator.api.parse import parse
 from lmcache_operator.api.plain_yaml import dump
+from lmcache_operator.components import COMPONENTS
+from lmcache_operator.components.types import Context
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs import Images
-from lmcache_operator.specs.children import children
 from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE = 2
@@ -64,8 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _images(arguments: argparse.Namespace) -> Images:
-    return {ENGINE: arguments.engine_image, SIDECAR: arguments.sidecar_image}
+def _context(arguments: argparse.Namespace) -> Context:
+    images = {ENGINE: arguments.engine_image, SIDECAR: arguments.sidecar_image}
+    return Context(images, arguments.operator_namespace)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -78,8 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     asyncio.run(
         run(
-            images=_images(arguments),
-            operator_namespace=arguments.operator_namespace,
+            _context(arguments),
             kubeconfig=arguments.kubeconfig,
             namespaces=arguments.namespace,
             health_port=arguments.health_port,
@@ -95,7 +95,9 @@ def _render(arguments: argparse.Namespace) -> int:
         text = sys.stdin.read() if str(arguments.filename) == "-" else arguments.filename.read_text()
         for resource in yaml.safe_load_all(text):
             if isinstance(resource, dict) and resource.get("kind") == KIND:
-                rendered += children(parse(resource), _images(arguments), arguments.operator_namespace)
+                cluster = parse(resource)
+                for component in COMPONENTS:
+                    rendered += component.render(cluster, _context(arguments))
         if not rendered:
             raise ValueError(f"holds no {KIND}")
     except RecursionError:

@@ -16,14 +16,15 @@ from prometheus_client import start_http_server
 
 from lmcache_operator import metrics
 from lmcache_operator.api import GROUP, KIND
+from lmcache_operator.components import COMPONENTS, kinds_of
+from lmcache_operator.components.types import Context
 from lmcache_operator.kube.client import connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
-from lmcache_operator.reconcile.loop import ClusterKey, Reconciler
-from lmcache_operator.sidecars import SidecarStats
-from lmcache_operator.specs import Images
-from lmcache_operator.specs.kinds import CHILDREN, CLUSTER
+from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
+from lmcache_operator.stats import StatsClient
 
 _NUM_WORKERS = 16
 """Clusters reconciled at the same time."""
@@ -33,9 +34,8 @@ _Queue = KeyedQueue[ClusterKey]
 
 
 async def run(
+    context: Context,
     *,
-    images: Images,
-    operator_namespace: str,
     kubeconfig: str | None,
     namespaces: Sequence[str],
     health_port: int,
@@ -45,8 +45,8 @@ async def run(
     if kubeconfig is not None:
         os.environ["KUBECONFIG"] = kubeconfig  # where kopf looks for it
     start_http_server(metrics_port)
-    async with connect(kubeconfig) as api, SidecarStats() as sidecars:
-        reconciler = Reconciler(api, images, sidecars.read, operator_namespace=operator_namespace)
+    async with connect(kubeconfig) as api, StatsClient() as stats:
+        reconciler = Reconciler(api, context, stats.read)
         queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
         metrics.CLUSTERS.set_function(lambda: len(queue))
         await kopf.operator(
@@ -86,7 +86,7 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
     kopf.on.cleanup(registry=registry)(stop_working)
     kopf.on.probe(registry=registry, id="longest_run_seconds")(look_for_hanging_work)
     kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(cluster_changed)
-    for kind in CHILDREN:
+    for kind in kinds_of(COMPONENTS):
         kopf.on.event(
             kind.group, kind.version, kind.plural, labels={MANAGED_BY_LABEL: FIELD_MANAGER}, registry=registry
         )(child_changed)
@@ -113,7 +113,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
     # Filtered by the API server: other people's Services and ConfigMaps are never sent here.
-    for kind in CHILDREN:
+    for kind in kinds_of(COMPONENTS):
         selectors = settings.watching.label_selectors
         selectors[kind.group, kind.version, kind.plural] = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
     return settings

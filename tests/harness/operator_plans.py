@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hypothesis import strategies as st
-from lmcache_operator.reconcile.observed import Observed
-from lmcache_operator.reconcile.plan import Plan, plan
-from lmcache_operator.reconcile.problems import Problem
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.types import Context, Observed, Plan, Problem
+from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
+from lmcache_operator.specs import Images
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
@@ -22,6 +23,9 @@ STATEFUL_SET = Ref("StatefulSet", "demo-engine")
 EARLY, LATE = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
 
 
+ENGINE = Engine()
+
+
 def observe(world: World, **more: Any) -> Observed:
     return Observed(**{
         "resource": world.resource, "children": dict(world.objects), "pods": tuple(world.pods.values()),
@@ -29,13 +33,19 @@ def observe(world: World, **more: Any) -> Observed:
     } | more)  # fmt: skip
 
 
+def plan(observed: Observed, images: Images) -> Plan:
+    """What is due for the engine."""
+    found = planning.plan([ENGINE], observed.resource, {ENGINE.name: observed}, Context(images))
+    return found[ENGINE.name]
+
+
 def carry_out(world: World, due: Plan) -> None:
     async def run() -> None:
         for wanted in due.apply:
             live = world.objects.get(ref_of(wanted))
             await world.apply(wanted, live and live["metadata"]["uid"])
-        if due.evict:
-            await world.evict("", due.evict, world.pods[due.evict]["metadata"]["uid"])
+        for pod in due.evict:
+            await world.evict("", pod["metadata"]["name"], pod["metadata"]["uid"])
 
     asyncio.run(run())
     world.run_stateful_sets()
@@ -44,7 +54,9 @@ def carry_out(world: World, due: Plan) -> None:
 def status_of(world: World, failures: tuple[Problem, ...] = (), **more: Any) -> dict[str, Any]:
     """What is told of the world as it is."""
     observed = observe(world, **more)
-    return derive_status(observed, plan(observed, IMAGES), failures)
+    due = plan(observed, IMAGES)
+    statuses = [ENGINE.status(observed, due)]
+    return derive_status(observed.resource, observed.now, statuses, {ENGINE.name: due}, failures)
 
 
 def settled_world(**changes: Any) -> World:
@@ -58,7 +70,7 @@ def outdated_world(**changes: Any) -> World:
     world = settled_world(engine={"replicas": 3})
     world.change(engine={"args": ["--new"]}, **changes)
     due = plan(observe(world), IMAGES)
-    assert due.evict is None, "the template has to be written first"
+    assert not due.evict, "the template has to be written first"
     carry_out(world, due)
     return world
 

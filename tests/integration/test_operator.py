@@ -81,15 +81,16 @@ def test_example_gets_all_its_children_and_becomes_ready(plane, operator, namesp
 
 def test_children_are_what_render_prints_without_a_cluster(plane, operator, shared):
     from lmcache_operator.api.parse import parse
-    from lmcache_operator.specs.children import children
-    from lmcache_operator.specs.kinds import CHILDREN as KINDS
+    from lmcache_operator.components import COMPONENTS, kinds_of
+    from lmcache_operator.components.types import Context
     from lmcache_operator.specs.names import STOCK_IMAGES
 
     resource = plane.api.get(CLUSTERS, NAME, shared)
-    wanted = {(c["kind"], c["metadata"]["name"]) for c in children(parse(resource), STOCK_IMAGES)}
+    rendered = [c for own in COMPONENTS for c in own.render(parse(resource), Context(STOCK_IMAGES))]
+    wanted = {(c["kind"], c["metadata"]["name"]) for c in rendered}
     live = {
         (kind.kind, found["metadata"]["name"])
-        for kind in KINDS
+        for kind in kinds_of(COMPONENTS)
         for found in plane.api.objects(
             f"{kind.api_version}/{kind.plural}", shared, f"lmcache.io/cluster={NAME}"
         )

@@ -7,7 +7,8 @@ import urllib.request
 
 import pytest
 from lmcache_operator.api.parse import parse
-from lmcache_operator.specs.children import children
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.types import Context
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from testing.child_process import free_ports
@@ -20,7 +21,7 @@ NUM_TOKENS = 1500
 
 
 def rendered_timeout() -> str:
-    stateful_set = children(parse(cluster()), STOCK_IMAGES)[-1]
+    stateful_set = Engine().render(parse(cluster()), Context(STOCK_IMAGES))[-1]
     args = stateful_set["spec"]["template"]["spec"]["containers"][0]["args"]
     (timeout,) = [arg for arg in args if arg.startswith("--shutdown-timeout=")]
     return timeout

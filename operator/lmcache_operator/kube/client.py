@@ -100,6 +100,13 @@ class KubeApi:
         gone = (HTTPStatus.NOT_FOUND,)
         await self._call("PATCH", f"{_path_of(wanted)}/status", wanted, query=_FORCE, accept=gone)
 
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+        """Delete this object and what it owns. False if it is gone already, or another has its name."""
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        accept = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT)
+        status, _ = await self._call("DELETE", _path(kind, namespace, name), body, accept=accept)
+        return status not in accept
+
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
         """Ask for a pod's eviction. False if a disruption budget forbids it at present, or it is gone."""
         options, metadata = {"preconditions": {"uid": uid}}, {"name": pod, "namespace": namespace}

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lmcache_operator.reconcile.ownership import Path
 from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.ownership import Path
 
 _NUM_FREE = 3
 _FORGET_SECONDS = 60.0

@@ -24,6 +24,17 @@ class Kind:
         return f"{self.group}/{self.version}" if self.group else self.version
 
 
+class ClusterKey(NamedTuple):
+    """One life of an LMCacheCluster: another one of the same name has another uid."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
 class Ref(NamedTuple):
     """A child, within the namespace of its cluster."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from typing import Any
+
 from lmcache_operator import __version__
 from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.specs import Images, Object
-from lmcache_operator.specs.kinds import BY_NAME, Ref
+from lmcache_operator.specs.kinds import BY_NAME
 
 FIELD_MANAGER = "lmcache-operator"
 CLUSTER_LABEL = "lmcache.io/cluster"
@@ -48,34 +52,48 @@ def config_name(cluster_name: str) -> str:
     return f"{cluster_name}-sidecar"
 
 
-def child_refs(cluster_name: str) -> tuple[Ref, ...]:
-    """Every child that a cluster can have. The names are ours, so that none has to be searched for."""
-    engine = engine_name(cluster_name)
-    kinds = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet")
-    others = Ref("ConfigMap", config_name(cluster_name)), Ref("Service", cluster_name)
-    return (*(Ref(kind, engine) for kind in kinds), *others)
+def selector(cluster_name: str, component: str) -> dict[str, str]:
+    """Labels that select a component's pods. They never change: a StatefulSet's selector is immutable."""
+    return {CLUSTER_LABEL: cluster_name, COMPONENT_LABEL: component}
 
 
-def selector(cluster_name: str) -> dict[str, str]:
-    """Labels that select the engine's pods. They never change: a StatefulSet's selector is immutable."""
-    return {CLUSTER_LABEL: cluster_name, COMPONENT_LABEL: ENGINE}
-
-
-def labels(cluster: Cluster) -> dict[str, str]:
-    """Labels of every child."""
+def labels(cluster: Cluster, component: str) -> dict[str, str]:
+    """Labels of every child of a component."""
     return {
-        "app.kubernetes.io/component": ENGINE,
+        "app.kubernetes.io/component": component,
         "app.kubernetes.io/instance": cluster.name,
         MANAGED_BY_LABEL: FIELD_MANAGER,
         "app.kubernetes.io/name": "lmcache-cluster",
-        **selector(cluster.name),
+        **selector(cluster.name, component),
     }
 
 
-def child(cluster: Cluster, kind: str, name: str, **content: object) -> Object:
+def child(
+    cluster: Cluster, component: str, kind: str, name: str, annotations: Object | None = None, **content: Any
+) -> Object:
     """An object that the cluster owns and that is deleted with it, also while the operator is down."""
     owner: Object = {"apiVersion": API_VERSION, "kind": KIND, "name": cluster.name, "uid": cluster.uid}
     owner |= {"controller": True, "blockOwnerDeletion": True}
     metadata: Object = {"name": name, "namespace": cluster.namespace}
-    metadata |= {"labels": labels(cluster), "ownerReferences": [owner], "annotations": {}}
-    return {"apiVersion": BY_NAME[kind].api_version, "kind": kind, "metadata": metadata, **content}
+    metadata |= {"labels": labels(cluster, component), "ownerReferences": [owner]}
+    metadata["annotations"] = annotations or {}
+    return hashed({"apiVersion": BY_NAME[kind].api_version, "kind": kind, "metadata": metadata, **content})
+
+
+def hashed(rendered: Object) -> Object:
+    """The same object with the hash of all else that is in it."""
+    others = {key: value for key, value in annotations_of(rendered).items() if key != RENDERED_HASH}
+    bare = rendered | {"metadata": rendered["metadata"] | {"annotations": others}}
+    annotations = others | {RENDERED_HASH: digest(bare)}
+    return bare | {"metadata": bare["metadata"] | {"annotations": annotations}}
+
+
+def digest(value: Any) -> str:
+    """A short hash of plain data that does not depend on the order of keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def annotations_of(live: Object) -> dict[str, str]:
+    """An object's annotations; none when it has no such field."""
+    return live["metadata"].get("annotations") or {}

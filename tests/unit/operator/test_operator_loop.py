@@ -11,12 +11,14 @@ import pytest
 from aiohttp import ClientSession
 from kopf._core.engines.probing import health_reporter
 from lmcache_operator.app import build_registry, owner_key
+from lmcache_operator.components import COMPONENTS, kinds_of
+from lmcache_operator.components.types import Context
 from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
-from lmcache_operator.reconcile.loop import ClusterKey, Reconciler
-from lmcache_operator.specs.kinds import CHILDREN, Ref
+from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
@@ -41,7 +43,7 @@ class Bench:
 
     def restart(self) -> None:
         self.reconciler = Reconciler(
-            cast(KubeApi, self.world), STOCK_IMAGES, self.world.ask, monotonic=self.clock
+            cast(KubeApi, self.world), Context(STOCK_IMAGES), self.world.ask, monotonic=self.clock
         )
 
     def look(self) -> float | None:
@@ -300,7 +302,7 @@ def test_kopf_gets_handlers_that_write_nothing() -> None:
 
     registry = build_registry(KeyedQueue(work, num_workers=1))
     assert isinstance(registry, kopf.OperatorRegistry)
-    assert len(registry._watching.get_all_handlers()) == 1 + len(CHILDREN)
+    assert len(registry._watching.get_all_handlers()) == 1 + len(kinds_of(COMPONENTS))
     assert not registry._changing.get_all_handlers()
     assert not registry._spawning.get_all_handlers()
     assert not registry._indexing.get_all_handlers()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_operator.reconcile.plan import Plan, plan
+from lmcache_operator.components.types import Plan
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
@@ -18,13 +19,18 @@ from tests.harness.operator_plans import (
     carry_out,
     observe,
     outdated_world,
+    plan,
     settled_world,
     specs,
 )
 
 
+def names(pods: Iterable[dict[str, Any]]) -> list[str]:
+    return [pod["metadata"]["name"] for pod in pods]
+
+
 def is_empty(due: Plan) -> bool:
-    return not (due.apply or due.evict or due.problems)
+    return not (due.apply or due.delete or due.evict or due.problems)
 
 
 @given(specs, specs)
@@ -87,7 +93,7 @@ def test_pods_are_replaced_one_after_the_other() -> None:
     world = outdated_world()
     evicted = []
     while (due := plan(observe(world), IMAGES)).evict:
-        evicted.append(due.evict)
+        evicted += names(due.evict)
         carry_out(world, due)
     assert evicted == ["demo-engine-0", "demo-engine-1", "demo-engine-2"]
     assert is_empty(due)
@@ -96,7 +102,7 @@ def test_pods_are_replaced_one_after_the_other() -> None:
 def test_a_pod_that_serves_nothing_goes_first() -> None:
     world = outdated_world()
     world.set_ready("demo-engine-2", False)
-    assert plan(observe(world), IMAGES).evict == "demo-engine-2"
+    assert names(plan(observe(world), IMAGES).evict) == ["demo-engine-2"]
 
 
 def test_a_new_pod_that_does_not_get_ready_stops_the_replacement() -> None:
@@ -104,7 +110,7 @@ def test_a_new_pod_that_does_not_get_ready_stops_the_replacement() -> None:
     carry_out(world, plan(observe(world), IMAGES))
     world.set_ready("demo-engine-0", False)
     due = plan(observe(world), IMAGES)
-    assert (due.evict, due.num_outdated) == (None, 2)
+    assert (due.evict, due.num_outdated) == ((), 2)
 
 
 @pytest.mark.parametrize("obstacle", ["missing pod", "ending pod", "unseen template"])
@@ -117,7 +123,7 @@ def test_nothing_is_evicted_meanwhile(obstacle: str) -> None:
     elif obstacle == "unseen template":
         world.objects[STATEFUL_SET]["status"]["observedGeneration"] -= 1
     due = plan(observe(world), IMAGES)
-    assert due.evict is None
+    assert due.evict == ()
     assert due.num_outdated == len(world.pods)
 
 
@@ -133,7 +139,7 @@ def test_nothing_is_evicted_while_the_templates_hash_is_contested() -> None:
     contested = {STATEFUL_SET: frozenset({SPEC_HASH_FIELD})}
     for _ in range(3):
         due = plan(observe(world, contested=contested), IMAGES)
-        assert (due.evict, due.num_outdated) == (None, 1)
+        assert (due.evict, due.num_outdated) == ((), 1)
         carry_out(world, due)
 
 
@@ -146,9 +152,9 @@ def test_what_is_not_contested_is_applied_and_rolled_out() -> None:
     evicted = []
     for _ in range(5):
         due = plan(observe(world, contested=contested), IMAGES)
-        evicted.append(due.evict)
+        evicted.append(names(due.evict))
         carry_out(world, due)
-    assert evicted == [None, "demo-engine-0", "demo-engine-1", None, None]
+    assert evicted == [[], ["demo-engine-0"], ["demo-engine-1"], [], []]
     assert world.objects[STATEFUL_SET]["spec"]["replicas"] == 2
     assert {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()} == {"e:2"}
     assert plan(observe(world, contested=contested), IMAGES).apply == ()
@@ -161,7 +167,7 @@ def test_an_invalid_spec_leaves_everything_as_it_is() -> None:
     world = settled_world()
     world.change(engine={"args": ["--port=1"]})
     due = plan(observe(world), IMAGES)
-    assert (due.apply, due.evict) == ((), None)
+    assert (due.apply, due.evict) == ((), ())
     assert [problem.reason for problem in due.problems] == ["InvalidSpec"]
 
 

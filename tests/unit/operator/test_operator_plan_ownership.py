@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from lmcache_operator.reconcile.ownership import lost_fields, spell, without
+from lmcache_operator.specs.ownership import lost_fields, spell, without
 
 CONTAINER = {
     "name": "c", "image": "x", "args": [],

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_operator.reconcile.plan import plan
-from lmcache_operator.reconcile.problems import Problem
-from lmcache_operator.reconcile.status import news, unobserved_status
+from lmcache_operator.components.types import Problem
+from lmcache_operator.reconcile.status import derive_status, events, news
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import (
+    EARLY,
     LATE,
     STATEFUL_SET,
     carry_out,
     observe,
     outdated_world,
+    plan,
     settled_world,
     specs,
     status_of,
@@ -199,8 +200,7 @@ def test_pods_with_a_former_size_are_counted_until_they_are_replaced() -> None:
 def test_what_could_not_be_looked_at_is_unknown_and_the_rest_stays() -> None:
     world = settled_world()
     world.resource["status"] = status_of(world)
-    observed = observe(world, children={}, pods=())
-    status = unobserved_status(observed, [Problem("Refused", "no right to get services")])
+    status = derive_status(world.resource, EARLY, [], {}, [Problem("Refused", "no right to get services")])
     assert condition(status, "Ready") == ("Unknown", "Refused")
     assert condition(status, "Degraded") == ("True", "Refused")
     assert condition(status, "EngineAvailable") == ("True", "EnginesReady")
@@ -211,9 +211,9 @@ def test_events_tell_what_changed_and_nothing_else() -> None:
     world = settled_world()
     good = status_of(world)
     bad = status_of(world, (Problem("Refused", "no quota"),))
-    assert list(news({}, good)) == [("Normal", "Ready", "1 of 1 engine pods are ready")]
-    assert list(news(good, good)) == list(news(bad, bad)) == []
-    assert list(news(good, bad)) == [("Warning", "Refused", "no quota")]
+    assert list(events(news({}, good))) == [("Normal", "Ready", "1 of 1 engine pods are ready")]
+    assert news(good, good) == news(bad, bad) == []
+    assert list(events(news(good, bad))) == [("Warning", "Refused", "no quota")]
 
 
 def test_the_transition_time_changes_only_when_the_status_flips() -> None:

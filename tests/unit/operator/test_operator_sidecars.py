@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from lmcache_operator.reconcile.observed import Heard
-from lmcache_operator.reconcile.sidecars import Hearing
-from lmcache_operator.sidecars import SidecarStats
+from lmcache_operator.components.types import Probed
+from lmcache_operator.reconcile.probe import SidecarProber
+from lmcache_operator.stats import StatsClient
 
 from tests.harness.operator_plans import LATE, settled_world, status_of
 
@@ -19,15 +19,15 @@ GOOD = {"is_ready": True, "not_ready_reason": "", "num_clients": {"attached": 2}
 BAD = GOOD | {"is_ready": False, "not_ready_reason": "--remote-url: no such scheme"}
 
 
-class Ears:
-    """Pods at rest, what their sidecars answer, and the hearing of it."""
+class Rig:
+    """Pods at rest, what their sidecars answer, and who asks them."""
 
     def __init__(self, *answers: Any, is_ready: bool = True) -> None:
         self.world = settled_world(engine={"replicas": len(answers)})
         self.answers: dict[str, Any] = {}
         self.asked: list[str] = []
         self.now = 0.0
-        self.hearing = Hearing(self._ask, lambda: self.now)
+        self.prober = SidecarProber(self._ask, lambda: self.now)
         for number, answer in enumerate(answers):
             self.world.pods[f"demo-engine-{number}"]["status"] = {
                 "phase": "Running", "podIP": f"10.0.0.{number}",
@@ -39,12 +39,12 @@ class Ears:
         self.asked.append(address)
         return self.answers[address]
 
-    def listen(self) -> Heard:
-        return asyncio.run(self.hearing.listen(tuple(self.world.pods.values())))
+    def probe(self) -> Probed:
+        return asyncio.run(self.prober.probe(tuple(self.world.pods.values())))
 
     def told(self, kind: str = "SidecarAttached") -> tuple[str, str, str]:
         """Status, reason and message after one more look; the status is kept as the API server would."""
-        self.world.resource["status"] = status_of(self.world, heard=self.listen(), now=LATE)
+        self.world.resource["status"] = status_of(self.world, probed=self.probe(), now=LATE)
         found = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
         return tuple(found[0][key] for key in ("status", "reason", "message")) if found else ("", "", "")
 
@@ -70,97 +70,97 @@ class Ears:
     ],
 )  # fmt: skip
 def test_what_sidecars_say_is_told(answers: list[Any], told: tuple[str, str, str | None]) -> None:
-    ears = Ears(*answers)
-    status, reason, message = ears.told()
+    rig = Rig(*answers)
+    status, reason, message = rig.told()
     assert (status, reason, message if told[2] else None) == told
     is_false = status == "False"
-    assert ears.told("Degraded")[:2] == (str(is_false), reason if is_false else "AsDeclared")
-    assert ears.told("Ready")[:2] == ("True", "Ready")
-    assert ears.told("EngineAvailable")[0] == "True"
+    assert rig.told("Degraded")[:2] == (str(is_false), reason if is_false else "AsDeclared")
+    assert rig.told("Ready")[:2] == ("True", "Ready")
+    assert rig.told("EngineAvailable")[0] == "True"
 
 
 def test_nothing_is_claimed_before_an_engine_runs() -> None:
-    ears = Ears(GOOD | {"num_clients": {"attached": 0}}, is_ready=False)
-    assert ears.told()[:2] == ("Unknown", "NoEngine")
-    ears.world.pods["demo-engine-0"]["status"]["phase"] = "Pending"
-    assert ears.told()[:2] == ("Unknown", "NoEngine")
-    assert len(ears.asked) == 1
+    rig = Rig(GOOD | {"num_clients": {"attached": 0}}, is_ready=False)
+    assert rig.told()[:2] == ("Unknown", "NoEngine")
+    rig.world.pods["demo-engine-0"]["status"]["phase"] = "Pending"
+    assert rig.told()[:2] == ("Unknown", "NoEngine")
+    assert len(rig.asked) == 1
 
 
 def test_whether_the_remote_tier_answers_is_told() -> None:
-    ears = Ears(GOOD, GOOD)
-    assert ears.told("RemoteTierReachable") == ("", "", "")
-    ears.answers["10.0.0.0"] = GOOD | {"remote": {"is_reachable": True}}
-    assert ears.told("RemoteTierReachable")[:2] == ("True", "Reachable")
-    ears.answers["10.0.0.1"] = GOOD | {"remote": {"is_reachable": False}}
-    told = ears.told("RemoteTierReachable")
+    rig = Rig(GOOD, GOOD)
+    assert rig.told("RemoteTierReachable") == ("", "", "")
+    rig.answers["10.0.0.0"] = GOOD | {"remote": {"is_reachable": True}}
+    assert rig.told("RemoteTierReachable")[:2] == ("True", "Reachable")
+    rig.answers["10.0.0.1"] = GOOD | {"remote": {"is_reachable": False}}
+    told = rig.told("RemoteTierReachable")
     assert told == (
         "False", "RemoteTierUnreachable", "1 of 2 sidecars get no answer from it: pod demo-engine-1"
     )  # fmt: skip
-    assert ears.told("Degraded")[:2] == ("True", "RemoteTierUnreachable")
-    assert ears.told("Ready")[0] == "True"
+    assert rig.told("Degraded")[:2] == ("True", "RemoteTierUnreachable")
+    assert rig.told("Ready")[0] == "True"
 
 
 def test_what_they_say_is_cut_and_cleaned() -> None:
     reason = "no\x00 \x1b[31mred\u202e\ud800\r\n" + "x" * 5000
-    ears = Ears(GOOD | {"is_ready": False, "not_ready_reason": reason})
-    message = ears.told()[2]
+    rig = Rig(GOOD | {"is_ready": False, "not_ready_reason": reason})
+    message = rig.told()[2]
     assert "pod demo-engine-0: no [31mred xxx" in message
     assert message.isprintable()
     assert len(message) < 700
 
 
 def test_one_answer_that_does_not_come_is_no_news() -> None:
-    ears = Ears(GOOD)
-    before = ears.told(), ears.world.resource["status"]
-    ears.answers["10.0.0.0"] = None
-    assert (ears.told(), ears.world.resource["status"]) == before
-    ears.now = 50  # who is silent is left alone for a while
-    ears.told()
-    assert len(ears.asked) == 2
-    ears.now = 100
-    assert ears.told()[:2] == ("Unknown", "NoAnswer")
-    ears.now, ears.answers["10.0.0.0"] = 200, GOOD
-    assert ears.told()[0] == "True"
+    rig = Rig(GOOD)
+    before = rig.told(), rig.world.resource["status"]
+    rig.answers["10.0.0.0"] = None
+    assert (rig.told(), rig.world.resource["status"]) == before
+    rig.now = 50  # who is silent is left alone for a while
+    rig.told()
+    assert len(rig.asked) == 2
+    rig.now = 100
+    assert rig.told()[:2] == ("Unknown", "NoAnswer")
+    rig.now, rig.answers["10.0.0.0"] = 200, GOOD
+    assert rig.told()[0] == "True"
 
 
 def test_after_a_restart_one_missing_answer_changes_nothing() -> None:
-    ears = Ears(BAD)
-    before = ears.told()
-    ears.hearing = Hearing(ears.hearing.ask, ears.hearing.monotonic)
-    ears.answers["10.0.0.0"] = None
-    assert ears.told() == before
-    assert ears.told("Degraded")[0] == "True"
+    rig = Rig(BAD)
+    before = rig.told()
+    rig.prober = SidecarProber(rig.prober.read_stats, rig.prober.monotonic)
+    rig.answers["10.0.0.0"] = None
+    assert rig.told() == before
+    assert rig.told("Degraded")[0] == "True"
 
 
 def test_what_was_not_asked_stays_as_it_was_told() -> None:
-    ears = Ears(BAD)
-    before = ears.told()
-    ears.world.resource["status"] = status_of(ears.world, heard=None)
-    assert before[2] in str(ears.world.resource["status"])
-    assert "SidecarAttached" not in str(status_of(settled_world(), heard=None))
+    rig = Rig(BAD)
+    before = rig.told()
+    rig.world.resource["status"] = status_of(rig.world, probed=None)
+    assert before[2] in str(rig.world.resource["status"])
+    assert "SidecarAttached" not in str(status_of(settled_world(), probed=None))
 
 
 def test_one_that_misses_an_answer_hides_no_other() -> None:
-    ears = Ears(GOOD, GOOD)
-    assert ears.told()[0] == "True"
-    ears.answers |= {"10.0.0.0": None, "10.0.0.1": BAD}
-    assert ears.told()[:2] == ("False", "SidecarNotReady")
+    rig = Rig(GOOD, GOOD)
+    assert rig.told()[0] == "True"
+    rig.answers |= {"10.0.0.0": None, "10.0.0.1": BAD}
+    assert rig.told()[:2] == ("False", "SidecarNotReady")
 
 
 def test_figures_in_a_reason_are_told_once() -> None:
-    ears = Ears(BAD | {"not_ready_reason": "17.5 MiB free of 20"})
-    before = ears.told()
-    ears.answers["10.0.0.0"] = BAD | {"not_ready_reason": "3 MiB free of 20"}
-    assert ears.told() == before
-    ears.answers["10.0.0.0"] = BAD | {"not_ready_reason": "3 GiB free of 20"}
-    assert "3 GiB" in ears.told()[2]
+    rig = Rig(BAD | {"not_ready_reason": "17.5 MiB free of 20"})
+    before = rig.told()
+    rig.answers["10.0.0.0"] = BAD | {"not_ready_reason": "3 MiB free of 20"}
+    assert rig.told() == before
+    rig.answers["10.0.0.0"] = BAD | {"not_ready_reason": "3 GiB free of 20"}
+    assert "3 GiB" in rig.told()[2]
 
 
 def test_few_are_asked_at_once_and_the_others_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 sidecars all but four hang: what could not be asked in time is asked first at the next look."""
-    monkeypatch.setattr("lmcache_operator.reconcile.sidecars._LOOK_SECONDS", 0.05)
-    ears = Ears(*[GOOD] * 40)
+    monkeypatch.setattr("lmcache_operator.reconcile.probe._PROBE_SECONDS", 0.05)
+    rig = Rig(*[GOOD] * 40)
     running, most, done = 0, 0, set()
 
     async def ask(address: str) -> Any:
@@ -175,10 +175,10 @@ def test_few_are_asked_at_once_and_the_others_are_not_forgotten(monkeypatch: pyt
         finally:
             running -= 1
 
-    ears.hearing = Hearing(ask, lambda: ears.now)
-    heard = ears.listen()
+    rig.prober = SidecarProber(ask, lambda: rig.now)
+    probed = rig.probe()
     assert most == 16
-    assert sum(sidecar.answers for sidecar in heard.sidecars) == 4
+    assert sum(sidecar.answers for sidecar in probed.sidecars) == 4
     assert running == 0
 
 
@@ -202,7 +202,7 @@ def read_from(*pieces: bytes, seconds: float = 0.0, is_listening: bool = True) -
         port = server.sockets[0].getsockname()[1]
         if not is_listening:
             server.close()
-        async with SidecarStats(port) as stats:
+        async with StatsClient(port) as stats:
             found = await stats.read("127.0.0.1")
         server.close()
         return found
@@ -241,13 +241,13 @@ def test_what_is_no_answer_is_none(answer: bytes) -> None:
 
 def test_nobody_waits_for_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_from(is_listening=False) is None
-    monkeypatch.setattr("lmcache_operator.sidecars._SECONDS", 0.05)
+    monkeypatch.setattr("lmcache_operator.stats._SECONDS", 0.05)
     assert read_from(answer_of(b"{}"), seconds=60) is None
 
 
 def test_an_odd_address_is_no_answer() -> None:
     async def run(address: str) -> Any:
-        async with SidecarStats() as stats:
+        async with StatsClient() as stats:
             return await stats.read(address)
 
     for address in ("", "a b", "::1:x", "300.0.0.1", "h/../x"):

@@ -16,13 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_operator.api.parse import parse
 from lmcache_operator.api.plain_yaml import dump
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.engine.objects import spec_hash
+from lmcache_operator.components.engine.pod import arena_limit, sidecar_memory
+from lmcache_operator.components.types import Context
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.children import children, spec_hash
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.merge import first_difference, merge
-from lmcache_operator.specs.names import OPERATOR_LABELS, child_refs
+from lmcache_operator.specs.names import OPERATOR_LABELS
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-from lmcache_operator.specs.pod import arena_limit, sidecar_memory
 
 from tests.harness.operator_model import cluster
 
@@ -55,7 +57,7 @@ CASES = {"minimal": {}, "full": FULL}
 
 
 def render(changes: dict[str, Any]) -> list[dict[str, Any]]:
-    return children(parse(cluster(**changes)), IMAGES)
+    return Engine().render(parse(cluster(**changes)), Context(IMAGES))
 
 
 def pod_of(changes: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def test_rendering_is_as_checked_in(name: str) -> None:
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_what_is_rendered_is_what_is_looked_for(changes: dict[str, Any]) -> None:
-    assert sorted(map(ref_of, render(changes))) == sorted(child_refs("demo"))
+    assert sorted(map(ref_of, render(changes))) == sorted(Engine().refs("demo"))
 
 
 def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Path) -> None:
@@ -350,7 +352,8 @@ def test_the_first_difference_is_named(wanted: Any, live: Any, where: str | None
 
 def test_the_operator_may_ask_the_sidecars() -> None:
     def sources(*where: str) -> list[Any]:
-        policy = next(o for o in children(parse(cluster()), IMAGES, *where) if o["kind"] == "NetworkPolicy")
+        rendered = Engine().render(parse(cluster()), Context(IMAGES, *where))
+        policy = next(o for o in rendered if o["kind"] == "NetworkPolicy")
         (own,) = [rule for rule in policy["spec"]["ingress"] if "from" in rule]
         return own["from"]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.engine.vllm import engine_args
+from lmcache_operator.components.types import Context
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.children import children
 from lmcache_operator.specs.names import STOCK_IMAGES
-from lmcache_operator.specs.vllm import engine_args
 
 from tests.harness.operator_model import cluster
 
@@ -78,7 +79,7 @@ def test_other_arguments_are_passed_on(args: list[str]) -> None:
 def ending_of(args: list[str], spec: dict[str, Any]) -> tuple[list[str], Any, Any]:
     """The engine's timeouts, what it does before it stops, and the pod's grace period."""
     resource = cluster(engine={"args": args, "podTemplate": {"spec": spec}})
-    rendered = children(parse(resource), STOCK_IMAGES)[-1]["spec"]["template"]["spec"]
+    rendered = Engine().render(parse(resource), Context(STOCK_IMAGES))[-1]["spec"]["template"]["spec"]
     engine = rendered["containers"][0]
     timeouts = [arg for arg in engine["args"] if arg.startswith("--shutdown-timeout")]
     pre_stop = engine.get("lifecycle", {}).get("preStop")

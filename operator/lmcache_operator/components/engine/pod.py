@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.quantity import format_mebibytes
+from lmcache_operator.components.engine.vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Images, Object, names, paths
 from lmcache_operator.specs.merge import first_difference, merge
-from lmcache_operator.specs.vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
 
 # The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
 _UID = 2000
@@ -62,7 +62,7 @@ def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
         InvalidSpecError: the user's template breaks what the cache needs.
     """
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
-    metadata = {"annotations": annotations, "labels": names.labels(cluster)}
+    metadata = {"annotations": annotations, "labels": names.labels(cluster, names.ENGINE)}
     base = {"metadata": metadata, "spec": _pod_spec(cluster, images)}
     merged: Object = merge(base, cluster.spec.engine.pod_template)
     if broken := first_difference(_needed(base), merged):

@@ -15,7 +15,7 @@ _SECONDS = 1.0
 _MAX_BYTES = 256 << 10
 
 
-class SidecarStats:
+class StatsClient:
     """An HTTP client for the sidecars' /stats; an async context manager.
 
     Whatever is at the other end is a user's: no redirect is followed, nothing decompressed or remembered.

@@ -1,13 +1,17 @@
-"""Why pods are not there, or not ready, in the words of who knows: scheduler, kubelet, controllers. Pure."""
+"""A component's pods: why they are not there or not ready, and which of them to replace. Pure.
+
+The reasons are in the words of who knows them: scheduler, kubelet, controllers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
 
-from lmcache_operator.reconcile.observed import Observed, is_ready
+from lmcache_operator.components.types import Observed, Problem
 from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import controller_uid
+from lmcache_operator.specs.names import SPEC_HASH, annotations_of
 
 _STUCK = frozenset({
     "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "ErrImageNeverPull",
@@ -20,36 +24,65 @@ _RECENT = timedelta(minutes=20)
 """Events older than that say nothing about now; what goes on is reported again."""
 
 
-class Problem(NamedTuple):
-    """Something that stands in the way, and that the user, and nobody else, can mend."""
+def is_ready(pod: Object) -> bool:
+    """Whether a pod serves and is not on its way out."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+    return ready and "deletionTimestamp" not in pod["metadata"]
 
-    reason: str
-    message: str
+
+def is_outdated(pod: Object, template: Object) -> bool:
+    """Whether the user declared something else than this template says when the pod was made."""
+    return annotations_of(pod).get(SPEC_HASH) != annotations_of(template).get(SPEC_HASH)
 
 
-def pod_problems(observed: Observed) -> Iterator[Problem]:
+def next_eviction(owner: Object | None, pods: Sequence[Object], template: Object) -> tuple[Object, ...]:
+    """The one pod to replace now, if any.
+
+    One at a time: nothing is evicted while a pod is missing, ending, or new and not ready yet. So a
+    declaration that can't run stops after one pod, and the others go on serving. Outdated pods that serve
+    nothing go first.
+    """
+    outdated = [pod for pod in pods if is_outdated(pod, template)]
+    if not outdated or owner is None:
+        return ()
+    # Until the new template is there, and its controller has seen it, the old pod would be made again.
+    seen = owner.get("status", {}).get("observedGeneration", 0)
+    is_unseen = seen < owner["metadata"].get("generation", 0)
+    is_moving = any(
+        "deletionTimestamp" in pod["metadata"] or not (is_ready(pod) or pod in outdated) for pod in pods
+    )
+    is_missing = len(pods) < owner["spec"]["replicas"]
+    if is_unseen or is_missing or is_moving or is_outdated(owner["spec"]["template"], template):
+        return ()
+    return (min(outdated, key=lambda pod: (is_ready(pod), pod["metadata"]["name"])),)
+
+
+def incomplete_sets(observed: Observed) -> Iterator[tuple[Object, list[Object]]]:
+    """StatefulSets that have fewer pods than they should, each with those that it has."""
+    for ref, owner in observed.children.items():
+        pods = [pod for pod in observed.pods if controller_uid(pod) == owner["metadata"]["uid"]]
+        if ref.kind == "StatefulSet" and len(pods) < owner["spec"].get("replicas", 0):
+            yield owner, pods
+
+
+def pod_problems(observed: Observed) -> Iterable[Problem]:
     """One for each reason: the first pod that has it stands for all."""
-    told = set()
+    found: dict[str, Problem] = {}
     for problem in (*_missing(observed), *(p for pod in observed.pods for p in _unready(observed, pod))):
-        if problem.reason not in told:
-            told.add(problem.reason)
-            yield problem
+        found.setdefault(problem.reason, problem)
+    return found.values()
 
 
 def _missing(observed: Observed) -> Iterator[Problem]:
     """Why pods that should exist could not be made."""
-    owner = observed.stateful_set
-    if owner is None or len(observed.pods) >= owner["spec"].get("replicas", 0):
-        return
-    newest = max(
-        (_time(pod["metadata"].get("creationTimestamp"), observed) for pod in observed.pods), default=None
-    )
-    for event in _warnings(observed, owner):
-        # A pod that was made since shows that it is over.
-        if event.get("reason") == "FailedCreate" and (
-            newest is None or _last_seen(event, observed) >= newest
-        ):
-            yield Problem("FailedCreate", event.get("message", ""))
+    for owner, pods in incomplete_sets(observed):
+        made = [_time(pod["metadata"].get("creationTimestamp"), observed) for pod in pods]
+        for event in _warnings(observed, owner):
+            # A pod that was made since shows that it is over.
+            is_over = bool(made) and _last_seen(event, observed) < max(made)
+            if event.get("reason") == "FailedCreate" and not is_over:
+                yield Problem("FailedCreate", event.get("message", ""))
 
 
 def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:

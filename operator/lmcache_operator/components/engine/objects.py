@@ -1,16 +1,16 @@
-"""Everything an LMCacheCluster owns."""
+"""The objects of the engine: its StatefulSet, how to reach its pods, and who may."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from typing import Any
+from functools import partial
 
 import yaml
 
 from lmcache_operator.api.parse import Cluster, declared
+from lmcache_operator.components.engine.pod import pod_template
+from lmcache_operator.components.types import Context
 from lmcache_operator.specs import Images, Object, names, paths
-from lmcache_operator.specs.pod import pod_template
 
 SCRAPER_LABEL = "lmcache.io/scraper"
 """A namespace with this label set to "true" may reach the sidecars' metrics port."""
@@ -19,42 +19,27 @@ _HTTP_PORT = {"name": "http", "port": names.ENGINE_PORT, "protocol": "TCP", "tar
 _METRICS_PORT = {"name": "metrics", "port": names.SIDECAR_PORT, "protocol": "TCP", "targetPort": "metrics"}
 
 
-def children(cluster: Cluster, default_images: Images, operator_namespace: str = "") -> list[Object]:
-    """All objects of a cluster, prerequisites of the pods first: one of each of ``names.child_refs``.
-
-    ``default_images`` are the images by container that stand in where the user names none. An operator whose
-    namespace is given may ask the sidecars.
+def render(cluster: Cluster, context: Context) -> list[Object]:
+    """All of them, prerequisites of the pods first and the StatefulSet last.
 
     Raises:
         InvalidSpecError: the spec can't be rendered.
     """
-    engine = names.engine_name(cluster.name)
-    client_service = {"ports": [_HTTP_PORT], "selector": names.selector(cluster.name)}
-    objects = [
+    child, engine = partial(names.child, cluster, names.ENGINE), names.engine_name(cluster.name)
+    config, policy = {"sidecar.yaml": _sidecar_yaml(cluster)}, _network_policy(cluster, context)
+    client_service = {"ports": [_HTTP_PORT], "selector": _selector(cluster)}
+    recorded = {names.DEFAULT_IMAGES: json.dumps(context.images, sort_keys=True)}
+    stateful_set = _stateful_set(cluster, context.images)
+    return [
         # An identity of its own, without a token: engine and sidecar never talk to the API server.
-        names.child(cluster, "ServiceAccount", engine, automountServiceAccountToken=False),
-        names.child(
-            cluster,
-            "ConfigMap",
-            names.config_name(cluster.name),
-            data={"sidecar.yaml": _sidecar_yaml(cluster)},
-        ),
-        names.child(cluster, "Service", engine, spec=_headless_service(cluster)),
-        names.child(cluster, "Service", cluster.name, spec=client_service),
-        names.child(cluster, "NetworkPolicy", engine, spec=_network_policy(cluster, operator_namespace)),
-        names.child(cluster, "PodDisruptionBudget", engine, spec=_disruption_budget(cluster)),
-        names.child(cluster, "StatefulSet", engine, spec=_stateful_set(cluster, default_images)),
+        child("ServiceAccount", engine, automountServiceAccountToken=False),
+        child("ConfigMap", names.config_name(cluster.name), data=config),
+        child("Service", engine, spec=_headless_service(cluster)),
+        child("Service", cluster.name, spec=client_service),
+        child("NetworkPolicy", engine, spec=policy),
+        child("PodDisruptionBudget", engine, spec=_disruption_budget(cluster)),
+        child("StatefulSet", engine, recorded, spec=stateful_set),
     ]
-    objects[-1]["metadata"]["annotations"][names.DEFAULT_IMAGES] = json.dumps(default_images, sort_keys=True)
-    for rendered in objects:
-        rendered["metadata"]["annotations"][names.RENDERED_HASH] = digest(rendered)
-    return objects
-
-
-def digest(value: Any) -> str:
-    """A short hash of plain data that does not depend on the order of keys."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def resolved_images(cluster: Cluster, default_images: Images) -> Images:
@@ -78,7 +63,11 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     }
     if sidecar := {key: value for key, value in sidecar.items() if key != "image"}:
         kept["sidecar"] = sidecar
-    return digest(wanted | kept)
+    return names.digest(wanted | kept)
+
+
+def _selector(cluster: Cluster) -> dict[str, str]:
+    return names.selector(cluster.name, names.ENGINE)
 
 
 def _stateful_set(cluster: Cluster, default_images: Images) -> Object:
@@ -88,7 +77,7 @@ def _stateful_set(cluster: Cluster, default_images: Images) -> Object:
         "updateStrategy": {"type": "OnDelete"},
         "podManagementPolicy": "Parallel",
         "replicas": cluster.spec.engine.replicas,
-        "selector": {"matchLabels": names.selector(cluster.name)},
+        "selector": {"matchLabels": _selector(cluster)},
         "serviceName": names.engine_name(cluster.name),
         "template": pod_template(cluster, images, hashed),
     }
@@ -117,16 +106,16 @@ def _headless_service(cluster: Cluster) -> Object:
         "ports": [_HTTP_PORT, _METRICS_PORT],
         # A sidecar is worth watching before its engine has loaded the model.
         "publishNotReadyAddresses": True,
-        "selector": names.selector(cluster.name),
+        "selector": _selector(cluster),
     }
 
 
-def _network_policy(cluster: Cluster, operator_namespace: str) -> Object:
+def _network_policy(cluster: Cluster, context: Context) -> Object:
     """Limits who reaches the sidecar's port; every other port of the pod stays open, and egress too."""
     scrapers = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {SCRAPER_LABEL: "true"}}}]
-    if operator_namespace:
+    if context.operator_namespace:
         # The label of a namespace that nobody can set to another's name.
-        namespace = {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}}
+        namespace = {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}}
         scrapers.append(
             {"namespaceSelector": namespace, "podSelector": {"matchLabels": names.OPERATOR_LABELS}}
         )
@@ -138,7 +127,7 @@ def _network_policy(cluster: Cluster, operator_namespace: str) -> Object:
     own = {"from": scrapers, "ports": [{"port": names.SIDECAR_PORT, "protocol": "TCP"}]}
     return {
         "ingress": [{"ports": others}, own],
-        "podSelector": {"matchLabels": names.selector(cluster.name)},
+        "podSelector": {"matchLabels": _selector(cluster)},
         "policyTypes": ["Ingress"],
     }
 
@@ -146,7 +135,7 @@ def _network_policy(cluster: Cluster, operator_namespace: str) -> Object:
 def _disruption_budget(cluster: Cluster) -> Object:
     return {
         "maxUnavailable": 1,
-        "selector": {"matchLabels": names.selector(cluster.name)},
+        "selector": {"matchLabels": _selector(cluster)},
         # A pod that serves nothing may go at any time.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }

@@ -12,14 +12,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache_operator.reconcile.observed import Heard, Sidecar, is_ready
+from lmcache_operator.components.pods import is_ready
+from lmcache_operator.components.types import Probed, Sidecar
 from lmcache_operator.specs import Object
 
-Ask = Callable[[str], Awaitable[Any]]
+ReadStats = Callable[[str], Awaitable[Any]]
 """Answers the /stats of the sidecar at an IP address; None where none is to be had within a second or so."""
 
 _MAX_AT_ONCE = 16
-_LOOK_SECONDS = 3.0
+_PROBE_SECONDS = 3.0
 """For all sidecars of a cluster; whoever was not reached then comes first the next time."""
 _SILENCE_SECONDS = 60.0
 """Who did not answer is not asked for that long, so that looks stay fast where pods can't be reached."""
@@ -36,16 +37,16 @@ class _Last(NamedTuple):
 
 
 @dataclass
-class Hearing:
+class SidecarProber:
     """Asks the sidecars of one cluster, and remembers between looks what they said."""
 
-    ask: Ask
+    read_stats: ReadStats
     monotonic: Callable[[], float]
 
     def __post_init__(self) -> None:
         self._last: dict[str, _Last] = {}
 
-    async def listen(self, pods: Sequence[Object]) -> Heard:
+    async def probe(self, pods: Sequence[Object]) -> Probed:
         """Ask those of the pods that run. Raises nothing that comes from them."""
         running = {pod["metadata"]["uid"]: pod for pod in pods if _is_running(pod)}
         self._last = {uid: self._last.get(uid, _Last()) for uid in running}
@@ -58,13 +59,13 @@ class Hearing:
 
         async def ask(uid: str) -> None:
             async with slots:
-                stats = await self.ask(running[uid]["status"]["podIP"])
-            self._last[uid] = _heard(stats, self._last[uid], now)
+                stats = await self.read_stats(running[uid]["status"]["podIP"])
+            self._last[uid] = _probed(stats, self._last[uid], now)
 
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_SECONDS):
+            async with asyncio.timeout(_PROBE_SECONDS):
                 await asyncio.gather(*map(ask, sorted(due, key=lambda uid: self._last[uid].time)))
-        return Heard(tuple(self._sidecars(running)), all(map(_is_certain, self._last.values())))
+        return Probed(tuple(self._sidecars(running)), all(map(_is_certain, self._last.values())))
 
     def _sidecars(self, running: dict[str, Object]) -> Iterator[Sidecar]:
         for uid, pod in sorted(running.items(), key=lambda item: str(item[1]["metadata"]["name"])):
@@ -82,7 +83,7 @@ def _is_certain(last: _Last) -> bool:
     return last.num_misses > 1 or (last.num_misses == 0 and last.sidecar is not None)
 
 
-def _heard(stats: Any, last: _Last, now: float) -> _Last:
+def _probed(stats: Any, last: _Last, now: float) -> _Last:
     if not isinstance(stats, dict):
         num_misses = last.num_misses + 1
         return _Last(last.sidecar if num_misses == 1 else None, now, num_misses)

@@ -1,0 +1,82 @@
+"""From the objects a component wants and those it has to what has to be applied and deleted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lmcache_operator.components.pods import pod_problems
+from lmcache_operator.components.types import Observed, Plan, Problem
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import ref_of
+from lmcache_operator.specs.names import (
+    FIELD_MANAGER,
+    MANAGED_BY_LABEL,
+    RENDERED_HASH,
+    annotations_of,
+    hashed,
+)
+from lmcache_operator.specs.ownership import Path, lost_fields, spell, without
+
+_HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{RENDERED_HASH}")
+
+
+def differences(wanted: list[Object], observed: Observed) -> Plan:
+    """Apply what is not as rendered, delete what is not wanted any more."""
+    due, lost, problems = [], {}, list(_conflicts(observed))
+    unwanted = dict(observed.children)
+    for rendered in wanted:
+        ref = ref_of(rendered)
+        live = unwanted.pop(ref, None)
+        if ref in observed.taken:
+            continue
+        contested = observed.contested.get(ref, frozenset())
+        declared = _leaving_alone(rendered, contested)
+        missing = _lost(declared, live)
+        if () in contested and () in missing:
+            problems.append(_contest(f"deleting or taking over {ref}"))
+        elif live is None or missing or _rendered_hash(live) != _rendered_hash(declared):
+            due.append(declared)
+            lost[ref] = missing
+    return Plan(
+        apply=tuple(due),
+        lost=lost,
+        # Dependents first, and nothing that somebody made his own by taking our label off.
+        delete=tuple(ref for ref, live in reversed(unwanted.items()) if _is_deletable(live)),
+        problems=(*problems, *pod_problems(observed)),
+    )
+
+
+def _is_deletable(live: Object) -> bool:
+    is_marked = (live["metadata"].get("labels") or {}).get(MANAGED_BY_LABEL) == FIELD_MANAGER
+    return is_marked and "deletionTimestamp" not in live["metadata"]
+
+
+def _leaving_alone(rendered: Object, contested: frozenset[Path]) -> Object:
+    """The child without the fields that others keep changing; what is left of it is applied and healed."""
+    return hashed(without(rendered, contested)) if contested - {()} else rendered
+
+
+def _lost(declared: Object, live: Object | None) -> list[Path]:
+    """Fields that are not as we applied them; what we are about to change ourselves is none."""
+    if live is None:
+        return [()]
+    lost = lost_fields(declared, live)
+    if any(_HASH_FIELD[: len(path)] == path for path in lost):
+        return [()]  # without the hash there is no telling
+    return lost if _rendered_hash(live) == _rendered_hash(declared) else []
+
+
+def _rendered_hash(child: Object) -> str | None:
+    return annotations_of(child).get(RENDERED_HASH)
+
+
+def _conflicts(observed: Observed) -> Iterator[Problem]:
+    for ref in sorted(observed.taken):
+        remedy = "delete it or rename this cluster"
+        yield Problem("NameTaken", f"{ref} exists and belongs to somebody else: {remedy}")
+    for ref, paths in sorted(observed.contested.items()):
+        yield from (_contest(f"changing {spell(path)} of {ref}") for path in sorted(paths) if path)
+
+
+def _contest(what: str) -> Problem:
+    return Problem("FieldContested", f"somebody keeps {what}; it is left alone for a while")

@@ -1,0 +1,109 @@
+"""What the status says of the engine pods and of the sidecars in them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache_operator.components.pods import is_ready
+from lmcache_operator.components.types import (
+    FALSE,
+    TRUE,
+    UNKNOWN,
+    Condition,
+    Observed,
+    Plan,
+    Problem,
+    Sidecar,
+    Status,
+    former_conditions,
+)  # fmt: skip
+from lmcache_operator.specs.names import ENGINE, selector
+
+_DEADLINE = "ProgressDeadlineExceeded"
+_ATTACHED, _REACHABLE = "SidecarAttached", "RemoteTierReachable"
+
+
+def engine_status(observed: Observed, plan: Plan) -> Status:
+    """Engines serve without their cache: what sidecars say makes nothing unready."""
+    num_pods, num_ready = len(observed.pods), sum(map(is_ready, observed.pods))
+    desired = (observed.resource.get("spec", {}).get("engine") or {}).get("replicas", 1)
+    count = f"{num_ready} of {desired} engine pods are ready"
+    summary = f"{count}; {plan.note}" if plan.note else count
+    of_sidecars = _of_sidecars(observed)
+    labels = selector(observed.name, ENGINE)
+    return Status(
+        summary=summary,
+        progressing=_progressing(plan, num_pods, desired, num_ready, count),
+        conditions={"EngineAvailable": _engine_available(desired, num_ready, summary), **of_sidecars},
+        degraded=tuple(Problem(c.reason, c.message) for c in of_sidecars.values() if c.status == FALSE),
+        fields={
+            "readyReplicas": num_ready,
+            "replicas": num_pods,
+            "selector": ",".join(f"{key}={value}" for key, value in labels.items()),
+        },
+    )
+
+
+def _progressing(plan: Plan, num_pods: int, desired: int, num_ready: int, count: str) -> Condition:
+    if any(problem.reason == _DEADLINE for problem in plan.problems):
+        return Condition(FALSE, _DEADLINE, f"{count}, and no more get ready")
+    if plan.num_outdated:
+        message = f"{plan.num_outdated} of {num_pods} engine pods are to be replaced"
+        return Condition(TRUE, "Replacing", message)
+    if num_pods != desired:
+        return Condition(TRUE, "Scaling", f"{num_pods} of {desired} engine pods exist")
+    if num_ready != desired:
+        return Condition(TRUE, "Starting", count)
+    if plan.note:
+        return Condition(FALSE, "ResizePending", plan.note)
+    return Condition(FALSE, "Complete", f"all {desired} engine pods are as declared")
+
+
+def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
+    if num_ready:
+        return Condition(TRUE, "EnginesReady", count)
+    if desired == 0:
+        return Condition(FALSE, "ScaledToZero", "no engine pods are asked for")
+    return Condition(FALSE, "NoEngineReady", f"none of {desired} engine pods is ready")
+
+
+def _of_sidecars(observed: Observed) -> dict[str, Condition]:
+    before = former_conditions(observed.resource)
+    former = {kind: before[kind] for kind in (_ATTACHED, _REACHABLE) if kind in before}
+    if observed.probed is None:
+        return former
+    sidecars, is_certain = observed.probed
+    found = {_ATTACHED: _attached(sidecars)}
+    was_known = _ATTACHED in former and former[_ATTACHED].status != UNKNOWN
+    if found[_ATTACHED].status == UNKNOWN and was_known and not is_certain:
+        return former
+    with_remote = [sidecar for sidecar in sidecars if sidecar.is_remote_reachable is not None]
+    if lost := [sidecar for sidecar in with_remote if not sidecar.is_remote_reachable]:
+        message = f"{len(lost)} of {len(sidecars)} sidecars get no answer from it: pod {lost[0].pod}"
+        found[_REACHABLE] = Condition(FALSE, "RemoteTierUnreachable", message)
+    elif with_remote:
+        found[_REACHABLE] = Condition(TRUE, "Reachable", "no sidecar misses an answer from it")
+    return found
+
+
+def _attached(sidecars: Sequence[Sidecar]) -> Condition:
+    """The first sidecar of which something is to be told stands for all of these."""
+
+    def count(some: Sequence[Sidecar]) -> str:
+        return f"{len(some)} of {len(sidecars)}"
+
+    if failed := [sidecar for sidecar in sidecars if sidecar.reason]:
+        why = f"pod {failed[0].pod}: {failed[0].reason}"
+        return Condition(FALSE, "SidecarNotReady", f"{count(failed)} sidecars are not ready: {why}")
+    if silent := [sidecar for sidecar in sidecars if not sidecar.answers]:
+        why = f"pod {silent[0].pod}; the operator must reach the pods' metrics port"
+        return Condition(UNKNOWN, "NoAnswer", f"{count(silent)} sidecars don't answer: {why}")
+    attached = [sidecar for sidecar in sidecars if sidecar.is_attached]
+    if bare := [s for s in sidecars if s.is_engine_ready and not s.is_attached]:
+        why = f"the log of the engine in pod {bare[0].pod} says why"
+        return Condition(
+            FALSE, "EngineNotAttached", f"{count(bare)} engines serve without their cache: {why}"
+        )
+    if not attached:
+        return Condition(UNKNOWN, "NoEngine", "no engine runs yet")
+    return Condition(TRUE, "Attached", f"{count(attached)} engines use their sidecars")

@@ -1,0 +1,83 @@
+"""Apply: carries out what is due, in order, whatever fails, and keeps what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+
+from lmcache_operator import metrics
+from lmcache_operator.components.types import Observed, Plan, Problem
+from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.reconcile.contest import ContestLog
+from lmcache_operator.reconcile.status import Event
+from lmcache_operator.specs.kinds import BY_NAME, ClusterKey, Ref, ref_of
+from lmcache_operator.specs.ownership import spell
+
+logger = logging.getLogger(__name__)
+
+_NOUNS = {"apply": "", "delete": "deletion of ", "evict": "eviction of "}
+
+
+@dataclass
+class Applier:
+    """Carries out the plans of one reconciliation of one cluster."""
+
+    api: KubeApi
+    key: ClusterKey
+    contests: ContestLog
+    time: float
+    problems: list[Problem] = field(default_factory=list)
+    """What was refused for good."""
+    failure: ApiError | None = None
+    """The first failure that may go away."""
+    events: list[Event] = field(default_factory=list)
+    """What the user is told of what was done."""
+
+    async def carry_out(self, plan: Plan, observed: Observed) -> None:
+        """One component's plan. Raises only NoAnswerError, since what comes next would fare no better."""
+        for wanted in plan.apply:
+            ref = ref_of(wanted)
+            uid = _uid(observed, ref)
+            if await self._attempt("apply", ref, self.api.apply(wanted, uid)):
+                self._note_healing(plan, ref, is_new=uid is None)
+        for ref in plan.delete:
+            uid = str(_uid(observed, ref))
+            call = self.api.delete(BY_NAME[ref.kind], self.key.namespace, ref.name, uid)
+            await self._attempt("delete", ref, call)
+        for pod in plan.evict:
+            ref = Ref("pod", pod["metadata"]["name"])
+            call = self.api.evict(self.key.namespace, ref.name, pod["metadata"]["uid"])
+            if await self._attempt("evict", ref, call):
+                message = f"evicted pod {ref.name}: it is not as declared"
+                self.events.append(Event("Normal", "Replacing", message))
+
+    async def _attempt(self, verb: str, ref: Ref, call: Awaitable[bool | None]) -> bool:
+        """Whether it was done: None counts as done."""
+        try:
+            is_done = await call is not False
+        except NoAnswerError:
+            raise
+        except RefusedError as error:
+            self.problems.append(Problem("Refused", f"{_NOUNS[verb]}{ref}: {error.message}"))
+            return False
+        except ApiError as error:
+            self.failure = self.failure or error
+            return False
+        if is_done:
+            metrics.WRITES.labels(verb).inc()
+            logger.info("%s: %s %s", self.key, verb, ref)
+        return is_done
+
+    def _note_healing(self, plan: Plan, ref: Ref, *, is_new: bool) -> None:
+        for path in plan.lost[ref]:
+            if not is_new:
+                what = spell(path) or "all"
+                logger.info("%s: %s of %s was changed; healed it", self.key, what, ref)
+            self.contests.note_healing(ref, path, self.time)
+
+
+def _uid(observed: Observed, ref: Ref) -> str | None:
+    live = observed.children.get(ref)
+    return None if live is None else str(live["metadata"]["uid"])

@@ -1,0 +1,47 @@
+"""Observe: what there is of a component of a cluster, as the API server has it now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+
+from lmcache_operator.components.base import Component
+from lmcache_operator.components.pods import incomplete_sets, is_ready
+from lmcache_operator.components.types import Observed
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import BY_NAME, Ref, controller_uid
+from lmcache_operator.specs.names import selector
+from lmcache_operator.specs.ownership import Path
+
+Contested = Mapping[Ref, frozenset[Path]]
+
+
+async def observe(
+    api: KubeApi, component: Component, resource: Object, contested: Contested, now: datetime
+) -> Observed:
+    """Everything but what sidecars say: they are asked when what is due has been done."""
+    namespace, name, uid = (resource["metadata"][key] for key in ("namespace", "name", "uid"))
+    refs = component.refs(name)
+    found, pods = await asyncio.gather(
+        asyncio.gather(*(api.get(BY_NAME[ref.kind], namespace, ref.name) for ref in refs)),
+        api.list_pods(namespace, selector(name, component.name)),
+    )
+    live = {ref: child for ref, child in zip(refs, found, strict=True) if child is not None}
+    own = {ref: child for ref, child in live.items() if controller_uid(child) == uid}
+    owners = {child["metadata"]["uid"] for child in own.values()}
+    observed = Observed(
+        resource=resource,
+        children=own,
+        taken=frozenset(live.keys() - own.keys()),
+        pods=tuple(pod for pod in pods if controller_uid(pod) in owners),
+        contested={ref: paths for ref, paths in contested.items() if ref in refs},
+        now=now,
+    )
+    # Asked only while something is missing; one pod that is not ready stands for all.
+    unready = [pod for pod in observed.pods if not is_ready(pod)][:1]
+    about = [*(owner for owner, _ in incomplete_sets(observed)), *unready]
+    warnings = [e for one in about for e in await api.list_warnings(namespace, one["metadata"]["uid"])]
+    return replace(observed, warnings=tuple(warnings))

@@ -1,0 +1,152 @@
+"""Reconciles a cluster: observe, plan, apply, status. Each starts from what the API server says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from lmcache_operator import metrics
+from lmcache_operator.api import API_VERSION, KIND
+from lmcache_operator.components import COMPONENTS
+from lmcache_operator.components.base import Component
+from lmcache_operator.components.types import Context, Observed, Plan, Problem
+from lmcache_operator.errors import ApiError, RefusedError
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.reconcile.apply import Applier
+from lmcache_operator.reconcile.contest import ContestLog
+from lmcache_operator.reconcile.observe import observe
+from lmcache_operator.reconcile.plan import creates_something, plan
+from lmcache_operator.reconcile.probe import ReadStats, SidecarProber
+from lmcache_operator.reconcile.status import Event, derive_status, events, is_settled, news
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
+
+logger = logging.getLogger(__name__)
+
+_RESYNC_SECONDS = 600.0
+"""Every cluster is reconciled this often even when nothing was reported about it."""
+_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 5.0, 60.0
+"""Until the next try at what nobody reports: why a pod is not ready, a budget that frees up, a refusal."""
+
+
+@dataclass
+class _Memory:
+    """What is remembered of a cluster between reconciliations; nothing breaks when it is lost."""
+
+    prober: SidecarProber
+    contests: ContestLog = field(default_factory=ContestLog)
+    num_failures: int = 0
+    """Reconciliations that failed one after the other."""
+    num_waits: int = 0
+    """Those one after the other that changed nothing while something was not as it should be."""
+
+
+class Reconciler:
+    """Brings clusters to their declared state."""
+
+    def __init__(
+        self,
+        api: KubeApi,
+        context: Context,
+        read_stats: ReadStats,
+        *,
+        components: Sequence[Component] = COMPONENTS,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api = api
+        self._context = context
+        self._read_stats = read_stats
+        self._components = components
+        self._monotonic = monotonic
+        self._memories: dict[str, _Memory] = {}
+
+    async def reconcile(self, key: ClusterKey) -> float | None:
+        """Observe a cluster once and do what is due.
+
+        Returns the seconds after which it is due again even if nothing happens; None when the cluster, or its
+        namespace, is gone or going: its children are the garbage collector's.
+
+        Raises what went wrong after it was reported, so that it is due again after a back-off.
+        """
+        with metrics.RECONCILE_SECONDS.time(), metrics.RECONCILE_FAILURES.count_exceptions():
+            resource = await self._api.get(CLUSTER, key.namespace, key.name)
+            if resource is None or resource["metadata"]["uid"] != key.uid:
+                self._memories.pop(key.uid, None)
+                return None
+            if "deletionTimestamp" in resource["metadata"]:
+                return None
+            fresh = _Memory(SidecarProber(self._read_stats, self._monotonic))
+            return await self._reconcile(key, resource, self._memories.setdefault(key.uid, fresh))
+
+    async def _reconcile(self, key: ClusterKey, resource: Object, memory: _Memory) -> float | None:
+        now, observed, plans = datetime.now(UTC), dict[str, Observed](), dict[str, Plan]()
+        applier = Applier(self._api, key, memory.contests, self._monotonic())
+        failure: Exception | None = None
+        try:
+            observed = await self._observe(resource, memory, now)
+            plans = plan(self._components, resource, observed, self._context)
+            if creates_something(plans, observed) and await self._api.is_ending(key.namespace):
+                return None
+            for name, due in plans.items():
+                await applier.carry_out(due, observed[name])
+            failure = applier.failure
+            observed = await self._probe(observed, memory)
+        except Exception as error:
+            failure = error
+        problems = [*applier.problems, *_problems_of(failure, memory)]
+        statuses = [own.status(observed[own.name], plans[own.name]) for own in self._components if plans]
+        status = derive_status(resource, now, statuses, plans, problems)
+        is_news = await self._report(key, resource, status, applier.events, now)
+        if failure is not None:
+            memory.num_failures += 1
+            raise failure
+        memory.num_failures = 0
+        if is_settled(status, statuses):
+            return _RESYNC_SECONDS * random.uniform(0.9, 1.1)
+        memory.num_waits = 0 if is_news else memory.num_waits + 1
+        return min(_FIRST_WAIT_SECONDS * 2.0 ** min(memory.num_waits, 10), _MAX_WAIT_SECONDS)
+
+    async def _observe(self, resource: Object, memory: _Memory, now: datetime) -> dict[str, Observed]:
+        contested = memory.contests.contested(self._monotonic())
+        found = await asyncio.gather(
+            *(observe(self._api, own, resource, contested, now) for own in self._components)
+        )
+        return {own.name: observed for own, observed in zip(self._components, found, strict=True)}
+
+    async def _probe(self, observed: dict[str, Observed], memory: _Memory) -> dict[str, Observed]:
+        probed = await memory.prober.probe([pod for own in observed.values() for pod in own.pods])
+        return {name: replace(own, probed=probed) for name, own in observed.items()}
+
+    async def _report(
+        self, key: ClusterKey, resource: Object, status: Object, done: Sequence[Event], now: datetime
+    ) -> bool:
+        """Write the status if it is news, and tell what was done; whether it is more than other figures."""
+        before = resource.get("status") or {}
+        changed = news(before, status)
+        if status != before:
+            metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
+            header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
+            await self._api.apply_status({**header, "status": status})
+            metrics.WRITES.labels("status").inc()
+        for event in (*done, *events(changed)):
+            try:
+                await self._api.post_event(resource, *event, now)
+            except ApiError as error:
+                logger.warning("an Event was not taken: %s", error)
+        return bool(changed)
+
+
+def _problems_of(failure: Exception | None, memory: _Memory) -> list[Problem]:
+    """What the user is told of a failure: nothing of one that may be gone the next time."""
+    if isinstance(failure, RefusedError):
+        return [Problem("Refused", str(failure))]
+    if failure is None or not memory.num_failures:
+        return []
+    if isinstance(failure, ApiError):
+        return [Problem("ApiError", str(failure))]
+    return [Problem("InternalError", f"a fault of the operator, see its log: {failure!r}")]
