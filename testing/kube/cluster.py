@@ -144,7 +144,8 @@ class Cluster:
         """Write requests answered since ``mark``, by users whose name has ``by`` in it."""
         with self._audit.open("rb") as log:
             log.seek(mark)
-            writes = [_write(json.loads(line)) for line in log.read().splitlines()]
+            lines = log.read().split(b"\n")[:-1]  # the last may be only half written
+        writes = [_write(json.loads(line)) for line in lines]
         return [
             write
             for write in writes

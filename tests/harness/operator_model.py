@@ -12,7 +12,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from lmcache_operator.specs.kinds import CLUSTER, Kind, Ref
+from lmcache_operator.specs.kinds import CLUSTER, Kind, Ref, controller_uid
 from lmcache_operator.specs.merge import ITEM_KEYS, merge
 from lmcache_operator.specs.names import FIELD_MANAGER
 
@@ -58,6 +58,8 @@ class World:
         self.writes: list[str] = []
         self.failures: dict[str, Exception] = {}
         """What a call raises: by the name of the call, or by it and a kind, as in "apply Service"."""
+        self.replaced: set[Ref] = set()
+        """Objects in whose place somebody puts others while they are being deleted."""
         self.is_namespace_ending = False
         self.evictions_allowed = True
         self.stats: dict[str, Any] = {}
@@ -109,6 +111,16 @@ class World:
         self.objects[ref] = live
         self._settle(live)
 
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+        self._may_fail("delete", kind.kind)
+        ref = Ref(kind.kind, name)
+        if self.objects[ref]["metadata"]["uid"] != uid or ref in self.replaced:
+            return False
+        self.writes.append(f"delete {ref}")
+        del self.objects[ref]
+        self.pods = {k: pod for k, pod in self.pods.items() if controller_uid(pod) != uid}
+        return True
+
     async def apply_status(self, wanted: Object) -> None:
         self.writes.append("status")
         self.resource["status"] = copy.deepcopy(wanted["status"])
@@ -148,7 +160,8 @@ class World:
         for live in [o for r, o in self.objects.items() if r.kind == "StatefulSet"]:
             live["status"] = {"observedGeneration": live["metadata"]["generation"]}
             names = [f"{live['metadata']['name']}-{n}" for n in range(live["spec"]["replicas"])]
-            self.pods = {name: pod for name, pod in self.pods.items() if name in names}
+            others = {k: p for k, p in self.pods.items() if controller_uid(p) != live["metadata"]["uid"]}
+            self.pods = others | {name: pod for name, pod in self.pods.items() if name in names}
             for name in names:
                 self.pods.setdefault(name, self._pod(name, live, is_ready))
 
@@ -173,5 +186,7 @@ class World:
                 limits = container.get("resources", {}).get("limits", {})
                 if limits.get("memory") == "1024Mi":
                     limits["memory"] = "1Gi"
-            pod["containers"][0]["env"].append({"name": "INJECTED", "value": "by somebody else"})
+            pod["containers"][0].setdefault("env", []).append(
+                {"name": "INJECTED", "value": "by somebody else"}
+            )
             pod["containers"][0]["env"] = list({e["name"]: e for e in pod["containers"][0]["env"]}.values())

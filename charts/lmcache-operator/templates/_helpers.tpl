@@ -56,6 +56,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [lmcache.io]
   resources: [lmcacheclusters/finalizers]
   verbs: [update]
+# What clusters are made of: the kinds of the operator's components (kinds_of in lmcache_operator/components).
 - apiGroups: [""]
   resources: [serviceaccounts, configmaps, services]
   verbs: [get, list, watch, create, patch]

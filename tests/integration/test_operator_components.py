@@ -1,0 +1,85 @@
+"""A second component on a real API server: made, told, and deleted when it is not wanted any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from lmcache_operator.components import COMPONENTS
+from lmcache_operator.components.types import Context
+from lmcache_operator.errors import UnavailableError
+from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.specs.kinds import ClusterKey
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from testing.kube.api import Object
+from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.operator_router import Router
+
+pytestmark = pytest.mark.kube
+
+CONFIG, STATEFUL_SET = ("v1/configmaps", f"{NAME}-router"), ("apps/v1/statefulsets", f"{NAME}-router")
+
+
+async def no_stats(_: str) -> None:
+    return None
+
+
+def reconcile_until(plane: Any, namespace: str, is_done: Callable[[], bool]) -> None:
+    """Without the operator's process: it knows no router."""
+    resource = plane.api.get(CLUSTERS, NAME, namespace)
+    key = ClusterKey(namespace, NAME, resource["metadata"]["uid"])
+
+    async def run(use: Callable[[KubeApi], Awaitable[None]]) -> None:
+        async with connect(str(plane.kubeconfig())) as api:
+            await use(api)
+
+    async def work(api: KubeApi) -> None:
+        reconciler = Reconciler(api, Context(STOCK_IMAGES), no_stats, components=(*COMPONENTS, Router()))
+        async with asyncio.timeout(60):
+            while not await asyncio.to_thread(is_done):
+                with contextlib.suppress(UnavailableError):
+                    await reconciler.reconcile(key)
+
+    asyncio.run(run(work))
+
+
+def status_of(plane: Any, namespace: str) -> tuple[Object, dict[str, str]]:
+    status = plane.api.get(CLUSTERS, NAME, namespace).get("status", {})
+    return status, {c["type"]: c["status"] for c in status.get("conditions", [])}
+
+
+def test_a_second_component_comes_and_goes(plane, chart, operator_process, namespace):
+    if operator_process.is_running:
+        operator_process.stop()
+    resource = example()
+    resource["spec"]["engine"] = {"replicas": 2}
+    plane.api.create(CLUSTERS, resource, namespace)
+
+    def is_ready() -> bool:
+        conditions = status_of(plane, namespace)[1]
+        return conditions.get("RouterAvailable") == conditions.get("Ready") == "True"
+
+    reconcile_until(plane, namespace, is_ready)
+    (made,) = plane.api.objects("v1/configmaps", namespace, "lmcache.io/component=router")
+    assert made["data"] == {"engines": "2"}
+    (pod,) = plane.api.objects("v1/pods", namespace, "lmcache.io/component=router")
+
+    # Somebody else's ConfigMap takes no harm from what happens to ours.
+    other = {"metadata": {"name": "other", "labels": made["metadata"]["labels"]}}
+    plane.api.create("v1/configmaps", other, namespace)
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"replicas": 1}}}, namespace)
+
+    def is_gone() -> bool:
+        left = any(plane.api.find(kind, name, namespace) for kind, name in (CONFIG, STATEFUL_SET))
+        conditions = status_of(plane, namespace)[1]
+        return not left and "RouterAvailable" not in conditions and conditions["Ready"] == "True"
+
+    reconcile_until(plane, namespace, is_gone)
+    plane.wait(lambda: not plane.api.find("v1/pods", pod["metadata"]["name"], namespace))
+    assert plane.api.find("v1/configmaps", "other", namespace)
+    assert len(plane.api.objects("v1/pods", namespace, "lmcache.io/component=engine")) == 1
