@@ -11,6 +11,7 @@ from lmcache_sidecar import sessions as sessions_module
 from lmcache_sidecar.sessions import Client, Sessions
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.attachment import hello_message
 from lmcache.rpc.client import ClientHello, KVGroup, Role
 from lmcache.tiers.memory.contracts import Geometry, LookupResult
 from lmcache.tiers.memory.private import PrivateArena
@@ -127,7 +128,7 @@ class World:
             "chunk_tokens": 16,
             "groups": (KVGroup(0, 16, 4096),),
         }
-        hello = ClientHello(role, **(defaults | fields)).message(client_uuid)
+        hello = hello_message(ClientHello(role, **(defaults | fields)), client_uuid)
         return asyncio.run(self.sessions.attach(hello))
 
     def reserve(self, client: Client, *numbers: int) -> pb.ReserveReply:
