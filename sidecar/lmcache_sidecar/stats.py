@@ -10,7 +10,8 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.stats import MemoryStats, Tenants
 from lmcache.tiers.tiered.tier_worker import Lower
-from lmcache_sidecar.sessions import Client, Sessions
+from lmcache_sidecar.clients.registry import Client
+from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.tiers import Configured
 
 
@@ -20,7 +21,7 @@ def collect(sessions: Sessions, configured: Mapping[str, Configured], counts: Me
     lower = {
         name: tier_stats(tier, store.lower.get(name) if store else None) for name, tier in configured.items()
     }
-    clients = [_client(client) for client in sessions.clients.values()]
+    clients = [_client(client) for client in sessions.clients.by_uuid.values()]
     num_attached = sum(client["is_attached"] for client in clients)
     return {
         "epoch": arena.epoch,
@@ -30,7 +31,7 @@ def collect(sessions: Sessions, configured: Mapping[str, Configured], counts: Me
         "remote": lower.get("remote"),
         "num_unsettled_rows": store.num_unsettled if store else 0,
         "num_clients": {"attached": num_attached, "quarantined": len(clients) - num_attached},
-        "num_clients_from_before": len(sessions.from_before),
+        "num_previous_clients": len(sessions.clients.previous),
         "clients": clients,
     }
 

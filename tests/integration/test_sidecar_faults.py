@@ -43,7 +43,7 @@ def test_a_killed_sidecar_comes_back_with_its_rows(sidecar, connect):
     copies = load(again_scheduler, again, "after", 1, 2, 3, 4)
     assert_stored(copies, 1, 2, 3)
     assert sidecar.stats()["memory"]["verified"] == 3
-    sidecar.wait_until(lambda stats: stats["num_clients_from_before"] == 0)
+    sidecar.wait_until(lambda stats: stats["num_previous_clients"] == 0)
     store(again, 4)
     assert_stored(load(again_scheduler, again, "last", 4), 4)
 
@@ -62,7 +62,7 @@ def test_slots_reserved_before_a_restart_stay_with_their_owner(sidecar):
         (slot,) = unpack_slots(client.call(RESERVE, group=0, keys=make_keys(1)).slots)
         sidecar.restart()
         assert sidecar.stats()["memory"]["quarantined_slots"] == 1
-        assert sidecar.stats()["num_clients_from_before"] == 1
+        assert sidecar.stats()["num_previous_clients"] == 1
         with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16)) as other:
             other.attach()
             usable(sidecar)

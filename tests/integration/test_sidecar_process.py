@@ -183,7 +183,7 @@ def test_lock_files_of_any_kind_and_number_never_stop_the_start(few_descriptors)
             (clients / f"{number:032x}.lock").touch()
         (clients / f"{'d' * 32}.lock").mkdir()
         few_descriptors.start()
-        stats = few_descriptors.wait_until(lambda stats: stats["num_clients_from_before"] == 1 and stats)
+        stats = few_descriptors.wait_until(lambda stats: stats["num_previous_clients"] == 1 and stats)
         assert stats["is_ready"]  # the one that lives; the dead are buried
         assert "1 entries of" in few_descriptors.log
         assert [path.name for path in clients.glob("00000000*.lock")] == []
