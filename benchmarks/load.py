@@ -63,10 +63,10 @@ def wait_hit(engine: EngineProcess) -> None:
 
 def store(engine: EngineProcess, sidecar: SidecarProcess, tier: str, prompts: list[list[int]]) -> None:
     """Compute prompts; returns when all their full chunks are in a lower tier."""
-    before = sidecar.stats()[tier]["writes"]["written"]
+    before = sidecar.stats()[tier]["written"]
     engine.generate(*prompts, max_tokens=1)
     want = before + sum(len(tokens) // CHUNK_TOKENS for tokens in prompts)
-    sidecar.wait_until(lambda stats: stats[tier]["writes"]["written"] >= want, timeout=60)
+    sidecar.wait_until(lambda stats: stats[tier]["written"] >= want, timeout=60)
 
 
 def queue(folder: Path, tier: str, **options: Any) -> Queue:

@@ -87,7 +87,7 @@ def load(sidecar: SidecarProcess) -> Iterator[Callable[[], float]]:
     scraper = threading.Thread(target=keep_scraping, args=(sidecar.url, stop_scraping))
 
     def written() -> int:
-        return int(sidecar.stats()["remote"]["writes"]["written"])
+        return int(sidecar.stats()["remote"]["written"])
 
     engine.start()
     scraper.start()
@@ -174,7 +174,9 @@ def run() -> Report:
         SidecarProcess(memory_size=ARENA, remote_url=redis.unix_url) as sidecar,
         EngineClients(sidecar, CHUNK_BYTES) as engine,
     ):
-        sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["num_rows"] > 0)
+        sidecar.wait_until(
+            lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["capacity_rows"] > 0
+        )
         engine.fill(names)
         (held,) = engine.scheduler.lookup("held", [(0, names)])  # or they would be evicted under load
         assert held.num_leased == NUM_KEYS, held

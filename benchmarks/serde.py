@@ -20,8 +20,7 @@ import torch
 from benchmarks.report import Figure, Report, at_least
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde import CreateSerde, Deserializer, Serializer
-from lmcache.storage_backend.serde.cachegen_decoder import CacheGenDeserializer
-from lmcache.storage_backend.serde.cachegen_encoder import CacheGenSerializer
+from lmcache.storage_backend.serde.formats import CacheGenSerializer, ContainerDeserializer
 
 LAYERS, TOKENS, HEADS, HEAD_SIZE = 32, 256, 8, 128
 REPEATS = 9
@@ -124,7 +123,7 @@ def sizes(what: str, kv: torch.Tensor, choices: tuple[int, ...]) -> list[Figure]
 
 
 def cachegen(bins: int) -> tuple[Serializer, Deserializer]:
-    return CacheGenSerializer(CONFIG, METADATA, bins), CacheGenDeserializer(CONFIG, METADATA, torch.float16)
+    return CacheGenSerializer(CONFIG, METADATA, bins), ContainerDeserializer(torch.float16)
 
 
 def real_model() -> list[Figure]:

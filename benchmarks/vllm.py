@@ -60,7 +60,7 @@ def forget_memory(engine: EngineProcess, sidecar: SidecarProcess) -> None:
 
 def settle(sidecar: SidecarProcess, rows: int) -> None:
     """Until so many rows are written through: what follows is not measured beside it."""
-    sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] >= rows, timeout=60)
+    sidecar.wait_until(lambda stats: stats["remote"]["written"] >= rows, timeout=60)
 
 
 def first_tokens(engine: EngineProcess, bare: EngineProcess, sidecar: SidecarProcess) -> Seconds:
@@ -71,7 +71,7 @@ def first_tokens(engine: EngineProcess, bare: EngineProcess, sidecar: SidecarPro
 
     for repeat in range(REPEATS):
         tokens = prompt(repeat)
-        written = sidecar.stats()["remote"]["writes"]["written"]
+        written = sidecar.stats()["remote"]["written"]
         colds = [("bare", bare), ("cold", engine)]
         for name, which in random.sample(colds, 2):
             measure(name, which, tokens)
@@ -93,7 +93,7 @@ def batches(engines: dict[str, tuple[EngineProcess, SidecarProcess | None]]) -> 
             engine, sidecar = engines[name]
             seconds[name].append(batch_seconds(engine, seeds))
             if sidecar is not None:
-                sidecar.wait_until(lambda stats: not stats["num_unsettled_rows"], timeout=60)
+                sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"], timeout=60)
     return seconds
 
 

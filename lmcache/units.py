@@ -1,17 +1,41 @@
-"""Sizes: as people write them, and counted in whole units. Pure."""
+"""Sizes: as people and Kubernetes write them, and counted in whole units. Pure."""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+"""What is taken for a size wherever somebody writes one: a custom resource, a file, a flag."""
+
+_SUFFIXES = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "": Decimal(1)}
+_SUFFIXES |= {suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", 1)}
+_SUFFIXES |= {f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", 1)}
+_QUANTITY = re.compile(
+    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,2}))?([numkMGTPE]|[KMGTPE]i)?"
+)
+
+
+def parse_quantity(value: object) -> Decimal:
+    """Return the number that a Kubernetes quantity stands for: ``64Gi``, ``500m``, 2. Raises ValueError."""
+    match = _QUANTITY.fullmatch(str(value))
+    if match is None:
+        raise ValueError(f"{value!r} is not a quantity such as 64Gi or 500m")
+    number, exponent, suffix = match.groups()
+    return Decimal(number).scaleb(int(exponent or 0)) * _SUFFIXES[suffix or ""]
+
+
+def quantity_equal(left: object, right: object) -> bool:
+    """Do two spellings mean the same amount? False if one of them is no quantity."""
+    try:
+        return parse_quantity(left) == parse_quantity(right)
+    except ValueError:
+        return False
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a Kubernetes-like quantity: ``4Gi``, ``512Mi``, ``1.5G``, ``1048576``. Raises ValueError."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kMGT]|[KMGT]i)?", text)
-    num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    """Bytes of a size: ``4Gi``, ``512Mi``, ``1.5G``, ``1048576``. Raises ValueError."""
+    num_bytes = int(parse_quantity(text)) if re.fullmatch(SIZE_PATTERN, text) else 0
     if num_bytes <= 0:
         raise ValueError(
             f"{text!r} is not a size: write plain bytes, or a number with Ki, Mi, Gi or Ti, as in 4Gi"
@@ -25,6 +49,11 @@ def format_size(num_bytes: int) -> str:
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f}".rstrip("0").rstrip(".") + unit
     return str(num_bytes)
+
+
+def format_mebibytes(num_bytes: int) -> str:
+    """Bytes as a quantity, rounded up to whole MiB."""
+    return f"{ceil_div(num_bytes, 2**20)}Mi"
 
 
 def ceil_div(number: int, divisor: int) -> int:

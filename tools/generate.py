@@ -10,13 +10,14 @@ from pathlib import Path
 
 from lmcache_operator.api.crd import render
 
-from tools import api_docs
+from tools import api_docs, stats_docs
 from tools.kube import schemas
 
 ROOT = Path(__file__).resolve().parent.parent
 CRD = ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml"
 CHART_CRD = ROOT / "charts" / "lmcache-operator" / "files" / "crds" / CRD.name
 API = ROOT / "docs" / "reference" / "api.md"
+STATS = ROOT / "docs" / "reference" / "stats.md"
 PROTO_CODE = [ROOT / "lmcache" / "rpc" / name for name in ("kvcache_pb2.py", "kvcache_pb2.pyi")]
 
 
@@ -26,7 +27,7 @@ def generated() -> dict[Path, str]:
     with tempfile.TemporaryDirectory() as out:
         subprocess.run([ROOT / "tools" / "generate_proto.sh", out], check=True)
         code = {path: (Path(out) / path.relative_to(ROOT)).read_text() for path in PROTO_CODE}
-    return {CRD: crd, CHART_CRD: crd, API: api_docs.render(), **code}
+    return {CRD: crd, CHART_CRD: crd, API: api_docs.render(), STATS: stats_docs.render(), **code}
 
 
 def main() -> int:

@@ -1,4 +1,9 @@
-"""What the tiers count. Plain numbers that only rise, since the start of the process."""
+"""What the tiers count: plain numbers that only rise, since the start of the process.
+
+Each is declared once, by ``counter`` or ``counters``: its field's name, and what it means in words of users.
+Whoever shows them (``/stats``, ``/metrics``, the guide's table) walks the fields; whoever counts writes
+``stats.hits += 1``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,22 @@ import enum
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lmcache.recent import Recent
 from lmcache.tiers.base import RowKey
 
 _MAX_COUNTED = 4096  # chains that are remembered
+
+
+def counter(about: str) -> Any:
+    """Declare a number that only rises."""
+    return field(default=0, metadata={"about": about})
+
+
+def counters(label: str, about: str) -> Any:
+    """Declare one such number for each value of ``label``."""
+    return field(default_factory=Counter, metadata={"about": about, "label": label})
 
 
 @dataclass(slots=True)
@@ -71,11 +87,11 @@ class Removal(enum.Enum):
 class MemoryStats:
     """Of rows. A key counts once per request, by the first answer about it."""
 
-    hits: int = 0  # were in memory
-    misses: int = 0  # were not, whatever was brought afterwards
-    refused: int = 0  # reservations refused because no row could be freed
-    removed: Counter[Removal] = field(default_factory=Counter)
-    verified: int = 0  # rows from before a restart that were found intact
+    hits: int = counter("Rows that lookups found in memory")
+    misses: int = counter("Rows that lookups did not find there, whatever was brought afterwards")
+    refused: int = counter("Reservations refused because no row could be freed")
+    removed: Counter[Removal] = counters("reason", "Rows that left memory: evicted, or not valid any more")
+    verified: int = counter("Rows from before a restart that were found intact")
     tenants: Tenants = field(default_factory=Tenants)  # that have rows now
     _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_COUNTED))  # keys, by chain
 
@@ -106,28 +122,30 @@ class Unwritten(enum.Enum):
 class TieredStats:
     """What went between memory and one lower tier, in rows."""
 
-    written: int = 0  # through to the tier, or found there
-    unwritten: Counter[Unwritten] = field(default_factory=Counter)
-    promoted: int = 0
-    promotions_failed: int = 0  # gone, invalid, no room, or the tier became unavailable
-    hit_not_worth: int = 0  # it had them, but computing them anew was estimated to be faster
+    written: int = counter("Rows written through to the tier, or found there")
+    unwritten: Counter[Unwritten] = counters("reason", "Rows that were not written (yet): why")
+    promoted: int = counter("Rows brought from the tier into memory")
+    promotions_failed: int = counter(
+        "Rows that were not brought: gone, not valid, no room, or the tier became unavailable"
+    )
+    hit_not_worth: int = counter("Rows left in the tier, since computing them was estimated to be faster")
 
 
 @dataclass
 class ObjectStats:
     """Of objects (one column of one row) in one lower tier."""
 
-    hits: int = 0  # loaded and valid
-    misses: int = 0  # no such object
-    stored: int = 0  # written by us
-    touched: int = 0  # was there already; its age was refreshed
-    refused: Counter[str] = field(default_factory=Counter)  # stores: the error's code or name, or why not
-    invalid: Counter[str] = field(default_factory=Counter)  # loads, by what did not fit
-    failures: int = 0  # operations that found the tier sick
+    hits: int = counter("Objects (one column of a row) that were loaded and valid")
+    misses: int = counter("Objects that were asked for and not there")
+    stored: int = counter("Objects written")
+    touched: int = counter("Objects that were there already, and count as recently used again")
+    refused: Counter[str] = counters("reason", "Objects that the tier did not take, by the error")
+    invalid: Counter[str] = counters("reason", "Objects that were not valid, by what did not fit")
+    failures: int = counter("Operations that found the tier unavailable")
 
 
 @dataclass
 class DiskStats(ObjectStats):
     """Of the disk tier, which removes the files of objects that are not valid."""
 
-    evicted: int = 0  # to make room
+    evicted: int = counter("Objects removed to make room")

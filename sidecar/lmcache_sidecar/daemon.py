@@ -19,14 +19,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
 
 import lmcache
 from lmcache.rpc import service
-from lmcache_sidecar.calls import CallCounts
 from lmcache_sidecar.config import Config, ConfigError, Reading
 from lmcache_sidecar.http import HttpServer, Page
 from lmcache_sidecar.sidecar import Sidecar
+from lmcache_sidecar.stats import CallStats, Figure, Part, document, read
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +33,16 @@ _RETRY_SECONDS = 2.0
 _SLOW_SECONDS = 1.0
 _END_SECONDS = 2.0
 """A stopping sidecar has these beyond its grace, to let go of everything."""
+
+
+FIGURES: tuple[Figure[Daemon], ...] = (
+    Figure("uptime_seconds", "Seconds since the start", lambda daemon: daemon.uptime_seconds),
+    Figure(
+        "is_ready",
+        "1 if engines can attach; else /readyz says why",
+        lambda daemon: not daemon.not_ready_reason,
+    ),
+)
 
 
 async def serve(reading: Reading, read_again: Callable[[], Reading]) -> None:
@@ -58,7 +67,7 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
-        self._calls = CallCounts()
+        self._calls = CallStats()
         self._sidecar: Sidecar | None = None
         self._reason = ""  # why there is none
         self._http: HttpServer | None = None
@@ -169,19 +178,23 @@ class Daemon:
         }
 
     @property
-    def _not_ready_reason(self) -> str:
+    def not_ready_reason(self) -> str:
+        """Why engines can't attach now; empty: they can."""
         return self._reason or (self._sidecar.not_ready_reason if self._sidecar else "starting, or stopping")
 
-    def _stats(self) -> dict[str, Any]:
-        reason, sidecar = self._not_ready_reason, self._sidecar
-        return {
+    @property
+    def uptime_seconds(self) -> float:
+        """Since the start."""
+        return round(time.monotonic() - self._started, 3)
+
+    def _stats(self) -> list[Part]:
+        facts = {
             "version": lmcache.__version__,
             "protocol_version": service.PROTOCOL_VERSION,
             "pid": os.getpid(),
-            "uptime_seconds": round(time.monotonic() - self._started, 3),
-            "is_ready": not reason,
-            "not_ready_reason": reason,
-        } | (sidecar.stats() if sidecar else {})
+            "not_ready_reason": self.not_ready_reason,
+        }
+        return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 
     async def _metrics_page(self) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")
@@ -189,13 +202,14 @@ class Daemon:
         return Page(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def _stats_page(self) -> Page:
-        return Page(HTTPStatus.OK, json.dumps(self._stats()).encode() + b"\n", "application/json")
+        text = json.dumps(document(self._stats()))
+        return Page(HTTPStatus.OK, text.encode() + b"\n", "application/json")
 
     async def _healthz_page(self) -> Page:
         return Page(HTTPStatus.OK, b"ok\n")  # that this runs is the proof
 
     async def _readyz_page(self) -> Page:
-        if reason := self._not_ready_reason:
+        if reason := self.not_ready_reason:
             return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}\n".encode())
         return Page(HTTPStatus.OK, b"ready\n")
 

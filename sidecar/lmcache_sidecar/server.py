@@ -17,10 +17,10 @@ from google.protobuf.message import DecodeError, Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache_sidecar.calls import CallCounts
-from lmcache_sidecar.clients.validation import RefusedError, invalid
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions
+from lmcache_sidecar.stats import CallStats
+from lmcache_sidecar.wire import Refused, invalid
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _OPTIONS = [
 class Server:
     """Serves ``sessions`` on ``socket_path`` from ``start`` to ``stop``."""
 
-    def __init__(self, sessions: Sessions, socket_path: str, calls: CallCounts) -> None:
+    def __init__(self, sessions: Sessions, socket_path: str, calls: CallStats) -> None:
         self._sessions = sessions
         self._socket_path = socket_path
         self._calls = calls
@@ -87,7 +87,7 @@ class Server:
         async def work(data: bytes) -> Any:
             started = time.perf_counter()
             reply = call(_parse(method.request, data))
-            self._calls.took(method.name, time.perf_counter() - started)
+            self._calls.observe(method.name, time.perf_counter() - started)
             return reply
 
         async def handle(data: bytes, context: _Context) -> Any:
@@ -103,7 +103,7 @@ class Server:
         code = grpc.StatusCode.OK
         try:
             return await work
-        except RefusedError as refused:
+        except Refused as refused:
             code = refused.code
             metadata = ((service.REASON_METADATA, refused.reason),) if refused.reason else ()
             await context.abort(code, refused.message, trailing_metadata=metadata)
@@ -128,9 +128,9 @@ class Server:
             while (message := await _read(context)) is not None:
                 if message.WhichOneof("message") != "drained":
                     raise invalid("after hello only drained is understood")
-                self._sessions.clients.drained(client, message.drained)
+                self._sessions.drained(client, message.drained)
         finally:
-            self._sessions.clients.detach(client)
+            self._sessions.detach(client)
             if growth is not None:
                 growth.cancel()
                 await asyncio.gather(growth, return_exceptions=True)  # a write to a lost stream is no event

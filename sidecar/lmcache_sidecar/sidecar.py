@@ -6,20 +6,18 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 from lmcache.rpc import service
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.stats import MemoryStats, TieredStats
+from lmcache.tiers.stats import MemoryStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache_sidecar import stats
-from lmcache_sidecar.calls import CallCounts
-from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
+from lmcache_sidecar.stats import CallStats, Part
 from lmcache_sidecar.tiers import open_tiers
 
 logger = logging.getLogger(__name__)
@@ -31,24 +29,23 @@ _CLOSE_SECONDS = 1.0
 class Sidecar:
     """What engines attach to, from ``start`` to ``stop``."""
 
-    def __init__(self, config: Config, calls: CallCounts) -> None:
+    def __init__(self, config: Config, calls: CallStats) -> None:
         """Take the socket and the arena. Raises ConfigError, and then nothing is taken."""
         self._config = config
         claim_socket(config.socket)
         locks = _make_locks_directory(config.socket)
         self._arena = _open_arena(config)
         try:
-            self._configured = open_tiers(config)
+            self._handles = open_tiers(config)
         except BaseException:
             self._arena.close()
             raise
-        self._tiers = {name: lower.tier for name, lower in self._configured.items() if lower.tier}
+        self._tiers = {name: lower.tier for name, lower in self._handles.items() if lower.tier}
         # Over all formats of the arena.
         self._memory_stats = MemoryStats()
-        self._tier_stats = {name: TieredStats() for name in self._tiers}
-        self._sessions = Sessions(self._arena, config.arena_path, Clients(locks), self._make_store)
+        self._sessions = Sessions(self._arena, config.arena_path, locks, self._make_store)
         self._server = Server(self._sessions, config.socket, calls)
-        self._monitoring: asyncio.Task[None] | None = None
+        self._deaths: asyncio.Task[None] | None = None
 
     @property
     def not_ready_reason(self) -> str:
@@ -69,15 +66,15 @@ class Sidecar:
             loop.call_soon_threadsafe(self._server.arena_grew)
 
         self._arena.start(on_growth)
-        self._monitoring = asyncio.create_task(self._sessions.clients.monitor.run())
+        self._deaths = asyncio.create_task(self._sessions.deaths.run())
         if isinstance(remote := self._tiers.get("remote"), RemoteTier):
             loop.run_in_executor(None, remote.check)  # a wrong URL shows in the log before an engine comes
 
     async def stop(self) -> None:
         """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
         await self._server.stop()
-        if self._monitoring is not None:
-            self._monitoring.cancel()
+        if self._deaths is not None:
+            self._deaths.cancel()
         if (store := self._sessions.store) is not None:
             if not await store.drain(self._config.drain_grace_seconds):
                 logger.warning(
@@ -88,16 +85,16 @@ class Sidecar:
             await asyncio.to_thread(tier.close)
         self._arena.close()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> list[Part]:
         """Everything that is known about its parts."""
-        return stats.collect(self._sessions, self._configured, self._memory_stats)
+        return stats.collect(self._sessions, self._handles, self._memory_stats)
 
     def _make_store(self) -> TieredStore:
         return TieredStore(
             self._arena,
             self._tiers,
             admit=Admit(self._config.admit),
-            stats=self._tier_stats,
+            stats={name: lower.traffic for name, lower in self._handles.items()},
             memory_stats=self._memory_stats,
         )
 

@@ -1,116 +1,231 @@
-"""What the sidecar knows about its parts: for a JSON document, from which the metrics are made too."""
+"""What the sidecar says of itself: facts, which are for people, and figures, which are metrics, too.
+
+A figure is declared once, with its name and what it means: gauges here, counters where they are counted
+(``lmcache.tiers.stats``). ``/stats``, ``/metrics`` and the guide's table walk these declarations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
+
+import grpc
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.stats import MemoryStats, Tenants
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.contracts import Arena
+from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.tier_worker import Lower
-from lmcache_sidecar.clients.registry import Client
-from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.tiers import Configured
+from lmcache_sidecar.sessions import Client, Sessions
+from lmcache_sidecar.tiers import TierHandle
+
+T = TypeVar("T")
+
+_BOUNDS_SECONDS = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
 
-def collect(sessions: Sessions, configured: Mapping[str, Configured], counts: MemoryStats) -> dict[str, Any]:
-    """Everything, in plain numbers and text; null where a part is not there (yet). Costs O(clients)."""
+class CallStats:
+    """The engine's calls by method. Plain numbers: a call must not pay for its statistics."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.ended: Counter[tuple[str, str]] = Counter()  # (method, name of the gRPC status)
+        self._buckets: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_SECONDS) + 1))
+
+    def observe(self, method: str, seconds: float) -> None:
+        """A call was answered."""
+        self._buckets[method][bisect_left(_BOUNDS_SECONDS, seconds)] += 1
+        self.seconds[method] += seconds
+
+    def count(self, method: str, code: grpc.StatusCode) -> None:
+        """A call ended."""
+        self.ended[method, code.name] += 1
+
+    def buckets(self, method: str) -> list[tuple[str, int]]:
+        """Upper bounds in seconds, and how many calls took no longer."""
+        bounds = [*map(str, _BOUNDS_SECONDS), "+Inf"]
+        return list(zip(bounds, accumulate(self._buckets[method]), strict=True))
+
+
+@dataclass(frozen=True)
+class Figure(Generic[T]):
+    """The declaration of a number, or of one for each value of ``label``."""
+
+    name: str
+    about: str
+    read: Callable[[T], Any]
+    label: str = ""
+    is_counter: bool = False
+
+    @property
+    def metric(self) -> str:
+        """Its name in Prometheus, after that of its part."""
+        return re.sub("^(num|is)_", "", self.name) + ("_total" if self.is_counter else "")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part of the sidecar says of itself; figures of what is not there (yet) are left out."""
+
+    name: str
+    """Its key in ``/stats``; empty: the sidecar itself, whose keys stand beside the parts."""
+
+    facts: Mapping[str, Any]
+    """For people; they are no metrics."""
+
+    figures: Mapping[Figure[Any], Any]
+    """With their values; those by label are mappings."""
+
+    prefix: str = "lmcache"
+    """Of the metrics' names."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of all its metrics."""
+
+
+def read(figures: Iterable[Figure[T]], source: T | None) -> dict[Figure[Any], Any]:
+    """Return the figures' values now; none where there is no source."""
+    return {} if source is None else {figure: figure.read(source) for figure in figures}
+
+
+def document(parts: Iterable[Part]) -> dict[str, Any]:
+    """Return all of it as plain numbers and text, by name."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        values = {**part.facts, **{figure.name: value for figure, value in part.figures.items()}}
+        found |= {part.name: values} if part.name else values
+    return found
+
+
+def declared(kind: type[Any]) -> tuple[Figure[Any], ...]:
+    """Return the counters that a dataclass declares."""
+    return tuple(
+        Figure(count.name, read=_reader(count.name), is_counter=True, **count.metadata)
+        for count in fields(kind)
+        if "about" in count.metadata
+    )
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    def read_counts(source: object) -> Any:
+        counts = getattr(source, name)
+        # Reasons are members of an enumeration, or text.
+        return (
+            {getattr(key, "value", key): n for key, n in counts.items()}
+            if isinstance(counts, dict)
+            else counts
+        )
+
+    return read_counts
+
+
+def _num_clients(sessions: Sessions) -> dict[str, int]:
+    num_attached = sum(client.is_attached for client in sessions.clients.values())
+    return {"attached": num_attached, "quarantined": len(sessions.clients) - num_attached}
+
+
+def _row_bytes(arena: Arena) -> int:
+    return arena.geometry.slot_bytes * arena.geometry.num_columns if arena.geometry else 0
+
+
+def _tenants(counts: MemoryStats, number: str) -> dict[str, int]:
+    largest, others = counts.tenants.largest()
+    uses = {use.name.hex()[:16] or "none": use for use in largest} | {"other": others}
+    return {name: getattr(use, number) for name, use in uses.items()}
+
+
+def _hit_ratio(counts: Any) -> float:
+    return round(counts.hits / (counts.hits + counts.misses), 4) if counts.hits + counts.misses else 0.0
+
+
+# fmt: off
+HIT_RATIO: Figure[Any] = Figure("hit_ratio", "hits / (hits + misses) since the start", _hit_ratio)
+
+SESSIONS: tuple[Figure[Sessions], ...] = (
+    Figure("num_clients", "Clients; quarantined: stream lost, death not proven", _num_clients, "state"),
+    Figure("num_previous_clients", "Clients of an earlier sidecar that may still use rows of the arena",
+        lambda sessions: len(sessions.from_before)),
+    Figure("num_unwritten_rows", "Rows still to be checksummed or written through",
+        lambda sessions: sessions.store.num_unsettled if sessions.store else 0),
+)
+ARENA: tuple[Figure[ArenaFile], ...] = (
+    Figure("capacity_rows", "Rows (chunks of all ranks) when all is populated", lambda arena: arena.num_rows),
+    Figure("capacity_bytes", "Bytes of these rows", lambda arena: arena.num_rows * _row_bytes(arena)),
+    Figure("ready_rows", "Rows whose memory is populated", lambda arena: arena.ready_rows),
+    Figure("ready_bytes", "Bytes of these rows", lambda arena: arena.ready_rows * _row_bytes(arena)),
+)
+MEMORY: tuple[Figure[MemoryTier], ...] = (
+    Figure("usable_rows", "Rows that may be given out or leased", lambda memory: memory.usable_rows),
+    Figure("used_rows", "Rows in use", lambda memory: memory.num_used),
+    Figure("used_bytes", "Bytes of these rows",
+        lambda memory: memory.num_used * _row_bytes(memory.arena)),
+    Figure("leased_rows", "Rows under a lease", lambda memory: memory.num_leased),
+    Figure("quarantined_slots", "Slots whose reuse is not proven safe",
+        lambda memory: memory.num_quarantined),
+)
+MEMORY_COUNTS: tuple[Figure[MemoryStats], ...] = (
+    *declared(MemoryStats),
+    HIT_RATIO,
+    Figure("tenant_rows", "Rows of the 32 largest tenants, by the head of their hashes, and of all others",
+        lambda counts: _tenants(counts, "num_rows"), "tenant"),
+    Figure("tenant_bytes", "Bytes of these rows", lambda counts: _tenants(counts, "num_bytes"), "tenant"),
+)
+REACHABLE: Figure[tuple[TierHandle, Lower | None]] = Figure(
+    "is_reachable", "1 if the tier answers, as far as known", lambda lower: _is_reachable(*lower))
+TRAFFIC: tuple[Figure[Lower], ...] = (
+    Figure("load_bytes_per_second", "How fast it loads, as measured in the last minute; 0: not known",
+        lambda lower: round(lower.bytes_per_second)),
+    Figure("num_queued_loads", "Rows being brought, or waiting for it", lambda lower: lower.num_loads),
+    Figure("num_queued_writes", "Rows that wait for their write", lambda lower: lower.num_queued),
+)
+USED_BYTES: Figure[DiskTier] = Figure(
+    "used_bytes", "Bytes of the volume that the tier takes", lambda tier: tier.num_bytes)
+# fmt: on
+
+
+def collect(sessions: Sessions, handles: Mapping[str, TierHandle], counts: MemoryStats) -> list[Part]:
+    """Return what is known about the parts of a sidecar. Costs O(clients)."""
     arena, store = sessions.arena, sessions.store
-    lower = {
-        name: tier_stats(tier, store.lower.get(name) if store else None) for name, tier in configured.items()
-    }
-    clients = [_client(client) for client in sessions.clients.by_uuid.values()]
-    num_attached = sum(client["is_attached"] for client in clients)
-    return {
+    facts = {
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
-        "memory": _memory(sessions, counts),
-        "disk": lower.get("disk"),
-        "remote": lower.get("remote"),
-        "num_unsettled_rows": store.num_unsettled if store else 0,
-        "num_clients": {"attached": num_attached, "quarantined": len(clients) - num_attached},
-        "num_previous_clients": len(sessions.clients.previous),
-        "clients": clients,
+        "clients": [_client(client) for client in sessions.clients.values()],
     }
+    memory = read(ARENA, arena) | read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
+    memory_facts = {"path": str(arena.path), "growth_error": arena.growth_error}
+    return [
+        Part("", facts, read(SESSIONS, sessions)),
+        Part("memory", memory_facts, memory, "lmcache_memory_tier"),
+        *(
+            tier_part(name, lower, store.lower.get(name) if store else None)
+            for name, lower in handles.items()
+        ),
+    ]
 
 
-def _memory(sessions: Sessions, counts: MemoryStats) -> dict[str, Any]:
-    arena, store = sessions.arena, sessions.store
-    numbers: dict[str, Any] = {
-        "path": str(arena.path),
-        "growth_error": arena.growth_error,
-        "num_rows": arena.num_rows,
-        "ready_rows": arena.ready_rows,
-        "hits": counts.hits,
-        "misses": counts.misses,
-        "hit_ratio": _ratio(counts.hits, counts.misses),
-        "refused": counts.refused,
-        "verified": counts.verified,
-        "tenants": _tenants(counts.tenants),
-        "removed": {reason.value: number for reason, number in counts.removed.items()},
-    }
-    if store is None or arena.geometry is None:
-        return numbers
-    memory = store.memory
-    row_bytes = arena.geometry.slot_bytes * arena.geometry.num_columns
-    return numbers | {
-        "usable_rows": memory.usable_rows,
-        "used_rows": memory.num_used,
-        "leased_rows": memory.num_leased,
-        "quarantined_slots": memory.num_quarantined,
-        "capacity_bytes": arena.num_rows * row_bytes,
-        "ready_bytes": arena.ready_rows * row_bytes,
-        "used_bytes": memory.num_used * row_bytes,
-    }
+def tier_part(name: str, handle: TierHandle, worker: Lower | None) -> Part:
+    """Return what a lower tier did, and whether it answers; there is no worker before the arena's format."""
+    figures = read([REACHABLE], (handle, worker))
+    if handle.tier is not None:
+        figures |= read([*declared(type(handle.tier.stats)), HIT_RATIO], handle.tier.stats)
+        figures |= read(declared(TieredStats), handle.traffic) | read(TRAFFIC, worker)
+    if isinstance(handle.tier, DiskTier):
+        figures |= read([USED_BYTES], handle.tier)
+    facts = {"address": handle.address, "off_reason": handle.off_reason}
+    return Part(name, facts, figures, "lmcache_tier", {"tier": name})
 
 
-def _tenants(tenants: Tenants) -> dict[str, Any]:
-    """The largest tenants by the head of their names, which are hashes, and all others together."""
-    largest, others = tenants.largest()
-    uses = {use.name.hex()[:16] or "none": use for use in largest} | {"other": others}
-    return {name: {"rows": use.num_rows, "bytes": use.num_bytes} for name, use in uses.items()}
-
-
-def tier_stats(configured: Configured, lower: Lower | None) -> dict[str, Any]:
-    """What a lower tier did, and whether it answers; ``lower``: not there before the arena is formatted."""
-    tier = configured.tier
-    if tier is None:
-        return {"address": configured.address, "is_reachable": False, "off_reason": configured.off_reason}
-    counts = vars(tier.stats)  # refused and invalid are counts by reason
-    numbers = {
-        "address": configured.address,
-        "is_reachable": not tier.breaker.is_open,
-        "off_reason": "",
-        "hit_ratio": _ratio(counts["hits"], counts["misses"]),
-        "operations": {
-            name: sum(count.values()) if isinstance(count, dict) else count for name, count in counts.items()
-        },
-        "refused": counts["refused"],
-        "invalid": counts["invalid"],
-    }
-    if isinstance(tier, DiskTier):
-        numbers["used_bytes"] = tier.num_bytes
-    return numbers | _traffic(lower) if lower else numbers
-
-
-def _traffic(lower: Lower) -> dict[str, Any]:
-    """What went between memory and a lower tier, in rows."""
-    counts = lower.stats
-    return {
-        "is_reachable": lower.is_well,
-        "load_bytes_per_second": round(lower.bytes_per_second),
-        "num_queued_loads": lower.num_loads,
-        "num_queued_writes": lower.num_queued,
-        "writes": {"written": counts.written}
-        | {reason.value: number for reason, number in counts.unwritten.items()},
-        "promotions": {
-            "promoted": counts.promoted,
-            "failed": counts.promotions_failed,
-            "hit_not_worth": counts.hit_not_worth,
-        },
-    }
+def _is_reachable(handle: TierHandle, worker: Lower | None) -> bool:
+    if handle.tier is None:
+        return False
+    return worker.is_well if worker else not handle.tier.breaker.is_open
 
 
 def _client(client: Client) -> dict[str, Any]:
@@ -128,7 +243,3 @@ def _client(client: Client) -> dict[str, Any]:
         "is_attached": client.is_attached,
         "prefill_tokens_per_second": client.prefill_tokens_per_second,
     } | {name: getattr(hello, name) for name in names}
-
-
-def _ratio(hits: int, misses: int) -> float:
-    return round(hits / (hits + misses), 4) if hits + misses else 0.0

@@ -117,8 +117,8 @@ def test_a_sidecar_reads_the_file_of_a_rotated_password_again(tmp_path):
             usable(sidecar)
             store(session, 1)
             file.write_text("new\n")
-            sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] == 1)
+            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
             file.unlink()  # a secret that is being replaced: what is connected goes on
             store(session, 2)
-            sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] == 2)
+            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)
             client.close()

@@ -62,7 +62,7 @@ def hit_until_stored(server, session) -> None:
 def test_a_redis_that_came_back_empty_gets_what_is_hit(server, sidecar, connect):
     session = connect()
     store(session, *ROWS)
-    sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] == len(ROWS))
+    sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(ROWS))
     server.restart()
     assert num_stored(server) == 0
     store(session, 100)  # whoever asks Redis next finds out
@@ -79,7 +79,7 @@ def test_what_was_refused_is_stored_when_redis_takes_some_again(server, sidecar,
         server.client.replicaof("127.0.0.1", "1")
     session = connect()
     store(session, *ROWS)
-    sidecar.wait_until(lambda stats: stats["remote"]["writes"].get("refused", 0) >= len(ROWS))
+    sidecar.wait_until(lambda stats: stats["remote"]["unwritten"].get("refused", 0) >= len(ROWS))
     assert num_stored(server) == 0
     server.client.config_set("maxmemory", 0)
     server.client.replicaof("NO", "ONE")
@@ -90,7 +90,7 @@ def test_what_a_killed_sidecar_had_queued_is_stored_when_it_is_hit(server, sidec
     server.freeze()
     session = connect()
     store(session, *ROWS)
-    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == len(ROWS))
+    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == len(ROWS))
     sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
     sidecar.kill()
     server.thaw()
@@ -108,8 +108,8 @@ def test_another_geometry_costs_no_row_of_the_queue(server, sidecar, connect, ch
     store(session, *ROWS)
     load(session, session, "hit", *ROWS)
     memory = sidecar.stats()["memory"]
-    assert memory["hits"] == len(ROWS) == memory["tenants"]["none"]["rows"]
-    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == len(ROWS))
+    assert memory["hits"] == len(ROWS) == memory["tenant_rows"]["none"]
+    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == len(ROWS))
     connect.clients[0].close()
     sidecar.wait_until(lambda stats: not stats["clients"])
     server.thaw()
@@ -120,6 +120,6 @@ def test_another_geometry_costs_no_row_of_the_queue(server, sidecar, connect, ch
     if chunk_bytes == 2 * CHUNK_BYTES:
         attached(other)
         stats = sidecar.stats()
-        assert stats["remote"]["writes"]["written"] == len(ROWS)
-        assert (stats["memory"]["hits"], stats["memory"]["tenants"]["other"]["rows"]) == (len(ROWS), 0)
-        assert "none" not in stats["memory"]["tenants"]
+        assert stats["remote"]["written"] == len(ROWS)
+        assert (stats["memory"]["hits"], stats["memory"]["tenant_rows"]["other"]) == (len(ROWS), 0)
+        assert "none" not in stats["memory"]["tenant_rows"]

@@ -85,7 +85,7 @@ def test_what_a_reset_engine_stores_is_of_no_namespace_that_others_ask(sidecar, 
 def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connect):
     session = attached(connect())
     usable(sidecar)
-    num_rows = sidecar.stats()["memory"]["num_rows"]
+    num_rows = sidecar.stats()["memory"]["capacity_rows"]
 
     def put(request_id, first, end):
         reserved = session.reserve(0, make_keys(*range(first, end)), request_id=request_id, first_chunk=first)
@@ -94,7 +94,7 @@ def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connec
 
     for first in range(0, 32, 8):  # a prompt of 32 chunks, in four steps of the engine
         put("long", first, first + 8)
-    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)  # what is read can't be evicted
+    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)  # what is read can't be evicted
     put("other", 100, 100 + num_rows - 32 + 5)  # five more than are free
     assert session.lookup("r", [(0, make_keys(*range(32)))])[0].num_resident == 32 - 5
 

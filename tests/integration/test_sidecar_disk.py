@@ -45,7 +45,7 @@ def test_what_was_committed_before_sigterm_is_on_disk(tmp_path):
         with session_of(sidecar) as session:
             brought(session, *range(40))
             disk = sidecar.stats()["disk"]
-            assert (disk["promotions"]["promoted"], disk["operations"]["hits"]) == (40, 40)
+            assert (disk["promoted"], disk["hits"]) == (40, 40)
             assert disk["used_bytes"] > 40 * 100_000
             assert disk["load_bytes_per_second"] > 0
 
@@ -73,14 +73,14 @@ def test_what_is_found_after_sigkill_is_right(tmp_path):
     with SidecarProcess(disk_path=tmp_path, disk_size="64Mi") as sidecar:
         with session_of(sidecar) as session:
             store(session, *range(10))
-            sidecar.wait_until(lambda stats: stats["disk"]["writes"]["written"] == 10)
+            sidecar.wait_until(lambda stats: stats["disk"]["written"] == 10)
             store(session, *range(10, 60))
             sidecar.kill()
         forget_memory(sidecar)
         with session_of(sidecar) as session:
             brought(session, *range(10))
             session.lookup("more", [(0, make_keys(*range(10, 60)))])
-            sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)
+            sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
             wait_until(lambda: not session.lookup("more", [(0, make_keys(*range(10, 60)))])[0].is_probing)
             for slot, number in zip(
                 slots_of(session, make_keys(*range(10, 60))), range(10, 60), strict=False
@@ -100,7 +100,7 @@ def test_a_disk_that_can_not_be_used_is_off_and_the_sidecar_is_not(tmp_path, rea
         assert sidecar.get("/readyz") == "ready\n"
         assert reason in sidecar.stats()["disk"]["off_reason"]
         assert "The disk tier is off: --disk-path: " in sidecar.log
-        assert 'lmcache_tier_up{tier="disk"} 0.0' in sidecar.get("/metrics")
+        assert 'lmcache_tier_reachable{tier="disk"} 0.0' in sidecar.get("/metrics")
         with session_of(sidecar) as session:
             store(session, 1)
             assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
@@ -110,7 +110,7 @@ def test_on_reuse_only_what_was_hit_is_written(tmp_path):
     with SidecarProcess(disk_path=tmp_path, admit="OnReuse") as sidecar, session_of(sidecar) as session:
         store(session, 1, 2, 3)
         load(session, session, "r", 1, 2)
-        sidecar.wait_until(lambda stats: stats["disk"]["writes"]["written"] == 2)
+        sidecar.wait_until(lambda stats: stats["disk"]["written"] == 2)
         assert sidecar.terminate() == 0
     assert len(list(tmp_path.rglob("*.0"))) == 2
 
@@ -120,8 +120,12 @@ def test_tenants_and_both_rates_are_shown(tmp_path):
         client.attach()
         client.call(RESERVE, group=0, keys=make_keys(1, 2), tenant=b"\xab" * 32)
         client.call(RESERVE, group=0, keys=make_keys(3))
-        tenants = sidecar.stats()["memory"]["tenants"]
-        assert {name: use["rows"] for name, use in tenants.items()} == {"ab" * 8: 2, "none": 1, "other": 0}
+        memory = sidecar.stats()["memory"]
+        assert memory["tenant_rows"] == {"ab" * 8: 2, "none": 1, "other": 0}
+        assert memory["tenant_bytes"] == {
+            name: num_rows * memory["capacity_bytes"] // memory["capacity_rows"]
+            for name, num_rows in memory["tenant_rows"].items()
+        }
         assert f'lmcache_memory_tier_tenant_rows{{tenant="{"ab" * 8}"}} 2.0' in sidecar.get("/metrics")
         with session_of(sidecar) as session:
             session.lookup("r", [(0, make_keys(9))], prefill_tokens_per_second=1234.5)
@@ -148,7 +152,7 @@ def test_sigterm_ends_a_sidecar_whose_disk_hangs(tmp_path, monkeypatch):
     try:
         with session_of(sidecar) as session:
             store(session, 1, 2, 3)
-            sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 3)
+            sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 3)
         assert sidecar.terminate() == 0
         assert "3 rows were not written through within the grace period" in sidecar.log
     finally:

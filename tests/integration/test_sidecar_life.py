@@ -10,7 +10,6 @@ import sys
 import urllib.error
 
 import pytest
-from lmcache_sidecar.metrics import FAMILIES
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable, StaleSession
@@ -34,12 +33,6 @@ def test_pages(sidecar, connect):
     }
     assert samples["lmcache_memory_tier_capacity_bytes",] == capacity_bytes
     assert samples["lmcache_clients", "attached"] == 1
-    for family in FAMILIES:  # a path that leads nowhere would read as 0 for ever
-        found = sidecar.stats()
-        for key in family.path.split(".*")[0].split("."):
-            for name in key.split("|"):
-                assert found is None or name in found
-            found = found and found[name]
     assert sidecar.stats()["clients"][0]["copier_reason"] == "the engine copies: its KV is in host memory"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         sidecar.get("/nothing")

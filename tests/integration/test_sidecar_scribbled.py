@@ -22,7 +22,7 @@ def left_behind(sidecar, connect):
     session = attached(client := connect())
     usable(sidecar)
     store(session, *range(NUM_ROWS))
-    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)
+    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
     sidecar.kill()
 
     def start_again():

@@ -39,5 +39,5 @@ def test_nothing_is_lost_while_an_engine_comes_and_the_arena_grows(large):
     cached = [engine.results[name].num_cached_tokens for name in names]
     assert cached == [NUM_CHUNKS * CHUNK] * 8
     memory = large.sidecar.stats()["memory"]
-    assert memory["num_rows"] > 2**16
+    assert memory["capacity_rows"] > 2**16
     assert not any(memory["removed"].values())  # so no row of before was stored anew

@@ -55,15 +55,15 @@ def wait_attached(engine, sidecar):
         return sidecar.stats()["memory"]["misses"] > seen
 
     wait_until(asks)
-    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)
+    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
 
 
 def compute(engine, sidecar, prompt):
     """Run a prompt that nobody has seen; returns when its chunks are in Redis."""
-    before = sidecar.stats()["remote"]["writes"]["written"]
+    before = sidecar.stats()["remote"]["written"]
     (computed,) = engine.generate(prompt)
     assert computed.num_cached_tokens == 0
-    sidecar.wait_until(lambda stats: stats["remote"]["writes"]["written"] >= before + NUM_CHUNKS)
+    sidecar.wait_until(lambda stats: stats["remote"]["written"] >= before + NUM_CHUNKS)
     return computed
 
 
@@ -77,9 +77,9 @@ def forget_memory(engine, sidecar):
 def assert_comes_back(engine, sidecar, prompt, computed):
     """Only Redis has the rows. A request waits for them no longer than computing them takes, so the first one
     may not get all; what it began is finished."""
-    before = sidecar.stats()["remote"]["promotions"]["promoted"]
+    before = sidecar.stats()["remote"]["promoted"]
     assert engine.generate(prompt)[0].tokens == computed.tokens
-    sidecar.wait_until(lambda stats: stats["remote"]["promotions"]["promoted"] == before + NUM_CHUNKS)
+    sidecar.wait_until(lambda stats: stats["remote"]["promoted"] == before + NUM_CHUNKS)
     assert_hit(engine, prompt, computed)
 
 
@@ -102,7 +102,7 @@ def test_a_killed_sidecar_finds_its_rows_again(engine, sidecar, redis):
     wait_attached(engine, sidecar)
     assert_hit(engine, prompt, computed)
     stats = sidecar.stats()
-    assert (stats["memory"]["verified"], stats["remote"]["promotions"]["promoted"]) == (NUM_CHUNKS, 0)
+    assert (stats["memory"]["verified"], stats["remote"]["promoted"]) == (NUM_CHUNKS, 0)
 
 
 def test_an_empty_arena_is_filled_from_redis(engine, sidecar):

@@ -1,46 +1,41 @@
-"""Serdes: tensors to bytes for a remote store, and back. ``CreateSerde`` makes the two halves of one."""
+"""Serdes: tensors to bytes for a remote store, and back. ``CreateSerde`` makes both sides of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache.storage_backend.serde.cachegen_decoder import CacheGenDeserializer
-from lmcache.storage_backend.serde.cachegen_encoder import CacheGenSerializer
-from lmcache.storage_backend.serde.container import BadContainer
-from lmcache.storage_backend.serde.fast_serde import FastDeserializer, FastSerializer
-from lmcache.storage_backend.serde.safe_serde import SafeDeserializer, SafeSerializer
+from lmcache.storage_backend.serde import formats, legacy
+from lmcache.storage_backend.serde.container import ContainerError
 from lmcache.storage_backend.serde.serde import (
     Deserializer,
     DeserializerDebugWrapper,
     Serializer,
     SerializerDebugWrapper,
 )
-from lmcache.storage_backend.serde.torch_serde import TorchDeserializer, TorchSerializer
 
-__all__ = ["BadContainer", "CreateSerde", "Deserializer", "Serializer"]
+__all__ = ["ContainerError", "CreateSerde", "Deserializer", "Serializer"]
+
+_SERIALIZERS: dict[str, Callable[[LMCacheEngineConfig, LMCacheEngineMetadata], Serializer]] = {
+    "torch": lambda *_: formats.RawSerializer(),
+    "safetensor": lambda *_: formats.SafetensorsSerializer(),
+    "cachegen": formats.CacheGenSerializer,
+    "fast": lambda *_: formats.RawSerializer(),
+}
+_LEGACY_READERS = {"torch": legacy.read_torch, "safetensor": legacy.read_safetensors}
 
 
 def CreateSerde(
     serde_type: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata
 ) -> tuple[Serializer, Deserializer]:
-    """Make the two halves of the serde "torch", "safetensor", "cachegen" or "fast".
+    """Make both sides of the serde "torch", "safetensor", "cachegen" or "fast".
 
     Tensors come back as ``metadata.kv_dtype``. Raises ValueError for any other name.
     """
-    dtype = metadata.kv_dtype
-    makers: dict[str, Callable[[], tuple[Serializer, Deserializer]]] = {
-        "torch": lambda: (TorchSerializer(), TorchDeserializer(dtype)),
-        "safetensor": lambda: (SafeSerializer(), SafeDeserializer(dtype)),
-        "cachegen": lambda: (
-            CacheGenSerializer(config, metadata),
-            CacheGenDeserializer(config, metadata, dtype),
-        ),
-        "fast": lambda: (FastSerializer(), FastDeserializer(dtype)),
-    }
-    if serde_type not in makers:
-        raise ValueError(f"Invalid serde type: {serde_type!r} (write {', '.join(makers)})")
-    serializer, deserializer = makers[serde_type]()
+    if serde_type not in _SERIALIZERS:
+        raise ValueError(f"Invalid serde type: {serde_type!r} (write {', '.join(_SERIALIZERS)})")
+    serializer = _SERIALIZERS[serde_type](config, metadata)
+    deserializer = formats.ContainerDeserializer(metadata.kv_dtype, _LEGACY_READERS.get(serde_type))
     if GlobalConfig.is_debug():
         return SerializerDebugWrapper(serializer), DeserializerDebugWrapper(deserializer)
     return serializer, deserializer

@@ -37,8 +37,8 @@ import numpy as np
 import torch
 
 from lmcache.storage_backend.serde.container import (
-    BadContainer,
     Container,
+    ContainerError,
     Kind,
     empty_tensor,
     pack,
@@ -103,7 +103,7 @@ class CacheGenEncoderOutput:
         return CacheGenEncoderOutput(kv.dtype, tuple(kv.shape), token_axis, top, all_scales, streams)
 
     def decode(self) -> torch.Tensor:
-        """Return the chunk, on the CPU. Raises BadContainer when a stream is not what ``encode`` makes."""
+        """Return the chunk, on the CPU. Raises ContainerError when a stream is not what ``encode`` makes."""
         channels, num_tokens = (2, self.num_heads, self.head_size), self.shape[self.token_axis]
         kv = empty_tensor(self.dtype, self.shape)
         layers = kv.transpose(2, self.token_axis)
@@ -124,28 +124,28 @@ class CacheGenEncoderOutput:
 
     @staticmethod
     def from_bytes(bs: Buffer) -> CacheGenEncoderOutput:
-        """Read what ``to_bytes`` wrote. Raises BadContainer, also for a container of another kind."""
+        """Read what ``to_bytes`` wrote. Raises ContainerError, also for a container of another kind."""
         return CacheGenEncoderOutput.from_container(parse(bs))
 
     @staticmethod
     def from_container(container: Container) -> CacheGenEncoderOutput:
-        """Check and take apart; allocates no more than there are bytes. Raises BadContainer."""
+        """Check and take apart; allocates no more than there are bytes. Raises ContainerError."""
         kind, dtype, shape, payload = container
         if kind is not Kind.CACHEGEN or not is_encodable(dtype, shape) or len(payload) < _FIELDS.size:
-            raise BadContainer(f"not KV that was encoded: {kind.name}, {dtype}, {shape}")
+            raise ContainerError(f"not KV that was encoded: {kind.name}, {dtype}, {shape}")
         token_axis, top = _FIELDS.unpack_from(payload)
         if token_axis not in (2, 3) or top == 0 or top & (top + 1):
-            raise BadContainer(f"tokens on axis {token_axis} or {top} as the largest symbol is unknown")
+            raise ContainerError(f"tokens on axis {token_axis} or {top} as the largest symbol is unknown")
         scales_at = _FIELDS.size + shape[0] * _LENGTH.itemsize
         streams_at = scales_at + shape[0] * 2 * shape[token_axis] * _SCALE.itemsize
         if len(payload) < streams_at:
-            raise BadContainer(f"payload of {len(payload)} bytes is too short for {shape}")
+            raise ContainerError(f"payload of {len(payload)} bytes is too short for {shape}")
         lengths = np.frombuffer(payload[_FIELDS.size : scales_at], _LENGTH)
         ends = streams_at + np.cumsum(lengths, dtype=np.int64)
         # A Huffman code has at least one bit: what is decoded has at most 8 symbols per byte of its stream.
         num_symbols = math.prod(shape[1:]) // shape[token_axis] * (1 + shape[token_axis])
         if ends[-1] != len(payload) or num_symbols > 8 * int(lengths.min()):
-            raise BadContainer(f"lengths of the streams don't fit the payload or {shape}")
+            raise ContainerError(f"lengths of the streams don't fit the payload or {shape}")
         scales = tensor_from_bytes(payload[scales_at:streams_at], _SCALE, (shape[0], 2, shape[token_axis]))
         streams = [
             payload[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
@@ -160,12 +160,12 @@ def is_encodable(dtype: torch.dtype, shape: Sequence[int]) -> bool:
 
 
 def _inflate(stream: Buffer, length: int) -> bytes:
-    """Decompress to exactly ``length`` bytes, and never more than one beyond. Raises BadContainer."""
+    """Decompress to exactly ``length`` bytes, and never more than one beyond. Raises ContainerError."""
     coder = zlib.decompressobj(_RAW_DEFLATE)
     try:
         raw = coder.decompress(stream, length + 1)
     except zlib.error as error:
-        raise BadContainer(f"damaged stream: {error}") from error
+        raise ContainerError(f"damaged stream: {error}") from error
     if len(raw) != length or not coder.eof or coder.unused_data:
-        raise BadContainer(f"a stream has not the {length} symbols that it should")
+        raise ContainerError(f"a stream has not the {length} symbols that it should")
     return raw

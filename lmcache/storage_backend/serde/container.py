@@ -77,7 +77,7 @@ _ADDRESS_OF_BYTES = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(
 )
 
 
-class BadContainer(ValueError):
+class ContainerError(ValueError):
     """The bytes are not a container, or not an undamaged one; the message says what is wrong."""
 
 
@@ -147,28 +147,28 @@ def is_container(blob: Buffer) -> bool:
 
 
 def parse(blob: Buffer, label: bytes = b"") -> Container:
-    """Check a container and take it apart, without a copy. Raises BadContainer, also for one that is bound to
-    another label, and for one that is not bound when ``label`` is given."""
+    """Check a container and take it apart, without a copy. Raises ContainerError, also for one that is bound
+    to another label, and for one that is not bound when ``label`` is given."""
     view = memoryview(blob)
     if len(view) < HEADER_BYTES:
-        raise BadContainer(f"{len(view)} bytes are no container: its header has {HEADER_BYTES}")
+        raise ContainerError(f"{len(view)} bytes are no container: its header has {HEADER_BYTES}")
     fields, payload = view[: _FIELDS.size], view[HEADER_BYTES:]
     magic, version, kind, dtype, num_dims, payload_bytes, *dims = _FIELDS.unpack(fields)
     if magic != MAGIC or view[_END_MARK:HEADER_BYTES] != MAGIC:
-        raise BadContainer("wrong magic: not a container, or a damaged one")
+        raise ContainerError("wrong magic: not a container, or a damaged one")
     if version != _version(label):
-        raise BadContainer(f"container of version {version}, not {_version(label)}")
+        raise ContainerError(f"container of version {version}, not {_version(label)}")
     if payload_bytes != len(payload):
-        raise BadContainer(f"payload has {len(payload)} bytes, not {payload_bytes}")
+        raise ContainerError(f"payload has {len(payload)} bytes, not {payload_bytes}")
     if view[_FIELDS.size : _END_MARK] != _check(fields, payload, label):
-        raise BadContainer("checksum does not fit: damaged, or the value of another key")
+        raise ContainerError("checksum does not fit: damaged, or the value of another key")
     if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS:
-        raise BadContainer(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
+        raise ContainerError(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
     if any(dims[num_dims:]) or any(fields[_ZEROS]):
-        raise BadContainer("bytes that should be zero are not")
+        raise ContainerError("bytes that should be zero are not")
     shape = tuple(dims[:num_dims])
     if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _MAX_EXTENT:
-        raise BadContainer(f"shape {shape} is too large")
+        raise ContainerError(f"shape {shape} is too large")
     return Container(Kind(kind), DTYPES[dtype], shape, payload)
 
 
@@ -186,9 +186,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_from_bytes(payload: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Copy bytes into a new tensor on the CPU. Raises BadContainer when their number does not fit."""
+    """Copy bytes into a new tensor on the CPU. Raises ContainerError when their number does not fit."""
     if math.prod(shape) * dtype.itemsize != len(payload):
-        raise BadContainer(f"{len(payload)} bytes are no {dtype} tensor of shape {tuple(shape)}")
+        raise ContainerError(f"{len(payload)} bytes are no {dtype} tensor of shape {tuple(shape)}")
     tensor = empty_tensor(dtype, shape)
     np.copyto(_memory_of(tensor), np.frombuffer(payload, np.uint8))
     return tensor

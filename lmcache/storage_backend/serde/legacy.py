@@ -1,6 +1,6 @@
 """Readers of what lmcache 0.1 to 0.3 wrote. Nothing writes these formats any more.
 
-The bytes come from the network: whatever is wrong with them is a BadContainer, and no code in them runs.
+The bytes come from the network: whatever is wrong with them is a ContainerError, and no code in them runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zipfile
 import safetensors.torch
 import torch
 
-from lmcache.storage_backend.serde.container import BadContainer
+from lmcache.storage_backend.serde.container import ContainerError
 from lmcache.tiers.header import Buffer
 
 TENSOR_NAME = "tensor_bytes"
@@ -27,25 +27,26 @@ _TENSOR_GLOBALS = re.compile(
 
 
 def read_safetensors(blob: Buffer) -> torch.Tensor:
-    """Read ``{"tensor_bytes": tensor}``. Raises BadContainer."""
+    """Read ``{"tensor_bytes": tensor}``. Raises ContainerError."""
     try:
         tensors = safetensors.torch.load(bytes(blob))
         return tensors[TENSOR_NAME]
     except Exception as error:  # the parser's errors have no class in common
-        raise BadContainer(f"not a safetensors file with {TENSOR_NAME}: {error}") from error
+        raise ContainerError(f"not a safetensors file with {TENSOR_NAME}: {error}") from error
 
 
 def read_torch(blob: Buffer) -> torch.Tensor:
-    """Read what ``torch.save(tensor)`` wrote. Raises BadContainer, also for anything but one dense tensor."""
+    """Read what ``torch.save(tensor)`` wrote. Raises ContainerError, also for anything but one dense
+    tensor."""
     file = io.BytesIO(blob)
     try:
         _check_archive(file, len(blob))
         tensor = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # the parsers' errors have no class in common
-        raise BadContainer(f"not a tensor written by torch.save: {error}") from error
+        raise ContainerError(f"not a tensor written by torch.save: {error}") from error
     # Strides of 0 make a few bytes a tensor of any size.
     if not isinstance(tensor, torch.Tensor) or tensor.numel() * tensor.itemsize > len(blob):
-        raise BadContainer("not a dense tensor written by torch.save")
+        raise ContainerError("not a dense tensor written by torch.save")
     return tensor.detach().clone()
 
 

@@ -37,7 +37,7 @@ class Deserializer(abc.ABC):
         or not.
 
         What has another dtype is cast if both are floating point and every finite value is in its range.
-        Raises BadContainer for everything that can't be read, or not be cast, and for a container that is
+        Raises ContainerError for everything that can't be read, or not be cast, and for a container that is
         not bound to ``label``; legacy bytes, which nothing binds, are read whatever it is.
         """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lmcache.units import SIZE_PATTERN, parse_quantity, parse_size
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.grammar import IMAGE, REMOTE_URL, hosts_of
-from lmcache_operator.api.quantity import BYTES_PATTERN, parse_quantity
 
 _NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
 _SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}
@@ -141,12 +141,14 @@ class MemoryTier(Part):
         "Bytes of the arena of each pod, e.g. 64Gi. A change reaches a pod when it is next replaced.",
         maxLength=20,
         rules=(
-            _matches(BYTES_PATTERN, "must be an amount of bytes such as 64Gi or 0.5Ti"),
+            _matches(SIZE_PATTERN, "must be an amount of bytes such as 64Gi or 0.5Ti"),
             Rule(
                 f"!isQuantity(self) || (quantity(self).compareTo(quantity('{_LEAST_MEMORY}')) >= 0 && "
                 f"quantity(self).compareTo(quantity('{_MOST_MEMORY}')) <= 0)",
                 f"tiers.memory.size must be between {_LEAST_MEMORY} and {_MOST_MEMORY}",
-                lambda size: 64 * 2**20 <= parse_quantity(size) <= 16 * 2**40,
+                lambda size: (
+                    parse_quantity(_LEAST_MEMORY) <= parse_quantity(size) <= parse_quantity(_MOST_MEMORY)
+                ),
             ),
         ),
     )
@@ -154,7 +156,7 @@ class MemoryTier(Part):
     @property
     def num_bytes(self) -> int:
         """The size in bytes."""
-        return int(parse_quantity(self.size))
+        return parse_size(self.size)
 
 
 class AuthSecretRef(Part):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_operator.api.quantity import quantity_equal
+from lmcache.units import quantity_equal
 
 # In this order: a volume mount has a name and a path, and only the path is its own.
 ITEM_KEYS = ("mountPath", "containerPort", "name")

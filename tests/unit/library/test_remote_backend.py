@@ -8,7 +8,7 @@ import torch
 
 from lmcache.storage_backend import queued_backend, remote_backend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
-from lmcache.storage_backend.serde.torch_serde import TorchSerializer
+from lmcache.storage_backend.serde.formats import RawSerializer
 from testing.child_process import wait_until
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
@@ -278,7 +278,7 @@ def test_engines_whose_chunks_differ_in_length_share_what_fits_both(connector):
 
 
 def test_a_value_of_the_format_before_is_a_miss(backend, connector):
-    connector.values[make_key("a").to_string()] = TorchSerializer().to_bytes(make_chunk())
+    connector.values[make_key("a").to_string()] = RawSerializer().to_bytes(make_chunk())
     assert backend.get(make_key("a")) is None
     assert backend.num_faults == 1
 

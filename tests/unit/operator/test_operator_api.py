@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from lmcache_operator.api.crd import crd, render
 from lmcache_operator.api.fields import is_part
 from lmcache_operator.api.parse import declared, parse
-from lmcache_operator.api.quantity import format_mebibytes, parse_quantity, quantity_equal
 from lmcache_operator.api.types import Model, Spec, Status
 from lmcache_operator.errors import InvalidSpecError
 
 from lmcache.tiers.remote.address import Address
+from lmcache.units import format_mebibytes, parse_quantity, quantity_equal
 from tests.harness.operator_model import MINIMAL_SPEC, cluster
 from tools.kube.schemas import definitions
 

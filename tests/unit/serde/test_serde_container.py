@@ -11,7 +11,7 @@ from hypothesis import given
 from lmcache.storage_backend.serde.container import (
     DTYPES,
     HEADER_BYTES,
-    BadContainer,
+    ContainerError,
     Kind,
     is_container,
     pack,
@@ -64,7 +64,7 @@ def test_round_trip(kind, dtype, shape, parts):
 
 @given(st.binary(max_size=3 * HEADER_BYTES))
 def test_any_other_bytes_are_a_bad_container(blob):
-    with pytest.raises(BadContainer):
+    with pytest.raises(ContainerError):
         parse(blob)
 
 
@@ -76,7 +76,7 @@ def test_defect_04_no_bit_may_flip_and_no_damage_makes_legacy_bytes_of_a_contain
     bit = data.draw(st.integers(0, len(blob) * 8 - 1))
     blob[bit // 8] ^= 1 << bit % 8
     assert is_container(blob)
-    with pytest.raises(BadContainer):
+    with pytest.raises(ContainerError):
         parse(blob)
 
 
@@ -86,7 +86,7 @@ def test_no_container_may_be_cut_or_longer(payload, data):
     cut = blob[: data.draw(st.integers(0, len(blob) - 1))]
     for damaged in (cut, blob + b"\0"):
         assert is_container(damaged)
-        with pytest.raises(BadContainer):
+        with pytest.raises(ContainerError):
             parse(damaged)
 
 
@@ -95,7 +95,7 @@ def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(data):
     fields = bytearray(pack(Kind.RAW, torch.float16, [2, 3], [bytes(12)])[:FIELDS_BYTES])
     for _ in range(data.draw(st.integers(1, 3))):
         fields[data.draw(st.integers(8, FIELDS_BYTES - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(BadContainer):
+    with contextlib.suppress(ContainerError):
         kind, dtype, shape, payload = parse(seal(bytes(fields), bytes(12)))
         assert pack(kind, dtype, shape, [payload]) == seal(bytes(fields), bytes(12))
         assert tensor_from_bytes(payload, dtype, shape).nbytes == 12
@@ -104,7 +104,7 @@ def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(data):
 def test_a_wrong_length_is_found_before_the_payload_is_read():
     blob = pack(Kind.RAW, torch.uint8, [9], [bytes(9)])
     for damaged in (blob[:-1], blob + b"\0"):
-        with pytest.raises(BadContainer, match="payload has"):
+        with pytest.raises(ContainerError, match="payload has"):
             parse(damaged)
 
 
@@ -117,14 +117,14 @@ def test_declared_sizes_are_not_believed(shape):
     fields = bytearray(pack(Kind.RAW, torch.int64, [0] * len(shape), [b""])[:FIELDS_BYTES])
     for axis, size in enumerate(shape):
         fields[24 + 4 * axis : 28 + 4 * axis] = size.to_bytes(4, "little")
-    with pytest.raises(BadContainer, match=r"shape|bytes are no"):
+    with pytest.raises(ContainerError, match=r"shape|bytes are no"):
         tensor_from_bytes(b"", *parse(seal(bytes(fields)))[1:3])
 
 
 def test_another_version_says_so():
     fields = bytearray(pack(Kind.RAW, torch.int8, [0], [b""])[:FIELDS_BYTES])
     fields[8] = 2
-    with pytest.raises(BadContainer, match="version 2"):
+    with pytest.raises(ContainerError, match="version 2"):
         parse(seal(bytes(fields)))
 
 

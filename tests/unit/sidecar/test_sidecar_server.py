@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from dataclasses import dataclass, fields
 
 import grpc
 import grpc.aio
 import pytest
-from lmcache_sidecar import stats
-from lmcache_sidecar.calls import CallCounts
-from lmcache_sidecar.metrics import FAMILIES, render
+from lmcache_sidecar.metrics import render
 from lmcache_sidecar.server import Server
-from lmcache_sidecar.tiers import Configured
+from lmcache_sidecar.stats import CallStats, Figure, Part, declared, document, read, tier_part
+from lmcache_sidecar.tiers import TierHandle
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import LOOKUP, RELEASE
+from lmcache.tiers.memory.rows import Removal
 from lmcache.tiers.remote.tier import RemoteTier
+from lmcache.tiers.stats import DiskStats, MemoryStats, TieredStats, counter, counters
 
 
 class BrokenSessions:
@@ -33,7 +36,7 @@ class BrokenSessions:
 
 
 def test_a_bug_is_an_internal_error_and_the_daemon_lives(tmp_path, caplog):
-    metrics = CallCounts()
+    metrics = CallStats()
 
     async def run() -> grpc.aio.AioRpcError:
         server = Server(BrokenSessions(), str(tmp_path / "s.sock"), metrics)
@@ -49,42 +52,79 @@ def test_a_bug_is_an_internal_error_and_the_daemon_lives(tmp_path, caplog):
     assert error.code() is grpc.StatusCode.INTERNAL
     assert error.details() == "the sidecar has a bug, see its log"
     assert "boom" in caplog.text
-    text = asyncio.run(render(metrics, {})).decode()
+    text = asyncio.run(render(metrics, [])).decode()
     assert 'lmcache_requests_total{code="INTERNAL",method="Lookup"} 1.0' in text
     assert 'lmcache_requests_total{code="OK",method="Release"} 1.0' in text
     assert 'lmcache_request_seconds_count{method="Release"} 1.0' in text
     assert 'lmcache_request_seconds_count{method="Lookup"}' not in text  # what was not done took no time
 
 
-STATS = {
-    "uptime_seconds": 1.5,
-    "num_clients": {"attached": 2, "quarantined": 1},
-    "memory": {"used_bytes": 4096, "removed": {"evicted": 3}},
-    "disk": None,
-    "remote": {"is_reachable": False, "writes": {"written": 7}},
-}
+@dataclass
+class Counts:
+    """What a part counts."""
+
+    hits: int = counter("Rows that were found")
+    removed: Counter[Removal] = counters("reason", "Rows that left")
+    seen: int = 0  # for the part's own use
 
 
-def test_metrics_are_read_from_the_stats():
-    text = asyncio.run(render(CallCounts(), STATS)).decode().splitlines()
-    assert 'lmcache_clients{state="quarantined"} 1.0' in text
-    assert "lmcache_memory_tier_bytes 4096.0" in text
-    assert 'lmcache_memory_tier_removals_total{reason="evicted"} 3.0' in text
-    assert 'lmcache_tier_writes_total{result="written",tier="remote"} 7.0' in text
-    assert 'lmcache_tier_up{tier="remote"} 0.0' in text
-    assert not [line for line in text if 'tier="disk"' in line]
-    for family in FAMILIES:
-        assert f"# TYPE {family.name} {'counter' if family.name.endswith('_total') else 'gauge'}" in text
-        assert f"# HELP {family.name} {family.about}" in text
+COUNTS = Counts(hits=7, removed=Counter({Removal.EVICTED: 3}))
+PARTS = [
+    Part(
+        "",
+        {"version": "1.2"},
+        read([Figure("num_clients", "Clients", lambda _: {"attached": 2, "quarantined": 1}, "state")], COUNTS)
+        | read([Figure("is_ready", "1 if ready", lambda _: False)], COUNTS)
+        | read([Figure("absent", "Of a part that is not there", lambda _: 1)], None),
+    ),
+    *(
+        Part(name, {"address": name}, read(declared(Counts), COUNTS), "lmcache_tier", {"tier": name})
+        for name in ("disk", "remote")
+    ),
+]
+
+
+def test_stats_are_walked_for_people():
+    tier = {"hits": 7, "removed": {"evicted": 3}}
+    assert json.loads(json.dumps(document(PARTS))) == {
+        "version": "1.2",
+        "num_clients": {"attached": 2, "quarantined": 1},
+        "is_ready": False,
+        "disk": {"address": "disk"} | tier,
+        "remote": {"address": "remote"} | tier,
+    }
+
+
+def test_stats_are_walked_for_prometheus():
+    lines = asyncio.run(render(CallStats(), PARTS)).decode().splitlines()
+    text = [line for line in lines if "process_" not in line and "lmcache_request" not in line]
+    assert text == [
+        "# HELP lmcache_clients Clients",
+        "# TYPE lmcache_clients gauge",
+        'lmcache_clients{state="attached"} 2.0',
+        'lmcache_clients{state="quarantined"} 1.0',
+        "# HELP lmcache_ready 1 if ready",
+        "# TYPE lmcache_ready gauge",
+        "lmcache_ready 0.0",
+        "# HELP lmcache_tier_hits_total Rows that were found",
+        "# TYPE lmcache_tier_hits_total counter",
+        'lmcache_tier_hits_total{tier="disk"} 7.0',
+        'lmcache_tier_hits_total{tier="remote"} 7.0',
+        "# HELP lmcache_tier_removed_total Rows that left",
+        "# TYPE lmcache_tier_removed_total counter",
+        'lmcache_tier_removed_total{reason="evicted",tier="disk"} 3.0',
+        'lmcache_tier_removed_total{reason="evicted",tier="remote"} 3.0',
+    ]
 
 
 def test_the_text_reads_as_prometheus_reads_it():
-    calls = CallCounts()
+    calls = CallStats()
     for seconds in (0.0, 5e-5, 6e-5, 0.3, 7.0):
-        calls.took("Lookup", seconds)
+        calls.observe("Lookup", seconds)
     calls.count("Lookup", grpc.StatusCode.OK)
-    stats = STATS | {"remote": {"writes": {'a "quoted" \\ label\n': 1}}}
-    text = asyncio.run(render(calls, stats)).decode()
+    writes = Figure("writes", "Rows", lambda counts: counts, "result", is_counter=True)
+    part = Part("remote", {}, {writes: {'a "quoted" \\ label\n': 1}}, "lmcache_tier", {"tier": "remote"})
+    text = asyncio.run(render(calls, [part])).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for family in families.values():
         assert family.documentation
@@ -112,17 +152,25 @@ def test_other_tasks_run_while_the_text_is_made():
 
     async def run() -> None:
         task = asyncio.create_task(other())
-        await render(CallCounts(), STATS)
+        await render(CallStats(), PARTS)
         task.cancel()
 
     asyncio.run(run())
-    assert turns >= len(FAMILIES)
+    assert turns >= 2 + 4  # families of calls, and of PARTS
 
 
 def test_a_tier_s_counts_by_reason_are_json():
     remote = RemoteTier("unix:///nowhere")
     remote.stats.invalid["checksum"] += 2
     remote.stats.refused["OOM"] += 1
-    found = json.loads(json.dumps(stats.tier_stats(Configured("nowhere", remote), None)))
+    part = tier_part("remote", TierHandle("nowhere", remote), None)
+    found = json.loads(json.dumps(document([part])))["remote"]
     assert (found["invalid"], found["refused"]) == ({"checksum": 2}, {"OOM": 1})
-    assert (found["operations"]["invalid"], found["operations"]["refused"]) == (2, 1)
+
+
+def test_every_count_of_the_tiers_is_shown():
+    """A field that was made without ``counter`` would be counted for nobody."""
+    for kind in (MemoryStats, TieredStats, DiskStats):
+        assert {figure.name for figure in declared(kind)} == {
+            field.name for field in fields(kind) if field.name[0] != "_" and field.type != "Tenants"
+        }

@@ -134,6 +134,22 @@ class TestFile:
         arena.format(Geometry(PAGE_BYTES * 32, 1))
         assert seen[0] == arena.num_rows == 1
 
+    @pytest.mark.parametrize("slot_bytes", [None, PAGE_BYTES, 64 << 10, 1 << 20])
+    def test_its_file_takes_what_was_asked_for_and_no_more(self, opened, path, slot_bytes):
+        """So that a volume of that size is large enough."""
+        arena, full = opened(8 * MIB), threading.Event()
+
+        def on_growth() -> None:
+            if arena._grown == arena._layout.num_rows:
+                full.set()
+
+        if slot_bytes is not None:
+            arena.format(Geometry(slot_bytes, 2))
+        arena.start(on_growth)
+        assert full.wait(20)
+        assert path.stat().st_size == 8 * MIB
+        assert 6 * MIB <= path.stat().st_blocks * 512 <= 8 * MIB
+
     def test_slots_are_apart_and_reach_clients(self, opened, path):
         arena = opened()
         arena.format(GEOMETRY)

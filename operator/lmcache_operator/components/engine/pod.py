@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from lmcache.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.quantity import format_mebibytes
 from lmcache_operator.components.engine.vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Images, Object, names, paths
@@ -26,9 +26,8 @@ _POD_SECURITY = {
     "fsGroup": _UID, "fsGroupChangePolicy": "OnRootMismatch", "runAsGroup": _UID, "runAsNonRoot": True,
     "runAsUser": _UID, "seccompProfile": {"type": "RuntimeDefault"},
 }  # fmt: skip
-_MIB = 2**20
 # Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
-_SIDECAR_BASE_BYTES = 512 * _MIB
+_SIDECAR_BASE_BYTES = 512 * 2**20
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _FREE_TO_CHANGE = (
     "imagePullPolicy", "lifecycle", "livenessProbe", "readinessProbe", "resources", "securityContext",
@@ -41,18 +40,13 @@ _WRITE_OUT_SECONDS = 55
 """For the end of the engine's processes, and then for the sidecar's queue (20 s)."""
 
 
-def arena_limit(memory_bytes: int) -> int:
-    """Bytes of the arena's volume: the rows, and 1/64 + 64 MiB for its head, slot table and alignment."""
-    return memory_bytes + memory_bytes // 64 + 64 * _MIB
-
-
 def sidecar_memory(memory_bytes: int) -> int:
     """Bytes of the sidecar's memory request and limit.
 
-    Its volume (tmpfs is charged to who touches it first), 512 MiB for the process, and 1/32 of the tier for
-    its index and for objects on their way to or from the remote tier.
+    The arena (tmpfs is charged to who touches it first), 512 MiB for the process, and 1/32 of the tier for
+    its index, for what the kernel keeps about its pages, and for objects on their way to or from other tiers.
     """
-    return arena_limit(memory_bytes) + _SIDECAR_BASE_BYTES + memory_bytes // 32
+    return memory_bytes + _SIDECAR_BASE_BYTES + memory_bytes // 32
 
 
 def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
@@ -230,7 +224,8 @@ class _Volume(NamedTuple):
 
 def _volumes(cluster: Cluster) -> list[_Volume]:
     spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
-    arena = _in_memory(format_mebibytes(arena_limit(spec.tiers.memory.num_bytes)))
+    # The arena's file is exactly as large as the tier: its head, slot table and index are taken out of that.
+    arena = _in_memory(format_mebibytes(spec.tiers.memory.num_bytes))
     config = {"configMap": {"name": names.config_name(cluster.name)}}
     found = [
         _Volume("arena", paths.ARENA_DIR, engine + sidecar, arena),
