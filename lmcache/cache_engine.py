@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -24,11 +25,9 @@ from lmcache.logging import init_logger
 from lmcache.storage_backend import CreateStorageBackend, tensors
 from lmcache.storage_backend.chunks import ChunkSource
 from lmcache.storage_backend.tensors import OutputPool
-from lmcache.utils import CacheEngineKey, KVCache, _lmcache_nvtx_annotate
+from lmcache.utils import CacheEngineKey, KVCache, _lmcache_nvtx_annotate, token_dim
 
 logger = init_logger(__name__)
-
-_TOKEN_DIMS = {"vllm": 0, "huggingface": 1}  # of one layer's K or V
 
 
 class LMCacheEngine:
@@ -115,7 +114,7 @@ class LMCacheEngine:
         format that is unknown. A fault of the storage is a miss.
         """
         num_masked = _num_masked(tokens, mask)
-        dim = 2 + _token_dim(self.metadata.fmt)
+        dim = 2 + token_dim(self.metadata.fmt)
         first, num_dropped = divmod(num_masked, self.chunk_size)
         keys = self._keys(tokens)
         with _plain_tensors():
@@ -186,14 +185,14 @@ class LMCacheEngine:
 
     def _num_tokens_in_kv(self, kv_tensors: KVCache | torch.Tensor, fmt: str) -> int:
         """Raises ValueError when ``fmt`` is unknown."""
-        return int(kv_tensors[0][0].shape[_token_dim(fmt)])
+        return int(kv_tensors[0][0].shape[token_dim(fmt)])
 
     def _sources(self, kv: KVCache, first_token: int) -> Iterator[ChunkSource]:
         """Cut KV into chunks from ``first_token`` on without copying any of it."""
         parts = [part for layer in kv for part in (layer[0], layer[1])]
         if any(part.shape != parts[0].shape or part.dtype != parts[0].dtype for part in parts):
             raise ValueError("all layers' K and V must have the same shape and dtype")
-        dim = _token_dim(self.metadata.fmt)
+        dim = token_dim(self.metadata.fmt)
         num_left = parts[0].shape[dim] - first_token
         shape = [len(kv), 2, *parts[0].shape]
         if shape != self._shape(parts[0].shape[dim]):
@@ -206,7 +205,7 @@ class LMCacheEngine:
     def _shape(self, num_tokens: int) -> list[int]:
         """Return the shape of one tensor with the KV of so many tokens."""
         num_layers, halves, _, num_heads, head_size = self.metadata.kv_shape
-        inner = [num_tokens, num_heads] if _token_dim(self.metadata.fmt) == 0 else [num_heads, num_tokens]
+        inner = [num_tokens, num_heads] if token_dim(self.metadata.fmt) == 0 else [num_heads, num_tokens]
         return [num_layers, halves, *inner, head_size]
 
     def _usable(self, chunks: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
@@ -254,7 +253,7 @@ class LMCacheEngine:
 
     def _slice_kv_at(self, start_idx: int, kv_tensors: torch.Tensor, fmt: str) -> list[torch.Tensor]:
         """Cut [num_layers, 2, …] into chunks from token ``start_idx`` on, each contiguous."""
-        dim = 2 + _token_dim(fmt)
+        dim = 2 + token_dim(fmt)
         rest = kv_tensors.narrow(dim, start_idx, kv_tensors.shape[dim] - start_idx)
         return [chunk.contiguous() for chunk in torch.split(rest, self.chunk_size, dim)]
 
@@ -292,10 +291,8 @@ class LMCacheEngine:
 class LMCacheEngineBuilder:
     """The engines of this process by name; any thread may call it."""
 
-    _instances: dict[str, LMCacheEngine] = {}  # noqa: RUF012 - the documents' names
-    _cfgs: dict[str, LMCacheEngineConfig] = {}  # noqa: RUF012
-    _metadatas: dict[str, LMCacheEngineMetadata] = {}  # noqa: RUF012
-    _lock = threading.Lock()  # protects the three above
+    _engines: ClassVar[dict[str, tuple[LMCacheEngine, LMCacheEngineConfig, LMCacheEngineMetadata]]] = {}
+    _lock = threading.Lock()  # protects what is written to _engines
 
     @classmethod
     def get_or_create(
@@ -306,13 +303,12 @@ class LMCacheEngineBuilder:
         Raises ValueError when it exists with another configuration or other metadata.
         """
         with cls._lock:
-            engine = cls._instances.get(instance_id)
-            if engine is None:
-                engine = cls._instances[instance_id] = LMCacheEngine(config, metadata)
+            if instance_id not in cls._engines:
                 # Copies: the caller may change its own afterwards.
-                cls._cfgs[instance_id] = copy.copy(config)
-                cls._metadatas[instance_id] = copy.copy(metadata)
-            elif cls._cfgs[instance_id] != config or cls._metadatas[instance_id] != metadata:
+                made = LMCacheEngine(config, metadata), copy.copy(config), copy.copy(metadata)
+                cls._engines[instance_id] = made
+            engine, *made_of = cls._engines[instance_id]
+            if made_of != [config, metadata]:
                 raise ValueError(
                     f"Instance {instance_id} already exists with a different configuration or metadata."
                 )
@@ -321,15 +317,13 @@ class LMCacheEngineBuilder:
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
         """Return the engine of this name, or None."""
-        return cls._instances.get(instance_id)
+        return cls._engines.get(instance_id, (None,))[0]
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
         """Forget the engine of this name, even when closing it raises, and close it; no-op when unknown."""
         with cls._lock:
-            engine = cls._instances.pop(instance_id, None)
-            cls._cfgs.pop(instance_id, None)
-            cls._metadatas.pop(instance_id, None)
+            engine = cls._engines.pop(instance_id, (None,))[0]
         if engine is not None:
             engine.close()
 
@@ -367,12 +361,6 @@ def _num_masked(tokens: torch.Tensor, mask: torch.Tensor | None) -> int:
     if not bool(mask[num_masked:].all()):
         raise ValueError("Invalid mask: only suffix masks are supported, False first and True from there on")
     return num_masked
-
-
-def _token_dim(fmt: str) -> int:
-    if fmt not in _TOKEN_DIMS:
-        raise ValueError(f"Invalid format: {fmt}")
-    return _TOKEN_DIMS[fmt]
 
 
 def _require(condition: bool, message: str) -> None:

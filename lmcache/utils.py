@@ -16,6 +16,15 @@ head_size] in format "huggingface"."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_TOKEN_DIMS = {"vllm": 0, "huggingface": 1}  # of one layer's K or V
+
+
+def token_dim(fmt: str) -> int:
+    """Return which dimension of one layer's K or V counts tokens. Raises ValueError for an unknown format."""
+    if fmt not in _TOKEN_DIMS:
+        raise ValueError(f"Invalid format: {fmt}")
+    return _TOKEN_DIMS[fmt]
+
 
 @dataclass(frozen=True, order=True)
 class CacheEngineKey:

@@ -12,13 +12,13 @@ import torch
 from lmcache.blend.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from lmcache.config import LMCacheEngineMetadata
 from lmcache.logging import init_logger
+from lmcache.utils import token_dim
 
 if TYPE_CHECKING:
     from lmcache.cache_engine import LMCacheEngine
 
 logger = init_logger(__name__)
 
-_TOKEN_DIM = {"vllm": 0, "huggingface": 1}  # of one layer's K or V
 _NUM_WORKERS = 4  # enough to overlap waiting for a remote storage with copying
 
 
@@ -75,12 +75,12 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
         return valid_mask, original_positions.to(self._hits[0].kv.device if self._hits else "cpu")
 
     def _layer(self, layer_id: int, half: int) -> torch.Tensor:
-        token_dim = _TOKEN_DIM[self.fmt]
+        dim = token_dim(self.fmt)
         shape = list(self._hits[0].kv[layer_id, half].shape)
-        shape[token_dim] = self._num_tokens
+        shape[dim] = self._num_tokens
         layer = self._hits[0].kv.new_empty(shape)
         for start, length, kv in self._hits:
-            layer.narrow(token_dim, start, length).copy_(kv[layer_id, half])
+            layer.narrow(dim, start, length).copy_(kv[layer_id, half])
         return layer
 
 
@@ -108,8 +108,7 @@ class SPTBlendRetriever(BlendRetriever):
         self.spt: list[int] = list(given.get("spt", ()))
         self.cache_engine: LMCacheEngine = given["cache_engine"]
         self.metadata: LMCacheEngineMetadata = given["metadata"]
-        if self.metadata.fmt not in _TOKEN_DIM:
-            raise ValueError(f"Invalid format: {self.metadata.fmt}")
+        token_dim(self.metadata.fmt)  # raises
         self._pool = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="blend-retriever")
 
     def new_request(

@@ -1,7 +1,8 @@
 """Pools: memory for chunks on the host or on the GPU, as tensors."""
 
-from lmcache.storage_backend.mem_pool.base_pool import BasePool, KVObj
 from lmcache.storage_backend.mem_pool.local_pool import (
+    BasePool,
+    KVObj,
     LocalCPUBufferPool,
     LocalCPUPool,
     LocalGPUPool,

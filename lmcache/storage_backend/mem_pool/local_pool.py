@@ -1,18 +1,40 @@
-"""Pools of this process's memory."""
+"""Pools of chunk-sized memory: of the LMCache 0.1-0.3 API; our own backends stand on ``TorchArena``."""
 
 from __future__ import annotations
 
+import abc
 import math
 import threading
+from dataclasses import dataclass
 
 import torch
 
 from lmcache.config import LMCacheMemPoolMetadata
-from lmcache.storage_backend.mem_pool.base_pool import BasePool, KVObj
 from lmcache.storage_backend.mem_pool.torch_arena import TorchArena
 from lmcache.storage_backend.tensors import usable_device
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME, FrameAllocator
 from lmcache.units import ceil_div
+
+
+@dataclass
+class KVObj:
+    """Memory for one chunk, taken from a pool."""
+
+    chunk_idx: int  # names it within its pool
+    size: int  # bytes that it takes of the pool
+    data: torch.Tensor  # of the chunk's shape and dtype, over the pool's memory
+
+
+class BasePool(abc.ABC):
+    """Memory for chunks; thread-safe."""
+
+    @abc.abstractmethod
+    def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
+        """Take memory for a chunk of this shape and dtype; nothing is copied. None: none is left."""
+
+    @abc.abstractmethod
+    def free(self, kv_obj: KVObj) -> None:
+        """Give back what ``allocate`` gave; its ``data`` must not be used any more."""
 
 
 class LocalPool(BasePool):

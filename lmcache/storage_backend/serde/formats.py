@@ -27,12 +27,11 @@ from lmcache.storage_backend.serde.container import (
 )
 from lmcache.storage_backend.serde.serde import Deserializer, Serializer
 from lmcache.tiers.header import Buffer
+from lmcache.utils import token_dim
 
 BINS = 32
 """Upstream takes 32 for the first layers and 16 after. 32 for all keeps answers four times as close (mean KL
 divergence of the next token) for 30 % more bytes: docs/reference/serde.md."""
-
-_TOKEN_AXES = {"vllm": 2, "huggingface": 3}
 
 
 class ContainerDeserializer(Deserializer):
@@ -81,13 +80,11 @@ class CacheGenSerializer(Serializer):
         self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, bins: int = BINS
     ) -> None:
         """Raises ValueError for an unknown ``metadata.fmt``, or ``bins`` that is not 4, 8, 16 … 256."""
-        if metadata.fmt not in _TOKEN_AXES:
-            raise ValueError(f"Invalid format: {metadata.fmt}")
+        self._token_axis = 2 + token_dim(metadata.fmt)
         if bins not in (1 << power for power in range(2, 9)):
             raise ValueError(f"bins must be a power of two from 4 to 256, not {bins}")
         self.bins = bins
         self.num_raw = 0  # chunks that were stored raw, because the codec can't hold their values
-        self._token_axis = _TOKEN_AXES[metadata.fmt]
 
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """Encode a chunk. What can't be encoded (not finite, integers, 8-bit floats, empty, other shapes) is
