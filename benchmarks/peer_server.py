@@ -6,7 +6,6 @@ calls that belong to it; theirs is driven by their own bench client, in both of 
 
 from __future__ import annotations
 
-import hashlib
 import random
 import statistics
 import tempfile
@@ -19,14 +18,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.clients import BLOCK_TOKENS, CHUNK_TOKENS, NAMESPACE, EngineClients, row_keys, words
+from benchmarks.clients import BLOCK_TOKENS, CHUNK_TOKENS, EngineClients, row_keys, words
 from benchmarks.peers.child import CHILDREN, Peer, site_packages
 from benchmarks.report import Figure, Report, at_least, of, paired, spread
 from benchmarks.transfer import BLOCKS, BLOCKS_PER_CHUNK, CHUNK_BYTES, CHUNKS, TOTAL_BYTES, make_kv
 from benchmarks.vllm import prompt, ttft
 from lmcache.engines.core.copier import CpuCopier
-from lmcache.engines.core.jobs import Grid, KeyContext, LoadJob, Offer, StoreJob
+from lmcache.engines.core.grid import Grid
+from lmcache.engines.core.jobs import GroupStore, LoadJob, Offer, StoreJob
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
+from lmcache.rpc.hello import KVGroup
 from testing.child_process import REPOSITORY
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import SidecarProcess
@@ -37,13 +38,13 @@ SHAPE = "(2,1024,16,8,128):float16:32"
 SMALL_SHAPE = "(2,4096,16,1,8):float16:1"  # for long prompts: only lookups are timed
 WARM_UP, ROUNDS = 2, 11
 NUM_KEYS, LOOKUPS = 128, 50
-GRID = Grid(CHUNK_TOKENS, BLOCK_TOKENS, BLOCK_TOKENS)
+GRID = Grid(CHUNK_TOKENS, BLOCK_TOKENS, (KVGroup(0, BLOCK_TOKENS, CHUNK_BYTES),))
 
 Seconds = dict[str, list[float]]
 
 
 class OurPath:
-    """What the connector's two halves do for one prompt, on a real sidecar."""
+    """What the connector's two sides do for one prompt, on a real sidecar."""
 
     def __init__(self, engine: EngineClients) -> None:
         self._engine = engine
@@ -54,10 +55,9 @@ class OurPath:
 
     def round(self, turn: int) -> dict[str, float]:
         """Seconds of a store, and of loads on one and two threads."""
-        hashes = tuple(hashlib.sha256(b"%d/%d" % (turn, chunk)).digest() for chunk in range(CHUNKS))
         blocks = tuple(map(int, self._random.permutation(BLOCKS)[: CHUNKS * BLOCKS_PER_CHUNK]))
-        job = StoreJob(turn, f"store-{turn}", 0, hashes, blocks, KeyContext(namespace=NAMESPACE))
-        transfer = StoreTransfer(job)
+        stored = GroupStore(0, row_keys(turn, CHUNKS), blocks)
+        transfer = StoreTransfer(StoreJob(turn, f"store-{turn}", 0, (stored,)))
         start = time.perf_counter()
         transfer.run(self._engine.worker, self._copiers[1])
         seconds = {"store": time.perf_counter() - start}
@@ -66,19 +66,19 @@ class OurPath:
             for pages in self._kv.pages:
                 pages.zero_()
             start = time.perf_counter()
-            self._load(job, f"load-{turn}-{threads}", threads)
+            self._load(stored, f"load-{turn}-{threads}", threads)
             seconds[f"retrieve, {threads}"] = time.perf_counter() - start
             after = [pages[list(blocks)] for pages in self._kv.pages[:: len(self._kv.pages) - 1]]
             if not all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
                 raise RuntimeError("a load did not bring what was stored")
         return seconds
 
-    def _load(self, job: StoreJob, request_id: str, threads: int) -> None:
-        names = job.context.row_keys(job.hashes)
-        found = self._engine.find(words(names))
-        lease = self._lookups.submit(self._engine.scheduler.lookup, request_id, [(0, names)])
+    def _load(self, stored: GroupStore, request_id: str, threads: int) -> None:
+        found = self._engine.find(words(stored.keys))
+        lease = self._lookups.submit(self._engine.scheduler.lookup, request_id, [(0, stored.keys)])
         num_tokens = CHUNKS * CHUNK_TOKENS
-        load = LoadJob.from_offer(request_id, GRID, Offer(0, num_tokens, found), num_tokens, job.blocks)
+        offer = Offer(0, num_tokens, (found,))
+        load = LoadJob.from_offer(request_id, GRID, offer, num_tokens, [stored.blocks])
         transfer = LoadTransfer(load, None)
         transfer.run(self._engine.worker, self._copiers[threads])
         if transfer.bad_blocks:

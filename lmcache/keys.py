@@ -38,13 +38,13 @@ def chunk_key(
 
 def chunk_keys(
     block_hashes: Iterable[bytes], lora_fingerprint: bytes = b"", cache_salt: str = "", group: int = 0
-) -> bytes:
-    """Join the keys of many chunks, each as ``chunk_key`` makes it: a prompt has hundreds.
+) -> list[bytes]:
+    """Make the keys of many chunks, each as ``chunk_key`` does: a prompt has hundreds.
 
     Those made last are remembered: a prompt begins as others did, and a conversation as its last turn.
     """
     after = b"".join(map(sized, (lora_fingerprint, _utf8(cache_salt), _integer(group))))
-    return b"".join(map(_chunk_key, block_hashes, itertools.repeat(after)))
+    return list(map(_chunk_key, block_hashes, itertools.repeat(after)))
 
 
 @functools.lru_cache(8192)  # some 3 MB

@@ -7,16 +7,20 @@ threads make the unary calls of the session that comes out of it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 
+import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailable
+from lmcache.rpc.hello import ClientHello
 from lmcache.rpc.session import Copies, Session
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
@@ -177,3 +181,24 @@ class Attachment:
 
     def _must_populate(self) -> bool:
         return self._column is not None and self._mapped_rows < self._ready_rows
+
+
+def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
+    """As it goes over the wire."""
+    kind = pb.KVGroup.SLIDING_WINDOW, pb.KVGroup.FULL_ATTENTION
+    groups = [pb.KVGroup(kind=kind[not group.window_tokens], **asdict(group)) for group in hello.groups]
+    return pb.Hello(
+        protocol_version=service.PROTOCOL_VERSION,
+        client_version=lmcache.__version__,
+        client_uuid=client_uuid,
+        engine_uuid=hello.engine_uuid,
+        pid=os.getpid(),
+        uid=os.getuid(),
+        role=pb.Role.Name(hello.role.value),
+        namespace=hello.namespace,
+        private_reason=hello.private_reason,
+        geometry=pb.Geometry(chunk_tokens=hello.chunk_tokens, num_columns=hello.num_columns, groups=groups),
+        column=hello.column,
+        model=hello.model,
+        transfer=pb.TransferOffer(gpu_uuid=hello.gpu_uuid),
+    )

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import grpc
 
 from lmcache.rpc import service
-from lmcache.rpc.attachment import Attachment
+from lmcache.rpc.attachment import Attachment, hello_message
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.hello import ClientHello, KVGroup, Role
 from lmcache.rpc.lockfile import LockFile
@@ -64,7 +64,7 @@ class SidecarClient:
         service.check_socket_path(socket_path)
         client_uuid = uuid.uuid4().bytes
         self._socket_path = socket_path
-        self._hello = hello.message(client_uuid)
+        self._hello = hello_message(hello, client_uuid)
         self._on_change = on_change or (lambda: None)
         self._pid = os.getpid()
         self._lock_file = LockFile(service.lock_path(socket_path, client_uuid))

@@ -1,14 +1,9 @@
-"""Who a client is: what it tells the sidecar first."""
+"""Who a client is: what it tells the sidecar first. Pure; ``attachment`` puts it on the wire."""
 
 from __future__ import annotations
 
 import enum
-import os
-from dataclasses import asdict, dataclass
-
-import lmcache
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
+from dataclasses import dataclass
 
 
 class Role(enum.Enum):
@@ -42,23 +37,3 @@ class ClientHello:
     private_reason: str = ""  # not empty: keys mean nothing outside this engine process; memory tier only
     model: str = ""
     gpu_uuid: str = ""  # empty: the engine's KV is in host memory
-
-    def message(self, client_uuid: bytes) -> pb.Hello:
-        """As it goes over the wire."""
-        kind = pb.KVGroup.SLIDING_WINDOW, pb.KVGroup.FULL_ATTENTION
-        groups = [pb.KVGroup(kind=kind[not group.window_tokens], **asdict(group)) for group in self.groups]
-        return pb.Hello(
-            protocol_version=service.PROTOCOL_VERSION,
-            client_version=lmcache.__version__,
-            client_uuid=client_uuid,
-            engine_uuid=self.engine_uuid,
-            pid=os.getpid(),
-            uid=os.getuid(),
-            role=pb.Role.Name(self.role.value),
-            namespace=self.namespace,
-            private_reason=self.private_reason,
-            geometry=pb.Geometry(chunk_tokens=self.chunk_tokens, num_columns=self.num_columns, groups=groups),
-            column=self.column,
-            model=self.model,
-            transfer=pb.TransferOffer(gpu_uuid=self.gpu_uuid),
-        )

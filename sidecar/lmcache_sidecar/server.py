@@ -17,10 +17,10 @@ from google.protobuf.message import DecodeError, Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache_sidecar.clients.validation import RefusedError, invalid
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.stats import CallStats
-from lmcache_sidecar.wire import Refused, invalid
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Server:
         code = grpc.StatusCode.OK
         try:
             return await work
-        except Refused as refused:
+        except RefusedError as refused:
             code = refused.code
             metadata = ((service.REASON_METADATA, refused.reason),) if refused.reason else ()
             await context.abort(code, refused.message, trailing_metadata=metadata)
@@ -128,9 +128,9 @@ class Server:
             while (message := await _read(context)) is not None:
                 if message.WhichOneof("message") != "drained":
                     raise invalid("after hello only drained is understood")
-                self._sessions.drained(client, message.drained)
+                self._sessions.clients.drained(client, message.drained)
         finally:
-            self._sessions.detach(client)
+            self._sessions.clients.detach(client)
             if growth is not None:
                 growth.cancel()
                 await asyncio.gather(growth, return_exceptions=True)  # a write to a lost stream is no event

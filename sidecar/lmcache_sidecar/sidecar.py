@@ -14,6 +14,7 @@ from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import MemoryStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache_sidecar import stats
+from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
@@ -43,9 +44,9 @@ class Sidecar:
         self._tiers = {name: lower.tier for name, lower in self._handles.items() if lower.tier}
         # Over all formats of the arena.
         self._memory_stats = MemoryStats()
-        self._sessions = Sessions(self._arena, config.arena_path, locks, self._make_store)
+        self._sessions = Sessions(self._arena, config.arena_path, Clients(locks), self._make_store)
         self._server = Server(self._sessions, config.socket, calls)
-        self._deaths: asyncio.Task[None] | None = None
+        self._monitoring: asyncio.Task[None] | None = None
 
     @property
     def not_ready_reason(self) -> str:
@@ -66,15 +67,15 @@ class Sidecar:
             loop.call_soon_threadsafe(self._server.arena_grew)
 
         self._arena.start(on_growth)
-        self._deaths = asyncio.create_task(self._sessions.deaths.run())
+        self._monitoring = asyncio.create_task(self._sessions.clients.monitor.run())
         if isinstance(remote := self._tiers.get("remote"), RemoteTier):
             loop.run_in_executor(None, remote.check)  # a wrong URL shows in the log before an engine comes
 
     async def stop(self) -> None:
         """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
         await self._server.stop()
-        if self._deaths is not None:
-            self._deaths.cancel()
+        if self._monitoring is not None:
+            self._monitoring.cancel()
         if (store := self._sessions.store) is not None:
             if not await store.drain(self._config.drain_grace_seconds):
                 logger.warning(

@@ -23,7 +23,8 @@ from lmcache.tiers.memory.contracts import Arena
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.tier_worker import Lower
-from lmcache_sidecar.sessions import Client, Sessions
+from lmcache_sidecar.clients.registry import Client
+from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.tiers import TierHandle
 
 T = TypeVar("T")
@@ -127,8 +128,8 @@ def _reader(name: str) -> Callable[[Any], Any]:
 
 
 def _num_clients(sessions: Sessions) -> dict[str, int]:
-    num_attached = sum(client.is_attached for client in sessions.clients.values())
-    return {"attached": num_attached, "quarantined": len(sessions.clients) - num_attached}
+    num_attached = sum(client.is_attached for client in sessions.clients.by_uuid.values())
+    return {"attached": num_attached, "quarantined": len(sessions.clients.by_uuid) - num_attached}
 
 
 def _row_bytes(arena: Arena) -> int:
@@ -151,7 +152,7 @@ HIT_RATIO: Figure[Any] = Figure("hit_ratio", "hits / (hits + misses) since the s
 SESSIONS: tuple[Figure[Sessions], ...] = (
     Figure("num_clients", "Clients; quarantined: stream lost, death not proven", _num_clients, "state"),
     Figure("num_previous_clients", "Clients of an earlier sidecar that may still use rows of the arena",
-        lambda sessions: len(sessions.from_before)),
+        lambda sessions: len(sessions.clients.previous)),
     Figure("num_unwritten_rows", "Rows still to be checksummed or written through",
         lambda sessions: sessions.store.num_unsettled if sessions.store else 0),
 )
@@ -196,7 +197,7 @@ def collect(sessions: Sessions, handles: Mapping[str, TierHandle], counts: Memor
     facts = {
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
-        "clients": [_client(client) for client in sessions.clients.values()],
+        "clients": [_client(client) for client in sessions.clients.by_uuid.values()],
     }
     memory = read(ARENA, arena) | read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
     memory_facts = {"path": str(arena.path), "growth_error": arena.growth_error}

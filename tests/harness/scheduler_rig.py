@@ -1,17 +1,27 @@
-"""The connector's scheduler half over a sidecar double, with requests and steps made by hand."""
+"""The connector's scheduler side over a sidecar double, with requests and steps made by hand."""
 
 import threading
 from types import SimpleNamespace
 
 from lmcache import keys
-from lmcache.engines.core.jobs import EngineIdentity, Grid, WorkerReport
-from lmcache.engines.core.lookups import Ticket
-from lmcache.engines.vllm.scheduler import Scheduler
+from lmcache.engines.core.jobs import EngineIdentity, WorkerReport
+from lmcache.engines.core.requests import Ticket
+from lmcache.engines.vllm.scheduler import VLLMScheduler
+from lmcache.rpc.hello import KVGroup
+from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Slot
 from tests.harness.session_double import SessionDouble
+from tests.harness.wire import make_hello
 
-GRID = Grid(chunk_tokens=64, block_tokens=32, hash_tokens=32)
-IDENTITY = EngineIdentity(b"n" * 32, "", GRID, 4096, 1, "tiny")
+
+def make_identity(*groups, chunk_tokens=64):
+    """An engine that hashes every 32 tokens; with one group of full attention unless told otherwise."""
+    groups = groups or (KVGroup(0, 32, 4096),)
+    return EngineIdentity(make_hello(chunk_tokens=chunk_tokens, groups=groups), 32)
+
+
+IDENTITY = make_identity()
+GRID = IDENTITY.grid
 
 
 def hashes(num_tokens, name="p"):
@@ -36,37 +46,43 @@ def blocks(num, first=100):
     return list(range(first, first + num))
 
 
+def num_chunks(job):
+    (store,) = job.groups
+    return len(store.keys) // ROW_KEY_BYTES
+
+
 def chunk_ranges(meta):
-    return [(job.first_chunk, job.first_chunk + len(job.hashes)) for job in meta.stores]
+    return [(job.first_chunk, job.first_chunk + num_chunks(job)) for job in meta.stores]
 
 
 class Rig:
-    def __init__(self, num_ranks=1):
+    def __init__(self, num_ranks=1, identity=IDENTITY):
         self.now = 0.0
         self.session = SessionDouble()
         self.marks = {None: ()}
-        self.scheduler = Scheduler(
-            num_ranks, lambda _: self.session, self._find_marks, clock=lambda: self.now
+        self.scheduler = VLLMScheduler(
+            num_ranks, lambda _: self.session, self._marks_of, clock=lambda: self.now
         )
-        self.scheduler.adopt(["another connector's message", IDENTITY])
+        self.scheduler.adopt(["another connector's message", identity])
         self.lookups = self.scheduler._lookups
 
-    def _find_marks(self, request, chunk_tokens):
+    def _marks_of(self, request, chunk_tokens):
         assert chunk_tokens == GRID.chunk_tokens
-        return self.marks[request.lora_request]
+        if request.lora_request is None:
+            return None
+        return lambda: self.marks[request.lora_request]
 
     def stored(self, num_chunks, **context):
         """Let the sidecar have the first chunks of the default prompt."""
-        names = GRID.chunk_hashes(hashes(4096), 0, num_chunks)
-        for name in names:
+        for chunk_hash in GRID.chunk_hashes(hashes(4096), 0, num_chunks):
             slot = Slot(len(self.session.rows), 1)
-            self.session.rows[keys.chunk_key(name, **context)] = slot
+            self.session.rows[keys.chunk_key(chunk_hash, **context)] = slot
             self.session.committed.append(slot)
 
     def settle(self):
         """Wait until the lookup thread did all that was asked so far."""
         done = threading.Event()
-        self.lookups.ask(Ticket("", [], "", done.set, b""))
+        self.lookups.ask(Ticket("", [], b"", find_marks=done.set))
         assert done.wait(10)
 
     def arrive(self, request):

@@ -65,12 +65,11 @@ class SessionDouble:
     ) -> list[LookupResult]:
         self.before_lookup()
         self._check_up()
-        ((_, keys),) = group_keys
-        num_found = len(self._leading(_split(keys)))
+        found = [len(self._leading(_split(keys))) for _, keys in group_keys]
         self.num_hints += hint
         if not hint:
             self.leased.add(request_id)
-        return [LookupResult(num_found, 0 if hint else num_found, self.num_pending)]
+        return [LookupResult(number, 0 if hint else number, self.num_pending) for number in found]
 
     def _leading(self, keys: Iterable[bytes]) -> list[Slot]:
         slots = itertools.takewhile(lambda slot: slot in self.committed, map(self.rows.get, keys))

@@ -19,6 +19,7 @@ import numpy as np
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache.rpc.attachment import hello_message
 from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
 from lmcache.rpc.lockfile import LockFile
 from lmcache.tiers.memory.contracts import Slot
@@ -68,7 +69,7 @@ class RawClient:
 
     def __init__(self, sidecar: SidecarProcess, hello: ClientHello | None = None) -> None:
         self.uuid = uuid.uuid4().bytes
-        self.hello = (hello or make_hello()).message(self.uuid)
+        self.hello = hello_message(hello or make_hello(), self.uuid)
         self.epoch = 0
         self._sidecar = sidecar
         self.lock = LockFile(service.lock_path(sidecar.socket_path, self.uuid))

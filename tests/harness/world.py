@@ -7,10 +7,11 @@ import uuid
 from typing import ClassVar
 
 import pytest
-from lmcache_sidecar import sessions as sessions_module
-from lmcache_sidecar.sessions import Client, Sessions
+from lmcache_sidecar.clients.registry import Client, Clients
+from lmcache_sidecar.sessions import Sessions
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.attachment import hello_message
 from lmcache.rpc.client import ClientHello, KVGroup, Role
 from lmcache.tiers.memory.contracts import Geometry, LookupResult
 from lmcache.tiers.memory.private import PrivateArena
@@ -112,7 +113,10 @@ class World:
         self.now = 100.0
         self.arena = FakeArena()
         self.sessions = Sessions(
-            self.arena, "/arena", tmp_path, lambda: FakeStore(self.arena, self.clock), self.clock
+            self.arena,
+            "/arena",
+            Clients(tmp_path, FakeLock, self.clock),
+            lambda: FakeStore(self.arena, self.clock),
         )
         asyncio.run(self.sessions.start())
 
@@ -127,7 +131,7 @@ class World:
             "chunk_tokens": 16,
             "groups": (KVGroup(0, 16, 4096),),
         }
-        hello = ClientHello(role, **(defaults | fields)).message(client_uuid)
+        hello = hello_message(ClientHello(role, **(defaults | fields)), client_uuid)
         return asyncio.run(self.sessions.attach(hello))
 
     def reserve(self, client: Client, *numbers: int) -> pb.ReserveReply:
@@ -150,20 +154,19 @@ class World:
         self.sessions.abort(pb.AbortRequest(epoch=client.epoch, client_uuid=client.peer.uuid, slots=slots))
 
     def drain(self, client: Client) -> None:
-        self.sessions.drained(client, pb.Drained(epoch=client.epoch))
+        self.sessions.clients.drained(client, pb.Drained(epoch=client.epoch))
 
     def die(self, client_uuid: bytes) -> None:
         FakeLock.held.discard(client_uuid.hex())
 
     def pass_time(self, seconds: float) -> None:
-        self.sessions.deaths.step()
+        self.sessions.clients.monitor.step()
         self.now += seconds
-        self.sessions.deaths.step()
+        self.sessions.clients.monitor.step()
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch):
-    monkeypatch.setattr(sessions_module, "LockProbe", FakeLock)
+def world(tmp_path):
     FakeLock.held.clear()
     return World(tmp_path)
 

@@ -22,11 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
-from lmcache.engines.core.jobs import EngineIdentity, Grid, StepMeta  # noqa: E402
+from lmcache import keys  # noqa: E402
+from lmcache.engines.core.jobs import GroupStore, StepMeta  # noqa: E402
 from lmcache.engines.vllm import connector as module  # noqa: E402
 from lmcache.engines.vllm.connector import LMCacheClusterConnector  # noqa: E402
+from tests.harness.scheduler_rig import make_identity  # noqa: E402
 
-IDENTITY = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
+IDENTITY = make_identity()
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([4, 5],))
 
 
@@ -107,17 +109,17 @@ WORKER_HOOKS = [
 class Broken:
     """Raises on every touch, until it is gone offline."""
 
-    def __init__(self, half):
-        self._half = half
+    def __init__(self, side):
+        self._side = side
         self._is_offline = False
 
     def go_offline(self):
         self._is_offline = True
-        self._half.go_offline()
+        self._side.go_offline()
 
     def __getattr__(self, name):
         if self._is_offline:
-            return getattr(self._half, name)
+            return getattr(self._side, name)
         raise ZeroDivisionError(name)
 
 
@@ -161,7 +163,7 @@ def test_stores_follow_the_engine_s_own_messages(scheduler, runner):
     """A preempted request comes back as a cached request with V1, as a new one with V2."""
     scheduler.on_new_request(make_request())
     state = scheduler._scheduler._states["r"]
-    while state.ticket.context is None:
+    while state.ticket.keys is None:
         scheduler._scheduler._lookups.answered.wait(0.01)
     if runner == "V1":
         cached = CachedRequestData(["r"], {"r"}, [], {}, [([6, 7],)], [0], [0])
@@ -169,7 +171,8 @@ def test_stores_follow_the_engine_s_own_messages(scheduler, runner):
     else:
         output, blocks = make_output([new_data(prefill_token_ids=[1] * 64)]), (4, 5)
     (job,) = scheduler.build_connector_meta(output).stores
-    assert (job.first_chunk, job.hashes, job.blocks) == (0, (b"2",), blocks)
+    key = IDENTITY.hello.namespace + keys.chunk_key(b"2")
+    assert (job.first_chunk, job.groups) == (0, (GroupStore(0, key, blocks),))
 
 
 @pytest.mark.parametrize("fault", ["version", "import"])

@@ -12,18 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from lmcache import keys
-from lmcache.engines.core.jobs import GROUP, KeyContext, Marks
+from lmcache.engines.core.jobs import EngineIdentity
+from lmcache.engines.core.requests import Ticket
 from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailable
-from lmcache.tiers.base import KEY_BYTES, ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, LookupResult
 
 logger = logging.getLogger(__name__)
@@ -38,30 +35,9 @@ _PAUSE_SECONDS = 1.0
 MIN_ANSWER_SECONDS, MAX_ANSWER_SECONDS = 0.02, 0.2
 
 _FEW_KEYS = 32
-"""So many are named where they are asked for, in 20 us: waking a thread, and waiting for it, takes longer."""
+"""So many are made where they are asked for, in 20 us: waking a thread, and waiting for it, takes longer."""
 
-_WORD = np.dtype("<u8")
 _NOTHING = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One request's question. The lookup thread writes what follows ``asked_at``, the scheduler reads."""
-
-    request_id: str
-    hashes: list[bytes]  # one per chunk to look up
-    cache_salt: str
-    marks: Callable[[], Marks | None] | None  # may do I/O, what returns None is not cached; None: no marks
-    namespace: bytes  # of the engine since its last reset; empty: as the workers said
-    is_read: bool = True  # else it is only stored
-    asked_at: float = 0.0  # the scheduler's own
-    context: KeyContext | None = None  # None: not known yet, or not cacheable
-    names: tuple[bytes, ...] = ()  # of the chunks
-    row_keys: npt.NDArray[np.uint64] | None = None  # [chunks, 8 words]; None: not known yet, and never again
-    answer: LookupResult | None = None  # None: not answered yet
-    answered_at: float = 0.0
-    is_asking: bool = False  # a hint is on its way
-    may_be_leased: bool = False  # also when no answer came; the lookup thread's own
 
 
 class LookupThread:
@@ -70,7 +46,7 @@ class LookupThread:
     def __init__(
         self,
         client: SidecarClient,
-        namespace: bytes,
+        identity: EngineIdentity,
         rate: Callable[[], float],
         answer_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +54,8 @@ class LookupThread:
         """``rate``: the engine's prefill rate as it is now known, in tokens per second; ``answer_seconds``:
         see the property, 0.0: as measured."""
         self._client = client
-        self._namespace = namespace
+        self._namespace = identity.hello.namespace
+        self._groups = [group.group for group in identity.hello.groups]
         self._rate = rate
         self._clock = clock
         self._fixed_seconds = answer_seconds
@@ -87,7 +64,7 @@ class LookupThread:
         self._heard_at = -math.inf  # the sidecar's last answer, whatever it was about
         self._latest: deque[float] = deque(maxlen=100)  # seconds of answers
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._is_owing = False  # releases that were not answered
+        self._has_unreleased = False  # releases that were not answered
         self._silent_epoch = 0
         self._paused_until = 0.0
         self.answered = threading.Event()  # set after every answer
@@ -102,7 +79,7 @@ class LookupThread:
     def knows_all(self, ticket: Ticket) -> bool:
         """True when no answer would tell of more than the index shows."""
         session = self._client.session
-        return bool(ticket.namespace) or session is None or session.memory_only
+        return ticket.namespace != self._namespace or session is None or session.memory_only
 
     def is_late(self, ticket: Ticket, missing_seconds: float) -> bool:
         """Has the sidecar been silent for too long? While it answers others, the ticket waits for its turn.
@@ -114,19 +91,22 @@ class LookupThread:
             bound = max(bound, min(missing_seconds, MAX_ANSWER_SECONDS))
         return self._clock() - max(ticket.asked_at, self._heard_at) >= bound
 
-    def find(self, ticket: Ticket) -> Found | None:
-        """Find leading chunks in memory, now and without a call; None while their keys are not known."""
-        if not self._is_named(ticket) or ticket.row_keys is None:
+    def find(self, ticket: Ticket) -> tuple[Found, ...] | None:
+        """Find the leading chunks that memory has of every group, now and without a call; None while their
+        keys are not known."""
+        if not self._has_keys(ticket):
             return None
         session = self._client.session
-        if session is None or not len(ticket.row_keys):
-            return _NOTHING
-        return session.index.find(ticket.row_keys)
+        if session is None or session.index is None or not ticket.keys or not ticket.keys[0]:
+            return (_NOTHING,) * len(self._groups)
+        found = tuple(map(session.index.find, ticket.words))
+        if len(found) == 1:
+            return found
+        num_chunks = min(len(part.rows) for part in found)
+        return tuple(Found(part.rows[:num_chunks], part.generations[:num_chunks]) for part in found)
 
     def ask(self, ticket: Ticket) -> None:
         """Find out what is on its way, and let lower tiers bring theirs; leases nothing."""
-        if ticket.marks is None and ticket.context is None:
-            self._note_marks(ticket, ())
         ticket.asked_at = self._clock()
         if self._has_all(ticket):
             ticket.answer, ticket.answered_at = LookupResult(), ticket.asked_at
@@ -136,7 +116,7 @@ class LookupThread:
 
     def note_computed(self, ticket: Ticket, num_found: int) -> None:
         """Tell a sidecar that was not asked what it did not have: its counters are to tell the truth."""
-        if num_found < len(ticket.names) and ticket.is_read and self.knows_all(ticket):
+        if ticket.keys and num_found < len(ticket.keys[0]) and ticket.is_read and self.knows_all(ticket):
             self._queue.put(partial(self._look_up, ticket))
 
     def lease(self, ticket: Ticket, num_chunks: int) -> None:
@@ -154,7 +134,7 @@ class LookupThread:
     def _run(self) -> None:
         while True:
             try:
-                task = self._queue.get(timeout=_PAUSE_SECONDS if self._is_owing else None)
+                task = self._queue.get(timeout=_PAUSE_SECONDS if self._has_unreleased else None)
             except queue.Empty:
                 task = partial(self._release_ids, [])
             if task is None:
@@ -168,11 +148,11 @@ class LookupThread:
     def _serve(self, ticket: Ticket) -> None:
         answer = LookupResult()
         try:
-            if ticket.context is None and ticket.marks is not None:
-                self._note_marks(ticket, ticket.marks())
-                self._name(ticket)
-            elif ticket.row_keys is None:
-                self._name(ticket)
+            if ticket.marks is None and ticket.find_marks is not None:
+                ticket.marks = ticket.find_marks()
+                ticket.make_keys(self._groups)
+            elif ticket.keys is None:
+                ticket.make_keys(self._groups)
             if not self._has_all(ticket):
                 answer = self._look_up(ticket)
         finally:
@@ -184,53 +164,39 @@ class LookupThread:
 
     def _has_all(self, ticket: Ticket) -> bool:
         """Is there nothing to ask?"""
-        if not self._is_named(ticket):
+        if not self._has_keys(ticket):
             return False
         if not ticket.is_read or self.knows_all(ticket):
             return True
         found = self.find(ticket)
-        return found is not None and len(found.rows) == len(ticket.names)
+        return found is not None and ticket.keys is not None and len(found[0].rows) == len(ticket.keys[0])
 
-    def _is_named(self, ticket: Ticket) -> bool:
+    def _has_keys(self, ticket: Ticket) -> bool:
         """Are the keys known? A few are made at once."""
-        if ticket.row_keys is None and ticket.context is not None and len(ticket.hashes) <= _FEW_KEYS:
-            self._name(ticket)
-        return ticket.row_keys is not None
-
-    def _note_marks(self, ticket: Ticket, marks: Marks | None) -> None:
-        if marks is not None:
-            tenant = keys.tenant(ticket.cache_salt, self._namespace)
-            namespace = ticket.namespace or self._namespace
-            ticket.context = KeyContext(marks, ticket.cache_salt, tenant, namespace)
-
-    def _name(self, ticket: Ticket) -> None:
-        """Name the chunks; both threads may come to it, and do the same then."""
-        joined = ticket.context.row_keys(ticket.hashes) if ticket.context is not None else b""
-        steps = range(0, len(joined), ROW_KEY_BYTES)
-        ticket.names = tuple(joined[at + KEY_BYTES : at + ROW_KEY_BYTES] for at in steps)
-        ticket.row_keys = np.frombuffer(joined, _WORD).reshape(-1, ROW_KEY_BYTES // _WORD.itemsize)
+        if ticket.keys is None and ticket.marks is not None and len(ticket.hashes) <= _FEW_KEYS:
+            ticket.make_keys(self._groups)
+        return ticket.keys is not None
 
     def _look_up(self, ticket: Ticket) -> LookupResult:
-        found = self._call(lambda session: self._lookup(session, ticket, len(ticket.names), is_hint=True))
-        return found or LookupResult()
+        return self._call(lambda session: self._lookup(session, ticket, is_hint=True)) or LookupResult()
 
     def _lease(self, ticket: Ticket, num_chunks: int) -> None:
         ticket.may_be_leased = True
-        self._call(lambda session: self._lookup(session, ticket, num_chunks, is_hint=False))
+        self._call(lambda session: self._lookup(session, ticket, num_chunks))
 
     def _lookup(
-        self, session: Session, ticket: Ticket, num_chunks: int, *, is_hint: bool
-    ) -> LookupResult | None:
-        if ticket.row_keys is None:
-            return None
-        [found] = session.lookup(
+        self, session: Session, ticket: Ticket, num_chunks: int | None = None, *, is_hint: bool = False
+    ) -> LookupResult:
+        """Ask for the first chunks of all groups; of the answers the one that has least of them."""
+        keys = [b"".join(part[:num_chunks]) for part in ticket.keys or ()]
+        found = session.lookup(
             ticket.request_id,
-            [(GROUP, ticket.row_keys[:num_chunks].tobytes())],
+            list(zip(self._groups, keys, strict=True)),
             prefill_tokens_per_second=self._rate(),
             hint=is_hint,
             timeout=_CALL_SECONDS,
         )
-        return found
+        return min(found, key=lambda result: result.num_expected)
 
     def _release(self, ticket: Ticket) -> None:
         if not ticket.may_be_leased:
@@ -248,7 +214,7 @@ class LookupThread:
         if self._session() is None:
             for request_id in request_ids:
                 self._client.release_later(request_id)
-        self._is_owing = not self._call(release)  # the session remembers what was not answered
+        self._has_unreleased = not self._call(release)  # the session remembers what was not answered
 
     def _call(self, call: Callable[[Session], T]) -> T | None:
         session = self._session()

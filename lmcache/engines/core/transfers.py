@@ -12,9 +12,9 @@ import itertools
 import threading
 
 from lmcache.engines.core.copier import EngineCopier, Fence
-from lmcache.engines.core.jobs import GROUP, LoadJob, Piece, StoreJob
+from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece, StoreJob
 from lmcache.rpc.client import Session
-from lmcache.tiers.memory.contracts import Reserved, Slot
+from lmcache.tiers.memory.contracts import Slot
 
 
 class LoadTransfer:
@@ -35,7 +35,7 @@ class LoadTransfer:
         """Copy piece by piece; a bad one ends it: KV after a gap is useless. Raises SidecarError."""
         if session.slots is None:
             return
-        pieces = list(self.job.pieces())
+        pieces = self.job.pieces()
         good = [False] * len(pieces)
         todo = iter(range(len(pieces)))  # each thread takes the next one
 
@@ -90,34 +90,36 @@ class StoreTransfer:
         """Reserve, copy, commit what was copied in time, abort the rest. Raises SidecarError."""
         if session.slots is None or self._is_cancelled:
             return
+        reserved: list[Piece] = []
         with session.copying():
-            reserved = self._reserve(session)
             try:
-                per_chunk = len(self.job.blocks) // len(self.job.hashes)
-                for chunk, slot in reserved:
-                    blocks = self.job.blocks[chunk * per_chunk : (chunk + 1) * per_chunk]
-                    copier.store(session.slots[slot.row], blocks, self.fence)
-                    if not self.note_copied(slot):
+                for store in self.job.groups:
+                    reserved += self._reserve(session, store)
+                for piece in reserved:
+                    copier.store(session.slots[piece.slot.row], piece.blocks, self.fence)
+                    if not self.note_copied(piece.slot):
                         break
             finally:
-                self._settle(session, [slot for _, slot in reserved])
+                self._commit(session, [piece.slot for piece in reserved])
 
-    def _reserve(self, session: Session) -> list[tuple[int, Slot]]:
-        job = self.job
+    def _reserve(self, session: Session, store: GroupStore) -> list[Piece]:
         answers = session.reserve(
-            GROUP,
-            job.context.row_keys(job.hashes, job.first_chunk),
-            request_id=job.request_id,
-            first_chunk=job.first_chunk,
-            tenant=job.context.tenant,
+            store.group,
+            store.keys,
+            request_id=self.job.request_id,
+            first_chunk=self.job.first_chunk,
+            tenant=self.job.tenant,
         )
+        per_chunk = len(store.blocks) // len(answers)
+        blocks = (store.blocks[at : at + per_chunk] for at in range(0, len(store.blocks), per_chunk))
         return [
-            (chunk, answer.slot)
-            for chunk, answer in enumerate(answers)
-            if answer.result is Reserved.SLOT and answer.slot is not None
+            Piece(store.group, answer.slot, 0, part)
+            for answer, part in zip(answers, blocks, strict=True)
+            if answer.slot is not None
         ]
 
-    def _settle(self, session: Session, reserved: list[Slot]) -> None:
+    def _commit(self, session: Session, reserved: list[Slot]) -> None:
+        """Commit what was copied in time, give the rest back."""
         rest = [slot for slot in reserved if slot not in self._copied]
         try:
             if self._copied:

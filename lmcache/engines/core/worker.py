@@ -1,4 +1,4 @@
-"""The worker half: one rank's copies, on two threads, and the rules of how long blocks must live.
+"""The worker side: one rank's copies, on two threads, and the rules of how long blocks must live.
 
 Loads and stores have a thread each: a request that waits for its load must not queue behind stores. The
 methods are called on the engine's model thread; none waits longer than it says. Both sides of the engine's
@@ -6,7 +6,8 @@ contract are kept here, whatever fails: every load is reported exactly once, and
 every held request is reported exactly once, at most ``HOLD_SECONDS`` later.
 
 - **Finished**: blocks are held at most ``HOLD_SECONDS``, then what is not copied is aborted.
-- **Preempted**: waits at most ``PREEMPTION_SECONDS`` for copies that read the blocks, then aborts them.
+- **Reclaimed** (a preempted request's, say): waits at most ``PREEMPTION_SECONDS`` for copies that read the
+  blocks, then aborts them.
 
 The blocks then go back to the engine even if a copy still reads them: its bytes may be torn, so the slot of
 an aborted copy is never committed.
@@ -52,13 +53,13 @@ Attach = Callable[[Mapping[str, Any]], tuple[SidecarClient, EngineCopier, Engine
 _NO_STEP = StepMeta()
 
 
-class Worker:
+class WorkerSide:
     """See the module. Until ``register_kv_caches`` succeeds, loads fail and nothing is stored."""
 
     def __init__(self, attach: Attach, clock: Callable[[], float] = time.monotonic) -> None:
         """``attach`` takes the engine's KV tensors by layer; what it raises says why nothing is cached."""
         self.identity: EngineIdentity | None = None
-        self._is_told = False  # the scheduler half knows the identity
+        self._is_told = False  # the scheduler side knows the identity
         self._attach = attach
         self._clock = clock
         self._lock = threading.Lock()  # protects the next two against the thread that attaches
@@ -94,10 +95,11 @@ class Worker:
             _cancel(transfers.values())
 
     def handle_preemptions(self, meta: Any) -> None:
-        """Blocks of preempted requests are about to be overwritten."""
-        if not (preempted := _step(meta).preempted):
+        """Blocks are about to be overwritten: end what reads them, or abort it."""
+        if not (reclaimed := _step(meta).reclaimed):
             return
-        transfers = [t for name in preempted for t in self._stores.get(name, {}).values()]
+        under_way = (transfer for jobs in self._stores.values() for transfer in jobs.values())
+        transfers = [transfer for transfer in under_way if transfer.job.reads(reclaimed)]
         deadline = self._clock() + PREEMPTION_SECONDS
         for transfer in transfers:
             if transfer not in self._waiting:
@@ -138,7 +140,7 @@ class Worker:
         return bad
 
     def take_report(self, meta: Any) -> WorkerReport | None:
-        """What the scheduler half has to know."""
+        """What the scheduler side has to know."""
         timed_step = _step(meta).timed_step
         if not self._is_told and self.identity is not None:
             self._is_told, self._report.identity = True, self.identity
@@ -244,5 +246,5 @@ def _cancel(transfers: Iterable[StoreTransfer]) -> None:
 
 
 def _step(meta: Any) -> StepMeta:
-    """The scheduler half's message; an empty one when that half does not run."""
+    """The scheduler side's message; an empty one when that side does not run."""
     return meta if isinstance(meta, StepMeta) else _NO_STEP

@@ -1,19 +1,20 @@
-"""Connects the two halves to the sidecar. The only part that reads the engine's configuration by name."""
+"""Connects the two sides to the sidecar. The only part that reads the engine's configuration by name."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from lmcache import keys
 from lmcache.engines.core.copier import EngineCopier, make_copier
-from lmcache.engines.core.jobs import GROUP, EngineIdentity, Grid
+from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import files, fingerprint
@@ -63,28 +64,51 @@ def attach_worker(
     """
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     check_supported(vllm_config, kv_cache_config)
-    group, num_blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
+    (group,), num_blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
     block_tokens = group.kv_cache_spec.block_size
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
-    grid = Grid.fit(settings.chunk_tokens, block_tokens, hash_tokens)
-    layout = Layout(tuple(page_views(group.layer_names, kv_caches, num_blocks)), grid.blocks_per_chunk)
+    chunk_tokens = math.lcm(settings.chunk_tokens, block_tokens, hash_tokens)
+    layout = Layout(tuple(page_views(group.layer_names, kv_caches, num_blocks)), chunk_tokens // block_tokens)
     check_stages(vllm_config, layout)
     contents = [
         (layer, _content_id(vllm_config, layer, kv_caches[layer], num_blocks)) for layer in group.layer_names
     ]
     copier = make_copier(layout, settings.copy_threads)
-    identity = _identity(vllm_config, grid, layout, contents)
-    column, gpu_uuid = _column(vllm_config), _gpu_uuid(layout.pages[0].device)
-    client = start_client(vllm_config, settings.socket, identity, Role.WORKER, column, gpu_uuid)
-    return client, copier, identity
+    namespace, reason = _namespace(vllm_config, contents, (chunk_tokens, block_tokens, hash_tokens))
+    parallel = vllm_config.parallel_config
+    hello = ClientHello(
+        role=Role.WORKER,
+        engine_uuid=_engine_uuid(vllm_config),
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
+        groups=(KVGroup(0, block_tokens, _largest_column_bytes(vllm_config, layout)),),
+        num_columns=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        column=_column(vllm_config),
+        private_reason=reason,
+        model=vllm_config.model_config.model,
+        gpu_uuid=_gpu_uuid(layout.pages[0].device),
+    )
+    return start_client(settings.socket, hello), copier, EngineIdentity(hello, hash_tokens)
 
 
-def _identity(
-    vllm_config: Any, grid: Grid, layout: Layout, contents: list[tuple[str, str]]
-) -> EngineIdentity:
+def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClient:
+    """Attach the scheduler side of the engine that a worker told of."""
+    return start_client(socket, replace(identity.hello, role=Role.SCHEDULER, column=0, gpu_uuid=""))
+
+
+def start_client(socket: str, hello: ClientHello) -> SidecarClient:
+    """Start attaching in the background."""
+    client = SidecarClient(socket, hello)
+    client.start()
+    return client
+
+
+def _namespace(
+    vllm_config: Any, contents: list[tuple[str, str]], grid_tokens: tuple[int, int, int]
+) -> tuple[bytes, str]:
+    """Name the engine's KV; with a reason why nobody else has KV of that name, or none."""
     from vllm.v1.core import kv_cache_utils
 
-    parallel = vllm_config.parallel_config
     reason = fingerprint.private_reason(vllm_config, hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"))
     weights = None
     if not reason:
@@ -94,40 +118,11 @@ def _identity(
             ).result()
         except UnnamedError as error:
             reason = f"the weights can't be fingerprinted: {error}"
-    listing = fingerprint.listing(vllm_config, weights, contents, astuple(grid))
+    listing = fingerprint.listing(vllm_config, weights, contents, grid_tokens)
     if reason:
         listing["private_to"] = _engine_uuid(vllm_config)
         logger.warning("Cached KV stays private to this engine: %s", reason)
-    num_columns = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    chunk_bytes = _largest_column_bytes(vllm_config, layout)
-    model = vllm_config.model_config.model
-    return EngineIdentity(keys.namespace(listing), reason, grid, chunk_bytes, num_columns, model)
-
-
-def start_client(
-    vllm_config: Any,
-    socket: str,
-    identity: EngineIdentity,
-    role: Role = Role.SCHEDULER,
-    column: int = 0,
-    gpu_uuid: str = "",
-) -> SidecarClient:
-    """Start attaching in the background."""
-    hello = ClientHello(
-        role=role,
-        engine_uuid=_engine_uuid(vllm_config),
-        namespace=identity.namespace,
-        chunk_tokens=identity.grid.chunk_tokens,
-        groups=(KVGroup(GROUP, identity.grid.block_tokens, identity.chunk_bytes),),
-        num_columns=identity.num_columns,
-        private_reason=identity.private_reason,
-        model=identity.model,
-        column=column,
-        gpu_uuid=gpu_uuid,
-    )
-    client = SidecarClient(socket, hello)
-    client.start()
-    return client
+    return keys.namespace(listing), reason
 
 
 def _content_id(vllm_config: Any, layer: str, kv: torch.Tensor, num_blocks: int) -> str:

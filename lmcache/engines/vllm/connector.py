@@ -1,4 +1,4 @@
-"""The vLLM KV connector: a facade whose every hook is one guarded call of a half.
+"""The vLLM KV connector: a facade whose every hook is one guarded call of a side.
 
 ::
 
@@ -8,7 +8,7 @@
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"lmcache.socket": "/run/lmcache/kvcache.sock"}}'
 
-**A cache failure is never an inference failure.** A hook that raises takes its half offline for the life of
+**A cache failure is never an inference failure.** A hook that raises takes its side offline for the life of
 the process: one log line with the stack, then every hook answers as if there were no cache. What was promised
 to the engine before is still reported.
 """
@@ -30,8 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 if TYPE_CHECKING:
     from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
-    from lmcache.engines.core.worker import Worker
-    from lmcache.engines.vllm.scheduler import Scheduler
+    from lmcache.engines.core.worker import WorkerSide
+    from lmcache.engines.vllm.scheduler import VLLMScheduler
 
 logger = logging.getLogger(__name__)
 for _handler in logging.getLogger("vllm").handlers:  # what the connector says stands in vLLM's own log
@@ -43,12 +43,12 @@ T = TypeVar("T")
 
 
 class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is untyped
-    """See the module. The scheduler's process has the scheduler half, each worker's the worker half."""
+    """See the module. The scheduler's process has the scheduler side, each worker's the worker side."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self._scheduler: VLLMScheduler | None = None
+        self._worker: WorkerSide | None = None
         try:
             _check_version(vllm.__version__)
             if role == KVConnectorRole.SCHEDULER:
@@ -75,7 +75,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         _call(self._worker, "register_kv_caches", None, kv_caches)
 
     def get_handshake_metadata(self) -> EngineIdentity | None:
-        """Tell the scheduler half who we are, before the first request.
+        """Tell the scheduler side who we are, before the first request.
 
         Inside another connector (MultiConnector) it would be given to all of its children, who don't know
         what to do with it: there the first step's report says it.
@@ -111,7 +111,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         return _call(self._worker, "take_bad_blocks", set())
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What the scheduler half has to know."""
+        """What the scheduler side has to know."""
         return _call(self._worker, "take_report", None, self._connector_metadata)
 
     # ---- scheduler ----
@@ -150,28 +150,28 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks must be held."""
-        return _call(self._scheduler, "request_finished", False, request), None
+        return _call(self._scheduler, "finish", False, request), None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks must be held."""
-        return _call(self._scheduler, "request_finished", False, request), None
+        return _call(self._scheduler, "finish", False, request), None
 
 
-def _call(half: Scheduler | Worker | None, hook: str, neutral: T, *args: Any) -> T:
-    """Call a hook of a half. If it raises, the half goes offline and is asked once more: offline it keeps the
+def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args: Any) -> T:
+    """Call a hook of a side. If it raises, the side goes offline and is asked once more: offline it keeps the
     promises that were made (fails the loads that the engine waits for, gives held blocks back).
     """
-    if half is None:
+    if side is None:
         return neutral
     try:
-        return cast("T", getattr(half, hook)(*args))
+        return cast("T", getattr(side, hook)(*args))
     except Exception:
         logger.exception("LMCache Cluster goes offline in this process, the engine runs on without it")
     try:
-        half.go_offline()
-        return cast("T", getattr(half, hook)(*args))
+        side.go_offline()
+        return cast("T", getattr(side, hook)(*args))
     except Exception:
         return neutral
 
@@ -181,22 +181,22 @@ def _check_version(version: str) -> None:
         raise RuntimeError(f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED_VERSIONS)})")
 
 
-# The halves are imported here and not above: an import that fails must leave an engine that runs.
+# The sides are imported here and not above: an import that fails must leave an engine that runs.
 
 
-def _make_scheduler(vllm_config: Any) -> Scheduler:
-    from lmcache.engines.vllm.attach import Settings, start_client
+def _make_scheduler(vllm_config: Any) -> VLLMScheduler:
+    from lmcache.engines.vllm.attach import Settings, start_scheduler_client
     from lmcache.engines.vllm.marks import Marker
-    from lmcache.engines.vllm.scheduler import Scheduler
+    from lmcache.engines.vllm.scheduler import VLLMScheduler
 
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    connect = partial(start_client, vllm_config, settings.socket)
+    connect = partial(start_scheduler_client, settings.socket)
     num_ranks = vllm_config.parallel_config.world_size
-    return Scheduler(num_ranks, connect, Marker().marks, settings.answer_seconds)
+    return VLLMScheduler(num_ranks, connect, Marker().marks_of, settings.answer_seconds)
 
 
-def _make_worker(vllm_config: Any, kv_cache_config: Any) -> Worker:
-    from lmcache.engines.core.worker import Worker
+def _make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
+    from lmcache.engines.core.worker import WorkerSide
     from lmcache.engines.vllm.attach import attach_worker
 
-    return Worker(lambda kv_caches: attach_worker(vllm_config, kv_cache_config, kv_caches))
+    return WorkerSide(lambda kv_caches: attach_worker(vllm_config, kv_cache_config, kv_caches))

@@ -13,13 +13,14 @@ import re
 import weakref
 from collections.abc import Iterator
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lmcache import keys
-from lmcache.engines.core.jobs import Marks
+from lmcache.engines.core.requests import FindMarks, Marks
 from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
 from lmcache.recent import Recent
@@ -34,7 +35,7 @@ _COUNTED = re.compile(r"renderer\d+-mm-\d+-")
 
 
 class Marker:
-    """Finds the marks of requests. One thread calls it."""
+    """Finds the marks of requests. One thread calls what ``marks_of`` returns."""
 
     def __init__(self, began: float | None = None) -> None:
         """``began``: when the engine could load the first adapter; by default when this process began."""
@@ -43,6 +44,11 @@ class Marker:
         self._media: dict[int, bytes] = {}  # id of an item of the engine's -> digest, as long as it lives
         # By identifier; None: the engine may mix up two contents.
         self._identifiers: Recent[str, bytes | None] = Recent(_MAX_IDENTIFIERS)
+
+    def marks_of(self, request: Any, chunk_tokens: int) -> FindMarks | None:
+        """Return what finds the request's marks; None: it has none."""
+        has_any = request.lora_request is not None or getattr(request, "mm_features", None)
+        return partial(self.marks, request, chunk_tokens) if has_any else None
 
     def marks(self, request: Any, chunk_tokens: int) -> Marks | None:
         """Return what the request's chunks depend on; None: don't cache it, or not yet."""

@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.engines.core.jobs import (
-    Grid,
-    LoadJob,
-    Offer,
-    PrefillRate,
-    WorkerReport,
-    loadable_tokens,
-)
+from lmcache.engines.core.grid import Grid
+from lmcache.engines.core.jobs import LoadJob, Offer, WorkerReport
+from lmcache.engines.core.waiting import PrefillRate
+from lmcache.rpc.hello import KVGroup
 from lmcache.tiers.memory.contracts import Found
 
+
+def make_grid(chunk_tokens, block_tokens, hash_tokens):
+    chunk_tokens = math.lcm(chunk_tokens, block_tokens, hash_tokens)
+    return Grid(chunk_tokens, hash_tokens, (KVGroup(0, block_tokens, 4096),))
+
+
 GRIDS = st.builds(
-    Grid.fit,
+    make_grid,
     chunk_tokens=st.sampled_from([32, 96, 256]),
     block_tokens=st.sampled_from([16, 32, 48]),
     hash_tokens=st.sampled_from([8, 16]),
@@ -28,40 +30,42 @@ GRIDS = st.builds(
 
 @given(GRIDS)
 def test_edges_of_chunks_are_edges_of_blocks_and_hashes(grid):
-    assert grid.chunk_tokens % grid.block_tokens == 0
+    assert grid.chunk_tokens % grid.step_tokens == 0
     assert grid.chunk_tokens % grid.hash_tokens == 0
 
 
 @given(GRIDS, st.integers(0, 40), st.integers(1, 3000), st.integers(0, 12))
 def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blocks, num_tokens, num_leased):
-    computed = min(computed_blocks, (num_tokens - 1) // grid.block_tokens) * grid.block_tokens
-    num_loaded = loadable_tokens(grid, computed, num_tokens, num_leased)
+    computed = min(computed_blocks, (num_tokens - 1) // grid.step_tokens) * grid.step_tokens
+    num_loaded = grid.loadable_tokens(computed, num_tokens, num_leased)
     end = computed + num_loaded
 
-    assert end % grid.block_tokens == 0
+    assert end % grid.step_tokens == 0
     assert end < num_tokens, "a token must be left to compute"
     if num_loaded:
         assert end <= num_leased * grid.chunk_tokens
         is_all_leased = end == num_leased * grid.chunk_tokens
-        assert is_all_leased or num_tokens - end <= grid.block_tokens, "not one block more would fit"
+        assert is_all_leased or num_tokens - end <= grid.step_tokens, "not one block more would fit"
     else:
-        most = min(num_leased * grid.chunk_tokens, (num_tokens - 1) // grid.block_tokens * grid.block_tokens)
+        most = min(num_leased * grid.chunk_tokens, (num_tokens - 1) // grid.step_tokens * grid.step_tokens)
         assert most <= computed, "nothing loadable was left out"
 
-    blocks = [1000 + i for i in range(math.ceil(num_tokens / grid.block_tokens))]
+    blocks = [1000 + i for i in range(math.ceil(num_tokens / grid.step_tokens))]
     found = Found(7 * np.arange(num_leased), np.arange(num_leased, dtype=np.uint64))
-    job = LoadJob.from_offer("r", grid, Offer(computed, num_loaded, found), num_loaded, blocks)
+    job = LoadJob.from_offer("r", grid, Offer(computed, num_loaded, (found,)), num_loaded, [blocks])
     loaded = {}
     for piece in job.pieces() if num_loaded else ():
         chunk = found.slots().index(piece.slot)
         for offset, block in enumerate(piece.blocks):
-            token = chunk * grid.chunk_tokens + (piece.first_block + offset) * grid.block_tokens
+            token = chunk * grid.chunk_tokens + (piece.first_block + offset) * grid.step_tokens
             loaded[token] = block
-        assert 0 < len(piece.blocks) <= grid.blocks_per_chunk - piece.first_block
-    wanted = range(computed, end, grid.block_tokens)
-    assert loaded == {token: blocks[token // grid.block_tokens] for token in wanted}
+        assert 0 < len(piece.blocks) <= grid.blocks_per_chunk(grid.groups[0]) - piece.first_block
+    wanted = range(computed, end, grid.step_tokens)
+    assert loaded == {token: blocks[token // grid.step_tokens] for token in wanted}
     assert job.blocks == tuple(loaded.values())
-    assert not num_loaded or job.found.rows[0] == 7 * (computed // grid.chunk_tokens), "none before it"
+    assert not num_loaded or job.groups[0].found.rows[0] == 7 * (computed // grid.chunk_tokens), (
+        "none before it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,11 +73,11 @@ def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blo
     [(255, 0, 0), (256, 1, 224), (257, 1, 256), (288, 1, 256), (512, 2, 480), (513, 2, 512)],
 )
 def test_known_edges(num_tokens, num_leased, loaded):
-    assert loadable_tokens(Grid(256, 32, 32), 0, num_tokens, num_leased) == loaded
+    assert make_grid(256, 32, 32).loadable_tokens(0, num_tokens, num_leased) == loaded
 
 
 def test_an_unaligned_local_hit_is_left_alone():
-    assert loadable_tokens(Grid(256, 32, 32), 33, 600, 2) == 0
+    assert make_grid(256, 32, 32).loadable_tokens(33, 600, 2) == 0
 
 
 @given(GRIDS, st.integers(0, 400), st.integers(0, 4000))

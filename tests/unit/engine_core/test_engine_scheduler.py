@@ -1,9 +1,9 @@
-"""The scheduler half against requests and steps made by hand, in the shapes of both model runners."""
+"""The scheduler side against requests and steps made by hand, in the shapes of both model runners."""
 
 import pytest
 
-from lmcache.engines.core.jobs import KeyContext
-from lmcache.engines.vllm.scheduler import Scheduler
+from lmcache import keys
+from lmcache.engines.core.scheduler import SchedulerSide
 from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, hashes, make_request
 from tests.harness.wire import NAMESPACE
 
@@ -100,9 +100,10 @@ def test_every_chunk_is_stored_in_the_step_that_completes_it(rig):
     assert chunk_ranges(rig.step(new=[("r", blocks(4), 0, 100)])) == [(0, 1)]
     meta = rig.step(cached=[("r", blocks(3, 104), 100, 100, False)])
     assert chunk_ranges(meta) == [(1, 3)]
-    assert meta.stores[0].blocks == tuple(blocks(4, 102))
-    assert meta.stores[0].hashes == (b"p3", b"p5")
-    assert meta.stores[0].context == KeyContext(namespace=NAMESPACE)
+    (store,) = meta.stores[0].groups
+    assert store.blocks == tuple(blocks(4, 102))
+    assert store.keys == b"".join(NAMESPACE + keys.chunk_key(chunk_hash) for chunk_hash in (b"p3", b"p5"))
+    assert meta.stores[0].tenant == b""
     # Decoding: token 255 completes chunk 3.
     request.block_hashes = hashes(256)
     assert chunk_ranges(rig.step(cached=[("r", blocks(1, 107), 200, 55, False)])) == []
@@ -141,7 +142,7 @@ def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
     assert rig.match(request) == (0, False)
     rig.allocate(request, blocks(7), 0)
     assert chunk_ranges(rig.step(new=[("r", blocks(4), 0, 100)])) == [(0, 1)]
-    assert rig.step(preempted=["r"]).preempted == ["r"]
+    assert rig.step(preempted=["r"]).reclaimed == set(blocks(4)), "its copies read them"
     rig.stored(1)
     assert rig.match(request) == (None, False)
     rig.settle()
@@ -156,14 +157,14 @@ def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
     else:
         meta = rig.step(new=[("r", table, 64, 136)])
     assert chunk_ranges(meta) == [(1, 3)]
-    assert meta.stores[0].blocks == tuple(table[2:6])
+    assert meta.stores[0].groups[0].blocks == tuple(table[2:6])
 
 
 def test_a_resumed_request_has_a_new_block_table_also_when_its_preemption_was_not_announced(rig):
     rig.arrive(make_request(200))
     assert chunk_ranges(rig.step(new=[("r", blocks(3), 0, 60)])) == []
     meta = rig.step(cached=[("r", blocks(7, 200), 0, 200, True)])
-    assert meta.stores[0].blocks == tuple(blocks(6, 200))
+    assert meta.stores[0].groups[0].blocks == tuple(blocks(6, 200))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -172,7 +173,7 @@ def test_blocks_are_held_until_all_ranks_ended_their_stores(num_ranks):
     request = rig.arrive(make_request(200))
     (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
     request.num_computed_tokens = 200
-    assert rig.scheduler.request_finished(request) is True
+    assert rig.scheduler.finish(request) is True
     assert rig.step().held == ["r"]
     assert rig.step().held == []
     for _ in range(num_ranks):
@@ -187,7 +188,7 @@ def test_blocks_are_not_held_when_all_stores_ended(rig):
     (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
     rig.report(ended=[job.job_id])
     request.num_computed_tokens = 200
-    assert rig.scheduler.request_finished(request) is False
+    assert rig.scheduler.finish(request) is False
     assert rig.scheduler._states == {}
 
 
@@ -197,7 +198,7 @@ def test_with_async_scheduling_the_last_chunk_is_stored_at_the_end(rig):
     rig.report(ended=[job.job_id])
     assert rig.step(cached=[("r", None, 200, 56, False)]).stores == [], "tokens 200.. have no names yet"
     request.num_tokens, request.num_computed_tokens, request.block_hashes = 257, 257, hashes(256)
-    assert rig.scheduler.request_finished(request) is True
+    assert rig.scheduler.finish(request) is True
     meta = rig.step()
     assert chunk_ranges(meta) == [(3, 4)]
     assert meta.held == ["r"]
@@ -209,7 +210,7 @@ def test_an_abort_during_a_load_leaves_the_blocks_to_the_engine_and_the_lease_to
     assert rig.match(request) == (192, True)
     rig.allocate(request, blocks(6), 192)
     rig.step()
-    assert rig.scheduler.request_finished(request) is False
+    assert rig.scheduler.finish(request) is False
     rig.settle()
     assert rig.session.leased == {"r"}, "the copy still reads the slots"
     rig.report(received=["r"])
@@ -228,7 +229,7 @@ def test_a_promised_load_is_handed_out_to_fail_when_it_can_t_be_planned(rig):
     (load,) = rig.step().loads
     assert list(load.pieces()) == []
     assert load.blocks == tuple(blocks(6)), "all of them: none can be trusted"
-    assert rig.scheduler.request_finished(request) is False
+    assert rig.scheduler.finish(request) is False
 
 
 def load(rig, request_id="r"):
@@ -248,11 +249,11 @@ def test_offline_ends_all_leases(rig):
 
 
 def test_without_workers_nothing_is_known_of_requests():
-    scheduler = Scheduler(1, None, None)
+    scheduler = SchedulerSide(1, None, None)
     request = make_request(200)
-    scheduler.on_new_request(request)
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert scheduler.request_finished(request) is False
+    scheduler.add(request)
+    assert scheduler.num_loadable(request, 0) == 0
+    assert scheduler.finish(request) is False
 
 
 def test_a_silent_sidecar_costs_later_requests_nothing(rig):
@@ -301,6 +302,6 @@ def test_offline_takes_back_the_blocks_of_stores_under_way(rig):
     rig.arrive(make_request(200, "without stores"))
     rig.step(new=[("r", blocks(7), 0, 200)])
     rig.scheduler.go_offline()
-    assert rig.scheduler.request_finished(request) is False
-    assert rig.step(preempted=["another"]).preempted == ["r", "another"]
-    assert rig.step().preempted == []
+    assert rig.scheduler.finish(request) is False
+    assert rig.step(preempted=["another"]).reclaimed == set(blocks(7))
+    assert rig.step().reclaimed == set()

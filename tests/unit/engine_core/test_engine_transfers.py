@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from lmcache.engines.core import worker as module
-from lmcache.engines.core.jobs import EngineIdentity, Grid, KeyContext, LoadJob, StepMeta, StoreJob
-from lmcache.engines.core.worker import Worker
+from lmcache.engines.core.jobs import GroupLoad, GroupStore, LoadJob, StepMeta, StoreJob
+from lmcache.engines.core.worker import WorkerSide
 from lmcache.tiers.memory.contracts import Found, Slot
+from tests.harness.scheduler_rig import make_identity
 from tests.harness.session_double import SessionDouble
 from tests.harness.wire import NAMESPACE
 
-IDENTITY = EngineIdentity(b"n" * 32, "", Grid(64, 32, 32), 4096, 1, "tiny")
+IDENTITY = make_identity()
 
 
 def found(*slots):
@@ -58,14 +59,15 @@ class Rig:
     def __init__(self):
         self.now = 0.0
         self.session, self.copier = SessionDouble(), CopierDouble()
-        self.worker = Worker(lambda _: (self.session, self.copier, IDENTITY), lambda: self.now)
+        self.worker = WorkerSide(lambda _: (self.session, self.copier, IDENTITY), lambda: self.now)
         self.worker.register_kv_caches({})
         self.jobs = 0
 
     def job(self, request_id="r", names=(b"a", b"b"), blocks=(1, 2, 3, 4)):
         self.jobs += 1
         self.copier.kv |= {block: block for block in blocks}
-        return StoreJob(self.jobs, request_id, 0, names, blocks, KeyContext(namespace=NAMESPACE))
+        keys = b"".join(NAMESPACE + name.ljust(32) for name in names)
+        return StoreJob(self.jobs, request_id, 0, (GroupStore(0, keys, blocks),))
 
     def store(self, **fields):
         self.worker.start_stores(StepMeta(stores=[self.job(**fields)]))
@@ -75,11 +77,11 @@ class Rig:
 
     def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14)):
         size = len(blocks) // len(slots)
-        job = LoadJob(request_id, blocks, found(*slots), blocks_per_chunk=size)
+        job = LoadJob(request_id, (GroupLoad(0, blocks, found(*slots), blocks_per_chunk=size),))
         self.worker.start_loads(StepMeta(loads=[job]))
 
-    def preempt(self, request_id):
-        self.worker.handle_preemptions(StepMeta(preempted=[request_id]))
+    def reclaim(self, *blocks):
+        self.worker.handle_preemptions(StepMeta(reclaimed=set(blocks)))
 
     def collect(self, held, is_idle):
         return self.collect_meta(StepMeta(held=list(held), is_idle=is_idle))
@@ -172,8 +174,9 @@ def test_every_load_is_reported_once_whatever_fails(rig, fault, monkeypatch):
         rig.copier.fence = None  # a sick device may be why
         rig.worker.go_offline()
     chunks = None if fault == "no chunks" else found(Slot(0, 1))
+    load = LoadJob("r", (GroupLoad(0, (11, 12), chunks, blocks_per_chunk=2),))
     for _ in range(2):  # a hook that is called again after a fault begins nothing twice
-        rig.worker.start_loads(StepMeta(loads=[LoadJob("r", (11, 12), chunks, blocks_per_chunk=2)]))
+        rig.worker.start_loads(StepMeta(loads=[load]))
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
     assert rig.worker.take_bad_blocks() == {11, 12}
     assert rig.collect((), is_idle=False) == (set(), set())
@@ -220,7 +223,7 @@ def test_blocks_taken_back_during_a_copy_are_never_committed(rig):
     rig.copier.gate.clear()
     rig.store()
     assert rig.copier.in_copy.wait(10)
-    rig.preempt("r")
+    rig.reclaim(4, 77)
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # the engine writes another request's KV
     rig.copier.gate.set()
     rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
@@ -234,14 +237,14 @@ def test_preemption_waits_for_a_copy_that_is_about_to_end(rig, monkeypatch):
     rig.store()
     assert rig.copier.in_copy.wait(10)
     threading.Timer(0.05, rig.copier.gate.set).start()
-    rig.preempt("r")
+    rig.reclaim(4, 77)
     assert len(rig.session.committed) == 2
 
 
 def test_preemption_of_others_leaves_a_store_alone(rig):
     rig.copier.gate.clear()
     rig.store()
-    rig.preempt("another")
+    rig.reclaim(5, 77)
     rig.copier.gate.set()
     rig.collect_until(committed(rig, 2))
 
@@ -251,7 +254,7 @@ def test_preemption_waits_no_longer_than_it_may(rig):
     for number in range(50):
         rig.store(names=(b"%d" % number, b"%d+" % number))
     began = time.monotonic()
-    rig.preempt("r")
+    rig.reclaim(4, 77)
     assert time.monotonic() - began < 1, "the bound is for all copies together"
 
 
@@ -340,7 +343,7 @@ def test_a_store_that_a_rank_does_not_begin_begins_with_the_next_step(rig):
 def test_a_store_that_was_not_begun_before_its_blocks_are_given_away_never_begins(rig):
     rig.collect_meta(StepMeta(stores=[rig.job()]))
     began = time.monotonic()
-    rig.preempt("r")
+    rig.reclaim(4, 77)
     assert time.monotonic() - began < module.PREEMPTION_SECONDS, "there is no copy to wait for"
     rig.collect_until(lambda *_: not rig.worker._stores)
     assert rig.copier.fences == []

@@ -1,12 +1,14 @@
-"""When the scheduler half asks, what it waits for, and what it finds after a reset."""
+"""When the scheduler side asks, what it waits for, and what it finds after a reset."""
 
 import threading
 
 import pytest
 
-from lmcache.engines.core.jobs import FIRST_ROW_SECONDS, STALL_SECONDS
-from lmcache.engines.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS, Ticket
-from lmcache.engines.vllm.scheduler import OLD_SECONDS
+from lmcache.engines.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
+from lmcache.engines.core.requests import Ticket
+from lmcache.engines.core.scheduler import OLD_SECONDS
+from lmcache.engines.core.waiting import FIRST_ROW_SECONDS, STALL_SECONDS
+from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Slot
 from tests.harness.scheduler_rig import GRID, Rig, blocks, chunk_ranges, hashes, make_request
 
@@ -277,12 +279,12 @@ def test_keys_that_the_scheduler_named_meanwhile_are_not_taken_away(rig):
     class Watched(Ticket):
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
-            if name == "context" and value is not None:
+            if name == "marks" and value is not None:
                 seen.append(lookups.find(self))
-            elif name == "row_keys" and seen:
+            elif name == "keys" and seen:
                 seen.append(value)
 
-    ticket = Watched("r", GRID.chunk_hashes(hashes(192), 0, 3), "", lambda: ((0, b"fp"),), b"")
+    ticket = Watched("r", GRID.chunk_hashes(hashes(192), 0, 3), b"n" * 32, find_marks=lambda: ((0, b"fp"),))
     lookups.ask(ticket)
     rig.settle()
     assert len(seen) > 1
@@ -331,7 +333,7 @@ def test_who_does_not_compute_any_more_is_not_waited_for(rig, end):
     if end == "preempted":
         rig.step(preempted=["first"])
     elif end == "finished":
-        rig.scheduler.request_finished(first)
+        rig.scheduler.finish(first)
     elif end == "reset":
         rig.scheduler.reset_cache()
     else:
@@ -361,10 +363,10 @@ def test_after_a_reset_nothing_from_before_is_found_and_new_rows_are(rig):
     assert rig.match(before) == (0, False), "also for a request that arrived before"
     rig.allocate(before, blocks(7), 0)
     (job,) = rig.step(new=[("before", blocks(7), 0, 200)]).stores
-    assert len(job.context.namespace) == 32
-    for key in job.context.chunk_keys(job.hashes)[:32], job.context.chunk_keys(job.hashes)[32:64]:
+    (store,) = job.groups
+    for at in 0, ROW_KEY_BYTES:
         slot = Slot(len(rig.session.rows), 1)
-        rig.session.rows[job.context.namespace + key] = slot
+        rig.session.rows[store.keys[at : at + ROW_KEY_BYTES]] = slot
         rig.session.committed.append(slot)
     rig.report(ended=[job.job_id])
     assert rig.match(rig.arrive(make_request(200, "after"))) == (128, True)
@@ -379,7 +381,7 @@ def test_a_request_that_runs_through_a_reset_stores_nothing_more(rig):
     rig.scheduler.reset_cache()
     meta = rig.step(cached=[("r", None, 100, 100, False)])
     assert meta.stores == []
-    assert meta.preempted == ["r"], "and what is being copied is given up"
+    assert meta.reclaimed == set(blocks(7)), "and what is being copied is given up"
 
 
 def test_a_reset_during_a_load_is_refused(rig):

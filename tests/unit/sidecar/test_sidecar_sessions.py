@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from lmcache_sidecar import liveness
-from lmcache_sidecar.liveness import GRACE_SECONDS, DeathWatch
-from lmcache_sidecar.wire import Refused
+from lmcache_sidecar.clients import liveness
+from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
+from lmcache_sidecar.clients.validation import RefusedError
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import Role
@@ -23,11 +23,11 @@ def test_a_second_stream_of_a_client_ends_the_first(world):
     reserved = world.reserve(first, 1)
     second = world.attach(client_uuid)
     assert not first.is_attached
-    with pytest.raises(Refused, match=f"epoch {first.epoch} is over"):
+    with pytest.raises(RefusedError, match=f"epoch {first.epoch} is over"):
         world.commit(first, reserved.slots)
-    with pytest.raises(Refused, match="nothing was committed"):
+    with pytest.raises(RefusedError, match="nothing was committed"):
         world.commit(second, reserved.slots)
-    world.sessions.detach(first)  # the server notices late
+    world.sessions.clients.detach(first)  # the server notices late
     assert second.is_attached
 
 
@@ -35,8 +35,8 @@ def test_drained_of_an_older_epoch_is_refused(world):
     first = world.attach(client_uuid := new_uuid())
     world.reserve(first, 1)
     second = world.attach(client_uuid)
-    with pytest.raises(Refused, match="attach again"):
-        world.sessions.drained(second, pb.Drained(epoch=first.epoch))
+    with pytest.raises(RefusedError, match="attach again"):
+        world.sessions.clients.drained(second, pb.Drained(epoch=first.epoch))
     assert world.sessions.store.memory.num_quarantined == 1
 
 
@@ -44,7 +44,7 @@ def test_what_arrives_late_on_a_stream_that_was_replaced_frees_nothing(world):
     first = world.attach(client_uuid := new_uuid())
     world.reserve(first, 1)
     world.attach(client_uuid)
-    with pytest.raises(Refused, match="attach again"):
+    with pytest.raises(RefusedError, match="attach again"):
         world.drain(first)  # said before the reservation, which may be copied into now
     assert world.sessions.store.memory.num_quarantined == 1
 
@@ -54,12 +54,12 @@ def test_leases_outlive_a_stream_and_end_with_the_last_client_of_the_engine(worl
     reserved = world.reserve(worker, 1)
     world.commit(worker, reserved.slots)
     assert world.lookup(scheduler, "r", 1).num_leased == 1
-    world.sessions.detach(scheduler)
+    world.sessions.clients.detach(scheduler)
     world.die(scheduler.peer.uuid)
     world.pass_time(GRACE_SECONDS)
     memory = world.sessions.store.memory
     assert memory.num_leased == 1  # the worker may be loading
-    world.sessions.detach(worker)
+    world.sessions.clients.detach(worker)
     world.die(worker.peer.uuid)
     world.pass_time(GRACE_SECONDS)
     assert memory.num_leased == 0
@@ -71,7 +71,7 @@ def test_leases_outlive_a_stream_and_end_with_the_last_client_of_the_engine(worl
 def test_death_takes_the_lock_and_the_grace(tmp_path):
     FakeLock.held = {"a"}
     deaths, now = [], [0.0]
-    watch = DeathWatch(deaths.append, lambda: now[0])
+    watch = LivenessMonitor(deaths.append, lambda: now[0])
     watch.watch(b"a", FakeLock(tmp_path / "a.lock"))
     now[0] = 1000.0
     watch.step()
@@ -113,7 +113,7 @@ def test_what_is_no_lock_file_never_stops_the_start(tmp_path, caplog):
 def test_who_comes_back_in_time_is_not_dead(tmp_path):
     FakeLock.held.clear()
     deaths, now = [], [0.0]
-    watch = DeathWatch(deaths.append, lambda: now[0])
+    watch = LivenessMonitor(deaths.append, lambda: now[0])
     watch.watch(b"a", FakeLock(tmp_path / "a.lock"))
     watch.step()
     watch.forget(b"a")

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
-from lmcache_sidecar import sessions as sessions_module
-from lmcache_sidecar.liveness import GRACE_SECONDS
-from lmcache_sidecar.sessions import Client
-from lmcache_sidecar.wire import Refused
+from lmcache_sidecar.clients.liveness import GRACE_SECONDS
+from lmcache_sidecar.clients.registry import Client
+from lmcache_sidecar.clients.validation import RefusedError
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import pack_slots, unpack_slots
@@ -41,14 +40,9 @@ class SlotReuse(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._saved = sessions_module.LockProbe
-        sessions_module.LockProbe = FakeLock
         FakeLock.held = set()
         self.world = World(Path("/nowhere"))
         self.everybody: list[Actor] = []
-
-    def teardown(self) -> None:
-        sessions_module.LockProbe = self._saved
 
     @rule(target=actors)
     def start(self):
@@ -67,7 +61,7 @@ class SlotReuse(RuleBasedStateMachine):
     @rule(actor=actors)
     def lose_stream(self, actor):
         if actor.client.is_attached:
-            self.world.sessions.detach(actor.client)
+            self.world.sessions.clients.detach(actor.client)
             actor.may_write |= set(actor.held)
             actor.held.clear()
 
@@ -80,7 +74,7 @@ class SlotReuse(RuleBasedStateMachine):
     @rule(actor=consumes(actors))
     def die(self, actor):
         if actor.client.is_attached:
-            self.world.sessions.detach(actor.client)
+            self.world.sessions.clients.detach(actor.client)
         self.world.die(actor.uuid)
         actor.may_write |= set(actor.held)
         actor.held.clear()
@@ -96,7 +90,7 @@ class SlotReuse(RuleBasedStateMachine):
     @rule(actor=actors, numbers=st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
     def reserve(self, actor, numbers):
         if not actor.client.is_attached:
-            with pytest.raises(Refused, match="attach again"):
+            with pytest.raises(RefusedError, match="attach again"):
                 self.world.reserve(actor.client, *numbers)
             return
         taken = set().union(*(other.reach for other in self.everybody))
@@ -118,7 +112,7 @@ class SlotReuse(RuleBasedStateMachine):
     @rule(actor=actors, other=actors)
     def finish_what_is_not_theirs(self, actor, other):
         if actor is not other and actor.client.is_attached and other.held:
-            with pytest.raises(Refused, match="nothing was"):
+            with pytest.raises(RefusedError, match="nothing was"):
                 self.world.commit(actor.client, pack_slots(other.held.items()))
 
     @precondition(lambda self: self.world.sessions.store is not None)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache.engines.core.jobs import KeyContext
+from lmcache.engines.core.requests import Ticket
 from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
 from lmcache.engines.vllm.marks import Marker
@@ -180,28 +180,30 @@ def feature(identifier="i" * 64, offset=10, modality="image", **data):
     return SimpleNamespace(identifier=identifier, data=data, mm_position=position, modality=modality)
 
 
-def names(marker, *features, num_chunks=3):
+def row_keys(marker, *features, num_chunks=3):
     marks = marker.marks(request(None, *features), CHUNK)
-    joined = KeyContext(marks).chunk_keys([b"0", b"1", b"2"][:num_chunks])
-    return [joined[i : i + 32] for i in range(0, len(joined), 32)]
+    ticket = Ticket("r", [], b"n" * 32)
+    ticket.marks = marks
+    return ticket.row_keys(0, [b"0", b"1", b"2"][:num_chunks])
 
 
 def test_media_are_named_by_their_content_from_where_they_begin():
-    plain = names(Marker())
-    image = names(Marker(), feature(offset=70))
-    other = names(Marker(), feature(offset=70, pixels=torch.ones(4, 4)))
-    two = names(Marker(), feature(offset=70), feature("j" * 64, offset=130, pixels=torch.ones(2)))
-    assert image == names(Marker(), feature(offset=70)), "in every process"
+    plain = row_keys(Marker())
+    image = row_keys(Marker(), feature(offset=70))
+    other = row_keys(Marker(), feature(offset=70, pixels=torch.ones(4, 4)))
+    two = row_keys(Marker(), feature(offset=70), feature("j" * 64, offset=130, pixels=torch.ones(2)))
+    assert image == row_keys(Marker(), feature(offset=70)), "in every process"
     assert plain[0] == image[0] == other[0] == two[0], "text in front is shared"
     assert image[1] == two[1], "the next turn brings another image"
     assert len({plain[1], image[1], other[1]}) == 3
     assert len({plain[2], image[2], other[2], two[2]}) == 4
 
 
-def test_a_store_of_later_chunks_has_the_names_that_a_lookup_has():
-    context = KeyContext(((0, b"L"), (1, b"M")), "salt")
-    whole = context.chunk_keys([b"0", b"1", b"2"])
-    assert context.chunk_keys([b"1", b"2"], first_chunk=1) == whole[32:]
+def test_a_store_of_later_chunks_has_the_keys_that_a_lookup_has():
+    ticket = Ticket("r", [], b"n" * 32, "salt")
+    ticket.marks = ((0, b"L"), (1, b"M"))
+    whole = ticket.row_keys(0, [b"0", b"1", b"2"])
+    assert ticket.row_keys(0, [b"1", b"2"], first_chunk=1) == whole[1:]
 
 
 @pytest.mark.parametrize(
@@ -218,8 +220,8 @@ def test_a_store_of_later_chunks_has_the_names_that_a_lookup_has():
     ids=str,
 )
 def test_what_differs_anywhere_is_another_medium(data):
-    assert names(Marker(), feature(**data)) != names(Marker(), feature())
-    assert names(Marker(), feature(modality="video")) != names(Marker(), feature())
+    assert row_keys(Marker(), feature(**data)) != row_keys(Marker(), feature())
+    assert row_keys(Marker(), feature(modality="video")) != row_keys(Marker(), feature())
 
 
 def test_media_without_a_name_of_their_own_are_not_cached():

@@ -39,7 +39,7 @@ class LockProbe:
         try:
             fd = self._fd if self._fd >= 0 else _open(self._path)
         except OSError as error:
-            return not isinstance(error, FileNotFoundError)  # it said goodbye; or nothing is proven
+            return not isinstance(error, FileNotFoundError)  # it detached; or nothing is proven
         is_held = _is_held(fd)
         if is_held:
             self._fd = fd
@@ -93,11 +93,11 @@ def probes_in(directory: Path) -> dict[bytes, LockProbe]:
 def _is_lock_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.lstat().st_mode) and os.access(path, os.R_OK | os.W_OK)
-    except FileNotFoundError:  # its client has just said goodbye: the probe will find that out
+    except FileNotFoundError:  # its client has just detached: the probe will find that out
         return True
 
 
-class DeathWatch:
+class LivenessMonitor:
     """Calls ``on_death(uuid)`` once per watched client, when it is proven dead."""
 
     def __init__(self, on_death: Callable[[bytes], None], clock: Callable[[], float]) -> None:
@@ -135,8 +135,8 @@ class DeathWatch:
             await self._has_work.wait()
             try:
                 self.step()
-            except Exception:  # a watch that ends would keep all slots in quarantine from then on
-                logger.exception("The death watch failed")
+            except Exception:  # a monitor that ends would keep all slots in quarantine from then on
+                logger.exception("Looking for dead clients failed")
             if not self._probes:
                 self._has_work.clear()
             await asyncio.sleep(POLL_SECONDS)

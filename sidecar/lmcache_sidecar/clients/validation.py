@@ -1,7 +1,7 @@
 """From messages to values: everything a peer may get wrong is found here, before anything is changed.
 
-Each function raises Refused with a sentence that says what to do. Lengths and counts are bounded, so that no
-message can cost more than its size.
+Each function raises RefusedError with a sentence that says what to do. Lengths and counts are bounded, so
+that no message can cost more than its size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_COLUMNS = 1024
 _MAX_CHUNK_BYTES = 1 << 40
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A call that is not done, and why; ``reason`` is set where the client's code acts upon it."""
 
     def __init__(self, code: grpc.StatusCode, message: str, reason: str = "") -> None:
@@ -36,14 +36,14 @@ class Refused(Exception):
         self.reason = reason
 
 
-def invalid(message: str) -> Refused:
+def invalid(message: str) -> RefusedError:
     """The message itself is wrong, whatever the sidecar's state."""
-    return Refused(grpc.StatusCode.INVALID_ARGUMENT, message)
+    return RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def precondition(message: str, reason: str = "") -> Refused:
+def precondition(message: str, reason: str = "") -> RefusedError:
     """The message does not fit the sidecar's state."""
-    return Refused(grpc.StatusCode.FAILED_PRECONDITION, message, reason)
+    return RefusedError(grpc.StatusCode.FAILED_PRECONDITION, message, reason)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Peer:
 
     hello: pb.Hello
     geometry: Geometry
-    chunk_bytes: dict[int, int]  # by group
+    chunk_bytes: dict[int, int]
+    """Of one column, by KV group."""
 
     @property
     def uuid(self) -> bytes:
@@ -68,6 +69,12 @@ class Peer:
     def is_worker(self) -> bool:
         """True for a rank, False for the scheduler."""
         return self.hello.role == pb.ROLE_WORKER
+
+    def __str__(self) -> str:
+        role = f"worker of column {self.hello.column}" if self.is_worker else "scheduler"
+        reason = self.hello.private_reason
+        private = f", private keys ({reason})" if reason else ""
+        return f"{role}, pid {self.hello.pid}, model {self.hello.model!r}{private}"
 
     @property
     def layout(self) -> tuple[object, ...]:

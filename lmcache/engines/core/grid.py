@@ -1,0 +1,56 @@
+"""How a request's tokens are cut: arithmetic over tokens, hashes, chunks and each KV group's blocks. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lmcache.rpc.hello import KVGroup
+
+BlockTables = Sequence[Sequence[int]]
+"""A request's blocks from its start, as ids in the engine's KV: a list per KV group of the engine."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Three cuts of a request's tokens: the engine's chained **hashes**; **blocks**, which each KV group has
+    of its own size and the engine's local hits end on; **chunks**, which are stored.
+
+    The edges of chunks are edges of all others, but not the reverse: a load may begin and end inside a chunk.
+    """
+
+    chunk_tokens: int
+    """A multiple of all other sizes."""
+    hash_tokens: int
+    """Tokens of one of the engine's block hashes."""
+    groups: tuple[KVGroup, ...]
+    """Those that are cached; ``KVGroup.group`` is a group's place in the engine's block tables."""
+
+    @cached_property
+    def step_tokens(self) -> int:
+        """Edges of the blocks of all groups: what is loaded begins and ends on one."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    def blocks_per_chunk(self, group: KVGroup) -> int:
+        """Blocks of one full chunk."""
+        return self.chunk_tokens // group.block_tokens
+
+    def num_full_chunks(self, num_hashes: int, num_tokens: int) -> int:
+        """Leading chunks that have a key (all their hashes) and lie within ``num_tokens``."""
+        return min(num_hashes * self.hash_tokens, num_tokens) // self.chunk_tokens
+
+    def chunk_hashes(self, block_hashes: Sequence[bytes], first: int, end: int) -> list[bytes]:
+        """Per chunk from ``first`` to ``end``: its last block's hash, which folds in all tokens before."""
+        step = self.chunk_tokens // self.hash_tokens
+        return list(map(bytes, block_hashes[(first + 1) * step - 1 : end * step : step]))
+
+    def loadable_tokens(self, num_computed_tokens: int, num_tokens: int, num_chunks: int) -> int:
+        """Return what a load could add to ``num_computed_tokens`` when so many leading chunks can be read.
+
+        At least one of the ``num_tokens`` tokens is left to compute: the engine samples from the last one.
+        """
+        step = self.step_tokens
+        end = min(num_chunks * self.chunk_tokens, (num_tokens - 1) // step * step)
+        return 0 if num_computed_tokens % step else max(0, end - num_computed_tokens)

@@ -1,0 +1,166 @@
+"""Two KV groups with blocks of different sizes: every key, piece and block is of its own group."""
+
+import numpy as np
+import pytest
+
+from lmcache import keys
+from lmcache.engines.core.grid import Grid
+from lmcache.engines.core.jobs import GroupLoad, GroupStore, LoadJob, Offer, Piece, StoreJob
+from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
+from lmcache.rpc.hello import KVGroup
+from lmcache.tiers.base import ROW_KEY_BYTES
+from lmcache.tiers.memory.contracts import Found, Slot
+from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request
+from tests.harness.wire import NAMESPACE
+
+SMALL, LARGE = KVGroup(0, 16, 4096), KVGroup(2, 32, 4096)  # the engine has a group 1 that is not cached
+TABLES = (list(range(100, 113)), [0], list(range(500, 507)))  # of 200 tokens
+
+
+def row_keys(group, *chunk_hashes):
+    return b"".join(NAMESPACE + keys.chunk_key(chunk_hash, group=group) for chunk_hash in chunk_hashes)
+
+
+def found(*rows):
+    return Found(np.array(rows), np.ones(len(rows), np.uint64))
+
+
+@pytest.fixture
+def rig():
+    rig = Rig(identity=make_identity(SMALL, LARGE))
+    yield rig
+    rig.scheduler.go_offline()
+
+
+def schedule(rig, request, num_computed_tokens=200):
+    """A step after which so many tokens are computed."""
+    rig.scheduler.note_scheduled(request.request_id, TABLES, num_computed_tokens, is_renewed=True)
+    return rig.scheduler.end_step(200)
+
+
+def commit(rig, job):
+    for store in job.groups:
+        for at in range(0, len(store.keys), ROW_KEY_BYTES):
+            slot = Slot(len(rig.session.rows), 1)
+            rig.session.rows[store.keys[at : at + ROW_KEY_BYTES].removeprefix(NAMESPACE)] = slot
+            rig.session.committed.append(slot)
+
+
+def test_a_load_ends_on_an_edge_of_the_blocks_of_all_groups():
+    grid = Grid(64, 16, (SMALL, LARGE))
+    assert grid.loadable_tokens(0, 65, 1) == 64
+    assert grid.loadable_tokens(0, 63, 1) == 32, "48 is an edge of the small blocks alone"
+    assert grid.loadable_tokens(16, 200, 3) == 0, "the engine's own hit ends inside a large block"
+
+
+def test_chunks_are_stored_under_a_key_and_from_the_blocks_of_each_group(rig):
+    request = rig.arrive(make_request(200))
+    (job,) = schedule(rig, request, 130).stores
+    assert job.groups == (
+        GroupStore(0, row_keys(0, b"p1", b"p3"), tuple(range(100, 108))),
+        GroupStore(2, row_keys(2, b"p1", b"p3"), tuple(range(500, 504))),
+    )
+    request.block_hashes = hashes(256)
+    (job,) = rig_step_of_decoding(rig, request).stores
+    assert job.groups[1] == GroupStore(2, row_keys(2, b"p5", b"p7"), tuple(range(504, 508)))
+
+
+def rig_step_of_decoding(rig, request):
+    """What was computed completes a chunk that no lookup asked for."""
+    rig.scheduler.note_scheduled(
+        request.request_id, (list(range(113, 116)), [], [507]), 256, is_renewed=False
+    )
+    return rig.scheduler.end_step(1)
+
+
+def test_what_every_group_has_is_offered_and_loaded_into_its_blocks(rig):
+    first = rig.arrive(make_request(200, "first"))
+    (job,) = schedule(rig, first).stores
+    commit(rig, job)
+    second = rig.arrive(make_request(200, "second"))
+    assert rig.scheduler.num_loadable(second, 32) == 160
+    rig.scheduler.note_allocated("second", TABLES, 160)
+    (load,) = rig.scheduler.end_step(0).loads
+    assert load.pieces() == [
+        Piece(0, Slot(0, 1), 2, (102, 103)),
+        Piece(0, Slot(1, 1), 0, (104, 105, 106, 107)),
+        Piece(0, Slot(2, 1), 0, (108, 109, 110, 111)),
+        Piece(2, Slot(3, 1), 1, (501,)),
+        Piece(2, Slot(4, 1), 0, (502, 503)),
+        Piece(2, Slot(5, 1), 0, (504, 505)),
+    ]
+    rig.settle()
+    assert rig.session.leased == {"second"}
+
+
+def test_a_chunk_that_a_group_lacks_is_not_offered(rig):
+    first = rig.arrive(make_request(200, "first"))
+    (job,) = schedule(rig, first).stores
+    commit(rig, job)
+    del rig.session.rows[keys.chunk_key(b"p3", group=2)]
+    assert rig.scheduler.num_loadable(rig.arrive(make_request(200, "second")), 0) == 64
+
+
+def test_a_load_that_can_t_be_kept_fails_the_blocks_of_all_groups(rig):
+    rig.scheduler.note_allocated("unknown", TABLES, 160)
+    (load,) = rig.scheduler.end_step(0).loads
+    assert load.pieces() == []
+    assert set(load.blocks) == {block for table in TABLES for block in table}
+
+
+def test_taken_back_are_the_blocks_of_all_groups(rig):
+    schedule(rig, rig.arrive(make_request(200)))
+    rig.scheduler.note_preempted("r")
+    assert rig.scheduler.end_step(1).reclaimed == {*TABLES[0], *TABLES[2]}
+    job = StoreJob(1, "r", 0, (GroupStore(0, b"", (1, 2)), GroupStore(2, b"", (7,))))
+    assert job.reads({7, 9})
+    assert not job.reads({8, 9})
+
+
+class Copies:
+    """Notes what is copied."""
+
+    def __init__(self):
+        self.stored, self.loaded = [], []
+
+    def store(self, slot, blocks, fence):
+        self.stored.append(tuple(blocks))
+
+    def load(self, slot, first_block, blocks, fence):
+        self.loaded.append((first_block, tuple(blocks)))
+
+    def share(self, work):
+        work()
+
+
+def test_a_fault_in_one_group_fails_what_follows_in_all(rig):
+    copier, session = Copies(), rig.session
+    job = StoreJob(
+        1,
+        "r",
+        0,
+        (GroupStore(0, row_keys(0, b"p1"), (1, 2, 3, 4)), GroupStore(2, row_keys(2, b"p1"), (8, 9))),
+    )
+    StoreTransfer(job).run(session, copier)
+    assert copier.stored == [(1, 2, 3, 4), (8, 9)]
+    assert session.committed == [Slot(0, 1), Slot(1, 1)]
+    parts = (GroupLoad(0, (1, 2, 3, 4), found(0), 0, 4), GroupLoad(2, (8, 9), found(1), 0, 2))
+    good = LoadTransfer(LoadJob("r", parts), None)
+    good.run(session, copier)
+    assert good.bad_blocks == ()
+    del session.committed[1]
+    bad = LoadTransfer(LoadJob("r", parts), None)
+    bad.run(session, copier)
+    assert bad.bad_blocks == (8, 9)
+
+
+def test_an_offer_is_cut_where_each_group_s_blocks_are():
+    grid = Grid(64, 32, (SMALL, LARGE))
+    offer = Offer(96, 64, (found(7, 8, 9), found(17, 18, 19)))
+    load = LoadJob.from_offer("r", grid, offer, 64, TABLES)
+    assert load.pieces() == [
+        Piece(0, Slot(8, 1), 2, (106, 107)),
+        Piece(0, Slot(9, 1), 0, (108, 109)),
+        Piece(2, Slot(18, 1), 1, (503,)),
+        Piece(2, Slot(19, 1), 0, (504,)),
+    ]
