@@ -24,6 +24,7 @@ from lmcache.rpc.hello import ClientHello
 from lmcache.rpc.session import Copies, Session
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
+from lmcache.tiers.memory.slots import ENTRY_BYTES
 
 _ATTACH_SECONDS = 2.0
 """Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""
@@ -43,11 +44,11 @@ _CHANNEL_OPTIONS = [
 class Attachment:
     """One stream and its session. ``run`` is called once; ``cancel`` ends it from any thread, at any time."""
 
-    def __init__(self, socket_path: str, hello: pb.Hello, copies: Copies, owed: set[str]) -> None:
+    def __init__(self, socket_path: str, hello: pb.Hello, copies: Copies, pending_releases: set[str]) -> None:
         self._socket_path = socket_path
         self._hello = hello
         self._copies = copies
-        self._owed = owed
+        self._pending_releases = pending_releases
         self._stream: Any = None
         self._changed = threading.Condition()  # protects everything below
         self._epoch = 0
@@ -71,14 +72,14 @@ class Attachment:
                 response_deserializer=pb.AttachReply.FromString,
             )
             self._stream = stream = cast(Any, attach(self._requests()))
-            impatience = threading.Timer(_ATTACH_SECONDS, self.cancel, [_NO_ANSWER])
-            impatience.daemon = True
-            impatience.start()
+            attach_timeout = threading.Timer(_ATTACH_SECONDS, self.cancel, [_NO_ANSWER])
+            attach_timeout.daemon = True
+            attach_timeout.start()
             try:
                 if self._over:  # cancelled before there was a stream
                     return
                 attached = next(stream).attached
-                impatience.cancel()
+                attach_timeout.cancel()
                 session = self._begin(channel, attached)
                 try:
                     on_session(session)
@@ -91,7 +92,7 @@ class Attachment:
                     raise SidecarUnavailable(self._reason) from error
                 raise
             finally:
-                impatience.cancel()
+                attach_timeout.cancel()
                 self.cancel()
 
     def cancel(self, reason: str = "") -> None:
@@ -109,47 +110,28 @@ class Attachment:
             self._changed.notify()
 
     def _begin(self, channel: grpc.Channel, attached: pb.Attached) -> Session:
-        is_worker = self._hello.role == pb.ROLE_WORKER
-        column = self._map_column(attached) if is_worker else None
-        index = self._map_index(attached)
+        path = Path(attached.arena_path)
+        if not path.exists():  # mounted elsewhere in this container
+            path = Path(self._socket_path).parent / path.name
+        num_rows, table = attached.num_rows, attached.table_offset
+        column = None
+        if self._hello.role == pb.ROLE_WORKER:
+            column = MappedColumn(path, table, attached.column_offset, attached.slot_bytes, num_rows)
+        first_table = table - self._hello.column * num_rows * ENTRY_BYTES  # the index speaks of column 0
+        index = MappedIndex(path, first_table, num_rows, attached.index_offset, attached.index_buckets)
         with self._changed:
             self._epoch, self._column = attached.epoch, column
         self._extend(attached.ready_rows)
         return Session(
             channel,
             self._hello.client_uuid,
-            attached.epoch,
+            attached,
             column,
             index,
             self._copies,
-            memory_only=attached.memory_only,
             on_stale=self.cancel,
-            owed=self._owed,
+            pending_releases=self._pending_releases,
         )
-
-    def _map_column(self, attached: pb.Attached) -> MappedColumn:
-        return MappedColumn(
-            self._arena_path(attached),
-            attached.table_offset,
-            attached.column_offset,
-            attached.slot_bytes,
-            attached.num_rows,
-        )
-
-    def _map_index(self, attached: pb.Attached) -> MappedIndex:
-        return MappedIndex(
-            self._arena_path(attached),
-            attached.table_offset,
-            attached.num_rows,
-            attached.index_offset,
-            attached.index_buckets,
-        )
-
-    def _arena_path(self, attached: pb.Attached) -> Path:
-        path = Path(attached.arena_path)
-        if not path.exists():  # mounted elsewhere in this container
-            path = Path(self._socket_path).parent / path.name
-        return path
 
     def _extend(self, ready_rows: int) -> None:
         with self._changed:

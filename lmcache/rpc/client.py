@@ -31,15 +31,15 @@ from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.hello import ClientHello, KVGroup, Role
 from lmcache.rpc.lockfile import LockFile
 from lmcache.rpc.session import Copies, Session, bounded
+from lmcache.tiers.circuit import Backoff
 
 __all__ = ["ClientHello", "KVGroup", "Role", "Session", "SidecarClient"]
 
 logger = logging.getLogger(__name__)
 
-_MIN_DELAY_SECONDS = 0.05
-_MAX_DELAY_SECONDS = 2.0
+_BACKOFF = Backoff(base=0.05, cap=2.0)
 _PROTOCOL_DELAY_SECONDS = 30.0
-"""Another protocol version is cured by an upgrade only."""
+"""Against another protocol version only an upgrade helps."""
 
 _STABLE_SECONDS = 10.0
 """A session that lasted so long was a good one: the next attempt comes soon."""
@@ -69,7 +69,7 @@ class SidecarClient:
         self._pid = os.getpid()
         self._lock_file = LockFile(service.lock_path(socket_path, client_uuid))
         self._copies = Copies(self._wake)
-        self._owed: set[str] = set()  # request ids whose release did not reach the sidecar yet
+        self._pending_releases: set[str] = set()  # ids of requests whose release did not arrive yet
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-attach", daemon=True)
         self._attachment: Attachment | None = None
@@ -93,7 +93,7 @@ class SidecarClient:
 
     def release_later(self, request_id: str) -> None:
         """Let a lease end with the next release or attach, where there is nobody to call now."""
-        self._owed.add(bounded(request_id))
+        self._pending_releases.add(bounded(request_id))
 
     def close(self) -> None:
         """Detach, release the record lock and remove its file. Idempotent; waits at most 2 s.
@@ -112,21 +112,20 @@ class SidecarClient:
             self._lock_file.release()
 
     def _run(self) -> None:
-        delay = _MIN_DELAY_SECONDS
+        num_failures = 0  # in a row
         while not self._closing.is_set():
-            pause, started = delay, time.monotonic()
+            started, is_other_protocol = time.monotonic(), False
             try:
                 self._attach()
                 reason = "the sidecar ended the session"
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
-                if service.reason_of(error) == service.REASON_PROTOCOL:
-                    pause = _PROTOCOL_DELAY_SECONDS
-            except Exception as error:  # this thread must outlive whatever a sick file system comes up with
+                is_other_protocol = service.reason_of(error) == service.REASON_PROTOCOL
+            except Exception as error:  # this thread must outlive whatever a broken file system comes up with
                 reason = str(error)
             self._detached(reason)
-            was_stable = time.monotonic() - started > _STABLE_SECONDS
-            delay = _MIN_DELAY_SECONDS if was_stable else min(2 * delay, _MAX_DELAY_SECONDS)
+            num_failures = 1 if time.monotonic() - started > _STABLE_SECONDS else num_failures + 1
+            pause = _PROTOCOL_DELAY_SECONDS if is_other_protocol else _BACKOFF.compute(num_failures)
             self._closing.wait(pause * random.uniform(0.5, 1.0))
 
     def _attach(self) -> None:
@@ -134,7 +133,8 @@ class SidecarClient:
         if not os.path.exists(self._socket_path):
             raise OSError(f"no socket at {self._socket_path}: is the sidecar up and its directory mounted?")
         self._lock_file.acquire()
-        self._attachment = attachment = Attachment(self._socket_path, self._hello, self._copies, self._owed)
+        attachment = Attachment(self._socket_path, self._hello, self._copies, self._pending_releases)
+        self._attachment = attachment
         if not self._closing.is_set():  # else close() has not seen this attachment
             attachment.run(self._attached)
 
@@ -142,9 +142,9 @@ class SidecarClient:
         self._session, self._reason = session, ""
         logger.info("Attached to the sidecar at %s, epoch %d", self._socket_path, session.epoch)
         self._on_change()
-        if self._owed:
-            with contextlib.suppress(SidecarError):  # they stay owed
-                session.release(list(self._owed))
+        if self._pending_releases:
+            with contextlib.suppress(SidecarError):  # they stay pending
+                session.release(list(self._pending_releases))
 
     def _detached(self, reason: str) -> None:
         if reason != self._reason and not self._closing.is_set():

@@ -39,7 +39,7 @@ REASON_METADATA = "lmcache-reason"
 """Trailing metadata of a refused call, for the reasons that a client acts upon."""
 
 REASON_ATTACH_AGAIN = "attach-again"
-"""The epoch is over or the client is not attached: a new Attach is the cure."""
+"""The epoch is over or the client is not attached: only a new Attach helps."""
 
 REASON_PROTOCOL = "protocol"
 """The peers' protocol versions differ: only an upgrade helps, so there is no hurry to try again."""

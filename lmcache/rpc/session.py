@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 DEFAULT_TIMEOUT_SECONDS = 2.0
 
 _MAX_RELEASES = 4096
-"""Ids in one message, which is bounded itself; after a long silence of the sidecar more may be owed."""
+"""Ids in one message, which is bounded itself; after a long silence of the sidecar more may be pending."""
 
 _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,47 +40,44 @@ _STORE_METHODS = (service.RESERVE, service.COMMIT, service.ABORT)
 
 
 class Copies:
-    """Counts the ``copying`` blocks of all sessions of one client: it must know when old ones are drained."""
+    """The open ``copying`` blocks of one client, which must know when those of older sessions are left."""
 
     def __init__(self, on_drained: Callable[[], None]) -> None:
         self._lock = threading.Lock()  # protects the counts, and a session's is_over against a block's begin
-        self._of_present = 0
-        self._of_older = 0
+        self._num_open: Counter[Session] = Counter()
         self._on_drained = on_drained
 
     @property
     def drained(self) -> bool:
         """True when no block of a session that is over is open."""
-        return self._of_older == 0
+        return not any(session.is_over for session in list(self._num_open))
 
     @property
     def idle(self) -> bool:
         """True when no block is open at all."""
-        return self._of_older + self._of_present == 0
+        return not self._num_open
 
-    def begin(self, session: Session) -> None:
-        """Open a block. Raises StaleSession."""
+    @contextlib.contextmanager
+    def block(self, session: Session) -> Iterator[None]:
+        """Hold a block open. Raises StaleSession."""
         with self._lock:
             session.check_present()
-            self._of_present += 1
-
-    def end(self, session: Session) -> None:
-        """Leave a block of this or an older session."""
-        with self._lock:
-            if not session.is_over:
-                self._of_present -= 1
-                return
-            self._of_older -= 1
-            drained = self.drained
-        if drained:
-            self._on_drained()
+            self._num_open[session] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_open[session] -= 1
+                if not self._num_open[session]:
+                    del self._num_open[session]
+                is_drained = session.is_over and self.drained
+            if is_drained:
+                self._on_drained()
 
     def finish(self, session: Session) -> None:
         """End the session: its open blocks count as older from now on."""
         with self._lock:
             session.is_over = True
-            self._of_older += self._of_present
-            self._of_present = 0
 
 
 class Session:
@@ -89,27 +87,27 @@ class Session:
         self,
         channel: grpc.Channel,
         client_uuid: bytes,
-        epoch: int,
+        attached: pb.Attached,
         column: MappedColumn | None,
         index: MappedIndex,
         copies: Copies,
         *,
-        memory_only: bool,
         on_stale: Callable[[str], None],
-        owed: set[str],
+        pending_releases: set[str],
     ) -> None:
-        """``on_stale``: called with the reason why this epoch must end; ``owed``: ids to be released."""
-        self.epoch = epoch
+        """``on_stale``: called with the reason why this epoch must end; ``pending_releases``: ids of requests
+        whose release did not reach the sidecar yet, in whatever epoch."""
+        self.epoch = attached.epoch
         self.is_over = False
         self.index = index
         """What is in memory, to be read without a call."""
-        self.memory_only = memory_only
+        self.memory_only = attached.memory_only
         """True when the index shows all there is: no call would find more."""
         self._client_uuid = client_uuid
         self._column = column
         self._copies = copies
         self._on_stale = on_stale
-        self._owed = owed
+        self._pending_releases = pending_releases
         self._pid = os.getpid()
         self._calls = {
             method: channel.unary_unary(
@@ -144,7 +142,7 @@ class Session:
         call whose answer was lost may have leased.
         """
         if not hint:
-            self._owed.discard(bounded(request_id))  # or a late release would end this lease
+            self._pending_releases.discard(bounded(request_id))  # or a late release would end this lease
         results = [LookupResult()] * len(group_keys)
         num_keys = max((len(keys) // ROW_KEY_BYTES for _, keys in group_keys), default=0)
         step = service.MAX_KEYS_PER_CALL // max(1, len(group_keys))
@@ -210,10 +208,10 @@ class Session:
 
     def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         """End leases. Call it once per request: ids that were not sent go with the next release or attach."""
-        self._owed.update(map(bounded, request_ids))
-        sent = list(self._owed)[:_MAX_RELEASES]
+        self._pending_releases.update(map(bounded, request_ids))
+        sent = list(self._pending_releases)[:_MAX_RELEASES]
         self._call(service.RELEASE, timeout, request_ids=sent)
-        self._owed.difference_update(sent)
+        self._pending_releases.difference_update(sent)
 
     def holds(self, slot: Slot) -> bool:
         """True if the slot is still what it was given as; ask after a load's copy. Only reads memory.
@@ -222,18 +220,13 @@ class Session:
         """
         return self._column is not None and slot.row < len(self._column.slots) and self._column.holds(slot)
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self) -> contextlib.AbstractContextManager[None]:
         """Hold this around every copy from or to the arena, including its commit or abort.
 
         Raises StaleSession when the session is over. Until all such blocks of older sessions are left, the
         sidecar keeps their slots in quarantine.
         """
-        self._copies.begin(self)
-        try:
-            yield
-        finally:
-            self._copies.end(self)
+        return self._copies.block(self)
 
     def check_present(self) -> None:
         """Raise StaleSession when the session is over, SidecarUnavailable in a forked child."""
@@ -264,9 +257,7 @@ class Session:
         code, details = error.code(), error.details() or ""
         if code not in _REFUSALS:
             if method in _STORE_METHODS:
-                self._on_stale(
-                    f"{method.name} was not answered, a new epoch settles what became of its slots"
-                )
+                self._on_stale(f"{method.name} was not answered, a new epoch says what became of its slots")
             limit = f" within {timeout:g} s" if code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
             return SidecarUnavailable(f"{method.name} was not answered{limit}: {code.name}: {details}")
         if service.reason_of(error) == service.REASON_ATTACH_AGAIN:

@@ -40,6 +40,7 @@ def test_a_row_is_visible_when_all_ranks_committed(sidecar, connect):
     store(ranks[1], 1)
     assert scheduler.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
     (slot,) = slots_of(scheduler, make_keys(1))
+    assert [slots_of(rank, make_keys(1)) for rank in ranks] == [[slot]] * 2
     for rank in ranks:
         assert np.array_equal(rank.slots[slot.row, :CHUNK_BYTES], payload(1))
     assert not np.shares_memory(ranks[0].slots, ranks[1].slots)

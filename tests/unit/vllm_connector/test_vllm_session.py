@@ -52,13 +52,12 @@ def attach(client, channel, column=None):
     session = Session(
         channel,
         b"c" * 16,
-        1,
+        pb.Attached(epoch=1),
         column,
         None,
         copies,
-        memory_only=False,
         on_stale=lambda _: None,
-        owed=client._owed,
+        pending_releases=client._pending_releases,
     )
     client._attached(session)
     return session
