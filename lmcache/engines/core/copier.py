@@ -10,9 +10,9 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -162,31 +162,31 @@ class CudaCopier:
 
     def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
-        with self._pins.pinned(slot):
-            host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
-            try:
-                with self._cuda.stream(self._load_stream):
-                    self._load_stream.wait_event(fence)
-                    ids = torch.tensor(blocks, device=self._device)
-                    self._load_staging.copy_(host, non_blocking=True)
-                    for pages, part in self._staged(self._load_staging):
-                        pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)])
-            finally:  # also a load that failed has ended only when nothing writes to its blocks any more
-                self._load_stream.synchronize()
+        self._pins.pin(slot)
+        host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
+        try:
+            with self._cuda.stream(self._load_stream):
+                self._load_stream.wait_event(fence)
+                ids = torch.tensor(blocks, device=self._device)
+                self._load_staging.copy_(host, non_blocking=True)
+                for pages, part in self._staged(self._load_staging):
+                    pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)])
+        finally:  # also a load that failed has ended only when nothing writes to its blocks any more
+            self._load_stream.synchronize()
 
     def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
-        with self._pins.pinned(slot):
-            host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
-            try:
-                with self._cuda.stream(self._store_stream):
-                    self._store_stream.wait_event(fence)
-                    ids = torch.tensor(blocks, device=self._device)
-                    for pages, part in self._staged(self._store_staging):
-                        torch.index_select(pages, 0, ids, out=part)
-                    host.copy_(self._store_staging, non_blocking=True)
-            finally:  # also a store that failed may not write to a slot that is given back
-                self._store_stream.synchronize()
+        self._pins.pin(slot)
+        host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
+        try:
+            with self._cuda.stream(self._store_stream):
+                self._store_stream.wait_event(fence)
+                ids = torch.tensor(blocks, device=self._device)
+                for pages, part in self._staged(self._store_staging):
+                    torch.index_select(pages, 0, ids, out=part)
+                host.copy_(self._store_staging, non_blocking=True)
+        finally:  # also a store that failed may not write to a slot that is given back
+            self._store_stream.synchronize()
 
     def _staged(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return _by_layer(self._layout.pages, self._layout.blocks_per_chunk, staging)
@@ -205,50 +205,33 @@ class CudaCopier:
 class Pins:
     """Pins slots on first use: rows become ready one by one, and pinning all would take seconds.
 
-    A new session maps the arena anew. What is pinned of the old mapping is unpinned when the last copy that
-    uses it has ended; its reference keeps the mapping alive until then.
+    A new session maps the arena anew. What is pinned of the old mapping is unpinned when nothing refers to it
+    any more: neither the session nor a copy that goes on.
     """
 
     def __init__(self, pin: Callable[[Bytes], None], unpin: Callable[[int], None]) -> None:
         """``pin`` takes a slot, ``unpin`` its address."""
         self._pin, self._unpin = pin, unpin
-        self._lock = threading.Lock()  # protects what follows
-        self._mappings: dict[int, _Mapping] = {}  # by id of the mapping
-        self._latest = 0
+        self._lock = threading.Lock()  # protects against pinning twice
+        self._addresses: dict[int, set[int]] = {}  # of pinned slots, by id of their mapping
 
-    @contextlib.contextmanager
-    def pinned(self, slot: Bytes) -> Iterator[None]:
-        """Keep the slot pinned for a copy."""
-        number = id(slot.base)
+    def pin(self, slot: Bytes) -> None:
+        """Pin a slot, if it is not yet."""
+        mapping = slot.base
         with self._lock:
-            mapping = self._mappings.get(number)
-            if mapping is None:
-                self._latest = number
-                mapping = self._mappings[number] = _Mapping(slot.base)
-            mapping.num_copies += 1
-            if slot.ctypes.data not in mapping.addresses:
-                mapping.addresses.add(slot.ctypes.data)
+            if id(mapping) not in self._addresses:
+                self._addresses[id(mapping)] = set()
+                # At exit the device is gone before.
+                weakref.finalize(mapping, self._unpin_all, id(mapping)).atexit = False
+            addresses = self._addresses[id(mapping)]
+            if slot.ctypes.data not in addresses:
+                addresses.add(slot.ctypes.data)
                 self._pin(slot)
-        try:
-            yield
-        finally:
-            with self._lock:
-                mapping.num_copies -= 1
-                self._drop_unused()
 
-    def _drop_unused(self) -> None:
-        for number, mapping in list(self._mappings.items()):
-            if number != self._latest and not mapping.num_copies:
-                del self._mappings[number]
-                for address in mapping.addresses:
-                    self._unpin(address)
-
-
-@dataclass
-class _Mapping:
-    reference: object
-    num_copies: int = 0
-    addresses: set[int] = field(default_factory=set)
+    def _unpin_all(self, mapping: int) -> None:
+        """The memory is still mapped. Takes no lock: any thread may come here, also one that pins."""
+        for address in self._addresses.pop(mapping):
+            self._unpin(address)
 
 
 def make_copier(layout: Layout, num_threads: int | None = None) -> EngineCopier:

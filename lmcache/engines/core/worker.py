@@ -70,7 +70,7 @@ class WorkerSide:
         self._storer = futures.ThreadPoolExecutor(1, "lmcache-store", spread)
         self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
         self._loading: set[str] = set()
-        self._stores: dict[str, dict[int, StoreTransfer]] = {}  # by request and job: those that did not end
+        self._stores: dict[int, StoreTransfer] = {}  # by job: those that did not end
         self._step = StepMeta()  # whose stores were announced last
         self._waiting: list[StoreTransfer] = []  # of that step, not begun
         self._held: dict[str, float] = {}  # request id -> when it was first asked for
@@ -91,15 +91,13 @@ class WorkerSide:
         with self._lock:
             self._is_offline = True
             self._client = None
-        for transfers in self._stores.values():
-            _cancel(transfers.values())
+        _cancel(self._stores.values())
 
     def handle_preemptions(self, meta: Any) -> None:
         """Blocks are about to be overwritten: end what reads them, or abort it."""
         if not (reclaimed := _step(meta).reclaimed):
             return
-        under_way = (transfer for jobs in self._stores.values() for transfer in jobs.values())
-        transfers = [transfer for transfer in under_way if transfer.job.reads(reclaimed)]
+        transfers = [transfer for transfer in self._stores.values() if transfer.job.reads(reclaimed)]
         deadline = self._clock() + PREEMPTION_SECONDS
         for transfer in transfers:
             if transfer not in self._waiting:
@@ -178,8 +176,7 @@ class WorkerSide:
         self._begin_waiting()
         self._step = step
         for job in step.stores:
-            transfer = StoreTransfer(job)
-            self._stores.setdefault(job.request_id, {})[job.job_id] = transfer
+            self._stores[job.job_id] = transfer = StoreTransfer(job)
             self._waiting.append(transfer)
 
     def _begin_waiting(self) -> None:
@@ -221,9 +218,7 @@ class WorkerSide:
         request_id = transfer.job.request_id
         if isinstance(transfer, StoreTransfer):
             self._report.stores_ended[transfer.job.job_id] += 1
-            del self._stores[request_id][transfer.job.job_id]
-            if not self._stores[request_id]:
-                del self._stores[request_id]
+            del self._stores[transfer.job.job_id]
             return
         self._loading.discard(request_id)
         loaded.add(request_id)
@@ -233,10 +228,11 @@ class WorkerSide:
 
     def _let_go(self) -> set[str]:
         ended_by = self._clock() - HOLD_SECONDS
-        free = {name for name, since in self._held.items() if name not in self._stores or since <= ended_by}
+        busy = {transfer.job.request_id for transfer in self._stores.values()}
+        free = {name for name, since in self._held.items() if name not in busy or since <= ended_by}
         for request_id in free:
             del self._held[request_id]
-            _cancel(self._stores.get(request_id, {}).values())
+        _cancel(transfer for transfer in self._stores.values() if transfer.job.request_id in free)
         return free
 
 

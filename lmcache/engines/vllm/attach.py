@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lmcache import keys
+from lmcache import keys, options
 from lmcache.engines.core.copier import EngineCopier, make_copier
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.layout import Layout, page_views
@@ -25,34 +25,39 @@ from lmcache.rpc.service import DEFAULT_SOCKET
 logger = logging.getLogger(__name__)
 
 
+_READERS: dict[str, options.Reader] = {
+    "socket": str,
+    "chunk_tokens": options.number(int, 1, math.inf, "a positive number"),
+    "answer_seconds": options.number(float, 0, math.inf, "a number of seconds"),
+    "copy_threads": options.number(int, 1, 64, "a number from 1 to 64"),
+}
+
+
 class Settings(NamedTuple):
     """``kv_connector_extra_config`` of the connector; keys start with ``lmcache.``."""
 
     socket: str = DEFAULT_SOCKET
     chunk_tokens: int = 256
-    answer_seconds: float = 0.0  # bound of waiting for an answer; 0: as measured
+    answer_seconds: float = 0.0
+    """Bound of waiting for an answer; 0: as measured."""
     copy_threads: int | None = None
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:
         """Read and check; ``LMCACHE_SOCKET`` beats the configuration. Raises UnsupportedError."""
-        given = {key: value for key, value in extra_config.items() if key.startswith("lmcache.")}
-        known = {f"lmcache.{name}" for name in cls._fields}
-        if unknown := sorted(given.keys() - known):
-            raise UnsupportedError(f"unknown setting {unknown[0]} (known: {', '.join(sorted(known))})")
-        settings = cls(**{key.removeprefix("lmcache."): value for key, value in given.items()})
-        if not isinstance(settings.chunk_tokens, int) or settings.chunk_tokens <= 0:
-            raise UnsupportedError(
-                f"lmcache.chunk_tokens must be a positive number, not {settings.chunk_tokens!r}"
-            )
-        if not isinstance(settings.answer_seconds, (int, float)) or settings.answer_seconds < 0:
-            raise UnsupportedError(
-                f"lmcache.answer_seconds must be a number, not {settings.answer_seconds!r}"
-            )
-        threads = settings.copy_threads
-        if threads is not None and not (isinstance(threads, int) and 1 <= threads <= 64):
-            raise UnsupportedError(f"lmcache.copy_threads must be a number from 1 to 64, not {threads!r}")
-        return settings._replace(socket=os.environ.get("LMCACHE_SOCKET", str(settings.socket)))
+        given = {
+            key.removeprefix("lmcache."): str(value)
+            for key, value in extra_config.items()
+            if key.startswith("lmcache.") and value is not None
+        }
+        if unknown := sorted(given.keys() - _READERS.keys()):
+            known = ", ".join(f"lmcache.{name}" for name in sorted(_READERS))
+            raise UnsupportedError(f"unknown setting lmcache.{unknown[0]} (known: {known})")
+        sources = options.environment(["socket"], os.environ), options.Source("lmcache.{}".format, given)
+        values, mistakes = options.read_values(_READERS, sources)
+        if mistakes:
+            raise UnsupportedError(mistakes[0])
+        return cls(**values)
 
 
 def attach_worker(

@@ -140,16 +140,16 @@ def test_slots_are_unpinned_after_the_last_copy_of_their_mapping():
         lambda slot: calls.append(("pin", slot.ctypes.data)), lambda place: calls.append(("unpin", place))
     )
     old, new = (np.frombuffer(mmap.mmap(-1, 8192), np.uint8).reshape(2, 4096) for _ in range(2))
-    with pins.pinned(old[0]), pins.pinned(old[0]):
-        pass
-    with pins.pinned(old[1]):
-        with pins.pinned(new[0]):
-            pass
-        assert [what for what, _ in calls] == ["pin"] * 3, "a copy of the old mapping goes on"
     addresses = {old[0].ctypes.data, old[1].ctypes.data}
+    for slot in old[0], old[0], old[1], new[0]:
+        pins.pin(slot)
+    slot_of_a_copy = old[1]
+    del old, slot
+    assert [what for what, _ in calls] == ["pin"] * 3, "a copy of the old mapping goes on"
+    del slot_of_a_copy
     assert {place for what, place in calls if what == "unpin"} == addresses
-    with pins.pinned(new[0]):
-        assert len(calls) == 5
+    pins.pin(new[0])
+    assert len(calls) == 5
 
 
 def test_threads_of_ours_may_leave_the_core_of_the_thread_that_starts_them():
