@@ -18,7 +18,7 @@ from lmcache_operator.api import KIND
 from lmcache_operator.api.parse import parse
 from lmcache_operator.api.plain_yaml import dump
 from lmcache_operator.components import COMPONENTS
-from lmcache_operator.components.types import Context
+from lmcache_operator.components.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 

@@ -17,12 +17,12 @@ from prometheus_client import start_http_server
 from lmcache_operator import metrics
 from lmcache_operator.api import GROUP, KIND
 from lmcache_operator.components import COMPONENTS, kinds_of
-from lmcache_operator.components.types import Context
+from lmcache_operator.components.base import Context
 from lmcache_operator.kube.client import connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
-from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
+from lmcache_operator.specs.kinds import CLUSTER, ClusterKey, controller_of
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
 
@@ -95,10 +95,9 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
 
 def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
     """The cluster that owns an object."""
-    for owner in metadata.get("ownerReferences") or []:
-        if owner.get("controller") and owner["kind"] == KIND and owner["apiVersion"].startswith(f"{GROUP}/"):
-            return ClusterKey(namespace, owner["name"], owner["uid"])
-    return None
+    owner = controller_of(metadata)
+    is_cluster = owner.get("kind") == KIND and owner["apiVersion"].startswith(f"{GROUP}/")
+    return ClusterKey(namespace, owner["name"], owner["uid"]) if is_cluster else None
 
 
 def _kopf_settings() -> kopf.OperatorSettings:

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hypothesis import strategies as st
+from lmcache_operator.components.base import Context, Observed, Plan, Problem
 from lmcache_operator.components.engine.engine import Engine
-from lmcache_operator.components.types import Context, Observed, Plan, Problem
 from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs import Images

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.base import Component
+from lmcache_operator.components.base import (
+    FALSE,
+    TRUE,
+    Component,
+    Condition,
+    Context,
+    Observed,
+    Plan,
+    Status,
+)
+from lmcache_operator.components.differences import differences
 from lmcache_operator.components.pods import is_ready
-from lmcache_operator.components.types import FALSE, TRUE, Condition, Context, Observed, Plan, Status
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import child, labels, selector
 
@@ -41,6 +50,9 @@ class Router(Component):
             child(cluster, self.name, "ConfigMap", name, data=data),
             child(cluster, self.name, "StatefulSet", name, spec=spec),
         ]
+
+    def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
+        return differences(self.render(cluster, context), observed)
 
     def status(self, observed: Observed, plan: Plan) -> Status:
         if not observed.children or plan.delete:

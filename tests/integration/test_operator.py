@@ -82,7 +82,7 @@ def test_example_gets_all_its_children_and_becomes_ready(plane, operator, namesp
 def test_children_are_what_render_prints_without_a_cluster(plane, operator, shared):
     from lmcache_operator.api.parse import parse
     from lmcache_operator.components import COMPONENTS, kinds_of
-    from lmcache_operator.components.types import Context
+    from lmcache_operator.components.base import Context
     from lmcache_operator.specs.names import STOCK_IMAGES
 
     resource = plane.api.get(CLUSTERS, NAME, shared)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lmcache_operator.components import COMPONENTS
-from lmcache_operator.components.types import Context
+from lmcache_operator.components.base import Context
 from lmcache_operator.errors import UnavailableError
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.reconcile.reconciler import Reconciler

@@ -7,8 +7,8 @@ import urllib.request
 
 import pytest
 from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
-from lmcache_operator.components.types import Context
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from testing.child_process import free_ports

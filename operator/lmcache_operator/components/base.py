@@ -8,13 +8,134 @@ carrying out steps and merging conditions is the same for all and knows none of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, ClassVar, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.differences import differences
-from lmcache_operator.components.types import Context, Observed, Plan, Status
-from lmcache_operator.specs import Object
+from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.ownership import Path
+
+TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
+
+
+class Context(NamedTuple):
+    """What shapes objects and is not the user's."""
+
+    images: Images
+    """By container, for clusters that name none."""
+    operator_namespace: str = ""
+    """Whose operator may reach the sidecars' metrics port; empty: no one's."""
+
+
+class Problem(NamedTuple):
+    """Something that stands in the way, and that the user, and nobody else, can remedy."""
+
+    reason: str
+    message: str
+
+
+class Condition(NamedTuple):
+    """One aspect of the present state."""
+
+    status: str
+    reason: str
+    message: str
+
+
+class Sidecar(NamedTuple):
+    """What the sidecar of a running pod says of itself."""
+
+    pod: str = ""
+    is_engine_ready: bool = False
+    """Whether the pod is Ready."""
+    answers: bool = True
+    reason: str = ""
+    """Why it is not ready; empty: it is."""
+    is_attached: bool = False
+    """Whether its engine uses it."""
+    is_remote_reachable: bool | None = None
+    """None: it has no remote tier, or does not say."""
+
+
+class Probed(NamedTuple):
+    """What the sidecars of a cluster say."""
+
+    sidecars: tuple[Sidecar, ...]
+    is_certain: bool
+    """False: one that did not answer may do so the next time, as it perhaps did before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """A cluster, and what there is of one of its components."""
+
+    resource: Object
+    """The LMCacheCluster as the API server has it."""
+    children: Mapping[Ref, Object] = field(default_factory=dict)
+    """Objects of the component that the cluster owns."""
+    taken: frozenset[Ref] = frozenset()
+    """Names of children under which there is an object that the cluster does not own."""
+    pods: tuple[Object, ...] = ()
+    """Of its StatefulSets."""
+    warnings: tuple[Object, ...] = ()
+    """Events that say why pods are not there, or not ready."""
+    probed: Probed | None = None
+    """What the sidecars say; asked when all that is due has been done, None before."""
+    contested: Mapping[Ref, frozenset[Path]] = field(default_factory=dict)
+    """Fields of children that somebody else keeps changing back."""
+    now: datetime
+
+    @property
+    def name(self) -> str:
+        """Name of the cluster."""
+        return str(self.resource["metadata"]["name"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is due for one component of a cluster. At rest everything in it is empty."""
+
+    apply: tuple[Object, ...] = ()
+    """Children to write, prerequisites first."""
+    lost: Mapping[Ref, list[Path]] = field(default_factory=dict)
+    """Fields of these that are not as we applied them: () for a child that is not there."""
+    delete: tuple[Ref, ...] = ()
+    """Children that are not wanted any more."""
+    evict: tuple[Object, ...] = ()
+    """Pods to replace now."""
+    problems: tuple[Problem, ...] = ()
+    num_outdated: int = 0
+    """Pods that still are what the user declared before."""
+    note: str = ""
+    """What reaches no pod before it is replaced for another reason: a sentence for the user."""
+
+
+_COMPLETE = Condition(FALSE, "Complete", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What the cluster's status says of one component."""
+
+    summary: str = ""
+    """Says that it is as declared, where it is."""
+    progressing: Condition = _COMPLETE
+    """Whether it is on its way to what is declared. The cluster's is that of who has not arrived."""
+    conditions: Mapping[str, Condition] = field(default_factory=dict)
+    """Conditions of its own, by their types."""
+    degraded: tuple[Problem, ...] = ()
+    """What is not as it should be and yet makes nothing unready."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of the status."""
+
+
+def former_conditions(resource: Object) -> dict[str, Condition]:
+    """What the status of a cluster says at present, by the conditions' types."""
+    before = (resource.get("status") or {}).get("conditions") or ()
+    return {c["type"]: Condition(c["status"], c["reason"], c["message"]) for c in before}
 
 
 class Component(ABC):
@@ -38,13 +159,13 @@ class Component(ABC):
             InvalidSpecError: the spec can't be rendered.
         """
 
+    @abstractmethod
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
-        """What is due: here what differs from what is rendered. At rest everything in it is empty.
+        """What is due: as a rule the ``differences`` from what is rendered.
 
         Raises:
             InvalidSpecError: the spec can't be rendered; then the cluster stays as it is.
         """
-        return differences(self.render(cluster, context), observed)
 
     def status(self, observed: Observed, plan: Plan) -> Status:
         """What the cluster's status says of it: here nothing."""

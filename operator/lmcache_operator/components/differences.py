@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lmcache_operator.components.base import Observed, Plan, Problem
 from lmcache_operator.components.pods import pod_problems
-from lmcache_operator.components.types import Observed, Plan, Problem
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.names import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
-from lmcache_operator.components.types import Observed, Problem
+from lmcache_operator.components.base import Observed, Problem
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import controller_uid
 from lmcache_operator.specs.names import SPEC_HASH, annotations_of

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from lmcache_operator import metrics
-from lmcache_operator.components.types import Observed, Plan, Problem
+from lmcache_operator.components.base import Observed, Plan, Problem
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import ContestLog
@@ -39,11 +39,12 @@ class Applier:
         """One component's plan. Raises only NoAnswerError, since what comes next would fare no better."""
         for wanted in plan.apply:
             ref = ref_of(wanted)
-            uid = _uid(observed, ref)
+            live = observed.children.get(ref)
+            uid = None if live is None else live["metadata"]["uid"]
             if await self._attempt("apply", ref, self.api.apply(wanted, uid)):
                 self._note_healing(plan, ref, is_new=uid is None)
         for ref in plan.delete:
-            uid = str(_uid(observed, ref))
+            uid = observed.children[ref]["metadata"]["uid"]
             call = self.api.delete(BY_NAME[ref.kind], self.key.namespace, ref.name, uid)
             await self._attempt("delete", ref, call)
         for pod in plan.evict:
@@ -76,8 +77,3 @@ class Applier:
                 what = spell(path) or "all"
                 logger.info("%s: %s of %s was changed; healed it", self.key, what, ref)
             self.contests.note_healing(ref, path, self.time)
-
-
-def _uid(observed: Observed, ref: Ref) -> str | None:
-    live = observed.children.get(ref)
-    return None if live is None else str(live["metadata"]["uid"])

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 
-from lmcache_operator.components.base import Component
+from lmcache_operator.components.base import Component, Observed
 from lmcache_operator.components.pods import incomplete_sets, is_ready
-from lmcache_operator.components.types import Observed
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, Ref, controller_uid

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Component
-from lmcache_operator.components.types import Context, Observed, Plan, Problem
+from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
 

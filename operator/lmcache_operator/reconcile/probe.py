@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lmcache_operator.components.base import Probed, Sidecar
 from lmcache_operator.components.pods import is_ready
-from lmcache_operator.components.types import Probed, Sidecar
 from lmcache_operator.specs import Object
 
 ReadStats = Callable[[str], Awaitable[Any]]

@@ -13,8 +13,7 @@ from datetime import UTC, datetime
 from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.components import COMPONENTS
-from lmcache_operator.components.base import Component
-from lmcache_operator.components.types import Context, Observed, Plan, Problem
+from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem
 from lmcache_operator.errors import ApiError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.apply import Applier

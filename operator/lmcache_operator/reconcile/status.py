@@ -7,7 +7,7 @@ from datetime import datetime
 from itertools import chain
 from typing import NamedTuple
 
-from lmcache_operator.components.types import (
+from lmcache_operator.components.base import (
     FALSE,
     TRUE,
     UNKNOWN,

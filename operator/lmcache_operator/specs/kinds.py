@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from lmcache_operator.api import GROUP, KIND, PLURAL, VERSION
 from lmcache_operator.specs import Object
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """One kind of object; the core group is the empty string."""
 
     group: str
@@ -65,7 +64,12 @@ def ref_of(rendered: Object) -> Ref:
     return Ref(rendered["kind"], rendered["metadata"]["name"])
 
 
+def controller_of(metadata: Mapping[str, Any]) -> Object:
+    """The reference to the controlling owner of an object; empty if it has none."""
+    owners = metadata.get("ownerReferences") or []
+    return next((owner for owner in owners if owner.get("controller")), {})
+
+
 def controller_uid(live: Object) -> str | None:
     """The uid of the object's controlling owner."""
-    owners = live["metadata"].get("ownerReferences") or []
-    return next((owner["uid"] for owner in owners if owner.get("controller")), None)
+    return controller_of(live["metadata"]).get("uid")

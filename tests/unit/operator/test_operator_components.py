@@ -12,8 +12,8 @@ import yaml
 from lmcache_operator import components
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components import COMPONENTS, kinds_of
-from lmcache_operator.components.engine.objects import spec_hash
-from lmcache_operator.components.types import Context
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import spec_hash
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler

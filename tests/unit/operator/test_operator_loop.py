@@ -12,7 +12,7 @@ from aiohttp import ClientSession
 from kopf._core.engines.probing import health_reporter
 from lmcache_operator.app import build_registry, owner_key
 from lmcache_operator.components import COMPONENTS, kinds_of
-from lmcache_operator.components.types import Context
+from lmcache_operator.components.base import Context
 from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.queue import KeyedQueue

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_operator.components.types import Plan
+from lmcache_operator.components.base import Plan
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_operator.components.types import Problem
+from lmcache_operator.components.base import Problem
 from lmcache_operator.reconcile.status import derive_status, events, news
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES

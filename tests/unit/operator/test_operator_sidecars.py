@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from lmcache_operator.components.types import Probed
+from lmcache_operator.components.base import Probed
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.stats import StatsClient
 

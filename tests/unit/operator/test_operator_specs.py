@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_operator.api.parse import parse
 from lmcache_operator.api.plain_yaml import dump
-from lmcache_operator.components.engine.engine import Engine
-from lmcache_operator.components.engine.objects import spec_hash
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine, spec_hash
 from lmcache_operator.components.engine.pod import sidecar_memory
-from lmcache_operator.components.types import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.merge import first_difference, merge

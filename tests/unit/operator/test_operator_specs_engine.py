@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.vllm import engine_args
-from lmcache_operator.components.types import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import STOCK_IMAGES
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache_operator.components.pods import is_ready
-from lmcache_operator.components.types import (
+from lmcache_operator.components.base import (
     FALSE,
     TRUE,
     UNKNOWN,
@@ -17,6 +16,7 @@ from lmcache_operator.components.types import (
     Status,
     former_conditions,
 )  # fmt: skip
+from lmcache_operator.components.pods import is_ready
 from lmcache_operator.specs.names import ENGINE, selector
 
 _DEADLINE = "ProgressDeadlineExceeded"
