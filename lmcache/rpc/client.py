@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import logging
 import os
-import random
 import threading
 import time
 import uuid
@@ -25,20 +24,20 @@ from collections.abc import Callable
 
 import grpc
 
+from lmcache.backoff import Backoff
 from lmcache.rpc import service
 from lmcache.rpc.attachment import Attachment, hello_message
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.hello import ClientHello, KVGroup, Role
 from lmcache.rpc.lockfile import LockFile
 from lmcache.rpc.session import Copies, Session, bounded
-from lmcache.tiers.circuit import Backoff
 
 __all__ = ["ClientHello", "KVGroup", "Role", "Session", "SidecarClient"]
 
 logger = logging.getLogger(__name__)
 
-_BACKOFF = Backoff(base=0.05, cap=2.0)
-_PROTOCOL_DELAY_SECONDS = 30.0
+_BACKOFF = Backoff(0.05, 2.0, jitter=0.5)
+_PROTOCOL_BACKOFF = Backoff(30.0, 30.0, jitter=0.5)
 """Against another protocol version only an upgrade helps."""
 
 _STABLE_SECONDS = 10.0
@@ -112,21 +111,21 @@ class SidecarClient:
             self._lock_file.release()
 
     def _run(self) -> None:
-        num_failures = 0  # in a row
+        num_failures = 0
         while not self._closing.is_set():
-            started, is_other_protocol = time.monotonic(), False
+            started, backoff = time.monotonic(), _BACKOFF
             try:
                 self._attach()
                 reason = "the sidecar ended the session"
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
-                is_other_protocol = service.reason_of(error) == service.REASON_PROTOCOL
+                if service.reason_of(error) == service.REASON_PROTOCOL:
+                    backoff = _PROTOCOL_BACKOFF
             except Exception as error:  # this thread must outlive whatever a broken file system comes up with
                 reason = str(error)
             self._detached(reason)
             num_failures = 1 if time.monotonic() - started > _STABLE_SECONDS else num_failures + 1
-            pause = _PROTOCOL_DELAY_SECONDS if is_other_protocol else _BACKOFF.compute(num_failures)
-            self._closing.wait(pause * random.uniform(0.5, 1.0))
+            self._closing.wait(backoff.seconds(num_failures))
 
     def _attach(self) -> None:
         """Serve one stream to its end."""

@@ -58,7 +58,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         self._max_known = _MIN_KNOWN
         self._capacity = self._bytes_on_disk()
         self._directory, self._tier = _open_tier(directory, self._capacity)
-        self._guard = Guard(self._tier.breaker, self._tier.try_again, self._faults)
+        self._guard = Guard(self._tier.health, self._faults)
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return the chunk on ``dst_device``; None: a miss, or a put that is not finished."""

@@ -19,7 +19,7 @@ from lmcache.storage_backend.connector import CreateConnector
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.queued_backend import QueuedBackend
 from lmcache.storage_backend.serde import CreateSerde
-from lmcache.tiers.circuit import CircuitBreaker
+from lmcache.tiers.circuit import Circuit
 from lmcache.utils import CacheEngineKey
 
 logger = init_logger(__name__)
@@ -28,7 +28,7 @@ _WINDOW = 4  # chunks fetched at once, the one that is asked for and those behin
 _MAX_LOOKS = 64  # at once
 _MAX_UNREADABLE = 4096  # that are remembered
 
-_TRIAL_KEY = "lmcache@trial@0@0@"
+_PROBE_KEY = "lmcache@probe@0@0@"
 
 
 class RemoteBackendEndSignal:
@@ -58,8 +58,9 @@ class LMCRemoteBackend(QueuedBackend):
         self._geometry = _geometry(metadata)
         self._unreadable: Recent[CacheEngineKey, None] = Recent(_MAX_UNREADABLE)
         self._connector = CreateConnector(config.remote_url)
-        self._breaker = CircuitBreaker(base=0.1, cap=2.0)
-        self._guard = Guard(self._breaker, self._try_again, self._faults)
+        circuit = Circuit("the remote server", self._probe, base=0.1, cap=2.0)
+        circuit.subscribe(_say_recovery)
+        self._guard = Guard(circuit, self._faults)
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
         """Return the chunk on ``dst_device``; None: a miss, a fault, or bytes that are no chunk."""
@@ -108,15 +109,9 @@ class LMCRemoteBackend(QueuedBackend):
         self._guard.close()
         self._connector.close()
 
-    def _try_again(self) -> None:
-        try:
-            with contextlib.suppress(ValueError):  # a refusal is an answer
-                self._connector.exists(_TRIAL_KEY)
-        except Exception:
-            self._breaker.failure()
-            return
-        self._breaker.trial_succeeded()
-        logger.info("The remote server answers again")
+    def _probe(self) -> None:
+        with contextlib.suppress(ValueError):  # a refusal is an answer
+            self._connector.exists(_PROBE_KEY)
 
     def _label(self, key: CacheEngineKey) -> bytes:
         return f"{key.to_string()} {self._geometry}".encode()
@@ -194,6 +189,11 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
             missing: Future[torch.Tensor | None] = Future()
             missing.set_result(None)
             return [missing] * len(keys)
+
+
+def _say_recovery(failed: bool) -> None:
+    if not failed:
+        logger.info("The remote server answers again")
 
 
 def _geometry(metadata: LMCacheEngineMetadata) -> str:

@@ -7,10 +7,9 @@ and has one index entry: all ranks agree on hit lengths by construction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
-from lmcache.tiers.circuit import CircuitBreaker
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 KEY_BYTES = 32
 """Length of a chunk key and of a namespace (both SHA-256)."""
@@ -57,16 +56,47 @@ class Loaded(NamedTuple):
     digests: bytes  # ``header.digests`` of it
 
 
+Listener: TypeAlias = Callable[[bool], None]
+"""Called by any thread, and must not block. True: an operation failed; False: a circuit closed, or the
+servers are others now."""
+
+
+class Health(ABC):
+    """Whether a medium may be asked, as those see it who use it."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Is it unavailable, as far as is known?"""
+
+    @property
+    @abstractmethod
+    def num_outages(self) -> int:
+        """Changes whenever what it held may be lost: it was unavailable, or was restarted."""
+
+    def subscribe(self, listener: Listener) -> None:
+        """Have changes told from now on."""
+        self._listeners.append(listener)
+
+    def notify(self, failed: bool) -> None:
+        """Tell those who subscribed."""
+        for listener in self._listeners:
+            listener(failed)
+
+
 class LowerTier(Protocol):
     """A tier below memory: objects (one column of one row) by id. Thread-safe; every method may block.
 
-    Whatever is wrong with the medium itself raises TierUnavailableError and opens ``breaker``; from then on
-    methods raise at once until ``try_again`` finds it well. A wrong or short object is a miss and is
-    counted.
+    Whatever is wrong with the medium itself raises TierUnavailableError and opens its circuit; from then on
+    methods raise at once until a probe finds it healthy. A wrong or short object is a miss and is counted.
     """
 
-    breaker: CircuitBreaker
-    """Opened by the tier's own operations."""
+    @property
+    def health(self) -> Health:
+        """Its circuit, or those of its servers."""
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""
@@ -84,9 +114,6 @@ class LowerTier(Protocol):
     def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
         """Refresh the age of rows that were hit in a tier above, with payloads of ``lengths`` bytes. Return
         those that are not (whole) here any more."""
-
-    def try_again(self) -> bool:
-        """While the circuit is open: try the medium, and close the circuit if it is well."""
 
     def close(self) -> None:
         """Let go of everything; the threads that used the tier must have ended."""

@@ -1,111 +1,183 @@
-"""When to leave a sick tier alone, when to try it again, and what to try once more. Pure but for the clock,
-which is given."""
+"""Whether a medium is asked at all.
+
+::
+
+    closed --failure--> open --back-off--> half-open: one probe --answer--> closed
+                          ^                                  |
+                          +------------- failure ------------+
+
+A medium that is down, slow or frozen costs one deadline once, and its users nothing per request: while its
+circuit is open only the circuit's own thread asks it, and nobody waits for that. docs/adr/0013.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+from lmcache.backoff import Backoff
+from lmcache.tiers.base import Health
+from lmcache.tiers.errors import TierError, TierUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 60.0  # in which the log does not repeat the same problem
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Twice as long after every failure in a row, up to a cap."""
+class Circuit(Health):
+    """The circuit of one medium. Thread-safe.
 
-    base: float  # seconds, after the first failure
-    cap: float
-
-    def compute(self, failures: int) -> float:
-        """Seconds to wait after this many failures in a row."""
-        # The exponent is bounded: a tier that is away for days must not overflow a float.
-        return min(self.cap, self.base * 2.0 ** min(failures - 1, 30))
-
-
-class RetryStale:
-    """Once more, on a new connection, when one that had been idle turns out to be closed.
-
-    It may have been closed by a restart of the server long ago: that says nothing about now. Nothing else is
-    tried again: a deadline is spent once, and what failed on a new connection says how the server is.
-    """
-
-    def allows(self, error: OSError, *, was_idle: bool) -> bool:
-        """Is the operation that ended with this error to be tried again?"""
-        return was_idle and isinstance(error, ConnectionError)
-
-
-class CircuitBreaker:
-    """Opens at the first failure; while it is open nobody asks the tier anything but a trial in the
-    background.
-
-    So a tier that is down, slow or frozen costs one deadline once, and its users nothing per request. A trial
-    that succeeds closes the circuit but does not forget the failures: a tier that answers trials and fails at
-    work is left alone for longer each time: ``base`` seconds, doubled by every failure in a row up to
-    ``cap``. Threads may use it together (a failure counted once too few is harmless).
+    ``probe`` asks the medium, and raises when it is unhealthy. It runs in a thread that lives while the
+    circuit is open. A probe that succeeds closes the circuit but does not forget the failures: a medium that
+    answers probes and fails at work is asked less and less often, after ``base`` seconds, doubled by every
+    failure in a row up to ``cap``.
     """
 
     def __init__(
-        self, base: float = 0.05, cap: float = 0.5, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        probe: Callable[[], object],
+        *,
+        base: float = 0.05,
+        cap: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
+        self._name = name
+        self._probe = probe
         self._backoff = Backoff(base, cap)
         self._clock = clock
-        self._failures = 0
-        self._next_trial: float | None = None  # None: closed
-        self._doubts = 0
+        self._ended = threading.Event()
+        self._lock = threading.Lock()  # protects what follows
+        self._failures = 0  # in a row
+        self._next_probe: float | None = None  # None: closed
+        self._num_outages = 0
+        self._prober: threading.Thread | None = None  # while the circuit is open
+        self._logged = ("", float("-inf"))  # the last problem in the log, and when
+        self._is_recovery_due = False  # in the log
 
     @property
     def is_open(self) -> bool:
-        """Is the tier to be left alone?"""
-        return self._next_trial is not None
+        """See Health."""
+        return self._next_probe is not None
 
     @property
-    def seconds_to_trial(self) -> float:
-        """Seconds until a trial is due; 0 when it is, or when the circuit is closed."""
-        return max(0.0, (self._next_trial or 0.0) - self._clock())
+    def num_outages(self) -> int:
+        """See Health."""
+        return self._num_outages
 
     @property
-    def doubts(self) -> int:
-        """Changes whenever what the tier held may be lost: it was away, or was restarted."""
-        return self._doubts
+    def seconds_to_probe(self) -> float:
+        """Seconds until a probe is due; 0 when it is, or when the circuit is closed."""
+        return max(0.0, (self._next_probe or 0.0) - self._clock())
 
-    def doubt(self) -> None:
-        """It may have been restarted."""
-        self._doubts += 1
-
-    def failure(self) -> None:
-        """An operation or a trial failed."""
-        self._failures += 1
-        self._next_trial = self._clock() + self._backoff.compute(self._failures)
-
-    def trial_succeeded(self) -> None:
-        """The tier answers again."""
-        self.doubt()
-        self._next_trial = None
+    def check(self) -> None:
+        """Raise TierUnavailableError while the circuit is open."""
+        if self.is_open:
+            raise TierUnavailableError(f"{self._name} is unavailable")
 
     def success(self) -> None:
         """An operation succeeded."""
-        self._failures = 0
-        self._next_trial = None
+        if self._failures:
+            with self._lock:
+                self._failures = 0
+            self._close()
+
+    def failure(self, problem: object = None) -> TierUnavailableError:
+        """An operation failed: return what to raise. ``problem`` is logged, but the same one not again and
+        again: a medium that answers probes and fails at work would fill the log."""
+        self._open()
+        if problem is not None:
+            self._log(str(problem))
+        self.notify(True)
+        return TierUnavailableError(f"{self._name}: {problem}")
+
+    def restarted(self) -> None:
+        """The medium was found restarted: what it held may be lost."""
+        with self._lock:
+            self._num_outages += 1
+
+    def probe(self) -> bool:
+        """Ask the medium now, and close the circuit if it answers."""
+        try:
+            self._probe()
+        except Exception as error:  # whatever it is: nobody but the probe asks again
+            is_known = isinstance(error, (OSError, TierError))
+            logger.log(
+                logging.DEBUG if is_known else logging.ERROR,
+                "%s is still unavailable: %s", self._name, error, exc_info=not is_known,
+            )  # fmt: skip
+            self._open()
+            return False
+        if self.is_open:
+            self.restarted()
+            self._close()
+        return True
+
+    def end(self, timeout_seconds: float | None = None) -> None:
+        """End the probes, for good, and wait for one that is under way. The circuit opens no more."""
+        self._ended.set()
+        with self._lock:
+            prober, self._next_probe = self._prober, None
+        if prober is not None and prober is not threading.current_thread():
+            prober.join(timeout_seconds)
+
+    def _open(self) -> None:
+        with self._lock:
+            self._failures += 1
+            if self._ended.is_set():
+                return
+            self._next_probe = self._clock() + self._backoff.seconds(self._failures)
+            if self._prober is None:
+                prober = threading.Thread(target=self._keep_probing, name=f"probe {self._name}", daemon=True)
+                try:
+                    prober.start()
+                    self._prober = prober
+                except RuntimeError:  # there can't be another thread: the next operation is the probe
+                    self._next_probe = None
+
+    def _close(self) -> None:
+        with self._lock:
+            was_open, self._next_probe = self.is_open, None
+        if was_open:
+            level = logging.INFO if self._is_recovery_due else logging.DEBUG
+            logger.log(level, "%s is available again", self._name)
+            self._is_recovery_due = False
+            self.notify(False)
+
+    def _keep_probing(self) -> None:
+        while not self._ended.wait(self.seconds_to_probe):
+            if self.is_open:
+                self.probe()
+            with self._lock:
+                if not self.is_open:
+                    self._prober = None
+                    return
+
+    def _log(self, problem: str) -> None:
+        said, when = self._logged
+        if problem == said and self._clock() < when + _QUIET_SECONDS:
+            logger.debug("%s: %s", self._name, problem)
+        else:
+            self._logged, self._is_recovery_due = (problem, self._clock()), True
+            logger.warning("%s: %s", self._name, problem)
 
 
-class JointBreaker(CircuitBreaker):
-    """The circuit of a tier of several servers: open only if those of all of them are. It shows, they
-    decide."""
+class JointHealth(Health):
+    """The circuits of several servers, seen as one: open only if all of them are. They decide."""
 
-    def __init__(self, parts: Callable[[], Iterable[CircuitBreaker]]) -> None:
+    def __init__(self, circuits: Callable[[], Iterable[Circuit]]) -> None:
         super().__init__()
-        self._parts = parts
+        self._circuits = circuits
 
     @property
     def is_open(self) -> bool:
         """Is there no server to be asked?"""
-        return all(part.is_open for part in self._parts())
+        return all(circuit.is_open for circuit in self._circuits())
 
     @property
-    def doubts(self) -> int:
-        """See CircuitBreaker; of any of them."""
-        return sum(part.doubts for part in self._parts())
-
-    @property
-    def seconds_to_trial(self) -> float:
-        """Seconds until a trial of one of them is due; 0 when it is, or when a circuit is closed."""
-        return min((part.seconds_to_trial for part in self._parts()), default=0.0)
+    def num_outages(self) -> int:
+        """See Health; of any of them."""
+        return sum(circuit.num_outages for circuit in self._circuits())

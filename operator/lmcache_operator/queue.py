@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
+from lmcache.backoff import Backoff
 from lmcache_operator.errors import OperatorError
 
 Key = TypeVar("Key", bound=Hashable)
@@ -23,9 +23,8 @@ Key = TypeVar("Key", bound=Hashable)
 logger = logging.getLogger(__name__)
 
 
-def backoff_seconds(num_failures: int) -> float:
-    """Seconds before the next try: 0.5 to 60, doubling, jittered so that not all keys come back at once."""
-    return min(2.0 ** min(num_failures - 1, 10), 120.0) * random.uniform(0.5, 1.0) / 2
+BACKOFF = Backoff(0.5, 60.0, jitter=0.5)
+"""Before a key whose work failed is worked on again."""
 
 
 class _Lane:
@@ -102,7 +101,7 @@ class KeyedQueue(Generic[Key]):
                     num_failures = 0
                 except Exception as error:
                     num_failures += 1
-                    delay = backoff_seconds(num_failures)
+                    delay = BACKOFF.seconds(num_failures)
                     _log_failure(key, error, delay)
                 lane.started = None
             # No await between this look and the removal, or a wake-up in between would be lost.

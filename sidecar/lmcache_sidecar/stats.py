@@ -226,7 +226,7 @@ def tier_part(name: str, handle: TierHandle, worker: Lower | None) -> Part:
 def _is_reachable(handle: TierHandle, worker: Lower | None) -> bool:
     if handle.tier is None:
         return False
-    return worker.is_well if worker else not handle.tier.breaker.is_open
+    return worker.is_well if worker else not handle.tier.health.is_open
 
 
 def _client(client: Client) -> dict[str, Any]:

@@ -36,7 +36,13 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> float:
     return time.monotonic() - start
 
 
-def is_back(remote: RemoteTier) -> bool:
-    """Make the trial that is due next; does the tier answer again?"""
-    time.sleep(remote.breaker.seconds_to_trial)
-    return remote.try_again()
+def probe(remote: RemoteTier) -> bool:
+    """Probe all servers now; does one answer?"""
+    for server in remote._topology.servers():
+        server.circuit.probe()
+    return not remote.health.is_open
+
+
+def is_available(remote: RemoteTier) -> bool:
+    """Has the tier's own probe found it healthy?"""
+    return not remote.health.is_open

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 
 from lmcache.tiers.base import Loaded, LowerTier
-from lmcache.tiers.circuit import CircuitBreaker
+from lmcache.tiers.circuit import Circuit
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests as digests_of
@@ -35,7 +35,7 @@ class FaultyTier:
     """A ``LowerTier`` that is held, sick or well as tests say; operations in ``held`` wait at the gate."""
 
     def __init__(self) -> None:
-        self.breaker = CircuitBreaker(0.001, 0.01)
+        self.health = Circuit("tier", lambda: self._probe(), base=0.001, cap=0.01)
         self.calls: Counter[str] = Counter()
         self.held = {"probe", "load", "store"}
         self.open = threading.Event()
@@ -52,19 +52,15 @@ class FaultyTier:
             assert self.open.wait(20)
             self.num_waiting -= 1
         if self.is_sick:
-            self.breaker.failure()
-            raise TierUnavailableError("sick")
+            raise self.health.failure("unhealthy")
 
     def _takes(self, key: bytes) -> bool:
         return not self.is_full and key not in self.refused
 
-    def try_again(self):
-        self.calls["trial"] += 1
+    def _probe(self) -> None:
+        self.calls["health probe"] += 1
         if self.is_sick:
-            self.breaker.failure()
-            return False
-        self.breaker.trial_succeeded()
-        return True
+            raise TierUnavailableError("unhealthy")
 
 
 class FaultyDisk(FaultyTier):

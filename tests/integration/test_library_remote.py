@@ -162,7 +162,7 @@ def test_defect_09_a_frozen_server_costs_one_deadline(redis_server, pipelined):
             assert time.monotonic() - start < 5, "nothing more is asked"
         finally:
             redis_server.thaw()
-        wait_until(lambda: not engine.engine_.remote_store._guard.is_open)
+        wait_until(lambda: not engine.engine_.remote_store._guard._circuit.is_open)
 
 
 def test_what_is_queued_reaches_the_server_before_an_engine_is_closed(url):

@@ -14,7 +14,7 @@ from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
 from testing.processes import RedisServer
 from tests.harness.redis_topologies import Cluster, cluster
-from tests.harness.remote_objects import is_back, load, part_name, pattern, until
+from tests.harness.remote_objects import is_available, load, part_name, pattern, probe, until
 
 pytestmark = pytest.mark.redis
 
@@ -105,7 +105,7 @@ def test_a_slot_on_its_way_and_moved(remote, servers):
     assert load(remote, key=KEY) == payload
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert remote.stats.invalid == {}
-    assert not remote.breaker.is_open
+    assert not remote.health.is_open
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])
@@ -136,7 +136,7 @@ def test_a_dead_master_s_replica_is_found(remote, servers):
     servers.nodes[0].kill()
     hits = [load(remote, key=key) is not None for key in KEYS]
     assert 0 < hits.count(True) < len(KEYS)
-    assert not remote.breaker.is_open
+    assert not remote.health.is_open
     until(lambda: remote.probe(KEYS, 2) == len(KEYS), 20)
     assert all(load(remote, key=key) for key in KEYS)
     assert all(remote.store(ObjectId(key, 5), memoryview(b"x")) for key in KEYS)
@@ -148,12 +148,12 @@ def test_the_whole_cluster_away_and_back(remote, servers):
         node.freeze()
     with pytest.raises(TierUnavailableError):
         assert [load(remote, key=key) for key in KEYS]
-    assert remote.breaker.is_open
-    assert not remote.try_again()
+    assert remote.health.is_open
+    assert not probe(remote)
     for node in servers.nodes:
         node.thaw()
 
-    until(lambda: is_back(remote))
+    until(lambda: is_available(remote))
     until(lambda: remote.probe(KEYS, 2) == len(KEYS))
 
 
@@ -166,6 +166,6 @@ def test_nobody_there():
             remote.probe(KEYS, 1)
         with pytest.raises(TierUnavailableError):
             remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-    assert remote.breaker.is_open
-    assert not remote.try_again()
+    assert remote.health.is_open
+    assert not probe(remote)
     remote.close()

@@ -15,7 +15,7 @@ from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer, SidecarProcess
 from tests.harness.engine import store
-from tests.harness.remote_objects import KEY, is_back, load, until
+from tests.harness.remote_objects import KEY, is_available, load, probe, until
 from tests.harness.wire import attached, make_hello, usable
 
 SECRETS = ("us3r", "S3cr3t")
@@ -57,7 +57,7 @@ def test_a_server_that_repeats_what_it_was_told_tells_no_log(echoing, caplog, an
     remote = RemoteTier(f"redis://us3r:S3cr3t@127.0.0.1:{echoing(answer)}", timeout_seconds=0.5)
     with pytest.raises(TierUnavailableError, match="AUTH") as caught:
         load(remote)
-    assert not remote.try_again()
+    assert not probe(remote)
     assert "AUTH" in caplog.text
     for secret in SECRETS:
         assert secret not in caplog.text + repr(caught.value)
@@ -95,9 +95,9 @@ def test_a_rotated_password_is_asked_for_again():
         server.restart()
         with pytest.raises(TierUnavailableError, match="WRONGPASS was the answer to AUTH"):
             load(remote)
-        assert not is_back(remote)
+        assert not is_available(remote)
         passwords.append("new")
-        until(lambda: is_back(remote))
+        until(lambda: is_available(remote))
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         remote.close()
 

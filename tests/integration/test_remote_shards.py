@@ -14,7 +14,7 @@ from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer
-from tests.harness.remote_objects import load, pattern, until
+from tests.harness.remote_objects import is_available, load, pattern, probe, until
 
 pytestmark = pytest.mark.redis
 
@@ -76,13 +76,13 @@ def test_a_probe_costs_one_round_trip_per_shard_and_window(remote, servers):
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_a_lost_shard_costs_its_own_rows_only_until_it_is_back(remote, servers, fault):
+def test_a_lost_shard_costs_its_own_rows_only_until_it_is_available(remote, servers, fault):
     fill(remote)
     getattr(servers[0], fault)()
     hits = [is_loaded(remote, key) for key in KEYS]
     lost = hits.count(False)
     assert 0 < lost < len(KEYS) * 0.7
-    assert not remote.breaker.is_open
+    assert not remote.health.is_open
     assert remote.stats.failures == 1
     start = time.monotonic()
     assert remote.probe(KEYS, 2) == hits.index(False)
@@ -94,7 +94,7 @@ def test_a_lost_shard_costs_its_own_rows_only_until_it_is_back(remote, servers, 
     # Not a matter of speed: each of these would wait for a deadline if the sick shard were asked.
     assert time.monotonic() - start < 1.0
     servers[0].start() if fault == "kill" else servers[0].thaw()
-    # Nobody calls try_again while the tier as a whole is well: those who ask bring the shard back.
+    # The tier as a whole is available meanwhile: the shard's own circuit brings it back.
     assert until(lambda: remote.store(ObjectId(gone, 0), memoryview(payload_of(gone, 0)))) < 2
     assert is_loaded(remote, gone)
 
@@ -105,17 +105,17 @@ def test_all_shards_lost_and_one_back(remote, servers):
         server.kill()
     with pytest.raises(TierUnavailableError):
         assert [load(remote, key=key) for key in KEYS]
-    assert remote.breaker.is_open
+    assert remote.health.is_open
     with pytest.raises(TierUnavailableError):
         remote.probe(KEYS, 1)
     with pytest.raises(TierUnavailableError):
         remote.store(ObjectId(KEYS[0], 0), memoryview(b"x"))
     with pytest.raises(TierUnavailableError):
         remote.touch(KEYS, 1)
-    assert not remote.try_again()
+    assert not probe(remote)
     servers[1].start()
-    assert until(remote.try_again) < 2
-    assert not remote.breaker.is_open
+    assert until(lambda: is_available(remote)) < 2
+    assert not remote.health.is_open
     fill_results = [remote.store(ObjectId(key, 0), memoryview(payload_of(key, 0))) for key in KEYS]
     assert fill_results.count(True) == servers[1].client.dbsize() > 0
 
@@ -150,7 +150,7 @@ def test_scale_in_stays_readable_though_the_leaving_shard_dies(remote, servers):
     assert 0 < hits < len(KEYS)
     fill(remote)
     assert remote.probe(KEYS, 2) == len(KEYS)
-    assert not remote.breaker.is_open
+    assert not remote.health.is_open
 
 
 def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, servers):
@@ -174,7 +174,7 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
         try:
             for _ in range(3):
                 servers[0].kill()
-                until(lambda: remote.stats.refused["away"] or remote.breaker.is_open)
+                until(lambda: remote.stats.refused["away"] or remote.health.is_open)
                 remote.set_shards(left, all_of_them, time.time() + 900)
                 servers[0].start()
                 until(lambda: servers[0].client.dbsize())

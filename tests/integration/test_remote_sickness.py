@@ -16,7 +16,7 @@ from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
 from testing.processes import RedisServer
-from tests.harness.remote_objects import KEY, is_back, load, pattern, until
+from tests.harness.remote_objects import KEY, is_available, load, pattern, until
 
 pytestmark = pytest.mark.redis
 
@@ -42,7 +42,8 @@ class TestSickness:
         remote = RemoteTier(f"unix://{tmp_path}/nobody.sock")
         with pytest.raises(TierUnavailableError, match=r"nobody\.sock"):
             load(remote)
-        assert remote.breaker.is_open
+        assert remote.health.is_open
+        remote.close()
 
     def test_killed_and_restarted(self, remote, server):
         payload = memoryview(pattern(100))
@@ -50,9 +51,9 @@ class TestSickness:
         server.kill()
         with pytest.raises(TierUnavailableError):
             load(remote)
-        assert not is_back(remote)
+        assert not is_available(remote)
         server.start()
-        assert until(lambda: is_back(remote)) < 2
+        assert until(lambda: is_available(remote)) < 2
         assert load(remote) is None  # no persistence
         assert remote.store(ObjectId(KEY, 0), payload)
         assert load(remote) == payload
@@ -61,23 +62,27 @@ class TestSickness:
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.restart()
         assert load(remote) is None
-        assert not remote.breaker.is_open
+        assert not remote.health.is_open
 
     def test_frozen_costs_one_deadline_once(self, remote, server, monkeypatch):
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
+
+        def frozen():
+            raise TimeoutError
+
         server.freeze()
         with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
             load(remote)
         with monkeypatch.context() as patch:
             asked: list[object] = []
+            patch.setattr(remote._topology.servers()[0].circuit, "_probe", frozen)
             patch.setattr(Server, "_attempt", lambda _, operation, **__: asked.append(operation))
-            patch.setattr(Server, "_start_trial", lambda _: None)
             for _ in range(100):
-                with pytest.raises(TierUnavailableError, match="is away"):
+                with pytest.raises(TierUnavailableError, match="is unavailable"):
                     load(remote)
             assert not asked
         server.thaw()
-        assert until(lambda: is_back(remote)) < 2
+        assert until(lambda: is_available(remote)) < 2
         assert load(remote) == b"x"
 
     def test_frozen_in_the_middle_of_a_value(self, remote, server):
@@ -86,7 +91,7 @@ class TestSickness:
         with pytest.raises(TierUnavailableError):
             remote.store(ObjectId(KEY[::-1], 0), memoryview(pattern(3 * PART_BYTES)))
         server.thaw()
-        until(lambda: is_back(remote))
+        until(lambda: is_available(remote))
         # The half-sent value died with its connection.
         assert load(remote) == pattern(PART_BYTES)
         assert load(remote, key=KEY[::-1]) is None
@@ -101,7 +106,7 @@ class TestSickness:
         assert results[0]
         assert not results[-1]
         assert remote.stats.refused["OOM"] == results.count(False)
-        assert not remote.breaker.is_open
+        assert not remote.health.is_open
         assert load(remote, key=bytes([0]) * 64) is not None
         remote.close()
 
@@ -110,9 +115,13 @@ class TestSickness:
             remote = RemoteTier(guarded.url)
             assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) == b"x"
+            remote.close()
             for url in (guarded.url.replace("s3cret", "wr0ng"), guarded.url.replace(":s3cret@", "")):
-                with pytest.raises(TierUnavailableError, match=r"NOAUTH|WRONGPASS") as caught:
-                    load(RemoteTier(url))
+                with (
+                    contextlib.closing(RemoteTier(url)) as stranger,
+                    pytest.raises(TierUnavailableError, match=r"NOAUTH|WRONGPASS") as caught,
+                ):
+                    load(stranger)
                 assert "wr0ng" not in str(caught.value)
 
     def test_user_who_may_use_our_names_only(self, server):
@@ -131,7 +140,7 @@ class TestSickness:
         assert other.probe([KEY], 1) == 0
         other.touch([KEY], 1)
         assert other.stats.refused == other.stats.invalid == {"NOPERM": 1}
-        assert not other.breaker.is_open
+        assert not other.health.is_open
         remote.close()
         other.close()
 
@@ -152,7 +161,8 @@ class TestSickness:
             remote = RemoteTier(server.url)
             with pytest.raises(TierUnavailableError, match="CLUSTERDOWN"):
                 load(remote)
-            assert remote.breaker.is_open
+            assert remote.health.is_open
+            remote.close()
 
     def test_readonly_replica_takes_no_stores(self, remote, server):
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
@@ -178,19 +188,19 @@ class TestSickness:
             assert not remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) is None
             assert remote.stats.refused == {"ERR": 1}
-            assert not remote.breaker.is_open
+            assert not remote.health.is_open
             remote.close()
 
-    def test_a_server_that_answers_trials_and_fails_at_work_fills_no_log(self, server, caplog):
+    def test_a_server_that_answers_probes_and_fails_at_work_fills_no_log(self, server, caplog):
         caplog.set_level(logging.INFO)
         server.client.execute_command("ACL", "SETUSER", "default", "-GET")
         remote = RemoteTier(server.url)
-        remote._topology.servers()[0].errors_when_well = frozenset()
-        remote._topology.servers()[0].errors_when_sick = frozenset({"NOPERM"})
+        remote._topology.servers()[0].non_fatal_errors = frozenset()
+        remote._topology.servers()[0].fatal_errors = frozenset({"NOPERM"})
         for _ in range(5):
             with pytest.raises(TierUnavailableError):
                 load(remote)
-            until(lambda: is_back(remote))
+            until(lambda: is_available(remote))
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
         remote.close()
 
@@ -211,11 +221,11 @@ class TestBrokenServer:
                 for _ in range(2):  # a reset connection is tried once more
                     try:
                         peer, _ = listener.accept()
-                    except OSError:
+                        peers.append(peer)
+                        peer.recv(65536)
+                        peer.sendall(reply)
+                    except OSError:  # the test has ended
                         return
-                    peers.append(peer)
-                    peer.recv(65536)
-                    peer.sendall(reply)
                     if not is_silent_after:
                         peer.close()
 
@@ -247,7 +257,7 @@ class TestBrokenServer:
         remote = RemoteTier(answer(reply, is_silent_after=is_silent_after), timeout_seconds=0.2)
         with pytest.raises(TierUnavailableError, match=message):
             load(remote)
-        assert remote.breaker.is_open
+        assert remote.health.is_open
         remote.close()
 
     def test_nil_is_a_miss(self, answer):

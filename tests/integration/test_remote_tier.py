@@ -144,7 +144,7 @@ class TestDistrust:
     def check(self, remote: RemoteTier, reason: str) -> None:
         assert load(remote) is None
         assert remote.stats.invalid == {reason: 1}
-        assert not remote.breaker.is_open
+        assert not remote.health.is_open
         payload = pattern(PART_BYTES + 9)
         assert remote.store(ObjectId(KEY, 0), memoryview(payload))
         assert remote.stats.stored == 1

@@ -10,7 +10,7 @@ from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
 from testing.processes import BINARY, RedisServer
-from tests.harness.remote_objects import KEY, is_back, load, pattern, until
+from tests.harness.remote_objects import KEY, is_available, load, pattern, until
 
 pytestmark = [
     pytest.mark.redis,
@@ -54,7 +54,7 @@ def refusal(url: str) -> str:
     remote = RemoteTier(url)
     with pytest.raises(TierUnavailableError) as caught:
         load(remote)
-    assert remote.breaker.is_open
+    assert remote.health.is_open
     remote.close()
     return str(caught.value)
 
@@ -107,15 +107,15 @@ def test_frozen_and_thawed_killed_and_restarted(remote, server):
     server.freeze()
     with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
         load(remote)
-    assert not is_back(remote)
+    assert not is_available(remote)
     server.thaw()
-    assert until(lambda: is_back(remote)) < 2
+    assert until(lambda: is_available(remote)) < 2
     assert load(remote) == b"x"
     server.kill()
     with pytest.raises(TierUnavailableError):
         load(remote)
     server.start()
-    assert until(lambda: is_back(remote)) < 2
+    assert until(lambda: is_available(remote)) < 2
     assert load(remote) is None
 
 
@@ -125,7 +125,7 @@ def test_frozen_in_the_middle_of_a_value(remote, server):
     with pytest.raises(TierUnavailableError):
         remote.store(ObjectId(KEY[::-1], 0), memoryview(pattern(3 * PART_BYTES)))
     server.thaw()
-    until(remote.try_again)
+    until(lambda: is_available(remote))
     assert load(remote, key=KEY[::-1]) is None
 
 

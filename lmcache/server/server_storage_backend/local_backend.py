@@ -132,11 +132,8 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         return None
 
     def _guarded(self, operation: Callable[[], T], otherwise: T) -> T:
-        """Run it; ``otherwise`` while the directory is sick, which is tried again when a trial is due."""
-        breaker = self._tier.breaker
+        """Run it; ``otherwise`` while the directory is unavailable."""
         try:
-            if breaker.is_open and breaker.seconds_to_trial == 0:
-                self._tier.try_again()
             return operation()
         except TierUnavailableError as error:
             logger.debug("%s", error)  # the tier has said it once

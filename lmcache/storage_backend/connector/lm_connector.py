@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lmcache.protocol import MAX_KEY_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, Stream
 from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector
-from lmcache.tiers.circuit import CircuitBreaker
+from lmcache.tiers.circuit import Circuit
 from lmcache.utils import CacheEngineKey
 
 _CONNECT_SECONDS = 2.0
@@ -24,7 +24,7 @@ class LMCServerConnector(RemoteBytesConnector):
     A lock is held from a request's first byte to its reply's last, so that threads never read each other's
     replies. A key that the protocol has no room for goes by another name (``wire_name``).
 
-    After a failure calls fail at once until the circuit breaker's next trial is due (at most 0.5 s).
+    After a failure calls fail at once until the server can be connected to again.
     """
 
     def __init__(self, host: str, port: int, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
@@ -32,7 +32,7 @@ class LMCServerConnector(RemoteBytesConnector):
         self._timeout = timeout_seconds
         self._lock = threading.Lock()  # protects what follows
         self._stream: Stream | None = None
-        self._breaker = CircuitBreaker()
+        self._circuit = Circuit(f"lm server {host}:{port}", self._probe)
 
     def exists(self, key: str) -> bool:
         """See RemoteConnector."""
@@ -63,6 +63,7 @@ class LMCServerConnector(RemoteBytesConnector):
 
     def close(self) -> None:
         """See RemoteConnector."""
+        self._circuit.end(0)
         with self._lock:
             self._hang_up()
 
@@ -79,19 +80,22 @@ class LMCServerConnector(RemoteBytesConnector):
 
     def _exchange(self, *requests: bytes, num_replies: int) -> Sequence[bytes | None]:
         with self._lock:
-            if self._breaker.seconds_to_trial > 0:
-                raise ConnectionError("the server is left alone for a moment after a failure")
+            if self._circuit.is_open:
+                raise ConnectionError("the server is unavailable since a failure a moment ago")
             try:
                 stream = self._connected()
                 stream.send(*requests)
                 answers = [_receive_reply(stream) for _ in range(num_replies)]
             except (OSError, ValueError) as error:
                 self._hang_up()
-                self._breaker.failure()
+                self._circuit.failure()
                 raise ConnectionError(f"lm server {self._address[0]}:{self._address[1]}: {error}") from error
-            self._breaker.trial_succeeded()
-            self._breaker.success()
+            self._circuit.success()
             return answers
+
+    def _probe(self) -> None:
+        with self._lock:
+            self._connected()
 
     def _connected(self) -> Stream:
         # A server that restarted, or answers what nobody asked, is noticed before a request is lost on it.

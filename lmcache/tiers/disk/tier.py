@@ -11,8 +11,8 @@ miss, counted by reason, and its file is deleted.
 it found into the index, oldest first. Until then objects are looked for by their names. A store waits up to 1
 s for the index, since what may be written is not known before, and is refused then.
 
-**Sickness.** Whatever goes wrong with the volume raises TierUnavailableError and opens the circuit; from then
-on operations raise at once, until ``try_again`` finds it well. A full volume evicts. There is no deadline for
+**Outages.** Whatever goes wrong with the volume raises TierUnavailableError and opens the circuit; from then
+on operations raise at once, until a probe finds it healthy. A full volume evicts. There is no deadline for
 what the kernel never answers (a network volume whose server is gone): use a local one.
 """
 
@@ -30,10 +30,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
-from lmcache.tiers.circuit import CircuitBreaker
+from lmcache.tiers.circuit import Circuit
 from lmcache.tiers.disk.files import FULL, Directory, Fsync
 from lmcache.tiers.disk.index import Index
-from lmcache.tiers.errors import DiskError, InvalidObjectError, TierUnavailableError
+from lmcache.tiers.errors import DiskError, InvalidObjectError
 from lmcache.tiers.pages import PAGE_BYTES
 from lmcache.tiers.stats import DiskStats
 
@@ -62,7 +62,8 @@ class DiskTier:
         fsync: Fsync = "never",
     ) -> None:
         self.stats = DiskStats()
-        self.breaker = CircuitBreaker()
+        self.health = Circuit(f"disk tier {os.path.abspath(directory)}", self._probe)
+        self.health.subscribe(self._note)
         self.indexed = threading.Event()
         """Set when the index is complete."""
         self._capacity = capacity_bytes
@@ -128,22 +129,8 @@ class DiskTier:
         with self._watching():
             return self._remove(object_id)
 
-    def try_again(self) -> bool:
-        """While the circuit is open: write and read a page, and close the circuit if that works."""
-        try:
-            self._check()
-        except OSError as error:
-            self.breaker.failure()
-            logger.debug("disk tier %s is still away: %s", self._directory.path, error)
-            return False
-        self.breaker.trial_succeeded()
-        with self._lock:  # several may try at once
-            if not self.indexed.is_set() and not self._scan.is_alive():
-                self._start_scan()
-        logger.info("disk tier %s is back", self._directory.path)
-        return True
-
-    def _check(self) -> None:
+    def _probe(self) -> None:
+        """Write and read a page, in the directory that is there now. Raises OSError."""
         try:
             self._directory.check()
         except OSError:
@@ -153,26 +140,29 @@ class DiskTier:
                 self._index = None
                 self.indexed.clear()
             self._directory.check()
+        with self._lock:  # several may probe at once
+            if not self.indexed.is_set() and not self._scan.is_alive():
+                self._start_scan()
 
     def close(self) -> None:
         """Let another process have the directory; the threads that used the tier must have ended."""
         self._closing = True
+        self.health.end(_PATIENCE_SECONDS)
         self._scan.join(_PATIENCE_SECONDS)  # a hung volume must not keep the process from ending
         self._directory.close()
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         """Let what goes wrong with the volume open the circuit."""
-        if self.breaker.is_open:
-            raise TierUnavailableError(f"disk tier {self._directory.path} is away")
+        self.health.check()
         try:
             yield
         except OSError as error:
-            self.breaker.failure()
-            with self._lock:
-                self.stats.failures += 1
-            logger.warning("disk tier %s: %s", self._directory.path, error)
-            raise TierUnavailableError(f"disk tier {self._directory.path}: {error}") from error
+            raise self.health.failure(error) from error
+
+    def _note(self, failed: bool) -> None:
+        with self._lock:
+            self.stats.failures += failed
 
     def _contains(self, object_id: ObjectId) -> bool:
         with self._lock:
@@ -192,7 +182,7 @@ class DiskTier:
                     with contextlib.suppress(OSError):
                         self._remove(object_id)
                 raise
-            self.breaker.success()
+            self.health.success()
             if loaded is None:  # invalid, or deleted by somebody else
                 self._remove(object_id)
             else:
@@ -233,7 +223,7 @@ class DiskTier:
             if isinstance(error, OSError) and error.errno in _REFUSALS:
                 return self._refuse(errno.errorcode[error.errno])
             raise
-        self.breaker.success()
+        self.health.success()
         return True
 
     def _refuse(self, reason: str) -> bool:
@@ -324,7 +314,7 @@ class DiskTier:
                 if self._closing:
                     return
         except OSError as error:
-            # The next store opens the circuit: who opens it is whoever tries again.
+            # The next store opens the circuit.
             logger.warning("disk tier %s can't be listed: %s", self._directory.path, error)
             return
         with self._lock:

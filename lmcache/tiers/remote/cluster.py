@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lmcache.tiers.base import ObjectId
+from lmcache.tiers.base import Listener, ObjectId
 from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote.address import Endpoint
 from lmcache.tiers.remote.objects import hash_tag
@@ -32,10 +32,10 @@ SlotMap = list[Endpoint | None]
 class Node(Server):
     """A server of a cluster. While a slot is on its way elsewhere it says ASK: then it is done there."""
 
-    errors_when_well = Server.errors_when_well | {"ASK", "MOVED"}
+    non_fatal_errors = Server.non_fatal_errors | {"ASK", "MOVED"}
 
     def __init__(self, endpoint: Endpoint, cluster: Cluster) -> None:
-        super().__init__(str(endpoint), lambda: cluster.connect(endpoint), cluster.on_failure)
+        super().__init__(str(endpoint), lambda: cluster.connect(endpoint), cluster.listener)
         self._cluster = cluster
 
     def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
@@ -48,6 +48,12 @@ class Node(Server):
                 raise
             return self._cluster.node(endpoint).run(operation, asking=True)
 
+    def _probe(self) -> None:
+        try:
+            super()._probe()
+        finally:
+            self._cluster.refresh()  # others may own its slots by now
+
 
 class Cluster(Topology):
     """The seeds are asked for the map when nobody else answers."""
@@ -56,11 +62,11 @@ class Cluster(Topology):
         self,
         seeds: Sequence[Endpoint],
         connect: Callable[[Endpoint], Connection],
-        on_failure: Callable[[], None],
+        listener: Listener,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.connect = connect
-        self.on_failure = on_failure
+        self.listener = listener
         self._clock = clock
         self._seeds = [Node(endpoint, self) for endpoint in seeds]
         self._refreshing = threading.Lock()  # who has no map waits for it
@@ -78,7 +84,7 @@ class Cluster(Topology):
         """See Topology; one or none."""
         slot = binascii.crc_hqx(hash_tag(object_id).encode(), 0) % _NUM_SLOTS
         owner = self._owner(slot)
-        if owner is None or owner.breaker.is_open:
+        if owner is None or owner.circuit.is_open:
             self.refresh()
             owner = self._owner(slot)
         return (owner,) if owner else ()
@@ -133,6 +139,7 @@ class Cluster(Topology):
             node.close()
         for endpoint in owning:
             self.node(endpoint)
+        self.listener(False)
 
 
 def _target(error: ServerError) -> Endpoint | None:

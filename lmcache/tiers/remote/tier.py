@@ -6,9 +6,9 @@ say in ``address.py``.
 **Trust.** What is read is compared with what was asked for; anything else is a miss, counted by reason. Only
 names that start with our prefix are ever written; nothing is deleted.
 
-**Sickness.** Whatever goes wrong with a server itself opens its circuit; from then on it is not asked until a
-trial finds it well. While another server is well, what the sick one owns is a miss, and a store of it is
-refused; when all are sick, operations raise TierUnavailableError.
+**Outages.** Whatever goes wrong with a server itself opens its circuit; from then on it is not asked until a
+probe finds it healthy. While another server is healthy, what the unhealthy one owns is a miss, and a store of
+it is refused; when all are unhealthy, operations raise TierUnavailableError.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeVar
 
 from lmcache.recent import Recent
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
-from lmcache.tiers.circuit import CircuitBreaker, JointBreaker
+from lmcache.tiers.circuit import JointHealth
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, parse_endpoints
@@ -63,10 +62,9 @@ class RemoteTier:
         self.stats = ObjectStats()
         self._timeout = timeout_seconds
         self._credentials = credentials
+        self.health = JointHealth(lambda: [server.circuit for server in self._topology.servers()])
+        self.health.subscribe(self._note)
         self._topology = self._make_topology()
-        self.breaker: CircuitBreaker = JointBreaker(
-            lambda: [server.breaker for server in self._topology.servers()]
-        )
         self._lock = threading.Lock()  # protects stats and what follows
         self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # invalid, though present
 
@@ -79,6 +77,7 @@ class RemoteTier:
         if not isinstance(self._topology, Shards):
             raise ValueError(f"remote tier {self.address} has no list of shards")
         self._topology.change(ShardList(parse_endpoints(current), parse_endpoints(previous), until))
+        self.health.notify(False)
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""
@@ -116,7 +115,7 @@ class RemoteTier:
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
         """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
-        say), or is away while others are well."""
+        say), or is unavailable while others are healthy."""
         try:
             is_new = self._store(object_id, payload, label, digests)
         except ServerError as error:
@@ -154,27 +153,18 @@ class RemoteTier:
         return absent
 
     def check(self) -> None:
-        """Ask the servers whether they are well; if one is not, the log says why, and its circuit opens."""
+        """Ask the servers whether they are healthy; the log says why if one is not, and its circuit opens."""
         self._topology.refresh()
         for server in self._topology.servers():
             with contextlib.suppress(TierUnavailableError, ServerError):
                 server.run(lambda connection: connection.call("PING"))
-
-    def try_again(self) -> bool:
-        """While the circuit is open: ask the servers whether they are well. True: one of them is."""
-        self._topology.refresh()
-        sick = [server for server in self._topology.servers() if server.breaker.is_open]
-        if sick:  # all at once: one that is frozen must not keep the others waiting
-            with ThreadPoolExecutor(len(sick)) as pool:
-                list(pool.map(Server.try_again, sick))
-        return not self.breaker.is_open
 
     def close(self) -> None:
         """Close all connections; the threads that used them must have ended."""
         self._topology.close()
 
     def _store(self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes) -> bool | None:
-        """Return whether it was not there yet; None: its owner is away."""
+        """Return whether it was not there yet; None: its owner is unavailable."""
         is_rewrite = object_id in self._rewrite
         for server in self._candidates(object_id):
             try:
@@ -206,7 +196,7 @@ class RemoteTier:
                     present[index] = reply == 1
 
     def _call_all(self, server: Server, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
-        """In one round trip; no replies when the server is away."""
+        """In one round trip; no replies when the server is unavailable."""
         replies = self._run(server, lambda connection: connection.call_all(commands)) or []
         for reply in replies:
             if isinstance(reply, ServerError):
@@ -219,8 +209,8 @@ class RemoteTier:
         tried: list[Server] = []
         while len(tried) < _MAX_TRIES:
             owners = self._topology.owners(object_id)
-            if not owners and self.breaker.is_open:
-                raise TierUnavailableError(f"remote tier {self.address} is away")
+            if not owners and self.health.is_open:
+                raise TierUnavailableError(f"remote tier {self.address} is unavailable")
             server = next((owner for owner in owners if owner not in tried), None)
             if server is None:
                 return
@@ -228,11 +218,11 @@ class RemoteTier:
             yield server
 
     def _run(self, server: Server, operation: Callable[[Connection], T]) -> T | None:
-        """None: this server is sick, but another one is well."""
+        """None: this server is unhealthy, but another one is healthy."""
         try:
             return server.run(operation)
         except TierUnavailableError:
-            if self.breaker.is_open:
+            if self.health.is_open:
                 raise
             return None
 
@@ -244,9 +234,9 @@ class RemoteTier:
             self.stats.invalid[reason] += 1
             self._rewrite[object_id] = None
 
-    def _note_failure(self) -> None:
+    def _note(self, failed: bool) -> None:
         with self._lock:
-            self.stats.failures += 1
+            self.stats.failures += failed
 
     def _present_address(self) -> Address:
         if self._credentials is None:
@@ -261,10 +251,10 @@ class RemoteTier:
             return Connection(endpoint, address or self._present_address(), self._timeout)
 
         def make_server(endpoint: Endpoint) -> Server:
-            return Server(str(endpoint), lambda: connect(endpoint), self._note_failure)
+            return Server(str(endpoint), lambda: connect(endpoint), self.health.notify)
 
         if self.address.kind is Kind.SENTINEL:
-            return SentinelMaster(self.address, self._present_address, connect, self._note_failure)
+            return SentinelMaster(self.address, self._present_address, connect, self.health.notify)
         if self.address.kind is Kind.CLUSTER:
-            return Cluster(self.address.endpoints, connect, self._note_failure)
+            return Cluster(self.address.endpoints, connect, self.health.notify)
         return Shards(ShardList(self.address.endpoints), make_server)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from lmcache.tiers.base import ObjectId, RowKey
+from lmcache.tiers.base import Listener, ObjectId, RowKey
 from lmcache.tiers.errors import ServerError
 from lmcache.tiers.remote.address import Address, Endpoint
 from lmcache.tiers.remote.resp import Connection
@@ -25,7 +25,7 @@ class Topology(ABC):
 
     @abstractmethod
     def servers(self) -> Sequence[Server]:
-        """Those that own something now: the tier is away when all of their circuits are open."""
+        """Those that own something now: the tier is unavailable when all of their circuits are open."""
 
     @abstractmethod
     def owners(self, object_id: ObjectId) -> Sequence[Server]:
@@ -118,14 +118,14 @@ class SentinelMaster(Topology):
         address: Address,
         present: Callable[[], Address],
         connect: Callable[[Endpoint, Address], Connection],
-        on_failure: Callable[[], None],
+        listener: Listener,
     ) -> None:
         self._address = address
         self._present = present
         self._stranger = replace(address, username="", password="", database=0)
         self._connect = connect
         self._sentinels = list(address.endpoints)
-        self._server = Server(str(address), self._connect_to_master, on_failure)
+        self._server = Server(str(address), self._connect_to_master, listener)
 
     def servers(self) -> Sequence[Server]:
         """See Topology."""

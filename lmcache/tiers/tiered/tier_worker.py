@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 _NUM_READERS = 2
 _NUM_WRITERS = 2
 _MAX_TOUCH = 1024  # rows per operation
-_PAUSE_SECONDS = 0.005  # between two trials, whatever the tier says
-_BROKEN_TRIAL_SECONDS = 1.0  # after one that does not even fail as it should
 _STUCK_SECONDS = 10.0
 """Tiers have deadlines, but a disk's system call may hang in the kernel: from then on lookups pass it by."""
 
@@ -80,7 +78,9 @@ class Lower:
         self._labels = labels
         self._outstanding = outstanding
         self._watcher = watcher
-        self._doubts = tier.breaker.doubts
+        self._num_outages = tier.health.num_outages
+        self._loop = asyncio.get_running_loop()
+        tier.health.subscribe(self._on_health)
         self._clock = clock
         self._queue = WriteQueue(memory.arena.num_rows // 4)
         self._has_writes = asyncio.Event()
@@ -323,39 +323,36 @@ class Lower:
         return all(ended)
 
     async def _run(self, pool: Workers, operation: Callable[[], T]) -> T:
-        """Run an operation in a thread. Raises TierUnavailableError: then nothing more is asked until a trial
+        """Run an operation in a thread. Raises TierUnavailableError: then nothing more is asked until a probe
         succeeds."""
         name = object()
         self._running[name] = self._clock()
         try:
             return await pool.run(operation)
         except TierUnavailableError:
-            if self._up.is_set():
-                self._up.clear()
-                self._give_up_waiting()
-                self._tasks.spawn(self._recover())
+            self._update_health()
             raise
         finally:
             del self._running[name]
-            if self._doubts != self._tier.breaker.doubts:
-                self._doubts = self._tier.breaker.doubts
+            if self._num_outages != self._tier.health.num_outages:
+                self._num_outages = self._tier.health.num_outages
                 self._watcher.doubt()
 
     def _give_up_waiting(self) -> None:
         for slot in self._writes:
             self._answer(slot, Unwritten.AWAY)
 
-    async def _recover(self) -> None:
-        """Try a sick tier in the background, so that no lookup ever has to."""
-        breaker = self._tier.breaker
-        while breaker.is_open:
-            await asyncio.sleep(max(_PAUSE_SECONDS, breaker.seconds_to_trial))
-            try:
-                await self._readers.run(self._tier.try_again)
-            except Exception:  # whatever it is: nobody but this task tries again
-                logger.exception("a trial of the %s tier ended with an error", self._name)
-                await asyncio.sleep(_BROKEN_TRIAL_SECONDS)
-        self._up.set()
+    def _on_health(self, failed: bool) -> None:
+        """In any thread, and at any time: the loop may have ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._update_health)
+
+    def _update_health(self) -> None:
+        if not self._tier.health.is_open:
+            self._up.set()
+        elif self._up.is_set():
+            self._up.clear()
+            self._give_up_waiting()
 
 
 def _load_columns(

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend, save_disk
-from lmcache.tiers.errors import TierUnavailableError
 from testing.child_process import wait_until
 from tests.harness.kv_cache import (
     CHUNK,
@@ -215,14 +214,15 @@ def test_defect_12_a_sick_disk_is_misses_and_comes_back(backend, monkeypatch):
 
     def sick_load(*arguments):
         if is_sick.is_set():
-            backend._tier.breaker.failure()
-            raise TierUnavailableError("EIO")
+            raise backend._tier.health.failure("EIO")
         return load(*arguments)
 
+    def probe():
+        if is_sick.is_set():
+            raise OSError("EIO")
+
     monkeypatch.setattr(backend._tier, "load", sick_load)
-    monkeypatch.setattr(
-        backend._tier, "try_again", lambda: is_sick.is_set() or backend._tier.breaker.success()
-    )
+    monkeypatch.setattr(backend._tier.health, "_probe", probe)
     assert backend.get(make_key("a")) is None
     assert not backend.contains(make_key("a"))
     backend.put(make_key("b"), make_chunk())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmcache.protocol import ServerMetaMessage
 from lmcache.storage_backend.connector.lm_connector import LMCServerConnector
-from lmcache.tiers.circuit import CircuitBreaker
+from lmcache.tiers.circuit import Circuit
 from tests.harness.lm_server import (
     HOST,
     connected,
@@ -121,13 +121,12 @@ def test_defect_12_a_server_that_came_back_is_found_again():
 
 
 def test_defect_12_a_server_that_failed_is_left_alone_for_a_while():
-    now = 0.0
     with false_server(b"", struct.pack("ii", 200, 0)) as connector:
-        connector._breaker = CircuitBreaker(base=5, clock=lambda: now)
-        for message in ("closed the connection", "left alone", "left alone"):
+        connector._circuit = Circuit("server", connector._probe, base=3600, cap=3600)
+        for message in ("closed the connection", "unavailable", "unavailable"):
             with pytest.raises(ConnectionError, match=message):
                 connector.get(key(1))
-        now = 5.0
+        assert connector._circuit.probe()
         assert connector.get(key(1)) == b""
 
 

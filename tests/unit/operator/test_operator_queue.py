@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_operator.errors import OperatorError
-from lmcache_operator.queue import KeyedQueue, backoff_seconds
+from lmcache_operator.queue import BACKOFF, KeyedQueue
 
 T = TypeVar("T")
 
@@ -175,8 +175,8 @@ def test_failures_back_off_and_success_forgets_them(caplog: pytest.LogCaptureFix
 
 @given(st.integers(1, 10_000))
 def test_a_back_off_stays_within_its_bounds(num_failures: int) -> None:
-    assert 0.25 <= backoff_seconds(num_failures) <= 60
-    assert num_failures < 8 or backoff_seconds(num_failures) >= 30
+    assert 0.25 <= BACKOFF.seconds(num_failures) <= 60
+    assert num_failures < 8 or BACKOFF.seconds(num_failures) >= 30
 
 
 def test_hanging_work_is_visible_and_can_be_cancelled() -> None:

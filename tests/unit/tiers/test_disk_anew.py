@@ -25,7 +25,7 @@ def test_a_directory_that_is_made_again_is_taken(path):
     with pytest.raises(TierUnavailableError):
         store(tier, 3)
     path.mkdir()
-    assert tier.try_again()
+    assert tier.health.probe()
     assert tier.indexed.wait(10)
     assert (load(tier, 1), tier.num_bytes) == (None, 0)
     assert store(tier, 2)
@@ -45,9 +45,9 @@ def test_a_directory_made_again_and_taken_by_somebody_else_is_left_to_them(path)
     with pytest.raises(TierUnavailableError):
         store(tier, 1)
     other = DiskTier(path, MIB)
-    assert not tier.try_again()
+    assert not tier.health.probe()
     other.close()
-    assert tier.try_again()
+    assert tier.health.probe()
     tier.close()
 
 
@@ -58,13 +58,13 @@ def test_a_volume_that_is_mounted_anew_is_taken_and_what_lies_below_is_not(volum
     subprocess.run(["umount", "-l", volume], check=True)
     with pytest.raises(TierUnavailableError):
         store(tier, 2)
-    assert not tier.try_again()
+    assert not tier.health.probe()
     assert list(volume.iterdir()) == []
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", volume], check=True)
-    assert not tier.try_again()  # too small
+    assert not tier.health.probe()  # too small
     subprocess.run(["umount", volume], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", volume], check=True)
-    assert tier.try_again()
+    assert tier.health.probe()
     assert tier.indexed.wait(10)
     assert store(tier, 2)
     assert tier.num_bytes == taken_bytes(volume)

@@ -65,7 +65,7 @@ def address_of(memory: memoryview) -> int:
 
 def check_away(tier: DiskTier) -> None:
     """Everything raises at once, and nothing is lost track of."""
-    assert tier.breaker.is_open
+    assert tier.health.is_open
     with pytest.raises(TierUnavailableError):
         store(tier, 99)
     with pytest.raises(TierUnavailableError):
@@ -137,7 +137,7 @@ class TestWrongFiles:
         assert load(tier, 1) is None
         assert not store(tier, 1)
         assert tier.stats.refused == {"EISDIR": 1}
-        assert not tier.breaker.is_open
+        assert not tier.health.is_open
         assert tier.num_bytes == 0
         assert not temporaries(path)
 
@@ -198,8 +198,8 @@ class TestSickVolume:
             with pytest.raises(TierUnavailableError):
                 store(tier, 2)
             check_away(tier)
-            assert not tier.try_again()
-        assert tier.try_again()
+            assert not tier.health.probe()
+        assert tier.health.probe()
         assert not temporaries(path)
         assert load(tier, 1) == content(1, PAGE)
         assert tier.num_bytes == taken_bytes(path) == 2 * PAGE
@@ -212,8 +212,8 @@ class TestSickVolume:
             with pytest.raises(TierUnavailableError):
                 load(tier, 1)
             check_away(tier)
-            assert not tier.try_again()
-        assert tier.try_again()
+            assert not tier.health.probe()
+        assert tier.health.probe()
         assert load(tier, 1) is None  # its block may be bad: it would open the circuit again
         assert tier.num_bytes == taken_bytes(path) == 0
 
@@ -229,12 +229,12 @@ class TestSickVolume:
             store(tier, number)
         with failing("unlink", errno.EROFS), pytest.raises(TierUnavailableError):
             store(tier, 16)
-        assert tier.try_again()
+        assert tier.health.probe()
         assert store(tier, 16)
         assert tier.num_bytes == taken_bytes(path) == 32 * PAGE
 
-    def test_a_trial_reads_what_it_wrote(self, tier, monkeypatch):
-        tier.breaker.failure()
+    def test_a_probe_reads_what_it_wrote(self, tier, monkeypatch):
+        tier.health.failure()
         real = os.preadv
 
         def wrong(fd, buffers, offset):
@@ -244,8 +244,8 @@ class TestSickVolume:
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", wrong)
-            assert not tier.try_again()
-        assert tier.try_again()
+            assert not tier.health.probe()
+        assert tier.health.probe()
 
     def test_a_directory_that_vanishes(self, path, tier):
         store(tier, 1)
@@ -254,7 +254,7 @@ class TestSickVolume:
         with pytest.raises(TierUnavailableError):
             store(tier, 1)
         check_away(tier)
-        assert not tier.try_again()
+        assert not tier.health.probe()
         assert not path.exists()
 
     def test_a_directory_that_is_emptied(self, path, tier):
@@ -281,7 +281,7 @@ class TestSickVolume:
         with pytest.raises(TierUnavailableError):
             store(tier, 2)
         check_away(tier)
-        assert tier.try_again()
+        assert tier.health.probe()
         assert tier.indexed.wait(10)
         assert tier.num_bytes == 2 * PAGE
         assert store(tier, 2)
@@ -302,7 +302,7 @@ class TestSickVolume:
         tier._scan.join()
         tier.indexed.clear()
         with ThreadPoolExecutor(num_threads) as pool:
-            assert all(pool.map(lambda _: tier.try_again(), range(num_threads)))
+            assert all(pool.map(lambda _: tier.health.probe(), range(num_threads)))
         may_end.set()
         assert tier.indexed.wait(10)
         tier._scan.join()
@@ -339,9 +339,9 @@ class TestFullVolume:
             (volume / "others").write_bytes(bytes(MIB))
         assert not store(tier, 2, 15 * PAGE)
         assert tier.stats.refused == {"ENOSPC": 1}
-        assert not tier.breaker.is_open
-        tier.breaker.failure()
-        assert tier.try_again()
+        assert not tier.health.is_open
+        tier.health.failure()
+        assert tier.health.probe()
         assert not temporaries(volume)
         (volume / "others").unlink()
         assert store(tier, 2, 15 * PAGE)
@@ -354,9 +354,9 @@ class TestFullVolume:
         with pytest.raises(TierUnavailableError):
             store(tier, 2)
         check_away(tier)
-        assert not tier.try_again()
+        assert not tier.health.probe()
         subprocess.run(["mount", "-o", "remount,rw", volume], check=True)
-        assert tier.try_again()
+        assert tier.health.probe()
         assert load(tier, 1) == content(1, PAGE)
         assert store(tier, 2)
         tier.close()

@@ -147,8 +147,8 @@ class DiskMachine(RuleBasedStateMachine):
                 self.store_object(number, PAGE)
             with pytest.raises(TierUnavailableError):
                 load(self.tier, number // 2)
-            assert not self.tier.try_again()
-        assert self.tier.try_again()
+            assert not self.tier.health.probe()
+        assert self.tier.health.probe()
         self.oracle.make_room(file_bytes(PAGE))
 
     @rule(number=numbers)

@@ -118,7 +118,7 @@ async def test_a_sick_remote_is_left_alone_until_it_is_well(world):
     for _ in range(20):
         assert world.lookup(chain(2)) == LookupResult()
     world.put(chain(2, start=8))
-    await until(lambda: world.remote.calls["trial"] > 3)
+    await until(lambda: world.remote.calls["health probe"] > 3)
     assert world.remote.calls["probe"] == num_probes
     assert not await world.store.drain(0.01)
     world.remote.is_sick = False
@@ -129,12 +129,12 @@ async def test_a_sick_remote_is_left_alone_until_it_is_well(world):
 
 
 @run
-async def test_a_trial_that_ends_with_an_error_is_not_the_last(world):
-    def broken() -> bool:
-        world.remote.try_again = working
-        raise RuntimeError("can't start new thread")
+async def test_a_probe_that_ends_with_an_error_is_not_the_last(world):
+    def broken() -> None:
+        world.remote._probe = working
+        raise RuntimeError("what nobody thought of")
 
-    working, world.remote.try_again = world.remote.try_again, broken
+    working, world.remote._probe = world.remote._probe, broken
     world.remote.fill(chain(2))
     world.remote.is_sick = True
     assert world.lookup(chain(2)).is_probing

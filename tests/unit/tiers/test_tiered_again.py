@@ -90,7 +90,7 @@ async def test_a_row_that_is_always_refused_keeps_nobody_back(world):
 
 @run
 async def test_a_row_that_makes_the_tier_sick_keeps_nobody_back(world):
-    """The server closes the connection over it, and answers trials: it is not tried at the head for ever."""
+    """The server closes the connection over it, and answers probes: it is not tried at the head for ever."""
     bad = chain(1)[0]
     store = world.remote.store
 

@@ -221,7 +221,7 @@ class Tiered(RuleBasedStateMachine):
             else:
                 self.tiers[name].objects.pop((key, column), None)
         if tells:
-            self.tiers[name].breaker.doubt()
+            self.tiers[name].health.restarted()
 
     @rule(name=tiers, keys=parts, only=st.booleans())
     def refuse(self, name, keys, only):

@@ -21,6 +21,7 @@ from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList, Shards, endpoint_of
 from testing.child_process import wait_until
+from tests.harness.remote_objects import probe
 
 ENDPOINTS = [Endpoint(f"shard-{number}.cache", 6379) for number in range(6)]
 KEYS = [number.to_bytes(64, "big") for number in range(600)]
@@ -31,7 +32,7 @@ def nobody() -> None:
 
 
 def shards_of(shards: ShardList, now: float = 0.0) -> Shards:
-    return Shards(shards, lambda endpoint: Server(str(endpoint), nobody, lambda: None), lambda: now)
+    return Shards(shards, lambda endpoint: Server(str(endpoint), nobody, lambda _: None), lambda: now)
 
 
 def owners(shards: Shards) -> list[str]:
@@ -82,7 +83,7 @@ class TestShards:
     def test_a_change_keeps_the_servers_that_stay(self):
         shards = shards_of(ShardList(tuple(ENDPOINTS[:2])))
         stays, goes = sorted(shards.servers(), key=lambda server: server.name)[::-1]
-        stays.breaker.failure()
+        stays.circuit.failure()
         shards.change(ShardList((Endpoint("shard-1.cache", 6379), Endpoint("new", 1))))
         assert stays in shards.servers()
         assert goes not in shards.servers()
@@ -100,7 +101,7 @@ class TestCluster:
             raise ConnectionRefusedError("nobody there")
 
         self.num_connects = 0
-        return Cluster(ENDPOINTS[:2], connect, lambda: None, lambda: self.now)
+        return Cluster(ENDPOINTS[:2], connect, lambda _: None, lambda: self.now)
 
     def test_the_hash_slot_is_that_of_the_specification(self):
         """The check value of CRC16, https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/."""
@@ -114,7 +115,7 @@ class TestCluster:
         cluster = self.cluster()
         assert not cluster.owners(ObjectId(KEYS[0], 0))
         assert [server.name for server in cluster.servers()] == ["shard-0.cache:6379", "shard-1.cache:6379"]
-        assert all(server.breaker.is_open for server in cluster.servers())
+        assert all(server.circuit.is_open for server in cluster.servers())
         assert self.num_connects == 2
         cluster.owners(ObjectId(KEYS[0], 0))
         assert self.num_connects == 2  # once a second
@@ -155,10 +156,10 @@ def test_what_is_no_address_is_not_believed(host, port):
 
 
 def test_a_server_that_nobody_reaches_is_away_and_tried_in_the_background():
-    server = Server("s", nobody, lambda: None)
+    server = Server("s", nobody, lambda _: None)
     with pytest.raises(TierUnavailableError, match="nobody there"):
         server.run(lambda connection: None)
-    with pytest.raises(TierUnavailableError, match="is away"):
+    with pytest.raises(TierUnavailableError, match="is unavailable"):
         server.run(lambda connection: None)
     server.close()
 
@@ -169,7 +170,8 @@ def test_a_name_that_no_host_can_have_is_a_sickness(scheme, host):
     remote = RemoteTier(f"{scheme}://{host}:1", timeout_seconds=0.2)
     with pytest.raises(TierUnavailableError):
         remote.probe(KEYS[:1], 1)
-    assert remote.breaker.is_open
+    assert remote.health.is_open
+    remote.close()
 
 
 def test_an_error_while_connecting_is_a_sickness():
@@ -178,10 +180,10 @@ def test_an_error_while_connecting_is_a_sickness():
     def connect():
         raise ServerError("NOPERM this user has no permissions to run the 'select' command")
 
-    server = Server("s", connect, lambda: None)
+    server = Server("s", connect, lambda _: None)
     with pytest.raises(TierUnavailableError, match="NOPERM"):
         server.run(lambda connection: None)
-    assert not server.try_again()
+    assert not server.circuit.probe()
     server.close()
 
 
@@ -197,7 +199,7 @@ def test_a_resolver_that_never_answers_costs_a_deadline_and_one_thread(monkeypat
     remote = RemoteTier("redis://cache.example:1", timeout_seconds=0.1)
     with pytest.raises(TierUnavailableError, match=r"cache\.example was not resolved within 0\.1 s"):
         remote.probe(KEYS[:1], 1)
-    assert not remote.try_again()
+    assert not probe(remote)
     assert asked == [("cache.example", 1)]
     remote.close()
     answering.set()

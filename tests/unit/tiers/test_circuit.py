@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import threading
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from lmcache.backoff import Backoff
+from lmcache.tiers.circuit import Circuit, JointHealth
+from lmcache.tiers.errors import ServerError, TierUnavailableError
+from lmcache.tiers.remote.server import Server
+from testing.child_process import wait_until
+
+
+class Medium:
+    """Unhealthy until it ``answers``; its probes wait for ``go``."""
+
+    def __init__(self) -> None:
+        self.answers = False
+        self.num_probes = 0
+        self.go = threading.Event()
+
+    def probe(self) -> None:
+        self.num_probes += 1
+        assert self.go.wait(20)
+        if not self.answers:
+            raise ConnectionRefusedError("nobody there")
+
+
+@pytest.fixture
+def medium():
+    medium = Medium()
+    yield medium
+    medium.go.set()
+
+
+class TestCircuit:
+    @pytest.fixture(autouse=True)
+    def circuit(self, medium):
+        self.now = 100.0
+        self.changes: list[bool] = []
+        self.circuit = self.make(medium)
+        self.circuit.subscribe(self.changes.append)
+        yield
+        medium.go.set()
+        self.circuit.end()
+
+    def make(self, medium, base=0.1) -> Circuit:
+        return Circuit("medium", medium.probe, base=base, cap=0.5, clock=lambda: self.now)
+
+    def test_opens_at_the_first_failure_and_says_when_it_probes(self):
+        assert not self.circuit.is_open
+        self.circuit.check()
+        assert self.circuit.seconds_to_probe == 0
+        assert str(self.circuit.failure("it burns")) == "medium: it burns"
+        assert self.circuit.is_open
+        assert self.circuit.seconds_to_probe == pytest.approx(0.1)
+        with pytest.raises(TierUnavailableError, match="medium is unavailable"):
+            self.circuit.check()
+        self.now += 1
+        assert self.circuit.seconds_to_probe == 0
+        assert self.changes == [True]
+
+    def test_waits_twice_as_long_each_time_up_to_the_cap(self):
+        waits = []
+        for _ in range(10_000):
+            self.circuit.failure()
+            waits.append(self.circuit.seconds_to_probe)
+        assert waits[:4] == pytest.approx([0.1, 0.2, 0.4, 0.5])
+        assert waits[-1] == pytest.approx(0.5)
+
+    def test_success_forgets_failures(self):
+        self.circuit.failure()
+        self.circuit.failure()
+        self.circuit.success()
+        assert not self.circuit.is_open
+        self.circuit.failure()
+        assert self.circuit.seconds_to_probe == pytest.approx(0.1)
+        assert self.circuit.num_outages == 0
+
+    def test_a_probe_closes_without_forgetting(self, medium):
+        medium.answers = True
+        medium.go.set()
+        self.circuit.failure()
+        assert self.circuit.probe()
+        assert not self.circuit.is_open
+        assert self.circuit.num_outages == 1
+        assert self.changes == [True, False]
+        self.circuit.failure()
+        assert self.circuit.seconds_to_probe == pytest.approx(0.2)
+
+    def test_it_probes_by_itself_one_at_a_time_until_the_medium_answers(self, medium):
+        circuit = self.make(medium, base=0.001)
+        for _ in range(8):
+            circuit.failure()
+        self.now += 1
+        wait_until(lambda: medium.num_probes)
+        probers = [thread for thread in threading.enumerate() if thread.name == "probe medium"]
+        assert len(probers) <= 2  # that of self.circuit, at most, and one
+        medium.go.set()
+        medium.answers = True
+        self.now += 1
+        wait_until(lambda: not circuit.is_open)
+        circuit.end()
+        assert circuit.num_outages == 1
+
+    def test_an_end_waits_for_the_probe_and_opens_no_more(self, medium):
+        circuit = self.make(medium, base=0.0)
+        circuit.failure()
+        wait_until(lambda: medium.num_probes)
+        threading.Timer(0.05, medium.go.set).start()
+        circuit.end()
+        assert medium.go.is_set()
+        circuit.failure()
+        assert not circuit.is_open
+
+    def test_where_no_thread_can_start_the_next_operation_is_the_probe(self, monkeypatch):
+        def refuse(_):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        self.circuit.failure()
+        assert not self.circuit.is_open
+
+    def test_a_joint_view_is_open_when_all_circuits_are(self, medium):
+        circuits = [self.make(medium) for _ in range(2)]
+        joint = JointHealth(lambda: circuits)
+        circuits[0].failure()
+        assert not joint.is_open
+        circuits[1].failure()
+        assert joint.is_open
+        circuits[1].restarted()
+        assert joint.num_outages == 1
+        circuits[0].success()
+        assert not joint.is_open
+        medium.go.set()
+        for circuit in circuits:
+            circuit.end()
+
+
+@given(st.integers(1, 10**9), st.floats(1e-3, 10), st.floats(1e-3, 1e3))
+def test_backoff_doubles_up_to_its_cap(failures, base, cap):
+    backoff = Backoff(base, cap)
+    assert backoff.seconds(1) == min(base, cap)
+    assert backoff.seconds(failures) <= backoff.seconds(failures + 1) <= cap
+    assert backoff.seconds(failures + 1) == min(cap, 2 * backoff.seconds(failures)) or failures > 30
+
+
+@given(st.floats(0, 1), st.integers(1, 100))
+def test_jitter_leaves_something_off_and_adds_nothing(jitter, failures):
+    whole = Backoff(0.5, 60).seconds(failures)
+    assert (1 - jitter) * whole <= Backoff(0.5, 60, jitter).seconds(failures) <= whole
+
+
+class StaleConnection:
+    """Answers once; when it was idle, it ends with ``error``."""
+
+    is_settled = True
+    asking = False
+
+    def __init__(self, error: Exception) -> None:
+        self._errors = [None, error]
+
+    def use(self) -> str:
+        if error := self._errors.pop(0):
+            raise error
+        return "answer"
+
+    def close(self) -> None:
+        self.is_settled = False
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (ConnectionResetError(), True),
+        (BrokenPipeError(), True),
+        (TimeoutError(), False),
+        (ServerError("LOADING"), False),
+    ],
+)
+def test_only_a_connection_that_went_stale_is_tried_again(error, again):
+    server = Server("s", lambda: StaleConnection(error), lambda _: None)
+    assert server.run(StaleConnection.use) == "answer"
+    if again:
+        assert server.run(StaleConnection.use) == "answer"
+        assert server.circuit.num_outages == 1
+    else:
+        with pytest.raises(TierUnavailableError):
+            server.run(StaleConnection.use)
+    server.close()
+
+
+def test_a_new_connection_that_breaks_is_not_tried_again():
+    made = []
+
+    def connect() -> StaleConnection:
+        made.append(StaleConnection(ConnectionResetError()))
+        made[-1]._errors = [ConnectionResetError()]
+        return made[-1]
+
+    server = Server("s", connect, lambda _: None)
+    with pytest.raises(TierUnavailableError):
+        server.run(StaleConnection.use)
+    server.close()
+    assert len(made) == 1
