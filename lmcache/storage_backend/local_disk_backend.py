@@ -15,6 +15,7 @@ from lmcache.logging import init_logger
 from lmcache.storage_backend.chunks import ChunkSource, Keys
 from lmcache.storage_backend.evicting_backend import EvictingBackend
 from lmcache.storage_backend.guard import Guard
+from lmcache.storage_backend.serde.container import DESCRIPTION_BYTES, describe, described
 from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier
@@ -26,11 +27,10 @@ logger = init_logger(__name__)
 
 _MIN_KNOWN = 1024
 _FILE_OVERHEAD_BYTES = 8192  # header, trailer, and the rest of the last block
-_TRAILER_BYTES = 128  # behind the chunk's bytes: their dtype and shape as text
 
 
 class LMCLocalDiskBackend(EvictingBackend):
-    """Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
+    """Chunks are kept as they are given: any shape whose bytes fit, any dtype of a container.
 
     One file per chunk, checksummed; files of other makers are left alone. What a blocking put has written
     survives the process being killed. ``evictor.MAX_CACHE_SIZE`` (bytes) may be lowered, not raised. Another
@@ -69,7 +69,7 @@ class LMCLocalDiskBackend(EvictingBackend):
 
     def _read(self, key: CacheEngineKey) -> torch.Tensor | None:
         name = self._names(key)
-        room = self._outputs.empty([self._chunk_bytes + _TRAILER_BYTES], torch.uint8)
+        room = self._outputs.empty([self._chunk_bytes + DESCRIPTION_BYTES], torch.uint8)
         into = room.numpy().data
         loaded = self._guard.call("A read", lambda: self._tier.load(ObjectId(name, 0), into), None)
         chunk = None if loaded is None else _chunk_in(room[: loaded.length])
@@ -144,10 +144,11 @@ class LMCLocalDiskBackend(EvictingBackend):
         def replace() -> None:
             if source.num_bytes > self._chunk_bytes:
                 raise ValueError(f"{source.num_bytes} bytes are more than a full chunk")
-            content = self._outputs.empty([source.num_bytes + _TRAILER_BYTES], torch.uint8)
-            source.copy_into(content[:-_TRAILER_BYTES].view(source.dtype).view(tuple(source.shape)))
+            # The chunk's bytes, which begin where memory is aligned, and what they are.
+            content = self._outputs.empty([source.num_bytes + DESCRIPTION_BYTES], torch.uint8)
+            source.copy_into(content[:-DESCRIPTION_BYTES].view(source.dtype).view(tuple(source.shape)))
             payload = content.numpy().data
-            payload[-_TRAILER_BYTES:] = _trailer(source)
+            payload[-DESCRIPTION_BYTES:] = describe(source.dtype, source.shape, source.num_bytes)
             self._remove(name)  # a store leaves what is there
             label = key.to_string().encode()[:MAX_LABEL_BYTES]
 
@@ -237,15 +238,10 @@ def _open_tier(directory: str, capacity_bytes: int) -> tuple[str, DiskTier]:
             )
 
 
-def _trailer(source: ChunkSource) -> bytes:
-    dtype = str(source.dtype).removeprefix("torch.")
-    return " ".join([dtype, *map(str, source.shape)]).encode().ljust(_TRAILER_BYTES)
-
-
 def _chunk_in(content: torch.Tensor) -> torch.Tensor | None:
     """Return the chunk in a file's bytes, a view; None when they are none."""
     try:
-        name, *shape = bytes(content[-_TRAILER_BYTES:].numpy()).decode("ascii").split()
-        return content[:-_TRAILER_BYTES].view(getattr(torch, name)).view(tuple(map(int, shape)))
-    except (ValueError, RuntimeError, TypeError, AttributeError):
+        _, dtype, shape = described(content[-DESCRIPTION_BYTES:].numpy().data)
+        return content[:-DESCRIPTION_BYTES].view(dtype).view(shape)
+    except (ValueError, RuntimeError):  # no description, or of something else
         return None

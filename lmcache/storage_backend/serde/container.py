@@ -19,6 +19,8 @@ offset  bytes  field (little-endian)
 72      8      the magic again
 80             the payload
 ======  =====  ==================================================================
+
+Bytes 0 to 55 describe a tensor by themselves: the disk backend keeps them behind each chunk.
 """
 
 from __future__ import annotations
@@ -54,13 +56,17 @@ DTYPES = (
     torch.int16,
     torch.int32,
     torch.int64,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
 )
 """Dtypes of tensors that can be stored; the order is part of the format."""
 
 _FIELDS = struct.Struct("<8sHBBB3xQ8I")
 _ZEROS = slice(13, 16)
 _CHECK_BYTES = 16
-_END_MARK = _FIELDS.size + _CHECK_BYTES
+DESCRIPTION_BYTES = _FIELDS.size
+"""Length of what a header says of its payload: 56."""
+_END_MARK = DESCRIPTION_BYTES + _CHECK_BYTES
 HEADER_BYTES = _END_MARK + len(MAGIC)
 """Length of a header: 80."""
 
@@ -105,17 +111,44 @@ def pack(
 
     Raises ValueError for dtypes and shapes that the format does not hold.
     """
-    if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 1 << 32:
-        raise ValueError(f"a tensor of {dtype} and shape {tuple(shape)} can't be stored")
-    dims = (*shape, *[0] * (MAX_DIMENSIONS - len(shape)))
     payload_bytes = sum(len(part) for part in parts)
-    what = (MAGIC, _version(label), kind, DTYPES.index(dtype))
-    fields = _FIELDS.pack(*what, len(shape), payload_bytes, *dims)
+    fields = describe(dtype, shape, payload_bytes, kind, label)
     blob, memory = _new_bytes(HEADER_BYTES + payload_bytes)
     np.concatenate([np.frombuffer(part, np.uint8) for part in (bytes(HEADER_BYTES), *parts)], out=memory)
     header = fields + _check(fields, memory.data[HEADER_BYTES:], label) + MAGIC
     np.copyto(memory[:HEADER_BYTES], np.frombuffer(header, np.uint8))
     return blob
+
+
+def describe(
+    dtype: torch.dtype, shape: Sequence[int], payload_bytes: int, kind: Kind = Kind.RAW, label: bytes = b""
+) -> bytes:
+    """Return what a header says of its payload, ``DESCRIPTION_BYTES`` of it: all but checksum and end mark.
+
+    Raises ValueError for dtypes and shapes that the format does not hold.
+    """
+    if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 1 << 32:
+        raise ValueError(f"a tensor of {dtype} and shape {tuple(shape)} can't be stored")
+    dims = (*shape, *[0] * (MAX_DIMENSIONS - len(shape)))
+    what = (MAGIC, _version(label), kind, DTYPES.index(dtype), len(shape), payload_bytes)
+    return _FIELDS.pack(*what, *dims)
+
+
+def described(fields: Buffer) -> tuple[Kind, torch.dtype, tuple[int, ...]]:
+    """Read what ``describe`` returned. Raises ContainerError."""
+    if len(fields) != DESCRIPTION_BYTES:
+        raise ContainerError(f"a description has {DESCRIPTION_BYTES} bytes, not {len(fields)}")
+    magic, _, kind, dtype, num_dims, _, *dims = _FIELDS.unpack(fields)
+    if magic != MAGIC:
+        raise ContainerError("wrong magic: not a container, or a damaged one")
+    if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS:
+        raise ContainerError(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
+    if any(dims[num_dims:]) or any(fields[_ZEROS]):
+        raise ContainerError("bytes that should be zero are not")
+    shape = tuple(dims[:num_dims])
+    if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _MAX_EXTENT:
+        raise ContainerError(f"shape {shape} is too large")
+    return Kind(kind), DTYPES[dtype], shape
 
 
 def _new_bytes(size: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
@@ -152,24 +185,17 @@ def parse(blob: Buffer, label: bytes = b"") -> Container:
     view = memoryview(blob)
     if len(view) < HEADER_BYTES:
         raise ContainerError(f"{len(view)} bytes are no container: its header has {HEADER_BYTES}")
-    fields, payload = view[: _FIELDS.size], view[HEADER_BYTES:]
-    magic, version, kind, dtype, num_dims, payload_bytes, *dims = _FIELDS.unpack(fields)
+    fields, payload = view[:DESCRIPTION_BYTES], view[HEADER_BYTES:]
+    magic, version, _, _, _, payload_bytes, *_ = _FIELDS.unpack(fields)
     if magic != MAGIC or view[_END_MARK:HEADER_BYTES] != MAGIC:
         raise ContainerError("wrong magic: not a container, or a damaged one")
     if version != _version(label):
         raise ContainerError(f"container of version {version}, not {_version(label)}")
     if payload_bytes != len(payload):
         raise ContainerError(f"payload has {len(payload)} bytes, not {payload_bytes}")
-    if view[_FIELDS.size : _END_MARK] != _check(fields, payload, label):
+    if view[DESCRIPTION_BYTES:_END_MARK] != _check(fields, payload, label):
         raise ContainerError("checksum does not fit: damaged, or the value of another key")
-    if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS:
-        raise ContainerError(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
-    if any(dims[num_dims:]) or any(fields[_ZEROS]):
-        raise ContainerError("bytes that should be zero are not")
-    shape = tuple(dims[:num_dims])
-    if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _MAX_EXTENT:
-        raise ContainerError(f"shape {shape} is too large")
-    return Container(Kind(kind), DTYPES[dtype], shape, payload)
+    return Container(*described(fields), payload)
 
 
 def _version(label: bytes) -> int:

@@ -50,7 +50,7 @@ def test_golden_bytes():
 def test_codes_of_dtypes_are_part_of_the_format():
     assert [str(dtype).removeprefix("torch.") for dtype in DTYPES] == [
         "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
-        "int8", "uint8", "int16", "int32", "int64",
+        "int8", "uint8", "int16", "int32", "int64", "float8_e4m3fnuz", "float8_e5m2fnuz",
     ]  # fmt: skip
     assert [(kind.name, kind.value) for kind in Kind] == [("RAW", 1), ("SAFETENSORS", 2), ("CACHEGEN", 3)]
 
