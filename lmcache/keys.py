@@ -58,7 +58,7 @@ def chunk_preimage(block_hash: bytes, lora_fingerprint: bytes, cache_salt: str, 
     return b"".join(map(sized, fields))
 
 
-def content_mark(lora_fingerprint: bytes, media: Sequence[bytes]) -> bytes:
+def media_fingerprint(lora_fingerprint: bytes, media: Sequence[bytes]) -> bytes:
     """Stand in for the LoRA fingerprint in keys of chunks that depend on ``media`` too (digests)."""
     return hashlib.sha256(b"".join(map(sized, (MEDIA_TAG, lora_fingerprint, *media)))).digest()
 

@@ -59,18 +59,18 @@ class Rig:
     def __init__(self, num_ranks=1, identity=IDENTITY):
         self.now = 0.0
         self.session = SessionDouble()
-        self.marks = {None: ()}
+        self.extra_keys = {None: ()}
         self.scheduler = VLLMScheduler(
-            num_ranks, lambda _: self.session, self._marks_of, clock=lambda: self.now
+            num_ranks, lambda _: self.session, self._extra_keys_of, clock=lambda: self.now
         )
         self.scheduler.adopt(["another connector's message", identity])
         self.lookups = self.scheduler._lookups
 
-    def _marks_of(self, request, chunk_tokens):
+    def _extra_keys_of(self, request, chunk_tokens):
         assert chunk_tokens == GRID.chunk_tokens
         if request.lora_request is None:
             return None
-        return lambda: self.marks[request.lora_request]
+        return lambda: self.extra_keys[request.lora_request]
 
     def stored(self, num_chunks, **context):
         """Let the sidecar have the first chunks of the default prompt."""
@@ -79,15 +79,15 @@ class Rig:
             self.session.rows[keys.chunk_key(chunk_hash, **context)] = slot
             self.session.committed.append(slot)
 
-    def settle(self):
+    def drain_lookups(self):
         """Wait until the lookup thread did all that was asked so far."""
         done = threading.Event()
-        self.lookups.ask(Ticket("", [], b"", find_marks=done.set))
+        self.lookups.ask(Ticket("", [], b"", find_extra_keys=done.set))
         assert done.wait(10)
 
     def arrive(self, request):
         self.scheduler.on_new_request(request)
-        self.settle()
+        self.drain_lookups()
         return request
 
     def match(self, request, computed=0):

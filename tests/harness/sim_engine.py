@@ -1,7 +1,7 @@
 """vLLM's own Scheduler, KVCacheManager and runner hooks with our connector, over a model that is not there.
 
 One ``SimEngine`` is an engine without a process and without threads of its own: ``step`` does what vLLM's
-EngineCore does in one. The connector's two halves are the real ones and attach to a real sidecar. What
+EngineCore does in one. The connector's two sides are the real ones and attach to a real sidecar. What
 differs between vLLM's two model runners, the order of the connector's hooks, is run by vLLM's own classes.
 
 Every step compares all KV that attention would read with what the tokens say (``wrong_reads``), and

@@ -205,8 +205,8 @@ class CudaCopier:
 class Pins:
     """Pins slots on first use: rows become ready one by one, and pinning all would take seconds.
 
-    A new session maps the arena anew. What is pinned of the old mapping is unpinned when nothing refers to it
-    any more: neither the session nor a copy that goes on.
+    A new session maps the arena again. What is pinned of the old mapping is unpinned when nothing refers to
+    it any more: neither the session nor a copy that goes on.
     """
 
     def __init__(self, pin: Callable[[Bytes], None], unpin: Callable[[int], None]) -> None:

@@ -35,7 +35,7 @@ _PAUSE_SECONDS = 1.0
 MIN_ANSWER_SECONDS, MAX_ANSWER_SECONDS = 0.02, 0.2
 
 _FEW_KEYS = 32
-"""So many are made where they are asked for, in 20 us: waking a thread, and waiting for it, takes longer."""
+"""As many are made where they are asked for, in 20 us: waking a thread and waiting for it takes longer."""
 
 _NOTHING = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
 
@@ -148,8 +148,8 @@ class LookupThread:
     def _serve(self, ticket: Ticket) -> None:
         answer = LookupResult()
         try:
-            if ticket.marks is None and ticket.find_marks is not None:
-                ticket.marks = ticket.find_marks()
+            if ticket.extra_keys is None and ticket.find_extra_keys is not None:
+                ticket.extra_keys = ticket.find_extra_keys()
                 ticket.make_keys(self._groups)
             elif ticket.keys is None:
                 ticket.make_keys(self._groups)
@@ -173,7 +173,7 @@ class LookupThread:
 
     def _has_keys(self, ticket: Ticket) -> bool:
         """Are the keys known? A few are made at once."""
-        if ticket.keys is None and ticket.marks is not None and len(ticket.hashes) <= _FEW_KEYS:
+        if ticket.keys is None and ticket.extra_keys is not None and len(ticket.hashes) <= _FEW_KEYS:
             ticket.make_keys(self._groups)
         return ticket.keys is not None
 

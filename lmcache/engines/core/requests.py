@@ -15,10 +15,10 @@ from lmcache.engines.core.waiting import RowWait
 from lmcache.tiers.base import ROW_KEY_BYTES, RowKey
 from lmcache.tiers.memory.contracts import LookupResult
 
-Marks = tuple[tuple[int, bytes], ...]
-"""What chunks depend on beside their tokens, LoRA and media: (first chunk, fingerprint), ascending."""
+ExtraKeys = tuple[tuple[int, bytes], ...]
+"""What chunks depend on beside their tokens: LoRA and media, as (first chunk, fingerprint), ascending."""
 
-FindMarks = Callable[[], "Marks | None"]
+FindExtraKeys = Callable[[], "ExtraKeys | None"]
 """May do I/O. What returns None is not cached, or not yet."""
 
 _WORD = np.dtype("<u8")
@@ -47,13 +47,13 @@ class Ticket:
     namespace: bytes
     """The engine's, or since a reset another one."""
     cache_salt: str = ""
-    find_marks: FindMarks | None = None
+    find_extra_keys: FindExtraKeys | None = None
     """None: it depends on nothing but its tokens."""
     is_read: bool = True
     """Else it is only stored."""
     asked_at: float = 0.0
     """The scheduler's own."""
-    marks: Marks | None = None
+    extra_keys: ExtraKeys | None = None
     """None: not known yet, or not to be cached."""
     keys: tuple[list[RowKey], ...] | None = None
     """Per group of the grid, of the chunks; None: not known yet, and never again."""
@@ -68,12 +68,13 @@ class Ticket:
     """Also when no answer came; the lookup thread's own."""
 
     def __post_init__(self) -> None:
-        if self.find_marks is None:
-            self.marks = ()
+        if self.find_extra_keys is None:
+            self.extra_keys = ()
 
     def make_keys(self, groups: Sequence[int]) -> None:
         """Make the keys of all chunks; both threads may come to it, and do the same then."""
-        made = tuple(self.row_keys(group, self.hashes) if self.marks is not None else [] for group in groups)
+        hashes = self.hashes if self.extra_keys is not None else []
+        made = tuple(self.row_keys(group, hashes) for group in groups)
         words = ROW_KEY_BYTES // _WORD.itemsize
         self.words = tuple(np.frombuffer(b"".join(part), _WORD).reshape(-1, words) for part in made)
         self.keys = made
@@ -81,7 +82,7 @@ class Ticket:
     def row_keys(self, group: int, hashes: Sequence[bytes], first_chunk: int = 0) -> list[RowKey]:
         """Make the keys of chunks from ``first_chunk`` on in one KV group."""
         row_keys: list[RowKey] = []
-        fingerprint, edges = b"", (*(self.marks or ()), (first_chunk + len(hashes), b""))
+        fingerprint, edges = b"", (*(self.extra_keys or ()), (first_chunk + len(hashes), b""))
         for edge, following in edges:
             part = hashes[len(row_keys) : max(0, edge - first_chunk)]
             row_keys += [

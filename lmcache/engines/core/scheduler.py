@@ -46,7 +46,7 @@ from lmcache.engines.core.jobs import (
     WorkerReport,
 )
 from lmcache.engines.core.lookups import LookupThread
-from lmcache.engines.core.requests import Computing, EngineRequest, FindMarks, RequestState, Ticket
+from lmcache.engines.core.requests import Computing, EngineRequest, FindExtraKeys, RequestState, Ticket
 from lmcache.engines.core.waiting import Arrivals, PrefillRate, RowWait
 from lmcache.rpc.client import SidecarClient
 from lmcache.units import ceil_div
@@ -70,18 +70,18 @@ class SchedulerSide:
         self,
         num_ranks: int,
         connect: Callable[[EngineIdentity], SidecarClient],
-        marks_of: Callable[[Any, int], FindMarks | None],
+        extra_keys_of: Callable[[Any, int], FindExtraKeys | None],
         answer_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``connect`` starts a client; ``marks_of`` takes a request and the size of chunks and returns what
-        finds its marks, on the lookup thread; None for a request without any.
+        """``connect`` starts a client; ``extra_keys_of`` takes a request and the size of chunks and returns
+        what finds its extra keys, on the lookup thread; None for a request without any.
 
         A question that is not answered within ``answer_seconds`` is not waited for; 0.0: as measured.
         """
         self._num_ranks = num_ranks
         self._connect = connect
-        self._marks_of = marks_of
+        self._extra_keys_of = extra_keys_of
         self._answer_seconds = answer_seconds
         self._clock = clock
         self._lookups: LookupThread | None = None
@@ -303,7 +303,7 @@ class SchedulerSide:
             self._grid.chunk_hashes(request.block_hashes, 0, num_chunks),
             self._namespace,
             request.cache_salt or "",
-            self._marks_of(request, self._grid.chunk_tokens),
+            self._extra_keys_of(request, self._grid.chunk_tokens),
             is_read=not request.skip_reading_prefix_cache,
         )
         lookups.ask(ticket)
@@ -357,7 +357,7 @@ class SchedulerSide:
     def _store(self, state: RequestState, num_computed_tokens: int) -> None:
         ticket, grid, hashes = state.ticket, self._grid, state.request.block_hashes
         first, end = state.num_stored_chunks, grid.num_full_chunks(len(hashes), num_computed_tokens)
-        if end <= first or ticket.marks is None or ticket.namespace != self._namespace:
+        if end <= first or ticket.extra_keys is None or ticket.namespace != self._namespace:
             return
         groups = []
         for number, (group, table) in enumerate(zip(grid.groups, state.tables, strict=True)):

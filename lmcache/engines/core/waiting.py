@@ -34,7 +34,7 @@ class RowWait:
     """How long one request waits for rows on their way up: as long as they come, and come faster than its
     engine would compute them.
 
-    Silence is borne for as long as computing what is missing would take, within bounds: it may be the
+    Silence is tolerated for as long as computing what is missing would take, within bounds: it may be the
     machine's, which is as busy for who computes.
     """
 

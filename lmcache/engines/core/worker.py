@@ -130,7 +130,7 @@ class WorkerSide:
             self._note_ended(self._ended.get(), loaded)
         if step.is_idle and self._loading and not loaded:
             self._wait_for_a_load(loaded)
-        return (self._let_go() if self._held else set()), loaded
+        return (self._release_held() if self._held else set()), loaded
 
     def take_bad_blocks(self) -> set[int]:
         """Blocks of the ended loads that hold no KV."""
@@ -226,7 +226,7 @@ class WorkerSide:
             self._bad_blocks.update(bad_blocks)
             self._report.failed_loads.add(request_id)
 
-    def _let_go(self) -> set[str]:
+    def _release_held(self) -> set[str]:
         ended_by = self._clock() - HOLD_SECONDS
         busy = {transfer.job.request_id for transfer in self._stores.values()}
         free = {name for name, since in self._held.items() if name not in busy or since <= ended_by}

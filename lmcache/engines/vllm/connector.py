@@ -186,13 +186,13 @@ def _check_version(version: str) -> None:
 
 def _make_scheduler(vllm_config: Any) -> VLLMScheduler:
     from lmcache.engines.vllm.attach import Settings, start_scheduler_client
-    from lmcache.engines.vllm.marks import Marker
+    from lmcache.engines.vllm.extra_keys import ExtraKeyFinder
     from lmcache.engines.vllm.scheduler import VLLMScheduler
 
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     connect = partial(start_scheduler_client, settings.socket)
     num_ranks = vllm_config.parallel_config.world_size
-    return VLLMScheduler(num_ranks, connect, Marker().marks_of, settings.answer_seconds)
+    return VLLMScheduler(num_ranks, connect, ExtraKeyFinder().extra_keys_of, settings.answer_seconds)
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:

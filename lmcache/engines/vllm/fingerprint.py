@@ -125,7 +125,7 @@ def _draft_model(vllm_config: Any) -> list[str]:
 
 
 def _media_options(model: Any) -> str:
-    """Options that change what the model makes of media. Media are named by their processed data (marks)."""
+    """Options that change what the model makes of media. Their data are in ``extra_keys``."""
     options = getattr(model, "multimodal_config", None)
     names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
     return json.dumps([getattr(options, name, None) for name in names], sort_keys=True, default=str)

@@ -86,8 +86,10 @@ def test_full_chunks_have_all_their_hashes_and_tokens(grid, num_hashes, num_toke
     assert chunks * grid.chunk_tokens <= min(num_tokens, num_hashes * grid.hash_tokens)
     assert (chunks + 1) * grid.chunk_tokens > min(num_tokens, num_hashes * grid.hash_tokens)
     hashes = [b"%d" % i for i in range(num_hashes)]
-    names = grid.chunk_hashes(hashes, 0, chunks)
-    assert names == [hashes[(c + 1) * grid.chunk_tokens // grid.hash_tokens - 1] for c in range(chunks)]
+    chunk_hashes = grid.chunk_hashes(hashes, 0, chunks)
+    assert chunk_hashes == [
+        hashes[(c + 1) * grid.chunk_tokens // grid.hash_tokens - 1] for c in range(chunks)
+    ]
 
 
 def test_the_prefill_rate_of_overlapping_steps_counts_no_second_twice():

@@ -29,10 +29,10 @@ def test_a_hit_is_offered_loaded_and_its_lease_ended(rig):
         (2, 0, (104, 105)),
     ]
     assert rig.step().loads == []
-    rig.settle()
+    rig.drain_lookups()
     assert rig.session.leased == {"r"}
     rig.report(received=["r"])
-    rig.settle()
+    rig.drain_lookups()
     assert rig.session.leased == set()
 
 
@@ -86,7 +86,7 @@ def test_a_request_that_skips_reads_is_stored_but_not_loaded(rig):
 def test_salt_and_adapter_are_part_of_the_key_and_an_unknown_adapter_is_not_cached(rig):
     rig.stored(1)
     rig.stored(2, lora_fingerprint=b"L", cache_salt="s")
-    rig.marks |= {"known": ((0, b"L"),), "unknown": None}
+    rig.extra_keys |= {"known": ((0, b"L"),), "unknown": None}
     known = rig.arrive(make_request(200, "a", cache_salt="s", lora_request="known"))
     assert rig.match(known) == (128, True)
     rig.step(new=[("a", blocks(7), 0, 200)])
@@ -145,7 +145,7 @@ def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
     assert rig.step(preempted=["r"]).reclaimed == set(blocks(4)), "its copies read them"
     rig.stored(1)
     assert rig.match(request) == (None, False)
-    rig.settle()
+    rig.drain_lookups()
     assert rig.match(request) == (64, True)
     rig.allocate(request, blocks(2, 200), 64)
     (load,) = rig.step().loads
@@ -196,7 +196,7 @@ def test_with_async_scheduling_the_last_chunk_is_stored_at_the_end(rig):
     request = rig.arrive(make_request(200))
     (job,) = rig.step(new=[("r", blocks(8), 0, 200)]).stores
     rig.report(ended=[job.job_id])
-    assert rig.step(cached=[("r", None, 200, 56, False)]).stores == [], "tokens 200.. have no names yet"
+    assert rig.step(cached=[("r", None, 200, 56, False)]).stores == [], "tokens 200.. have no hashes yet"
     request.num_tokens, request.num_computed_tokens, request.block_hashes = 257, 257, hashes(256)
     assert rig.scheduler.finish(request) is True
     meta = rig.step()
@@ -211,10 +211,10 @@ def test_an_abort_during_a_load_leaves_the_blocks_to_the_engine_and_the_lease_to
     rig.allocate(request, blocks(6), 192)
     rig.step()
     assert rig.scheduler.finish(request) is False
-    rig.settle()
+    rig.drain_lookups()
     assert rig.session.leased == {"r"}, "the copy still reads the slots"
     rig.report(received=["r"])
-    rig.settle()
+    rig.drain_lookups()
     assert rig.session.leased == set()
     assert rig.scheduler._states == {}
 
@@ -282,11 +282,11 @@ def test_a_lease_that_can_t_be_ended_now_is_left_to_the_client(rig):
     rig.stored(3)
     load(rig, "a")
     load(rig, "b")
-    rig.settle()
+    rig.drain_lookups()
     rig.session.is_down = True
     rig.report(received=["a"])  # not answered: the session owes it
     rig.report(received=["b"])  # not even sent: no call so soon
-    rig.settle()
+    rig.drain_lookups()
     assert rig.session.owed == ["b"]
 
 

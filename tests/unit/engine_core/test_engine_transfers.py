@@ -171,7 +171,7 @@ def test_every_load_is_reported_once_whatever_fails(rig, fault, monkeypatch):
     if fault == "copy raises":
         rig.copier.load = None
     if fault == "offline":
-        rig.copier.fence = None  # a sick device may be why
+        rig.copier.fence = None  # an unhealthy device may be why
         rig.worker.go_offline()
     chunks = None if fault == "no chunks" else found(Slot(0, 1))
     load = LoadJob("r", (GroupLoad(0, (11, 12), chunks, blocks_per_chunk=2),))

@@ -34,10 +34,10 @@ def test_nothing_is_leased_for_a_request_that_only_waits(rig):
     assert rig.session.num_hints == 1
     assert rig.session.leased == set()
     assert rig.match(request) == (192, True)
-    rig.settle()
+    rig.drain_lookups()
     assert rig.session.leased == set(), "not allocated yet"
     rig.allocate(request, blocks(6), 192)
-    rig.settle()
+    rig.drain_lookups()
     assert rig.session.leased == {"r"}
 
 
@@ -60,9 +60,9 @@ def test_until_answered_the_engine_asks_again_and_then_takes_what_is_in_memory(r
     rig.now = MIN_ANSWER_SECONDS
     assert rig.match(request) == (128, True)
     gate.set()
-    rig.settle()
+    rig.drain_lookups()
     rig.allocate(request, blocks(7), 0)
-    rig.settle()
+    rig.drain_lookups()
     assert rig.session.leased == set()
 
 
@@ -135,7 +135,7 @@ def test_an_old_answer_is_asked_for_again(rig):
     rig.now = OLD_SECONDS
     rig.session.num_pending = 3
     assert rig.match(request) == (None, False)
-    rig.settle()
+    rig.drain_lookups()
     assert rig.match(request) == (None, False), "by now lower tiers have some"
     rig.stored(3)
     assert rig.match(request) == (192, True)
@@ -149,7 +149,7 @@ def test_rows_on_their_way_up_are_waited_for_while_they_come(rig):
     request = rig.arrive(make_request(200))
     for num_chunks in (0, 1, 2):
         assert rig.match(request) == (None, False)
-        rig.settle()
+        rig.drain_lookups()
         rig.stored(num_chunks + 1)
         rig.session.num_pending = 2 - num_chunks
         rig.now += 0.15
@@ -265,28 +265,30 @@ def test_everybody_who_waits_is_asked_about_again(rig):
         if rig.match(second) == (0, False):
             return
         rig.step()
-        rig.settle()
+        rig.drain_lookups()
         rig.now += 0.015
         rig.stored(num_chunks)
     raise AssertionError("nothing comes for the second, and still it waits")
 
 
 def test_keys_that_the_scheduler_named_meanwhile_are_not_taken_away(rig):
-    """Marks become known on one thread while the other one looks: at worst between these two stores."""
+    """ExtraKeys become known on one thread while the other one looks: at worst between these two stores."""
     rig.stored(3, lora_fingerprint=b"fp")
     lookups, seen = rig.lookups, []
 
     class Watched(Ticket):
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
-            if name == "marks" and value is not None:
+            if name == "extra_keys" and value is not None:
                 seen.append(lookups.find(self))
             elif name == "keys" and seen:
                 seen.append(value)
 
-    ticket = Watched("r", GRID.chunk_hashes(hashes(192), 0, 3), b"n" * 32, find_marks=lambda: ((0, b"fp"),))
+    ticket = Watched(
+        "r", GRID.chunk_hashes(hashes(192), 0, 3), b"n" * 32, find_extra_keys=lambda: ((0, b"fp"),)
+    )
     lookups.ask(ticket)
-    rig.settle()
+    rig.drain_lookups()
     assert len(seen) > 1
     assert all(value is not None for value in seen)
 

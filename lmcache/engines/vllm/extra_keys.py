@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lmcache import keys
-from lmcache.engines.core.requests import FindMarks, Marks
+from lmcache.engines.core.requests import ExtraKeys, FindExtraKeys
 from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
 from lmcache.recent import Recent
@@ -34,8 +34,8 @@ _COUNTED = re.compile(r"renderer\d+-mm-\d+-")
 """How vLLM calls media that it does not hash. Never the same again: storing such chunks is of no use."""
 
 
-class Marker:
-    """Finds the marks of requests. One thread calls what ``marks_of`` returns."""
+class ExtraKeyFinder:
+    """Finds the extra keys of requests. One thread calls what ``extra_keys_of`` returns."""
 
     def __init__(self, began: float | None = None) -> None:
         """``began``: when the engine could load the first adapter; by default when this process began."""
@@ -45,12 +45,12 @@ class Marker:
         # By identifier; None: the engine may mix up two contents.
         self._identifiers: Recent[str, bytes | None] = Recent(_MAX_IDENTIFIERS)
 
-    def marks_of(self, request: Any, chunk_tokens: int) -> FindMarks | None:
-        """Return what finds the request's marks; None: it has none."""
+    def extra_keys_of(self, request: Any, chunk_tokens: int) -> FindExtraKeys | None:
+        """Return what finds the request's extra keys; None: it has none."""
         has_any = request.lora_request is not None or getattr(request, "mm_features", None)
-        return partial(self.marks, request, chunk_tokens) if has_any else None
+        return partial(self.extra_keys, request, chunk_tokens) if has_any else None
 
-    def marks(self, request: Any, chunk_tokens: int) -> Marks | None:
+    def extra_keys(self, request: Any, chunk_tokens: int) -> ExtraKeys | None:
         """Return what the request's chunks depend on; None: don't cache it, or not yet."""
         lora = self._adapter(request.lora_request)
         if lora is None:
@@ -62,7 +62,7 @@ class Marker:
             if digest is None:
                 return None
             digests.append(digest)
-            found.append((feature.mm_position.offset // chunk_tokens, keys.content_mark(lora, digests)))
+            found.append((feature.mm_position.offset // chunk_tokens, keys.media_fingerprint(lora, digests)))
         return tuple(found)
 
     def _adapter(self, lora_request: Any) -> bytes | None:

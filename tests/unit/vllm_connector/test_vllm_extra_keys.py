@@ -11,7 +11,7 @@ import torch
 from lmcache.engines.core.requests import Ticket
 from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
-from lmcache.engines.vllm.marks import Marker
+from lmcache.engines.vllm.extra_keys import ExtraKeyFinder
 
 CHUNK = 64
 
@@ -114,23 +114,25 @@ def request(lora_path=None, *features):
     return SimpleNamespace(lora_request=lora, mm_features=list(features))
 
 
-def settled(marker, asked):
-    """The marks as soon as all files are hashed."""
-    marker.marks(asked, CHUNK)
-    for hashing in marker._adapters.values():
+def hashed(finder, asked):
+    """The extra keys as soon as all files are hashed."""
+    finder.extra_keys(asked, CHUNK)
+    for hashing in finder._adapters.values():
         hashing.result(10)
-    return marker.marks(asked, CHUNK)
+    return finder.extra_keys(asked, CHUNK)
 
 
 def test_adapters(model):
-    marker = Marker(later())
-    assert marker.marks(request(), CHUNK) == ()
-    assert settled(marker, request("someone/repository")) is None
-    assert settled(Marker(later()), request(model)) is None, "without its rank and alpha it is not known"
+    finder = ExtraKeyFinder(later())
+    assert finder.extra_keys(request(), CHUNK) == ()
+    assert hashed(finder, request("someone/repository")) is None
+    assert hashed(ExtraKeyFinder(later()), request(model)) is None, (
+        "without its rank and alpha it is not known"
+    )
     prints = set()
     for rank in (8, 16):
         (model / "adapter_config.json").write_text(f'{{"r": {rank}}}')
-        ((first_chunk, name),) = settled(Marker(later()), request(model))
+        ((first_chunk, name),) = hashed(ExtraKeyFinder(later()), request(model))
         assert (first_chunk, len(name)) == (0, 32)
         prints.add(name)
     assert len(prints) == 2
@@ -139,11 +141,11 @@ def test_adapters(model):
 def test_an_adapter_that_was_overwritten_is_not_cached_any_more(model, tmp_path):
     """The engine goes on with what it loaded, or has loaded it anew: nobody can tell."""
     (model / "adapter_config.json").write_text("{}")
-    marker = Marker(tick(tmp_path))
-    assert settled(marker, request(model))
+    finder = ExtraKeyFinder(tick(tmp_path))
+    assert hashed(finder, request(model))
     (model / "model-1.safetensors").write_bytes(b"new weights")
-    assert marker.marks(request(model), CHUNK) is None
-    assert settled(Marker(marker._began), request(model)) is None
+    assert finder.extra_keys(request(model), CHUNK) is None
+    assert hashed(ExtraKeyFinder(finder._began), request(model)) is None
 
 
 def test_an_adapter_is_hashed_elsewhere(model, monkeypatch):
@@ -156,11 +158,11 @@ def test_an_adapter_is_hashed_elsewhere(model, monkeypatch):
         return "f"
 
     monkeypatch.setattr(files, "fingerprint", hash_slowly)
-    marker = Marker(later())
+    finder = ExtraKeyFinder(later())
     for _ in range(3):
-        assert marker.marks(request(model), CHUNK) is None
+        assert finder.extra_keys(request(model), CHUNK) is None
     gate.set()
-    assert settled(marker, request(model))
+    assert hashed(finder, request(model))
     ((thread, niceness),) = threads
     assert thread is not threading.current_thread()
     assert niceness == 19
@@ -180,19 +182,19 @@ def feature(identifier="i" * 64, offset=10, modality="image", **data):
     return SimpleNamespace(identifier=identifier, data=data, mm_position=position, modality=modality)
 
 
-def row_keys(marker, *features, num_chunks=3):
-    marks = marker.marks(request(None, *features), CHUNK)
+def row_keys(finder, *features, num_chunks=3):
+    extra_keys = finder.extra_keys(request(None, *features), CHUNK)
     ticket = Ticket("r", [], b"n" * 32)
-    ticket.marks = marks
+    ticket.extra_keys = extra_keys
     return ticket.row_keys(0, [b"0", b"1", b"2"][:num_chunks])
 
 
 def test_media_are_named_by_their_content_from_where_they_begin():
-    plain = row_keys(Marker())
-    image = row_keys(Marker(), feature(offset=70))
-    other = row_keys(Marker(), feature(offset=70, pixels=torch.ones(4, 4)))
-    two = row_keys(Marker(), feature(offset=70), feature("j" * 64, offset=130, pixels=torch.ones(2)))
-    assert image == row_keys(Marker(), feature(offset=70)), "in every process"
+    plain = row_keys(ExtraKeyFinder())
+    image = row_keys(ExtraKeyFinder(), feature(offset=70))
+    other = row_keys(ExtraKeyFinder(), feature(offset=70, pixels=torch.ones(4, 4)))
+    two = row_keys(ExtraKeyFinder(), feature(offset=70), feature("j" * 64, offset=130, pixels=torch.ones(2)))
+    assert image == row_keys(ExtraKeyFinder(), feature(offset=70)), "in every process"
     assert plain[0] == image[0] == other[0] == two[0], "text in front is shared"
     assert image[1] == two[1], "the next turn brings another image"
     assert len({plain[1], image[1], other[1]}) == 3
@@ -201,7 +203,7 @@ def test_media_are_named_by_their_content_from_where_they_begin():
 
 def test_a_store_of_later_chunks_has_the_keys_that_a_lookup_has():
     ticket = Ticket("r", [], b"n" * 32, "salt")
-    ticket.marks = ((0, b"L"), (1, b"M"))
+    ticket.extra_keys = ((0, b"L"), (1, b"M"))
     whole = ticket.row_keys(0, [b"0", b"1", b"2"])
     assert ticket.row_keys(0, [b"1", b"2"], first_chunk=1) == whole[1:]
 
@@ -220,35 +222,35 @@ def test_a_store_of_later_chunks_has_the_keys_that_a_lookup_has():
     ids=str,
 )
 def test_what_differs_anywhere_is_another_medium(data):
-    assert row_keys(Marker(), feature(**data)) != row_keys(Marker(), feature())
-    assert row_keys(Marker(), feature(modality="video")) != row_keys(Marker(), feature())
+    assert row_keys(ExtraKeyFinder(), feature(**data)) != row_keys(ExtraKeyFinder(), feature())
+    assert row_keys(ExtraKeyFinder(), feature(modality="video")) != row_keys(ExtraKeyFinder(), feature())
 
 
 def test_media_without_a_name_of_their_own_are_not_cached():
-    def marks(*features, marker=None):
-        return (marker or Marker()).marks(request(None, *features), CHUNK)
+    def extra_keys(*features, finder=None):
+        return (finder or ExtraKeyFinder()).extra_keys(request(None, *features), CHUNK)
 
-    assert marks(feature("renderer0-mm-1-image-0")) is None, "a counter"
-    assert marks(feature(data=object())) is None
+    assert extra_keys(feature("renderer0-mm-1-image-0")) is None, "a counter"
+    assert extra_keys(feature(data=object())) is None
     gone = feature()
     gone.data = None
-    assert marks(gone) is None, "it is in another process's cache"
+    assert extra_keys(gone) is None, "it is in another process's cache"
 
 
 def test_an_identifier_that_clients_give_to_two_contents_is_not_cached():
     """The engine looks its encoder's outputs up by identifier: one content could get the other's."""
-    marker = Marker()
+    finder = ExtraKeyFinder()
     mine, yours = feature("my picture"), feature("my picture", pixels=torch.ones(4, 4))
-    assert marker.marks(request(None, mine), CHUNK)
-    assert marker.marks(request(None, yours), CHUNK) is None
-    assert marker.marks(request(None, mine), CHUNK) is None
-    assert marker.marks(request(None, feature("another")), CHUNK)
+    assert finder.extra_keys(request(None, mine), CHUNK)
+    assert finder.extra_keys(request(None, yours), CHUNK) is None
+    assert finder.extra_keys(request(None, mine), CHUNK) is None
+    assert finder.extra_keys(request(None, feature("another")), CHUNK)
 
 
 def test_an_item_is_digested_once_and_forgotten_with_it(monkeypatch):
-    marker, asked = Marker(), feature()
-    first = marker.marks(request(None, asked), CHUNK)
-    monkeypatch.setattr("lmcache.engines.vllm.marks._item_digest", None)
-    assert marker.marks(request(None, asked), CHUNK) == first
+    finder, asked = ExtraKeyFinder(), feature()
+    first = finder.extra_keys(request(None, asked), CHUNK)
+    monkeypatch.setattr("lmcache.engines.vllm.extra_keys._item_digest", None)
+    assert finder.extra_keys(request(None, asked), CHUNK) == first
     del asked
-    assert marker._media == {}
+    assert finder._media == {}
