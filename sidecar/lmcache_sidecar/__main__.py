@@ -66,8 +66,7 @@ def _read(arguments: Sequence[str] | None) -> Reading:
     mistakes += reading.mistakes
     if reading.config.stay_up:  # and reads on: a newer operator may have written it
         return reading._replace(mistakes=tuple(mistakes), warnings=(*unknown, *reading.warnings))
-    if mistakes := mistakes + unknown:
-        raise ConfigError("; ".join(mistakes))
+    reading._replace(mistakes=(*mistakes, *unknown)).usable()
     return reading
 
 

@@ -33,7 +33,7 @@ from lmcache.units import parse_size
 
 
 class ConfigError(Exception):
-    """The configuration can't be used; one line that names the source, the value and the cure."""
+    """The configuration can't be used; one line that names the source, the value and the remedy."""
 
 
 _SOCKET = checked(check_socket_path)
@@ -137,7 +137,7 @@ def options() -> dict[str, Field[Any]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per field. Values stay text: ``load`` parses them."""
+    """Add one flag per field. Values stay text: ``read`` parses them."""
     parser.add_argument(
         "--config", metavar="FILE", help=f"YAML file with the options below as keys [{variable_of('config')}]"
     )
@@ -154,6 +154,12 @@ class Reading(NamedTuple):
     config: Config  # with defaults in place of mistakes
     mistakes: tuple[str, ...] = ()  # values that can't be used
     warnings: tuple[str, ...] = ()  # what is not understood, and ignored: a newer operator may know more
+
+    def usable(self) -> Config:
+        """Return the configuration. Raises ConfigError with all mistakes."""
+        if self.mistakes:
+            raise ConfigError("; ".join(self.mistakes))
+        return self.config
 
 
 def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Reading:
@@ -173,14 +179,6 @@ def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Rea
         mistakes.append("a user name or password for the remote tier was given, but no --remote-url")
     warnings = (*unknown_keys(path, in_file, readers), *suspect_variables(environ))
     return Reading(config, (*unread, *mistakes), warnings)
-
-
-def load(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Config:
-    """Do as ``read`` does, and raise ConfigError for mistakes."""
-    reading = read(arguments, environ)
-    if reading.mistakes:
-        raise ConfigError("; ".join(reading.mistakes))
-    return reading.config
 
 
 def suspect_variables(environ: Mapping[str, str]) -> Iterator[str]:

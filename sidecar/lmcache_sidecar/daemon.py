@@ -60,7 +60,7 @@ async def serve(reading: Reading, read_again: Callable[[], Reading]) -> None:
 
 
 class Daemon:
-    """The HTTP face, and behind it a sidecar as soon as one can run."""
+    """The HTTP server, and behind it a sidecar as soon as one can run."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
@@ -107,9 +107,7 @@ class Daemon:
     async def _try_to_start(self) -> bool:
         config = self._reading.config
         try:
-            if self._reading.mistakes:
-                raise ConfigError("; ".join(self._reading.mistakes))
-            await self._start_sidecar(config)
+            await self._start_sidecar(self._reading.usable())
             await self._listen(config)
         except Exception as error:
             if not config.stay_up:

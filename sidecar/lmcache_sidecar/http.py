@@ -1,4 +1,4 @@
-"""The read-only HTTP face, on the same loop as the engine's calls: an answer proves that the loop is alive.
+"""The read-only HTTP server, on the same loop as the engine's calls: an answer proves that the loop is alive.
 
 One request per connection, few connections, little time for each: whoever holds one open, or sends rubbish,
 takes nothing from the kubelet's probe. It is answered even when the process has no descriptor left.

@@ -1,4 +1,4 @@
-"""The gRPC face of the sessions: one asyncio loop, a UNIX socket, statuses with sentences."""
+"""The gRPC server of the sessions: one asyncio loop, a UNIX socket, statuses with sentences."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -93,7 +94,7 @@ class Part:
 
 def read(figures: Iterable[Figure[T]], source: T | None) -> dict[Figure[Any], Any]:
     """Return the figures' values now; none where there is no source."""
-    return {} if source is None else {figure: figure.read(source) for figure in figures}
+    return {} if source is None else {figure: _plain(figure.read(source)) for figure in figures}
 
 
 def document(parts: Iterable[Part]) -> dict[str, Any]:
@@ -108,23 +109,15 @@ def document(parts: Iterable[Part]) -> dict[str, Any]:
 def declared(kind: type[Any]) -> tuple[Figure[Any], ...]:
     """Return the counters that a dataclass declares."""
     return tuple(
-        Figure(count.name, read=_reader(count.name), is_counter=True, **count.metadata)
+        Figure(count.name, read=attrgetter(count.name), is_counter=True, **count.metadata)
         for count in fields(kind)
         if "about" in count.metadata
     )
 
 
-def _reader(name: str) -> Callable[[Any], Any]:
-    def read_counts(source: object) -> Any:
-        counts = getattr(source, name)
-        # Reasons are members of an enumeration, or text.
-        return (
-            {getattr(key, "value", key): n for key, n in counts.items()}
-            if isinstance(counts, dict)
-            else counts
-        )
-
-    return read_counts
+def _plain(value: Any) -> Any:
+    """Text in place of members of an enumeration, which label some counters."""
+    return {getattr(key, "value", key): n for key, n in value.items()} if isinstance(value, dict) else value
 
 
 def _num_clients(sessions: Sessions) -> dict[str, int]:

@@ -34,7 +34,7 @@ def open_tiers(config: Config) -> dict[str, TierHandle]:
 
 def _make_remote(config: Config) -> TierHandle:
     def credentials() -> tuple[str, str]:
-        """Read anew for every connection: mounted secrets are rotated while we run."""
+        """Read again for every connection: mounted secrets are rotated while we run."""
         try:
             return config.read_credentials()
         except ConfigError as error:

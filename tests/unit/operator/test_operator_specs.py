@@ -173,7 +173,7 @@ def test_the_sidecar_accepts_its_configuration(tmp_path: Path) -> None:
     config = pytest.importorskip("lmcache_sidecar.config")
     file = tmp_path / "sidecar.yaml"
     file.write_text(next(o for o in render(FULL) if o["kind"] == "ConfigMap")["data"]["sidecar.yaml"])
-    loaded = config.load({"config": str(file), "memory_size": "1073741824"}, {})
+    loaded = config.read({"config": str(file), "memory_size": "1073741824"}, {}).usable()
     assert (loaded.arena_path, loaded.http_port, loaded.memory_size) == (
         "/var/lib/lmcache/arena",
         9464,

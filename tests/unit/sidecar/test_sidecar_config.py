@@ -6,9 +6,13 @@ import re
 
 import pytest
 from lmcache_sidecar.__main__ import main
-from lmcache_sidecar.config import Config, ConfigError, load, options, read, suspect_variables
+from lmcache_sidecar.config import Config, ConfigError, options, read, suspect_variables
 
 from lmcache.units import parse_size
+
+
+def load(arguments: dict[str, str], environ: dict[str, str]) -> Config:
+    return read(arguments, environ).usable()
 
 
 @pytest.mark.parametrize(

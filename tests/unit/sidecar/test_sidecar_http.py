@@ -1,4 +1,4 @@
-"""The HTTP face: read-only, and a bug in a page is that page's only."""
+"""The HTTP server: read-only, and a bug in a page is that page's only."""
 
 from __future__ import annotations
 

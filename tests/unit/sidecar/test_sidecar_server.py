@@ -1,4 +1,4 @@
-"""The gRPC face: what a bug in a handler costs, and that no call waits for a scrape of the metrics."""
+"""The gRPC server: what a bug in a handler costs, and that no call waits for a scrape of the metrics."""
 
 from __future__ import annotations
 
