@@ -201,6 +201,7 @@ def test_a_new_connection_that_breaks_is_not_tried_again():
         return made[-1]
 
     server = Server("s", connect, lambda _: None)
+    server.circuit.end()  # probes connect, too
     with pytest.raises(TierUnavailableError):
         server.run(StaleConnection.use)
     server.close()
