@@ -204,9 +204,9 @@ class LMCacheEngine:
 
     def _shape(self, num_tokens: int) -> list[int]:
         """Return the shape of one tensor with the KV of so many tokens."""
-        num_layers, halves, _, num_heads, head_size = self.metadata.kv_shape
+        num_layers, kv, _, num_heads, head_size = self.metadata.kv_shape
         inner = [num_tokens, num_heads] if token_dim(self.metadata.fmt) == 0 else [num_heads, num_tokens]
-        return [num_layers, halves, *inner, head_size]
+        return [num_layers, kv, *inner, head_size]
 
     def _usable(self, chunks: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
         """Return the leading chunks that are KV of this model, for the tokens that their keys say."""
@@ -241,7 +241,7 @@ class LMCacheEngine:
             if total := self.hit_tokens_count + self.miss_tokens_count:
                 self.hit_rate = self.hit_tokens_count / total
 
-    # ---- KV as one tensor: part of the documents' API, not used by the methods above ----
+    # ---- KV as one tensor: of the LMCache 0.1-0.3 API, not used by the methods above ----
 
     def _tuple_kv_to_blob(self, kv_tensors: KVCache) -> torch.Tensor:
         """Copy (K, V) per layer into one tensor [num_layers, 2, …]."""
@@ -364,6 +364,6 @@ def _num_masked(tokens: torch.Tensor, mask: torch.Tensor | None) -> int:
 
 
 def _require(condition: bool, message: str) -> None:
-    """Raise AssertionError as the documents say, also under ``python -O``."""
+    """Raise AssertionError as the LMCache 0.1-0.3 API does, also under ``python -O``."""
     if not condition:
         raise AssertionError(message)

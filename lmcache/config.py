@@ -25,16 +25,26 @@ _MEMORY = re.compile(r"cpu|cuda(:\d+)?")
 class LMCacheEngineConfig:
     """What a user chooses. Constructing it checks nothing; the ``from_…`` methods do."""
 
-    chunk_size: int  # tokens
-    local_device: str | None  # see parse_local_device; None: no local storage
-    max_local_cache_size: float  # GiB
-    remote_url: str | None  # type://host:port; None: no remote storage
-    remote_serde: str | None  # "torch", "safetensor", "cachegen" or "fast"
-    pipelined_backend: bool  # overlap fetching and deserialising
-    save_decode_cache: bool  # store chunks made while decoding too
+    chunk_size: int
+    """Tokens."""
+    local_device: str | None
+    """See parse_local_device; None: no local storage."""
+    max_local_cache_size: float
+    """GiB."""
+    remote_url: str | None
+    """type://host:port; None: no remote storage."""
+    remote_serde: str | None
+    """One of "torch", "safetensor", "cachegen" or "fast"."""
+    pipelined_backend: bool
+    """Overlap fetching and deserialising."""
+    save_decode_cache: bool
+    """Store chunks made while decoding too."""
     enable_blending: bool
-    blend_recompute_ratio: float  # of the tokens of a prompt, 0 to 1
-    blend_min_tokens: int  # shorter prompts are not blended
+    """Of the LMCache 0.1-0.3 API, as the four that follow: for programs that read them."""
+    blend_recompute_ratio: float
+    """Of the tokens of a prompt, 0 to 1."""
+    blend_min_tokens: int
+    """Shorter prompts are not blended."""
     blend_separator: str = "[BLEND_SEP]"
     blend_add_special_in_precomp: bool = False
 
@@ -113,9 +123,11 @@ class LMCacheEngineMetadata:
     model_name: str
     world_size: int
     worker_id: int
-    fmt: str  # "vllm" or "huggingface"
+    fmt: str
+    """One of "vllm" or "huggingface"."""
     kv_dtype: torch.dtype
-    kv_shape: tuple[int, int, int, int, int]  # (num_layers, 2, chunk_size, num_kv_heads, head_size)
+    kv_shape: tuple[int, int, int, int, int]
+    """(num_layers, 2, chunk_size, num_kv_heads, head_size)."""
     use_mla: bool = False
 
 
@@ -123,9 +135,11 @@ class LMCacheEngineMetadata:
 class LMCacheMemPoolMetadata:
     """What fixes a pool's slots and their number."""
 
-    kv_shape: tuple[int, int, int, int, int]  # (num_layers, 2, chunk_size, num_kv_heads, head_size)
+    kv_shape: tuple[int, int, int, int, int]
+    """(num_layers, 2, chunk_size, num_kv_heads, head_size)."""
     kv_dtype: torch.dtype
-    max_local_cache_size: float  # GiB
+    max_local_cache_size: float
+    """GiB."""
 
 
 class GlobalConfig:

@@ -46,9 +46,12 @@ _MAX_EXPONENT = 100  # of a weight, before all of them are scaled down
 class Sample(NamedTuple):
     """One access to a sampled key."""
 
-    time: float  # seconds, of any clock that all samplers share
-    key_hash: int  # below HASHES
-    num_bytes: int  # that the object takes in a cache
+    time: float
+    """Seconds, of any clock that all samplers share."""
+    key_hash: int
+    """Below HASHES."""
+    num_bytes: int
+    """That the object takes in a cache."""
 
 
 class Estimate(NamedTuple):
@@ -250,7 +253,7 @@ class MissRatioCurve:
                 self._hot[key] = 0.0
 
     def _lower_threshold(self) -> None:
-        """Stop tracking the key with the highest hash, and be content with those below it."""
+        """Stop tracking the key with the highest hash, and sample only those below it."""
         self._threshold = ~heapq.heappop(self._highest)
         if self._threshold not in self._hot:
             self._stack.forget(self._threshold)

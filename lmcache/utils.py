@@ -31,7 +31,7 @@ class CacheEngineKey:
     """Name of one chunk: what its bytes belong to, and the hash of its tokens and of all before them.
 
     Everything that makes bytes comparable beyond these fields (dtype, shape, tokenizer, LoRA) is not in it:
-    the text is the documents' and is kept byte for byte.
+    the text is that of LMCache 0.1-0.3, byte for byte.
     """
 
     fmt: str
@@ -65,7 +65,8 @@ class DiskCacheMetadata:
     """What is known of one chunk on disk."""
 
     path: str
-    size: int  # bytes
+    size: int
+    """Bytes."""
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
 

@@ -1,1 +1,1 @@
-"""CacheBlend: reuse of KV that was stored apart and in another order, a part of its tokens computed anew."""
+"""CacheBlend: reuse of KV that was stored apart and in another order, a part of its tokens recomputed."""

@@ -1,4 +1,4 @@
-"""CacheBlend (Yao et al., EuroSys 2025): of retrieved KV, compute only the tokens anew that deviate most.
+"""CacheBlend (Yao et al., EuroSys 2025): of retrieved KV, recompute only the tokens that deviate most.
 
 The K and V of layers 0 and 1 are computed for all tokens. At layer 1 the retrieved V is compared with the
 fresh one; from there on only the selected tokens are computed. The others' K and V are the retrieved
@@ -30,7 +30,7 @@ class CacheBlendImpl(BlendExecutor):
         recompute_ratio: float,
         all_reduce_function: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Compute ``recompute_ratio`` (0 to 1) of each request's valid tokens anew.
+        """Compute ``recompute_ratio`` (0 to 1) of each request's valid tokens again.
 
         ``all_reduce_function`` sums a tensor over the ranks that share the KV heads, so that all select the
         same tokens. Raises ValueError for a ratio out of range.

@@ -23,9 +23,12 @@ _NUM_WORKERS = 4  # enough to overlap waiting for a remote storage with copying
 
 
 class _Hit(NamedTuple):
-    start: int  # of its segment among all tokens
-    length: int  # tokens, from the segment's start
-    kv: torch.Tensor  # [num_layers, 2, ...], one layer's K or V as the format says
+    start: int
+    """Of its segment among all tokens."""
+    length: int
+    """Tokens, from the segment's start."""
+    kv: torch.Tensor
+    """[num_layers, 2, ...], one layer's K or V as the format says."""
 
 
 class SPTBlendRetrieverTask(BlendRetrieverTask):
@@ -47,7 +50,7 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
         They are ``[num_tokens, num_kv_heads, head_size]`` in the format "vllm" and ``[num_kv_heads,
         num_tokens, head_size]`` in "huggingface". Raises IndexError for a layer that the stored KV lacks.
         """
-        k, v = (self._layer(layer_id, half) for half in (0, 1)) if self._hits else (None, None)
+        k, v = (self._layer(layer_id, k_or_v) for k_or_v in (0, 1)) if self._hits else (None, None)
         return BlendRetrieverResult(k, v, *(mask.clone() for mask in self._validity))
 
     @cached_property
@@ -74,13 +77,13 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
             original_positions[start : start + length] = torch.arange(length)
         return valid_mask, original_positions.to(self._hits[0].kv.device if self._hits else "cpu")
 
-    def _layer(self, layer_id: int, half: int) -> torch.Tensor:
+    def _layer(self, layer_id: int, k_or_v: int) -> torch.Tensor:
         dim = token_dim(self.fmt)
-        shape = list(self._hits[0].kv[layer_id, half].shape)
+        shape = list(self._hits[0].kv[layer_id, k_or_v].shape)
         shape[dim] = self._num_tokens
         layer = self._hits[0].kv.new_empty(shape)
         for start, length, kv in self._hits:
-            layer.narrow(dim, start, length).copy_(kv[layer_id, half])
+            layer.narrow(dim, start, length).copy_(kv[layer_id, k_or_v])
         return layer
 
 

@@ -36,7 +36,7 @@ class RemoteBackendEndSignal:
 
 
 class LMCRemoteBackend(QueuedBackend):
-    """A server that does not answer is left alone until it does.
+    """A server that does not answer is not asked again until it does.
 
     What is written is bound to its key and to the model's geometry (layers, heads, head size): the value of
     another chunk or of another model is a miss, counted. A value that could not be read counts as absent

@@ -122,7 +122,7 @@ class OutputPool:
         num_bytes = math.prod(shape) * dtype.itemsize
         if torch.device(device).type != "cpu" or num_bytes < _MIN_POOLED_BYTES:
             return torch.empty(tuple(shape), dtype=dtype, device=device)
-        memory = self._take(num_bytes) or _map(num_bytes)
+        memory = self._reuse(num_bytes) or _map(num_bytes)
         # Every view of the tensor keeps ``owner`` alive.
         owner = np.frombuffer(memory, np.uint8, num_bytes)
         if len(memory) <= self._max_bytes:
@@ -148,7 +148,7 @@ class OutputPool:
             finally:
                 self._lock.release()
 
-    def _take(self, num_bytes: int) -> mmap.mmap | None:
+    def _reuse(self, num_bytes: int) -> mmap.mmap | None:
         """Take memory that is large enough and at most half wasted."""
         if self._lock.acquire(blocking=False):
             try:

@@ -1,4 +1,5 @@
-"""KV caches of small models, and a backend that implements what the documents ask for and no more."""
+"""KV caches of small models, and a backend that implements what the LMCache 0.1-0.3 API asks for and no
+more."""
 
 from __future__ import annotations
 

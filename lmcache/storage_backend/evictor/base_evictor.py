@@ -13,7 +13,7 @@ from lmcache.logging import init_logger
 from lmcache.storage_backend.mem_pool import KVObj
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
 
-logger = init_logger(__name__)  # one of the documents' names
+logger = init_logger(__name__)  # of the LMCache 0.1-0.3 API
 
 Key: TypeAlias = CacheEngineKey | str
 CacheDict: TypeAlias = "OrderedDict[Any, Any]"

@@ -10,7 +10,7 @@ class LRUEvictor(BaseEvictor):
 
     The dictionary's order is the only order there is. ``current_cache_size`` (bytes) counts along; when the
     dictionary's length shows that something else than the puts allowed here has happened to it (an overwrite,
-    a removal, a put that failed after it was allowed), it is counted anew at the next put. So a put costs
+    a removal, a put that failed after it was allowed), it is counted again at the next put. So a put costs
     O(victims), and O(entries) only after one of these.
     """
 

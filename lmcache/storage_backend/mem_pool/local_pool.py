@@ -20,9 +20,12 @@ from lmcache.units import ceil_div
 class KVObj:
     """Memory for one chunk, taken from a pool."""
 
-    chunk_idx: int  # names it within its pool
-    size: int  # bytes that it takes of the pool
-    data: torch.Tensor  # of the chunk's shape and dtype, over the pool's memory
+    chunk_idx: int
+    """Names it within its pool."""
+    size: int
+    """Bytes that it takes of the pool."""
+    data: torch.Tensor
+    """Of the chunk's shape and dtype, over the pool's memory."""
 
 
 class BasePool(abc.ABC):

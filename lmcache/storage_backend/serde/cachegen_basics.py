@@ -63,10 +63,14 @@ class CacheGenEncoderOutput:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    token_axis: int  # 2 in [L, 2, T, H, D], 3 in [L, 2, H, T, D]
-    top: int  # bins / 2 - 1: the largest symbol
-    scales: torch.Tensor  # float32 [L, 2, T]
-    streams: Sequence[Buffer]  # of each layer
+    token_axis: int
+    """2 in [L, 2, T, H, D], 3 in [L, 2, H, T, D]."""
+    top: int
+    """The largest symbol: bins / 2 - 1."""
+    scales: torch.Tensor
+    """[L, 2, T], float32."""
+    streams: Sequence[Buffer]
+    """Of each layer."""
 
     @property
     def num_heads(self) -> int:

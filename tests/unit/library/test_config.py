@@ -36,7 +36,7 @@ def from_text(tmp_path):
     return read
 
 
-def test_fields_are_in_the_documents_order():
+def test_fields_are_in_their_order():
     assert LMCacheEngineConfig.__match_args__ == (
         "chunk_size",
         "local_device",

@@ -1,4 +1,4 @@
-"""A user's own evictor decides: in memory and in a directory, as the documents' contract says."""
+"""A user's own evictor decides: in memory and in a directory, as the LMCache 0.1-0.3 API says."""
 
 from __future__ import annotations
 

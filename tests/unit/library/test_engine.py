@@ -242,7 +242,7 @@ def test_defect_23_retrieved_tensors_can_be_used_in_place_anywhere(engine, fmt):
 
 
 def golden_hashes(tokens: list[int]) -> list[str]:
-    """The documents' chain, written down once more."""
+    """The chain of the LMCache 0.1-0.3 API, written down once more."""
     hashes, before = [], ""
     for start in range(0, len(tokens), CHUNK):
         raw = b"".join(token.to_bytes(8, "little") for token in tokens[start : start + CHUNK])

@@ -1,4 +1,4 @@
-"""Evictors: the documents' contract, and accounts that do not drift."""
+"""Evictors: the contract of the LMCache 0.1-0.3 API, and accounts that do not drift."""
 
 from __future__ import annotations
 

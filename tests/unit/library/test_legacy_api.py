@@ -1,4 +1,4 @@
-"""The documents' names, to the letter, and the calls that their users make."""
+"""The names of the LMCache 0.1-0.3 API, to the letter, and the calls that their users make."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CLASSES: dict[str, dict[str, dict[str, str]]] = {
         for name in ("RemoteConnector", "RemoteBytesConnector", "RemoteTensorConnector")
     },
     "storage_backend.serde.serde": {
-        # The label is ours: every call that the documents know works without it.
+        # The label is ours: every call of that API works without it.
         "Serializer": {"to_bytes": "t label=b''"},
         "Deserializer": {"__init__": "dtype", "from_bytes": "bs label=b''"},
     },
@@ -174,18 +174,18 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("path", "method", "expected"), METHODS)
-def test_classes_have_the_documents_methods(path, method, expected):
+def test_classes_have_their_methods(path, method, expected):
     found = getattr(named(path), method)
     assert expected is None or parameters(found) == expected
 
 
 @pytest.mark.parametrize(("path", "expected"), FUNCTIONS.items())
-def test_functions_have_the_documents_parameters(path, expected):
+def test_functions_have_their_parameters(path, expected):
     assert parameters(named(path)) == expected
 
 
 @pytest.mark.parametrize(("path", "expected"), FIELDS.items())
-def test_data_have_the_documents_fields_in_their_order(path, expected):
+def test_data_have_their_fields_in_their_order(path, expected):
     names = expected.split()
     assert list(named(path).__match_args__)[: len(names)] == names
 
