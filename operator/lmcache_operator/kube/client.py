@@ -12,13 +12,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
-from kubernetes.aio import config as kube_config
-from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.client import ApiClient
 
 from lmcache_operator import metrics
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube.shallow import loads
-from lmcache_operator.kube.watch import is_in_cluster
+from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, Kind
 from lmcache_operator.specs.names import FIELD_MANAGER
@@ -42,13 +41,9 @@ _ESCAPED_IN_YAML = {
 @asynccontextmanager
 async def connect(kubeconfig: str | None) -> AsyncIterator[KubeApi]:
     """A client for the cluster named by a kubeconfig, or for the one this pod runs in."""
-    configuration = Configuration()
-    if kubeconfig is None and is_in_cluster():
-        kube_config.load_incluster_config(client_configuration=configuration)
-    else:
-        await kube_config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
-    configuration.connection_pool_maxsize = _MAX_REQUESTS
-    async with ApiClient(configuration) as client:
+    server = await configuration(kubeconfig)
+    server.connection_pool_maxsize = _MAX_REQUESTS
+    async with ApiClient(server) as client:
         yield KubeApi(client)
 
 

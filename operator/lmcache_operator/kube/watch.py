@@ -16,6 +16,7 @@ import aiohttp
 import kopf
 from kubernetes.aio import config as kube_config
 from kubernetes.aio.client import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
 
 from lmcache_operator.kube.shallow import loads
 
@@ -24,36 +25,32 @@ _KIND = "PartialObjectMetadata"
 _NEEDED = ("name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences", "deletionTimestamp")
 
 
-def is_in_cluster() -> bool:
-    """Whether this is a pod that was not given a kubeconfig."""
-    return "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
+async def configuration(kubeconfig: str | None = None) -> Configuration:
+    """How to reach the API server: by the kubeconfig that is named or found, else as this pod."""
+    found, named = Configuration(), kubeconfig or os.environ.get("KUBECONFIG")
+    if named is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        kube_config.load_incluster_config(client_configuration=found)
+    else:
+        await kube_config.load_kube_config(config_file=named, client_configuration=found)
+    return found
 
 
-async def login(**kwargs: Any) -> kopf.AiohttpSession | None:
-    """A kubeconfig where one is named or found, else the pod's ServiceAccount; for kopf.
+async def login(**_: Any) -> kopf.AiohttpSession:
+    """A session for kopf, which asks for another when the API server does not take its token any more.
 
-    A coroutine, though it waits for nothing: a session belongs to the event loop it is made on.
+    A coroutine, since a session belongs to the event loop it is made on.
     """
-    in_cluster = is_in_cluster()
-    info = (kopf.login_with_service_account if in_cluster else kopf.login_with_kubeconfig)(**kwargs)
-    if info is None:
-        return None
-    server = info.server
-    if in_cluster:  # by its address, as every other client: kopf would ask a DNS server for a name
-        configuration = Configuration()
-        kube_config.load_incluster_config(client_configuration=configuration)
-        server = configuration.host
+    server = await configuration()
+    token = await server.get_api_key_with_prefix("BearerToken")
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
-        headers=info.as_http_headers(),
+        connector=aiohttp.TCPConnector(limit=0, ssl=RESTClientObject(server).ssl_context),
+        headers={"Authorization": token} if token else None,
         middlewares=(_ask_for_metadata,),
         response_class=_Response,
-        proxy=info.proxy_url,
-        trust_env=bool(info.trust_env),
+        proxy=server.proxy,
+        trust_env=True,
     )
-    return kopf.AiohttpSession(
-        server=server, default_namespace=info.default_namespace, aiohttp_session=session
-    )
+    return kopf.AiohttpSession(server=server.host, aiohttp_session=session)
 
 
 async def _ask_for_metadata(
