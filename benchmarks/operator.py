@@ -61,17 +61,17 @@ def measure(plane: Cluster, operator: kube.Operator) -> list[Figure]:
     mark = plane.mark()
     operator.terminate()
     operator.start()
-    wait(plane, lambda: operator.num_looks() >= NUM_CLUSTERS)
+    wait(plane, lambda: operator.num_reconciliations() >= NUM_CLUSTERS)
     come_to_rest(operator)
-    per_look = operator.metric(REQUESTS) / operator.num_looks()
+    per_run = operator.metric(REQUESTS) / operator.num_reconciliations()
     restart_writes = written(plane, operator, mark)
     per_minute = idle_requests / NUM_CLUSTERS / IDLE_SECONDS * 60
     return [
         Figure("until all are Ready", ready_seconds, "s"),
         at_most("writes at rest", idle_writes, "", 0),
         at_most("writes after a restart", restart_writes, "", 0),
-        Figure("requests for a look at one", per_look, ""),
-        at_most("requests at rest, per object and minute", max(per_minute, per_look / RESYNC_MINUTES), "", 1),
+        Figure("requests for one reconciliation", per_run, ""),
+        at_most("requests at rest, per object and minute", max(per_minute, per_run / RESYNC_MINUTES), "", 1),
         at_most("memory, highest of the first run", first_peak, "MiB", 256),
         at_most("memory, highest after the restart", peak_mib(operator), "MiB", 256),
     ]

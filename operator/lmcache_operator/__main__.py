@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "namespace of the operator's pod, which may reach the sidecars' metrics port (default: none)"
     rendering.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
 
-    about = "watch a Kubernetes cluster and look after its LMCacheClusters"
+    about = "watch a Kubernetes cluster and reconcile its LMCacheClusters"
     run = commands.add_parser("run", parents=[rendering], help=about)
     run.set_defaults(command=_run)
     about = "watch this namespace only; may be repeated (default: all namespaces)"

@@ -29,7 +29,7 @@ from lmcache_operator.stats import StatsClient
 _NUM_WORKERS = 16
 """Clusters reconciled at the same time."""
 _MAX_RUN_SECONDS = 300.0
-"""A look at a cluster that takes longer than this hangs: single calls time out after half a minute."""
+"""A reconciliation that takes longer than this hangs: single calls time out after half a minute."""
 _Queue = KeyedQueue[ClusterKey]
 
 
@@ -43,7 +43,7 @@ async def run(
 ) -> None:
     """Run until SIGTERM or SIGINT; without namespaces for all of them."""
     if kubeconfig is not None:
-        os.environ["KUBECONFIG"] = kubeconfig  # where kopf looks for it
+        os.environ["KUBECONFIG"] = kubeconfig  # where ``login`` finds it
     start_http_server(metrics_port)
     async with connect(kubeconfig) as api, StatsClient() as stats:
         reconciler = Reconciler(api, context, stats.read)
@@ -73,7 +73,7 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
         if (key := owner_key(namespace or "", meta)) is not None:
             queue.wake(key)
 
-    async def look_for_hanging_work(**_: Any) -> float:
+    async def check_for_hanging_work(**_: Any) -> float:
         seconds = queue.longest_run_seconds()
         if seconds > _MAX_RUN_SECONDS:
             raise kopf.PermanentError(f"a reconciliation has been running for {seconds:.0f} s")
@@ -84,7 +84,7 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
 
     kopf.on.login(registry=registry)(login)
     kopf.on.cleanup(registry=registry)(stop_working)
-    kopf.on.probe(registry=registry, id="longest_run_seconds")(look_for_hanging_work)
+    kopf.on.probe(registry=registry, id="longest_run_seconds")(check_for_hanging_work)
     kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(cluster_changed)
     for kind in kinds_of(COMPONENTS):
         kopf.on.event(

@@ -10,15 +10,17 @@ API_REQUESTS = Counter(
     "lmcache_operator_api_requests_total", "Calls to the API server; code 0: no answer.", ["verb", "code"]
 )
 RECONCILE_SECONDS = Histogram(
-    "lmcache_operator_reconcile_seconds", "Time of one look at a cluster, its status written.",
+    "lmcache_operator_reconcile_seconds", "Time of one reconciliation of a cluster, its status written.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )  # fmt: skip
 RECONCILE_FAILURES = Counter(
-    "lmcache_operator_reconcile_failures_total", "Looks that failed and are tried again."
+    "lmcache_operator_reconcile_failures_total", "Reconciliations that failed and are tried again."
 )
 WRITES = Counter(
-    "lmcache_operator_writes_total", "Changes made: apply, status, evict. At rest it stands still.", ["what"]
+    "lmcache_operator_writes_total",
+    "Changes: apply, delete, evict, status. At rest it stands still.",
+    ["what"],
 )
-CLUSTERS = Gauge("lmcache_operator_clusters", "LMCacheClusters being looked after.")
+CLUSTERS = Gauge("lmcache_operator_clusters", "LMCacheClusters being reconciled.")
 BUILD_INFO = Gauge("lmcache_operator_build_info", "1, with the version.", ["version"])
 BUILD_INFO.labels(version=__version__).set(1)

@@ -1,8 +1,8 @@
 """A queue of keys in which no wake-up is lost and no key is worked on twice at a time.
 
 Each key has its own lane: one task that waits for a wake-up or a deadline and then does the work. Wake-ups
-that come in a burst, or while the work runs, make one more run. The event is cleared before the work looks at
-the world, so a change is either seen by the run or starts the next one.
+that come in a burst, or while the work runs, make one more run. The event is cleared before the work observes
+anything, so a change is either seen by the run or starts the next one.
 
 All times are those of the event loop; a test gives it another clock.
 """
@@ -49,11 +49,11 @@ class KeyedQueue(Generic[Key]):
         work: Callable[[Key], Awaitable[float | None]],
         *,
         num_workers: int,
-        settle_seconds: float = 0.05,
+        debounce_seconds: float = 0.05,
     ) -> None:
         self._work = work
         self._workers = asyncio.Semaphore(num_workers)
-        self._settle_seconds = settle_seconds
+        self._debounce_seconds = debounce_seconds
         self._lanes: dict[Key, _Lane] = {}
         self._is_closed = False
 
@@ -91,8 +91,8 @@ class KeyedQueue(Generic[Key]):
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(lane.wakeup.wait(), delay)
-            # What happens to a key comes in bursts: let it settle, then look once.
-            await asyncio.sleep(self._settle_seconds)
+            # What happens to a key comes in bursts: one run for all of it.
+            await asyncio.sleep(self._debounce_seconds)
             async with self._workers:
                 lane.wakeup.clear()
                 lane.started = asyncio.get_running_loop().time()
@@ -104,7 +104,7 @@ class KeyedQueue(Generic[Key]):
                     delay = BACKOFF.seconds(num_failures)
                     _log_failure(key, error, delay)
                 lane.started = None
-            # No await between this look and the removal, or a wake-up in between would be lost.
+            # No await between this check and the removal, or a wake-up in between would be lost.
             if delay is None and not lane.wakeup.is_set():
                 del self._lanes[key]
                 return

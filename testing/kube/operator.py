@@ -72,8 +72,8 @@ class Operator(ChildProcess):
             text = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
-    def num_looks(self) -> float:
-        """How often it has looked at some LMCacheCluster."""
+    def num_reconciliations(self) -> float:
+        """How often it has reconciled some LMCacheCluster."""
         return self.metric("lmcache_operator_reconcile_seconds_count")
 
     def refusals(self) -> list[str]:

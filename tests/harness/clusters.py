@@ -33,20 +33,20 @@ def pods(plane: Cluster, namespace: str) -> dict[str, Object]:
     return {pod["metadata"]["uid"]: pod for pod in found}
 
 
-def look_once_more(plane: Cluster, operator: Operator, namespace: str) -> None:
-    """Make the operator look at the cluster again, by a change that means nothing, and wait until it did."""
-    before = operator.num_looks()
+def reconcile_once_more(plane: Cluster, operator: Operator, namespace: str) -> None:
+    """Have the cluster reconciled again, by a change that means nothing, and wait until it did."""
+    before = operator.num_reconciliations()
     note = {"metadata": {"annotations": {"test/poke": str(time.monotonic_ns())}}}
     plane.api.patch(CLUSTERS, NAME, note, namespace)
-    plane.wait(lambda: operator.num_looks() > before)
+    plane.wait(lambda: operator.num_reconciliations() > before)
 
 
 def wait_quiet(plane: Cluster, operator: Operator, namespace: str) -> None:
-    """Until a look at the cluster writes nothing: it has told all it had to tell."""
+    """Until a reconciliation writes nothing."""
 
     def is_quiet() -> bool:
         mark = plane.mark()
-        look_once_more(plane, operator, namespace)
+        reconcile_once_more(plane, operator, namespace)
         return not written(plane, operator, mark, namespace)
 
     plane.wait(is_quiet)

@@ -9,7 +9,15 @@ import yaml
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import ENGINE, condition, look_once_more, pods, wait_quiet, wait_ready, written
+from tests.harness.clusters import (
+    ENGINE,
+    condition,
+    pods,
+    reconcile_once_more,
+    wait_quiet,
+    wait_ready,
+    written,
+)
 from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_namespace
 
 pytestmark = pytest.mark.kube
@@ -111,8 +119,8 @@ def test_restart_writes_nothing(plane, operator, shared):
     mark = plane.mark()
     assert operator.terminate() == 0
     operator.start()
-    plane.wait(lambda: operator.num_looks() >= operator.metric("lmcache_operator_clusters") > 0)
-    look_once_more(plane, operator, shared)
+    plane.wait(lambda: operator.num_reconciliations() >= operator.metric("lmcache_operator_clusters") > 0)
+    reconcile_once_more(plane, operator, shared)
     assert written(plane, operator, mark, shared) == []
 
 
@@ -168,7 +176,7 @@ def test_resizing_the_cache_restarts_no_engine(plane, operator, namespace):
 
     plane.wait(is_new_template)
     wait_ready(plane, namespace)
-    look_once_more(plane, operator, namespace)
+    reconcile_once_more(plane, operator, namespace)
     assert set(pods(plane, namespace)) == before
     plane.wait(lambda: condition(plane, namespace, "Progressing")["reason"] == "ResizePending")
     assert "2 still have the former size" in condition(plane, namespace, "Ready")["message"]
@@ -270,5 +278,5 @@ def test_nothing_is_written_at_rest(plane, operator, resting):
         time.sleep(min(1.0, remaining))
         plane.check()
         remaining = REST_SECONDS - (time.monotonic() - since)
-    look_once_more(plane, operator, namespace)
+    reconcile_once_more(plane, operator, namespace)
     assert written(plane, operator, mark, namespace) == []

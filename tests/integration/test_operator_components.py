@@ -55,7 +55,7 @@ def status_of(plane: Any, namespace: str) -> tuple[Object, dict[str, str]]:
 
 def test_a_second_component_comes_and_goes(plane, chart, operator_process, namespace):
     if operator_process.is_running:
-        operator_process.stop()
+        operator_process.terminate()
     resource = example()
     resource["spec"]["engine"] = {"replicas": 2}
     plane.api.create(CLUSTERS, resource, namespace)

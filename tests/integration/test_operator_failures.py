@@ -5,7 +5,15 @@ import time
 import pytest
 
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import ENGINE, condition, look_once_more, pods, wait_quiet, wait_ready, written
+from tests.harness.clusters import (
+    ENGINE,
+    condition,
+    pods,
+    reconcile_once_more,
+    wait_quiet,
+    wait_ready,
+    written,
+)
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
 
 pytestmark = pytest.mark.kube
@@ -40,8 +48,8 @@ def test_rest_is_what_the_api_server_made_of_what_was_applied(plane, operator, n
     mark = plane.mark()
     assert operator.terminate() == 0
     operator.start()
-    plane.wait(lambda: operator.num_looks() >= operator.metric("lmcache_operator_clusters") > 0)
-    look_once_more(plane, operator, namespace)
+    plane.wait(lambda: operator.num_reconciliations() >= operator.metric("lmcache_operator_clusters") > 0)
+    reconcile_once_more(plane, operator, namespace)
     assert written(plane, operator, mark, namespace) == []
     # But what somebody does change, to a zero value or from one, is healed.
     edit = {"spec": {"template": {"spec": {"hostNetwork": True, "automountServiceAccountToken": None}}}}
@@ -59,7 +67,7 @@ def test_a_contested_field_keeps_no_other_from_being_applied(plane, operator, na
     wait_ready(plane, namespace)
     for _ in range(10):
         plane.api.patch("apps/v1/statefulsets", ENGINE, {"spec": {"replicas": 1}}, namespace)
-        look_once_more(plane, operator, namespace)
+        reconcile_once_more(plane, operator, namespace)
     assert "spec.replicas" in condition(plane, namespace, "Degraded")["message"]
     assert condition(plane, namespace, "Degraded")["reason"] == "FieldContested"
     image = "vllm/vllm-openai:v0.31.0"
@@ -80,7 +88,7 @@ def test_a_deletion_fight_is_damped(plane, operator, namespace):
     for _ in range(20):
         if plane.api.find("policy/v1/poddisruptionbudgets", ENGINE, namespace):
             plane.api.delete("policy/v1/poddisruptionbudgets", ENGINE, namespace)
-        look_once_more(plane, operator, namespace)
+        reconcile_once_more(plane, operator, namespace)
     made = [w for w in written(plane, operator, mark, namespace) if w.resource == "poddisruptionbudgets"]
     assert len(made) <= 4
     assert "deleting" in condition(plane, namespace, "Degraded")["message"]

@@ -8,7 +8,7 @@ import pytest
 from lmcache_operator.specs.names import SIDECAR_PORT
 
 from testing.processes import RedisServer, SidecarProcess
-from tests.harness.clusters import condition, look_once_more, pods, wait_ready, written
+from tests.harness.clusters import condition, pods, reconcile_once_more, wait_ready, written
 from tests.harness.kube import CLUSTERS, example
 from tests.harness.wire import RawClient
 
@@ -22,7 +22,7 @@ def wait_told(plane, operator, namespace, kind: str, reason: str) -> None:
     """Until a look tells it; the operator is not reported what happens inside of pods."""
 
     def is_told() -> bool:
-        look_once_more(plane, operator, namespace)
+        reconcile_once_more(plane, operator, namespace)
         return condition(plane, namespace, kind).get("reason") == reason
 
     plane.wait(is_told)
@@ -55,7 +55,7 @@ def test_a_sidecar_that_can_not_run_is_told_in_its_words_and_heals(plane, operat
 
         # What goes on is no news.
         mark = plane.mark()
-        look_once_more(plane, operator, namespace)
+        reconcile_once_more(plane, operator, namespace)
         assert written(plane, operator, mark, namespace) == []
 
         # The kubelet renews the file.

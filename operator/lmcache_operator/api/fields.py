@@ -17,7 +17,7 @@ class Rule(NamedTuple):
     """One validation in two spellings, for the API server and for the parser, side by side to agree."""
 
     cel: str | None
-    """None for what CEL can't say: then only the parser refuses it, and a condition tells."""
+    """None for what CEL can't say: then only the parser refuses it, and a condition reports it."""
     message: str
     holds: Callable[[Any], bool]
     """The same check on the parsed value. True for transition rules: here is no old value."""

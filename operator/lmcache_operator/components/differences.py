@@ -30,7 +30,7 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         if ref in observed.taken:
             continue
         contested = observed.contested.get(ref, frozenset())
-        declared = _leaving_alone(rendered, contested)
+        declared = _uncontested(rendered, contested)
         missing = _lost(declared, live)
         if () in contested and () in missing:
             problems.append(_contest(f"deleting or taking over {ref}"))
@@ -51,8 +51,8 @@ def _is_deletable(live: Object) -> bool:
     return is_marked and "deletionTimestamp" not in live["metadata"]
 
 
-def _leaving_alone(rendered: Object, contested: frozenset[Path]) -> Object:
-    """The child without the fields that others keep changing; what is left of it is applied and healed."""
+def _uncontested(rendered: Object, contested: frozenset[Path]) -> Object:
+    """The child without the fields that others keep changing; what is left of it is applied and repaired."""
     return hashed(without(rendered, contested)) if contested - {()} else rendered
 
 

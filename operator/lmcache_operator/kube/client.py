@@ -112,7 +112,7 @@ class KubeApi:
         return status not in accept
 
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
-        """Tell something about a cluster where ``kubectl describe`` and ``kubectl events`` show it."""
+        """Report something about a cluster where ``kubectl describe`` and ``kubectl events`` show it."""
         namespace, time = about["metadata"]["namespace"], now.strftime("%Y-%m-%dT%H:%M:%SZ")
         keys = ("name", "namespace", "uid", "resourceVersion")
         involved = {key: about["metadata"].get(key) for key in keys}

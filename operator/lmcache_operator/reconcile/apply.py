@@ -33,7 +33,7 @@ class Applier:
     failure: ApiError | None = None
     """The first failure that may go away."""
     events: list[Event] = field(default_factory=list)
-    """What the user is told of what was done."""
+    """Of what was done."""
 
     async def carry_out(self, plan: Plan, observed: Observed) -> None:
         """One component's plan. Raises only NoAnswerError, since what comes next would fare no better."""
@@ -42,7 +42,7 @@ class Applier:
             live = observed.children.get(ref)
             uid = None if live is None else live["metadata"]["uid"]
             if await self._attempt("apply", ref, self.api.apply(wanted, uid)):
-                self._note_healing(plan, ref, is_new=uid is None)
+                self._note_repair(plan, ref, is_new=uid is None)
         for ref in plan.delete:
             uid = observed.children[ref]["metadata"]["uid"]
             call = self.api.delete(BY_NAME[ref.kind], self.key.namespace, ref.name, uid)
@@ -71,9 +71,9 @@ class Applier:
             logger.info("%s: %s %s", self.key, verb, ref)
         return is_done
 
-    def _note_healing(self, plan: Plan, ref: Ref, *, is_new: bool) -> None:
+    def _note_repair(self, plan: Plan, ref: Ref, *, is_new: bool) -> None:
         for path in plan.lost[ref]:
             if not is_new:
                 what = spell(path) or "all"
-                logger.info("%s: %s of %s was changed; healed it", self.key, what, ref)
-            self.contests.note_healing(ref, path, self.time)
+                logger.info("%s: %s of %s was changed; repaired it", self.key, what, ref)
+            self.contests.note_repair(ref, path, self.time)

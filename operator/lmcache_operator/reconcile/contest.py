@@ -1,8 +1,8 @@
 """Notices when somebody else keeps undoing what the operator writes.
 
-Healing a field that another controller changes back at once would go on for ever and load the API server.
-Three times it is healed at once; after that the field, and no other, is left alone for longer and longer, and
-a condition says so.
+Repairing a field that another controller changes back at once would go on for ever and load the API server.
+Three times it is repaired at once; after that the field, and no other, is left alone for longer and longer,
+and a condition says so.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Contested = Mapping[Ref, frozenset[Path]]
 class _Contest(NamedTuple):
     num_times: int
     until: float
-    """End of the pause; the time of the last healing if there is none."""
+    """End of the pause; the time of the last repair if there is none."""
 
 
 class ContestLog:
-    """Of one cluster: how often each field of a child was healed lately."""
+    """Of one cluster: how often each field of a child was repaired recently."""
 
     def __init__(self) -> None:
         self._contests: dict[tuple[Ref, Path], _Contest] = {}
 
-    def note_healing(self, ref: Ref, path: Path, now: float) -> None:
-        """A field was not as it had been applied, and was healed; () stands for a child that was gone."""
+    def note_repair(self, ref: Ref, path: Path, now: float) -> None:
+        """A field was not as it had been applied, and was repaired; () stands for a child that was gone."""
         for known, contest in list(self._contests.items()):
             if now >= contest.until + _FORGET_SECONDS:
                 del self._contests[known]

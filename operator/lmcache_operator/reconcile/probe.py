@@ -1,6 +1,7 @@
-"""What the sidecars of engine pods say of themselves: asked at a look, a few at once, and never relied on.
+"""Asks the sidecars of pods how they are: at each reconciliation, a few at once.
 
-What they say is text from a user's pod: it is cut, cleaned, and used for nothing but the status.
+Nothing relies on them. What they say is text from a user's pod: it is cut, cleaned, and used for the status
+alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MAX_AT_ONCE = 16
 _PROBE_SECONDS = 3.0
 """For all sidecars of a cluster; whoever was not reached then comes first the next time."""
 _SILENCE_SECONDS = 60.0
-"""Who did not answer is not asked for that long, so that looks stay fast where pods can't be reached."""
+"""Who did not answer is not asked for that long: reconciling stays fast where pods can't be reached."""
 _MAX_REASON = 512
 
 
@@ -38,7 +39,7 @@ class _Last(NamedTuple):
 
 @dataclass
 class SidecarProber:
-    """Asks the sidecars of one cluster, and remembers between looks what they said."""
+    """Asks the sidecars of one cluster, and remembers what they said."""
 
     read_stats: ReadStats
     monotonic: Callable[[], float]
@@ -88,7 +89,7 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
         num_misses = last.num_misses + 1
         return _Last(last.sidecar if num_misses == 1 else None, now, num_misses)
     said = _read(stats)
-    # A reason whose figures change, as of free bytes, is told once.
+    # A reason whose figures change, as of free bytes, is reported once.
     if last.sidecar and _without_figures(last.sidecar.reason) == _without_figures(said.reason):
         said = said._replace(reason=last.sidecar.reason)
     return _Last(said, now)

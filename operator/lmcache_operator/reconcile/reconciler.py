@@ -21,7 +21,7 @@ from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.observe import observe
 from lmcache_operator.reconcile.plan import creates_something, plan
 from lmcache_operator.reconcile.probe import ReadStats, SidecarProber
-from lmcache_operator.reconcile.status import Event, derive_status, events, is_settled, news
+from lmcache_operator.reconcile.status import Event, derive_status, events, is_at_rest, news
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
 
@@ -105,7 +105,7 @@ class Reconciler:
             memory.num_failures += 1
             raise failure
         memory.num_failures = 0
-        if is_settled(status, statuses):
+        if is_at_rest(status, statuses):
             return _RESYNC_SECONDS * random.uniform(0.9, 1.1)
         memory.num_waits = 0 if is_news else memory.num_waits + 1
         return min(_FIRST_WAIT_SECONDS * 2.0 ** min(memory.num_waits, 10), _MAX_WAIT_SECONDS)
@@ -124,7 +124,7 @@ class Reconciler:
     async def _report(
         self, key: ClusterKey, resource: Object, status: Object, done: Sequence[Event], now: datetime
     ) -> bool:
-        """Write the status if it is news, and tell what was done; whether it is more than other figures."""
+        """Write the status if it is news, and post what was done; whether it is more than other figures."""
         before = resource.get("status") or {}
         changed = news(before, status)
         if status != before:
@@ -141,7 +141,7 @@ class Reconciler:
 
 
 def _problems_of(failure: Exception | None, memory: _Memory) -> list[Problem]:
-    """What the user is told of a failure: nothing of one that may be gone the next time."""
+    """What the status says of a failure: nothing of one that may be gone the next time."""
     if isinstance(failure, RefusedError):
         return [Problem("Refused", str(failure))]
     if failure is None or not memory.num_failures:

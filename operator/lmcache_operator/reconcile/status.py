@@ -1,4 +1,7 @@
-"""Status: what the user is told of a cluster. Pure; a condition's time changes only when its status flips."""
+"""Status: that of a cluster, merged from those of its components. Pure.
+
+A condition's time changes only when its status flips.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def derive_status(
     return {"conditions": _conditions(resource, now, conditions), **fields}
 
 
-def is_settled(status: Object, statuses: Sequence[Status]) -> bool:
+def is_at_rest(status: Object, statuses: Sequence[Status]) -> bool:
     """Whether there is nothing to wait for that the watches don't report."""
     found = {c["type"]: c for c in status["conditions"]}
     if found["Progressing"]["reason"] == _INVALID.reason:
@@ -81,7 +84,7 @@ def news(before: Object, after: Object) -> list[Object]:
 
 
 def events(changed: Sequence[Object]) -> Iterator[Event]:
-    """What the user is told of changed conditions."""
+    """Those that report changed conditions."""
     for kind, about in (("Warning", "Degraded"), ("Normal", "Ready")):
         for found in changed:
             if found["type"] == about and found["status"] == TRUE:

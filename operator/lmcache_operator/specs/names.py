@@ -36,7 +36,7 @@ STOCK_IMAGES: Images = {
     ENGINE: "vllm/vllm-openai:v0.32.0",
     SIDECAR: f"ghcr.io/lmcache-cluster/sidecar:{__version__}",
 }
-"""Used where a cluster names none, unless the operator is told others."""
+"""Used where a cluster names none, unless the operator's flags name others."""
 
 ENGINE_PORT = 8000
 SIDECAR_PORT = 9464

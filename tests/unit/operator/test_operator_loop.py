@@ -1,4 +1,4 @@
-"""Whole looks at a cluster, against an API server's behaviour in memory."""
+"""Whole reconciliations of a cluster, against an API server's behaviour in memory."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Bench:
             cast(KubeApi, self.world), Context(STOCK_IMAGES), self.world.ask, monotonic=self.clock
         )
 
-    def look(self) -> float | None:
-        """One look; what it wrote is in `writes`."""
+    def reconcile(self) -> float | None:
+        """Once; what it wrote is in `writes`."""
         self.world.writes.clear()
         return asyncio.run(self.reconciler.reconcile(KEY))
 
     def settle(self) -> None:
-        """Looks and controllers in turn, until nothing is written."""
+        """Reconciliations and controllers in turn, until nothing is written."""
         for _ in range(10):
             self.world.run_stateful_sets()
-            self.look()
+            self.reconcile()
             if not self.writes:
                 return
         raise AssertionError(f"does not come to rest: {self.writes}")
@@ -71,11 +71,11 @@ class Bench:
 
 def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
     bench = Bench()
-    bench.look()
+    bench.reconcile()
     assert bench.writes[-2:] == ["apply StatefulSet demo-engine", "status"]
     bench.settle()
     assert bench.ready() == ("True", "1 of 1 engine pods are ready")
-    seconds = bench.look()
+    seconds = bench.reconcile()
     assert seconds is not None
     assert 500 < seconds < 700
 
@@ -84,7 +84,7 @@ def test_a_restart_writes_nothing() -> None:
     bench = Bench(engine={"replicas": 2})
     bench.settle()
     bench.restart()
-    bench.look()
+    bench.reconcile()
     assert bench.writes == []
 
 
@@ -92,11 +92,11 @@ def test_a_cluster_that_is_gone_replaced_or_going_is_not_touched() -> None:
     for resource in (None, cluster() | {"metadata": {"uid": "other", "name": NAME}}):
         bench = Bench()
         bench.world.resource = cast(Any, resource)
-        assert bench.look() is None
+        assert bench.reconcile() is None
         assert bench.writes == []
     bench = Bench()
     bench.world.resource["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert bench.look() is None
+    assert bench.reconcile() is None
     assert bench.writes == []
 
 
@@ -116,14 +116,14 @@ def test_a_child_whose_labels_were_removed_is_found_by_its_name() -> None:
     bench = Bench()
     bench.settle()
     bench.world.edit(Ref("Service", NAME), "metadata", "labels", value={})
-    bench.look()
+    bench.reconcile()
     assert bench.writes == ["apply Service demo"]
 
 
 def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() -> None:
     bench = Bench()
     bench.world.failures["apply NetworkPolicy"] = RefusedError("apply", "quota exceeded")
-    waits = [bench.look() for _ in range(7)]
+    waits = [bench.reconcile() for _ in range(7)]
     assert waits == [5, 10, 20, 40, 60, 60, 60]
     assert STATEFUL_SET in bench.world.objects
     assert bench.ready() == ("False", "NetworkPolicy demo-engine: quota exceeded")
@@ -136,12 +136,12 @@ def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: st
     if call == "evict":
         bench.settle()
         bench.world.change(engine={"args": ["--new"]})
-        bench.look()
+        bench.reconcile()
         bench.world.run_stateful_sets()
     bench.world.failures[call] = UnavailableError(call, "failed calling webhook")
     for _ in range(2):
         with pytest.raises(ApiError):
-            bench.look()
+            bench.reconcile()
     assert "failed calling webhook" in bench.ready()[1]
     assert ("Warning", "ApiError") in bench.world.told
     if call != "apply StatefulSet":  # what comes after it, where it can be done
@@ -156,7 +156,7 @@ def test_a_failure_that_goes_away_is_not_told() -> None:
     bench.settle()
     bench.world.failures["get Service"] = UnavailableError("get", "busy")
     with pytest.raises(ApiError):
-        bench.look()
+        bench.reconcile()
     assert bench.writes == []
 
 
@@ -165,7 +165,7 @@ def test_a_fault_of_the_operator_is_told_too() -> None:
     bench.world.failures["list_pods"] = RecursionError("too deep")
     for _ in range(2):
         with pytest.raises(RecursionError):
-            bench.look()
+            bench.reconcile()
     assert "RecursionError('too deep')" in bench.ready()[1]
 
 
@@ -173,10 +173,10 @@ def test_a_refused_eviction_is_told() -> None:
     bench = Bench()
     bench.settle()
     bench.world.change(engine={"args": ["--new"]})
-    bench.look()
+    bench.reconcile()
     bench.world.run_stateful_sets()
     bench.world.failures["evict"] = RefusedError("evict", "no right to it")
-    bench.look()
+    bench.reconcile()
     assert bench.ready() == ("False", "eviction of pod demo-engine-0: no right to it")
 
 
@@ -184,9 +184,9 @@ def test_nothing_is_made_in_a_namespace_that_is_ending() -> None:
     bench = Bench()
     bench.settle()
     bench.world.is_namespace_ending = True
-    assert bench.look() is not None  # as long as nothing is missing nobody asks
+    assert bench.reconcile() is not None  # as long as nothing is missing nobody asks
     del bench.world.objects[Ref("Service", NAME)]
-    assert bench.look() is None
+    assert bench.reconcile() is None
     assert bench.writes == []
 
 
@@ -197,16 +197,16 @@ def test_a_field_that_is_taken_back_again_and_again_is_left_alone_and_no_other()
     for _ in range(10):
         bench.clock.now += 1
         bench.world.edit(STATEFUL_SET, "spec", "replicas", value=9)
-        bench.look()
+        bench.reconcile()
         healed += "apply StatefulSet demo-engine" in bench.writes
     assert healed == 5  # four times the field, and then the rest without it
     assert "spec.replicas of StatefulSet demo-engine" in bench.ready()[1]
     bench.world.change(engine={"image": "e:2"})
-    bench.look()
+    bench.reconcile()
     live = bench.world.objects[STATEFUL_SET]["spec"]
     assert (live["replicas"], live["template"]["spec"]["containers"][0]["image"]) == (9, "e:2")
     bench.clock.now += 31
-    bench.look()
+    bench.reconcile()
     assert bench.world.objects[STATEFUL_SET]["spec"]["replicas"] == 1
 
 
@@ -217,7 +217,7 @@ def test_a_child_that_is_deleted_again_and_again_is_left_alone_for_a_while() -> 
     for _ in range(70):
         bench.clock.now += 0.2
         bench.world.objects.pop(Ref("PodDisruptionBudget", "demo-engine"), None)
-        bench.look()
+        bench.reconcile()
         made += "apply PodDisruptionBudget demo-engine" in bench.writes
     assert made == 3  # and once when the cluster was new
     assert "deleting or taking over PodDisruptionBudget demo-engine" in bench.ready()[1]
@@ -234,7 +234,7 @@ def test_a_child_that_is_taken_over_again_and_again_is_left_alone_for_a_while() 
     for _ in range(20):
         bench.clock.now += 1
         bench.world.edit(Ref("Service", NAME), "metadata", "annotations", value={})
-        bench.look()
+        bench.reconcile()
         written += "apply Service demo" in bench.writes
     assert written == 3  # and once when the cluster was new
     assert "deleting or taking over Service demo" in bench.ready()[1]
@@ -243,11 +243,11 @@ def test_a_child_that_is_taken_over_again_and_again_is_left_alone_for_a_while() 
 def test_slow_drift_is_no_contest_and_a_lasting_one_is_left_alone_for_longer_and_longer() -> None:
     log, ref = ContestLog(), Ref("Service", "x")
     for minute in range(20):
-        log.note_healing(ref, ("f:spec",), minute * 61.0)
+        log.note_repair(ref, ("f:spec",), minute * 61.0)
         assert log.contested(minute * 61.0) == {}
     now, pauses = 1e4, []
     for _ in range(10):
-        log.note_healing(ref, ("f:spec",), now)
+        log.note_repair(ref, ("f:spec",), now)
         start = now
         while log.contested(now):
             now += 1
@@ -260,12 +260,12 @@ def test_pods_are_replaced_as_far_as_disruption_budgets_allow() -> None:
     bench.settle()
     bench.world.change(engine={"args": ["--new"]})
     bench.world.evictions_allowed = False
-    bench.look()
+    bench.reconcile()
     bench.world.run_stateful_sets()
-    assert bench.look() == 10  # a budget frees up without a word
+    assert bench.reconcile() == 10  # a budget frees up without a word
     assert not any(write.startswith("evict") for write in bench.writes)
     bench.world.evictions_allowed = True
-    bench.look()
+    bench.reconcile()
     assert "evict demo-engine-0" in bench.writes
     bench.world.run_stateful_sets()
     bench.settle()
@@ -278,7 +278,7 @@ def test_pods_of_another_owner_are_not_counted() -> None:
     stranger = bench.world.pods["demo-engine-0"] | {"metadata": {"name": "x", "labels": {
         "lmcache.io/cluster": NAME, "lmcache.io/component": "engine"}}}  # fmt: skip
     bench.world.pods["x"] = stranger
-    bench.look()
+    bench.reconcile()
     assert bench.writes == []
 
 
@@ -344,22 +344,22 @@ def test_sidecars_are_asked_at_looks_that_come_again_while_one_can_not_run() -> 
     bench.settle()
     bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
     bench.world.stats["10.0.0.1"] = {"is_ready": False, "not_ready_reason": "bad URL"}
-    assert bench.look() == 5.0
+    assert bench.reconcile() == 5.0
     assert bench.writes == ["status"]
     assert "SidecarNotReady" in str(bench.world.told)
     assert bench.ready()[0] == "True"
     waits = []
     for number in range(6):  # other words are written, and are no reason to look sooner
         bench.world.stats["10.0.0.1"]["not_ready_reason"] = f"bad URL {'x' * number}"
-        waits.append(bench.look())
+        waits.append(bench.reconcile())
     assert waits == [10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
     bench.world.stats["10.0.0.1"] = {"is_ready": True, "num_clients": {"attached": 1}}
     num_asked = bench.world.num_asked
-    assert (bench.look() or 0) > 500
+    assert (bench.reconcile() or 0) > 500
     assert bench.world.num_asked == num_asked + 1
-    bench.look()
+    bench.reconcile()
     bench.restart()
-    bench.look()
+    bench.reconcile()
     assert bench.writes == []
 
 
@@ -368,5 +368,5 @@ def test_a_sidecar_that_does_not_answer_keeps_nothing_from_resting() -> None:
     bench.settle()
     bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
     for expected in (["status"], [], []):
-        assert (bench.look() or 0) > 500
+        assert (bench.reconcile() or 0) > 500
         assert bench.writes == expected

@@ -142,7 +142,7 @@ def test_a_key_comes_back_when_it_said_so() -> None:
             times.append(now())
             return 600.0 if len(times) < 3 else None
 
-        queue = KeyedQueue(work, num_workers=1, settle_seconds=0)
+        queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
         queue.wake("a")
         await until_empty(queue)
         return times
@@ -160,7 +160,7 @@ def test_failures_back_off_and_success_forgets_them(caplog: pytest.LogCaptureFix
                 raise OperatorError("busy") if len(times) < 5 else KeyError("bug")
             return 0.0 if len(times) < 6 else None
 
-        queue = KeyedQueue(work, num_workers=1, settle_seconds=0)
+        queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
         queue.wake("a")
         await until_empty(queue)
         return [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -184,7 +184,7 @@ def test_hanging_work_is_visible_and_can_be_cancelled() -> None:
         async def work(_: str) -> None:
             await asyncio.Event().wait()
 
-        queue = KeyedQueue(work, num_workers=1, settle_seconds=0)
+        queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
         assert queue.longest_run_seconds() == 0
         queue.wake("a")
         await asyncio.sleep(400)

@@ -83,7 +83,7 @@ class Engine(Component):
 
 
 def _memory_size(pod_or_template: Object) -> list[str]:
-    """The size of the memory tier, as the sidecar is told it."""
+    """The size of the memory tier, as the sidecar's argument has it."""
     return [
         argument
         for container in pod_or_template["spec"].get("initContainers") or ()
@@ -104,7 +104,7 @@ def _default_images(stateful_set: Object | None, images: Images) -> Images:
         recorded = json.loads(names.annotations_of(stateful_set).get(names.DEFAULT_IMAGES, "{}"))
         return images | {name: recorded[name] for name in images if isinstance(recorded.get(name), str)}
     except (ValueError, AttributeError):
-        return images  # edited by hand: written anew
+        return images  # edited by hand: written again
 
 
 def resolved_images(cluster: Cluster, default_images: Images) -> Images:

@@ -3,7 +3,7 @@
 The sidecar comes first and has no startup gate: it listens at once and populates its memory in the
 background, so neither a slow nor a broken cache keeps an engine from starting. For the same reason it has no
 readiness probe. The kubelet still counts it: a pod whose sidecar does not run is not Ready. So a sidecar that
-can't use what it is told stays up, and everything it could trip over is refused before it is rendered.
+can't use its configuration stays up, and everything it could trip over is refused before it is rendered.
 
 A pod that goes: for a few seconds it serves on, until Services and proxies have noticed; then the engine
 finishes the requests it has; when it has ended, the sidecar writes out what is queued.
@@ -87,7 +87,7 @@ class _Ending(NamedTuple):
     """Seconds; what the user sets leads."""
 
     shutdown: int
-    """For the requests that an engine has when it is told to stop."""
+    """For the requests that an engine has when it has to stop."""
     grace: int
     """For the pod."""
 

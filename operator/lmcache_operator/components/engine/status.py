@@ -87,7 +87,7 @@ def _of_sidecars(observed: Observed) -> dict[str, Condition]:
 
 
 def _attached(sidecars: Sequence[Sidecar]) -> Condition:
-    """The first sidecar of which something is to be told stands for all of these."""
+    """The first sidecar with something to report stands for all of these."""
 
     def count(some: Sequence[Sidecar]) -> str:
         return f"{len(some)} of {len(sidecars)}"
