@@ -115,7 +115,7 @@ def start(path: Path) -> Iterator[Figure]:
         now = time.perf_counter()
         stall, last = max(stall, now - last - TICK_SECONDS), now
     took = (last - begin) * 100_000 / NUM_FILES
-    assert tier.num_bytes == NUM_FILES * FILE_BYTES, "not all were found"
+    assert tier.used_bytes == NUM_FILES * FILE_BYTES, "not all were found"
     tier.close()
     yield at_most(f"index 100 k objects (of {NUM_FILES})", took, "s", 3)
     yield Figure("longest stall of another thread meanwhile", stall * 1e3, "ms")

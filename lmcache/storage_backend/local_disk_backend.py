@@ -177,7 +177,7 @@ class LMCLocalDiskBackend(EvictingBackend):
     # ---- eviction ----
 
     def _num_bytes(self) -> int:
-        return self._tier.num_bytes
+        return self._tier.used_bytes
 
     def _entries(self) -> Iterator[tuple[CacheEngineKey, DiskCacheMetadata]]:
         # Until the index is built, the tier names none.

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
+from lmcache.tiers.stats import ObjectStats
+
 KEY_BYTES = 32
 """Length of a chunk key and of a namespace (both SHA-256)."""
 
@@ -97,6 +99,22 @@ class LowerTier(Protocol):
     @property
     def health(self) -> Health:
         """Its circuit, or those of its servers."""
+
+    @property
+    def address(self) -> object:
+        """Where it is; as text it is for people, and holds no secret."""
+
+    @property
+    def stats(self) -> ObjectStats:
+        """What became of objects here."""
+
+    @property
+    def used_bytes(self) -> int | None:
+        """What objects take of the medium; None: the tier can't know."""
+
+    def check(self) -> None:
+        """Ask the medium for the first time, where making the tier did not: the log says what is wrong before
+        anybody needs the tier."""
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""

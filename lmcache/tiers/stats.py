@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmcache.recent import Recent
-from lmcache.tiers.base import RowKey
 
 _MAX_COUNTED = 4096  # chains that are remembered
 
@@ -95,7 +94,7 @@ class MemoryStats:
     tenants: Tenants = field(default_factory=Tenants)  # that have rows now
     _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_COUNTED))  # keys, by chain
 
-    def count_lookup(self, request: Hashable, keys: Sequence[RowKey], num_resident: int) -> None:
+    def count_lookup(self, request: Hashable, keys: Sequence[bytes], num_resident: int) -> None:
         """Engines ask again and again while rows are coming: only keys they did not ask for before count."""
         chain = (request, *keys[:1])
         num_counted = self._counted.get(chain, 0)

@@ -10,7 +10,6 @@ from pathlib import Path
 from lmcache.rpc import service
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import MemoryStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache_sidecar import stats
@@ -68,8 +67,8 @@ class Sidecar:
 
         self._arena.start(on_growth)
         self._monitoring = asyncio.create_task(self._sessions.clients.monitor.run())
-        if isinstance(remote := self._tiers.get("remote"), RemoteTier):
-            loop.run_in_executor(None, remote.check)  # a wrong URL shows in the log before an engine comes
+        for tier in self._tiers.values():
+            loop.run_in_executor(None, tier.check)
 
     async def stop(self) -> None:
         """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""

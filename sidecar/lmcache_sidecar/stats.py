@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.base import LowerTier
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Arena
 from lmcache.tiers.memory.tier import MemoryTier
@@ -150,6 +150,8 @@ SESSIONS: tuple[Figure[Sessions], ...] = (
         lambda sessions: sessions.store.num_unsettled if sessions.store else 0),
 )
 ARENA: tuple[Figure[ArenaFile], ...] = (
+    Figure("size_bytes", "Bytes of the memory tier as configured, of which slot table and index take some",
+        lambda arena: arena.size_bytes),
     Figure("capacity_rows", "Rows (chunks of all ranks) when all is populated", lambda arena: arena.num_rows),
     Figure("capacity_bytes", "Bytes of these rows", lambda arena: arena.num_rows * _row_bytes(arena)),
     Figure("ready_rows", "Rows whose memory is populated", lambda arena: arena.ready_rows),
@@ -179,8 +181,8 @@ TRAFFIC: tuple[Figure[Lower], ...] = (
     Figure("num_queued_loads", "Rows being brought, or waiting for it", lambda lower: lower.num_loads),
     Figure("num_queued_writes", "Rows that wait for their write", lambda lower: lower.num_queued),
 )
-USED_BYTES: Figure[DiskTier] = Figure(
-    "used_bytes", "Bytes of the volume that the tier takes", lambda tier: tier.num_bytes)
+USED_BYTES: Figure[LowerTier] = Figure(
+    "used_bytes", "Bytes of the volume that the tier takes", lambda tier: tier.used_bytes)
 # fmt: on
 
 
@@ -210,8 +212,8 @@ def tier_part(name: str, handle: TierHandle, worker: Lower | None) -> Part:
     if handle.tier is not None:
         figures |= read([*declared(type(handle.tier.stats)), HIT_RATIO], handle.tier.stats)
         figures |= read(declared(TieredStats), handle.traffic) | read(TRAFFIC, worker)
-    if isinstance(handle.tier, DiskTier):
-        figures |= read([USED_BYTES], handle.tier)
+        if handle.tier.used_bytes is not None:
+            figures |= read([USED_BYTES], handle.tier)
     facts = {"address": handle.address, "off_reason": handle.off_reason}
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})
 

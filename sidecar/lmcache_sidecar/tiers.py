@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lmcache.tiers.base import LowerTier
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import TierError
 from lmcache.tiers.remote.tier import RemoteTier
@@ -18,21 +20,32 @@ logger = logging.getLogger(__name__)
 class TierHandle:
     """One lower tier; ``off_reason`` says why there is none though it was asked for."""
 
-    address: str  # for people: holds no secret
-    tier: RemoteTier | DiskTier | None
+    address: str
+    """For people: holds no secret."""
+
+    tier: LowerTier | None
     off_reason: str = ""
     traffic: TieredStats = field(default_factory=TieredStats)
     """What went between it and memory, over all formats of the arena."""
 
 
 def open_tiers(config: Config) -> dict[str, TierHandle]:
-    """By name, in the order in which they are asked. Raises ConfigError for a secret that can't be read."""
-    # The remote tier first: it may be a mistake, and then the directory must not stay taken.
-    remote = {"remote": _make_remote(config)} if config.remote_url else {}
-    return ({"disk": _open_disk(config)} if config.disk_path else {}) | remote
+    """By name, in the order in which they are asked. Raises ConfigError for a secret that can't be read, and
+    then nothing is taken."""
+    handles: dict[str, TierHandle] = {}
+    try:
+        for name, open_tier in TIERS.items():
+            if (handle := open_tier(config)) is not None:
+                handles[name] = handle
+    except BaseException:
+        for handle in handles.values():
+            if handle.tier is not None:
+                handle.tier.close()
+        raise
+    return handles
 
 
-def _make_remote(config: Config) -> TierHandle:
+def _open_remote(config: Config) -> TierHandle | None:
     def credentials() -> tuple[str, str]:
         """Read again for every connection: mounted secrets are rotated while we run."""
         try:
@@ -40,6 +53,8 @@ def _make_remote(config: Config) -> TierHandle:
         except ConfigError as error:
             raise ConnectionError(str(error)) from error
 
+    if not config.remote_url:
+        return None
     if config.has_credential_files:
         config.read_credentials()  # a wrong path is a mistake that shows at the start
     remote = RemoteTier(
@@ -50,10 +65,19 @@ def _make_remote(config: Config) -> TierHandle:
     return TierHandle(str(remote.address), remote)
 
 
-def _open_disk(config: Config) -> TierHandle:
+def _open_disk(config: Config) -> TierHandle | None:
     """A disk is a help, not a need: without it the sidecar does its work."""
+    if not config.disk_path:
+        return None
     try:
         return TierHandle(config.disk_path, DiskTier(config.disk_path, config.disk_size))
     except TierError as error:
         logger.error("The disk tier is off: --disk-path: %s", error)
         return TierHandle(config.disk_path, None, str(error))
+
+
+TIERS: dict[str, Callable[[Config], TierHandle | None]] = {
+    "disk": _open_disk,
+    "remote": _open_remote,
+}
+"""All lower tiers there are, in the order in which they are asked; None: it was not asked for."""

@@ -13,7 +13,7 @@ from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests as digests_of
 from lmcache.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.stats import TieredStats, Unwritten
+from lmcache.tiers.stats import ObjectStats, TieredStats, Unwritten
 from lmcache.tiers.tiered.store import Admit, TieredStore
 
 NUM_COLUMNS = 2
@@ -34,8 +34,12 @@ def content(key: bytes, column: int) -> bytes:
 class FaultyTier:
     """A ``LowerTier`` that is held, sick or well as tests say; operations in ``held`` wait at the gate."""
 
+    address = "nowhere"
+    used_bytes = None
+
     def __init__(self) -> None:
         self.health = Circuit("tier", lambda: self._probe(), base=0.001, cap=0.01)
+        self.stats = ObjectStats()
         self.calls: Counter[str] = Counter()
         self.held = {"probe", "load", "store"}
         self.open = threading.Event()
@@ -56,6 +60,9 @@ class FaultyTier:
 
     def _takes(self, key: bytes) -> bool:
         return not self.is_full and key not in self.refused
+
+    def check(self) -> None:
+        self.calls["check"] += 1
 
     def _probe(self) -> None:
         self.calls["health probe"] += 1

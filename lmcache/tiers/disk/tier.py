@@ -61,6 +61,7 @@ class DiskTier:
         *,
         fsync: Fsync = "never",
     ) -> None:
+        self.address = os.fspath(directory)
         self.stats = DiskStats()
         self.health = Circuit(f"disk tier {os.path.abspath(directory)}", self._probe)
         self.health.subscribe(self._note)
@@ -76,10 +77,13 @@ class DiskTier:
         self._start_scan()
 
     @property
-    def num_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of the volume that objects take; 0 until ``indexed``."""
         index = self._index
         return 0 if index is None else index.num_bytes
+
+    def check(self) -> None:
+        """Its directory was looked at when it was opened."""
 
     def keys(self) -> list[RowKey]:
         """Rows of which a column is here, the next victim first; none until ``indexed``."""

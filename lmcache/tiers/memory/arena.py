@@ -85,19 +85,19 @@ class ArenaFile:
         self.path = Path(path)
         self.num_rows = 0  # when all extents are ready; 0 until formatted
         self.growth_error: str | None = None  # why growing stopped below capacity; None while all is well
-        self._capacity = capacity_bytes - capacity_bytes % PAGE_BYTES
+        self.size_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES  # of the file, whatever is in memory
         self._huge_pages = huge_pages
         self._changed = threading.Condition()
         # protected by _changed
-        self._layout = Layout.unformatted(self._capacity)
-        self._target_bytes = self._capacity
+        self._layout = Layout.unformatted(self.size_bytes)
+        self._target_bytes = self.size_bytes
         self._grown = 0  # rows of the layout that are populated
         self._filled = 0  # rows that may take memory
         self._closing = False
         self._thread: threading.Thread | None = None
         try:
-            self._fd, head = _open_arena(self.path, self._capacity)
-            self._map = mmap.mmap(self._fd, self._capacity)
+            self._fd, head = _open_arena(self.path, self.size_bytes)
+            self._map = mmap.mmap(self._fd, self.size_bytes)
         except OSError as error:
             raise ArenaError(f"can't open the arena {self.path}: {error.strerror}") from error
         self._data = np.frombuffer(self._map, np.uint8)
@@ -107,7 +107,7 @@ class ArenaFile:
             prefer_huge_pages(self._data)
         self.epoch = head.epoch
         if head.geometry is not None:
-            self._set_layout(Layout.plan(self._capacity, head.geometry))
+            self._set_layout(Layout.plan(self.size_bytes, head.geometry))
         self._write_head(head.geometry, head.first_generation)
 
     @property
@@ -123,7 +123,7 @@ class ArenaFile:
 
     def check(self, geometry: Geometry) -> None:
         """Raise ArenaError if ``format`` would, for want of room for a row."""
-        Layout.plan(self._capacity, geometry)
+        Layout.plan(self.size_bytes, geometry)
 
     def format(self, geometry: Geometry) -> None:
         """Drop everything and lay the arena out anew: all slots free, another epoch, generations go on
@@ -132,7 +132,7 @@ class ArenaFile:
         Raises ArenaError, changing nothing, when not even one row fits. The caller made sure that nobody uses
         the old layout any more.
         """
-        layout = Layout.plan(self._capacity, geometry)
+        layout = Layout.plan(self.size_bytes, geometry)
         first_generation = self.first_generation
         if self.geometry is not None:
             first_generation = self.table.next_generation(first_generation)
@@ -147,7 +147,7 @@ class ArenaFile:
         """Rows of the whole extents that fit into so many bytes beside head and slot table; at least one
         extent."""
         layout, extent = self._layout, self._extent_rows
-        if target_bytes >= self._capacity:
+        if target_bytes >= self.size_bytes:
             return layout.num_rows
         num_extents = (target_bytes - layout.data_offset) // layout.row_bytes // extent
         return min(layout.num_rows, max(1, num_extents) * extent)
@@ -230,7 +230,7 @@ class ArenaFile:
         # The clock keeps epochs apart even when the file itself was lost in between.
         self.epoch = max(self.epoch + 1, time.time_ns())
         self.geometry, self.first_generation = geometry, first_generation
-        packed = Head(self._capacity, self.epoch, first_generation, geometry).pack()
+        packed = Head(self.size_bytes, self.epoch, first_generation, geometry).pack()
         self._data[: len(packed)] = np.frombuffer(packed, np.uint8)
 
     def _grow(self, on_growth: Callable[[], None]) -> None:
@@ -274,7 +274,7 @@ class ArenaFile:
 
     @property
     def _extent_rows(self) -> int:
-        return max(1, min(_MAX_EXTENT_BYTES, self._capacity // _EXTENTS_PER_ARENA) // self._layout.row_bytes)
+        return max(1, min(_MAX_EXTENT_BYTES, self.size_bytes // _EXTENTS_PER_ARENA) // self._layout.row_bytes)
 
     def _take(self, layout: Layout, rows: range) -> None:
         for start, end in layout.pieces(rows):

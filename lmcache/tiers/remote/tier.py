@@ -51,6 +51,9 @@ class RemoteTier:
     run; not given: the URL's. May raise OSError.
     """
 
+    used_bytes = None
+    """Servers hold what others stored, too."""
+
     def __init__(
         self,
         url: str,

@@ -148,7 +148,8 @@ class TestFile:
         arena.start(on_growth)
         assert full.wait(20)
         assert path.stat().st_size == 8 * MIB
-        assert 6 * MIB <= path.stat().st_blocks * 512 <= 8 * MIB
+        own_blocks = 16 << 10  # of a file system that is no tmpfs, for its list of extents
+        assert 6 * MIB <= path.stat().st_blocks * 512 <= 8 * MIB + own_blocks
 
     def test_slots_are_apart_and_reach_clients(self, opened, path):
         arena = opened()

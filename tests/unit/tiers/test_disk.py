@@ -52,7 +52,7 @@ class TestObjects:
         assert tier.store(ObjectId(key_of(1), 3), payload, b"label")
         assert tier.load(ObjectId(key_of(1), 3), into).length == size
         assert into == payload
-        assert tier.num_bytes == taken_bytes(tmp_path)
+        assert tier.used_bytes == taken_bytes(tmp_path)
         tier.close()
 
     def test_memory_beyond_the_payload_is_left_alone(self, tier):
@@ -97,7 +97,7 @@ class TestObjects:
         assert tier.remove(ObjectId(key_of(1), 0))
         assert not tier.remove(ObjectId(key_of(1), 0))
         assert not tier.contains(ObjectId(key_of(1), 0))
-        assert tier.num_bytes == taken_bytes(tmp_path) == 0
+        assert tier.used_bytes == taken_bytes(tmp_path) == 0
 
     def test_keys_are_rows(self, tier):
         for column in range(3):
@@ -110,7 +110,7 @@ class TestRoom:
         tier = open_tier(tmp_path, 32 * PAGE)
         for number in range(100):
             assert store(tier, number, random.randrange(6 * PAGE))
-            assert tier.num_bytes == taken_bytes(tmp_path) <= 32 * PAGE
+            assert tier.used_bytes == taken_bytes(tmp_path) <= 32 * PAGE
         assert tier.stats.evicted > 80
         tier.close()
 
@@ -160,7 +160,7 @@ class TestRoom:
         tier.close()
         tier = open_tier(tmp_path, 16 * PAGE)
         assert set(numbers(tier)) == set(range(24, 32))
-        assert tier.num_bytes == taken_bytes(tmp_path) <= 16 * PAGE
+        assert tier.used_bytes == taken_bytes(tmp_path) <= 16 * PAGE
         tier.close()
 
     def test_more_than_the_volume_is_refused(self, tmp_path):
@@ -206,9 +206,9 @@ def test_defect_16_a_restart_finds_and_counts_what_is_there(tmp_path):
     tier.close()
     tier = open_tier(tmp_path, 32 * PAGE)
     assert all(tier.contains(ObjectId(key_of(number), 0)) for number in range(16))
-    assert tier.num_bytes == taken_bytes(tmp_path) == 32 * PAGE
+    assert tier.used_bytes == taken_bytes(tmp_path) == 32 * PAGE
     assert store(tier, 16)
-    assert tier.num_bytes == taken_bytes(tmp_path) == 32 * PAGE
+    assert tier.used_bytes == taken_bytes(tmp_path) == 32 * PAGE
     assert tier.stats.evicted == 1
     tier.close()
 

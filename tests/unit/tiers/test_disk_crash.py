@@ -99,7 +99,7 @@ def test_threads_that_store_load_and_evict_get_right_bytes(tmp_path):
                     assert load(tier, number) in (None, content(number, size))
                 else:
                     tier.remove(ObjectId(key_of(number), 0))
-                assert tier.num_bytes <= 40 * PAGE
+                assert tier.used_bytes <= 40 * PAGE
                 assert tier.probe([key_of(number)], 1) in (0, 1)
         except BaseException as fault:
             faults.append(fault)
@@ -120,7 +120,7 @@ def test_threads_that_store_load_and_evict_get_right_bytes(tmp_path):
 def check_consistent(tier: DiskTier, path: Path) -> None:
     """Index and directory say the same."""
     assert not temporaries(path)
-    assert tier.num_bytes == taken_bytes(path)
+    assert tier.used_bytes == taken_bytes(path)
     in_order = tier.keys()
     assert len(in_order) == len([file for file in path.rglob("*.0") if file.is_file()])
     assert all(tier.contains(ObjectId(key, 0)) for key in in_order)

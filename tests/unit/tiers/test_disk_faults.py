@@ -127,7 +127,7 @@ class TestWrongFiles:
         assert tier.stats.invalid == {reason: 1}
         assert not os.path.lexists(file_of(path, 1))
         assert not tier.contains(ObjectId(key_of(1), 0))
-        assert tier.num_bytes == 3 * PAGE
+        assert tier.used_bytes == 3 * PAGE
         assert store(tier, 1, 2 * PAGE)
         assert load(tier, 1) == content(1, 2 * PAGE)
 
@@ -138,7 +138,7 @@ class TestWrongFiles:
         assert not store(tier, 1)
         assert tier.stats.refused == {"EISDIR": 1}
         assert not tier.health.is_open
-        assert tier.num_bytes == 0
+        assert tier.used_bytes == 0
         assert not temporaries(path)
 
     def test_a_file_in_place_of_a_folder_stays_and_refuses(self, path, tier):
@@ -152,7 +152,7 @@ class TestWrongFiles:
         store(tier, 1)
         file_of(path, 1).unlink()
         assert load(tier, 1) is None
-        assert tier.num_bytes == 0
+        assert tier.used_bytes == 0
         assert store(tier, 1)
         assert load(tier, 1) == content(1, PAGE)
 
@@ -161,7 +161,7 @@ class TestWrongFiles:
         file_of(path, 1).unlink()
         assert store(tier, 1)
         assert load(tier, 1) == content(1, PAGE)
-        assert tier.num_bytes == taken_bytes(path) == 2 * PAGE
+        assert tier.used_bytes == taken_bytes(path) == 2 * PAGE
 
     def test_of_others_are_left_alone(self, path, tier, restart):
         store(tier, 1)
@@ -177,7 +177,7 @@ class TestWrongFiles:
         tier = restart(2 * PAGE)
         for number in range(2, 12):
             store(tier, number)
-        assert tier.num_bytes == 2 * PAGE
+        assert tier.used_bytes == 2 * PAGE
         assert all(file.exists() for file in others)
 
     def test_temporaries_of_the_dead_are_swept(self, path, tier, restart):
@@ -202,7 +202,7 @@ class TestSickVolume:
         assert tier.health.probe()
         assert not temporaries(path)
         assert load(tier, 1) == content(1, PAGE)
-        assert tier.num_bytes == taken_bytes(path) == 2 * PAGE
+        assert tier.used_bytes == taken_bytes(path) == 2 * PAGE
         assert store(tier, 2)
 
     @pytest.mark.parametrize("function", ["preadv", "open", "fstat"])
@@ -215,14 +215,14 @@ class TestSickVolume:
             assert not tier.health.probe()
         assert tier.health.probe()
         assert load(tier, 1) is None  # its block may be bad: it would open the circuit again
-        assert tier.num_bytes == taken_bytes(path) == 0
+        assert tier.used_bytes == taken_bytes(path) == 0
 
     def test_an_object_that_may_not_be_read_goes(self, path, tier):
         store(tier, 1)
         with failing("open", errno.EACCES):
             assert load(tier, 1) is None
         assert tier.stats.invalid == {"type": 1}
-        assert tier.num_bytes == taken_bytes(path) == 0
+        assert tier.used_bytes == taken_bytes(path) == 0
 
     def test_an_eviction_that_fails_opens_the_circuit(self, path, tier):
         for number in range(16):
@@ -231,7 +231,7 @@ class TestSickVolume:
             store(tier, 16)
         assert tier.health.probe()
         assert store(tier, 16)
-        assert tier.num_bytes == taken_bytes(path) == 32 * PAGE
+        assert tier.used_bytes == taken_bytes(path) == 32 * PAGE
 
     def test_a_probe_reads_what_it_wrote(self, tier, monkeypatch):
         tier.health.failure()
@@ -283,7 +283,7 @@ class TestSickVolume:
         check_away(tier)
         assert tier.health.probe()
         assert tier.indexed.wait(10)
-        assert tier.num_bytes == 2 * PAGE
+        assert tier.used_bytes == 2 * PAGE
         assert store(tier, 2)
 
     def test_of_many_that_try_at_once_one_lists_the_directory(self, tier, monkeypatch):
@@ -328,7 +328,7 @@ class TestFullVolume:
         for number in range(60):
             assert store(tier, number, 15 * PAGE)
             assert load(tier, number) == content(number, 15 * PAGE)
-            assert tier.num_bytes == taken_bytes(volume) - (512 << 10)
+            assert tier.used_bytes == taken_bytes(volume) - (512 << 10)
         assert tier.stats.evicted > 40
         tier.close()
 

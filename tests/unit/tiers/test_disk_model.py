@@ -167,13 +167,13 @@ class DiskMachine(RuleBasedStateMachine):
         in_order = self.tier.keys()
         rows = [number // 2 for number in self.oracle.order.victims()]
         assert in_order == [key_of(row) for row in dict.fromkeys(rows)]
-        assert self.tier.num_bytes == self.oracle.taken <= CAPACITY
+        assert self.tier.used_bytes == self.oracle.taken <= CAPACITY
         assert not temporaries(self.path)
         if all(known.content is not None for known in self.oracle.objects.values()):
             # A link that a scan has ignored may stay: it is none of ours.
             files = {file for file in self.path.rglob("*.[01]") if not file.is_symlink()}
             assert files == {self.file(number) for number in self.oracle.objects}
-            assert self.tier.num_bytes == taken_bytes(self.path)
+            assert self.tier.used_bytes == taken_bytes(self.path)
 
 
 TestDiskModel = DiskMachine.TestCase

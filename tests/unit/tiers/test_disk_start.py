@@ -58,13 +58,13 @@ def test_what_goes_meanwhile_is_not_counted(tmp_path, tier, go_on):
     go_on.set()
     assert tier.indexed.wait(10)
     assert not tier.contains(ObjectId(key_of(1), 0))
-    assert tier.num_bytes == taken_bytes(tmp_path) == 2 * PAGE
+    assert tier.used_bytes == taken_bytes(tmp_path) == 2 * PAGE
 
 
 def test_stores_wait(tier, go_on):
     threading.Timer(0.05, go_on.set).start()
     assert store(tier, 3)
-    assert tier.num_bytes == 6 * PAGE
+    assert tier.used_bytes == 6 * PAGE
 
 
 def test_stores_are_refused_in_the_end(tier, monkeypatch):

@@ -1,0 +1,160 @@
+"""A lower tier that the product does not know takes one line: the one in the sidecar's table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_sidecar import metrics, tiers
+from lmcache_sidecar.clients.liveness import LockProbe
+from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.sidecar import Sidecar
+from lmcache_sidecar.stats import CallStats, document
+from lmcache_sidecar.tiers import TierHandle, open_tiers
+
+from lmcache.rpc.client import Session, SidecarClient
+from lmcache.tiers.base import Loaded, LowerTier, ObjectId, RowKey
+from lmcache.tiers.circuit import Circuit
+from lmcache.tiers.header import digests as digests_of
+from lmcache.tiers.stats import ObjectStats
+from testing.child_process import wait_until
+from tests.harness.engine import assert_stored, load, store
+from tests.harness.wire import attached, make_hello, make_keys
+
+
+class Attic:
+    """A tier of this test's own: objects in a dictionary."""
+
+    address = "attic:under the roof"
+
+    def __init__(self) -> None:
+        self.health = Circuit("attic", lambda: None)
+        self.stats = ObjectStats()
+        self.objects: dict[ObjectId, bytes] = {}
+        self.calls: set[str] = set()
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(map(len, self.objects.values()))
+
+    def check(self) -> None:
+        self.calls.add("check")
+
+    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
+        for position, key in enumerate(keys):
+            if not all(ObjectId(key, column) in self.objects for column in range(num_columns)):
+                return position
+        return len(keys)
+
+    def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
+        payload = self.objects[object_id]
+        into[: len(payload)] = payload
+        self.stats.hits += 1
+        return Loaded(len(payload), digests_of(payload))
+
+    def store(
+        self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
+    ) -> bool:
+        self.objects[object_id] = bytes(payload)
+        self.stats.stored += 1
+        return True
+
+    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+        return set()
+
+    def close(self) -> None:
+        self.calls.add("close")
+
+
+class Running:
+    """A sidecar on a loop in a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket_path = str(folder / "socket")
+        self._config = Config(socket=self.socket_path, memory_size=8 << 20, http_port=0)
+        self._is_up, self._is_over = threading.Event(), threading.Event()
+        self._sidecar: Sidecar | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        assert self._is_up.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    async def _run(self) -> None:
+        self._sidecar = Sidecar(self._config, CallStats())
+        await self._sidecar.start()
+        self._is_up.set()
+        await asyncio.to_thread(self._is_over.wait)
+        await self._sidecar.stop()
+
+    def stats(self) -> dict[str, Any]:
+        assert self._sidecar is not None
+        return document(self._sidecar.stats())
+
+    def metrics(self) -> str:
+        assert self._sidecar is not None
+        return asyncio.run(metrics.render(CallStats(), self._sidecar.stats())).decode()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[Session]:
+        client = SidecarClient(self.socket_path, make_hello())
+        client.start()
+        try:
+            session = attached(client)
+            wait_until(lambda: self.stats()["memory"]["usable_rows"] > 0)
+            yield session
+        finally:
+            client.close()
+
+
+@pytest.fixture
+def attic(monkeypatch: pytest.MonkeyPatch) -> Attic:
+    tier: LowerTier = Attic()
+    monkeypatch.setitem(tiers.TIERS, "attic", lambda _config: TierHandle(str(tier.address), tier))
+    assert isinstance(tier, Attic)
+    return tier
+
+
+def test_a_third_tier_is_one_line_in_the_table(
+    attic: Attic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A record lock is not held against the process that took it, and the client is in this one.
+    monkeypatch.setattr(LockProbe, "is_held", lambda _probe: True)
+    with Running(tmp_path) as sidecar, sidecar.session() as session:
+        store(session, 1, 2, 3)
+        wait_until(lambda: sidecar.stats()["attic"]["written"] == 3)
+        found = sidecar.stats()["attic"]
+        assert (found["address"], found["is_reachable"], found["off_reason"]) == (attic.address, True, "")
+        assert (found["stored"], found["used_bytes"]) == (3, attic.used_bytes) == (3, 300_000)
+        assert 'lmcache_tier_written_total{tier="attic"} 3.0' in sidecar.metrics()
+        wait_until(lambda: "check" in attic.calls)
+    assert "close" in attic.calls
+
+    (tmp_path / "arena").unlink()
+    with Running(tmp_path) as sidecar, sidecar.session() as session:
+        wait_until(lambda: session.lookup("r", [(0, make_keys(1, 2, 3))])[0].num_leased == 3)
+        assert_stored(load(session, session, "r", 1, 2, 3), 1, 2, 3)
+        found = sidecar.stats()["attic"]
+        assert (found["promoted"], found["hits"]) == (3, 3)
+
+
+def test_what_was_opened_is_closed_when_a_later_tier_is_a_mistake(
+    attic: Attic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_config: Config) -> TierHandle:
+        raise ConfigError("no such file")
+
+    monkeypatch.setitem(tiers.TIERS, "wrong", refuse)
+    with pytest.raises(ConfigError, match="no such file"):
+        open_tiers(Config())
+    assert "close" in attic.calls
