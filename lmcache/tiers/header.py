@@ -127,7 +127,7 @@ def digest_of(part_digests: bytes, part: int) -> bytes:
     return part_digests[part * _DIGEST_BYTES : (part + 1) * _DIGEST_BYTES]
 
 
-def seal_of(key: RowKey, column: int, length: int, part_digests: bytes) -> bytes:
+def slot_checksum(key: RowKey, column: int, length: int, part_digests: bytes) -> bytes:
     """What stands in the slot table: it fits this payload under this key, column and length only, since an
     engine that writes where it must not may have mixed up the table's fields as well."""
     return _digest(_SEALED.pack(key, column, length) + part_digests)

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from lmcache.tiers.memory.layout import HEAD_BYTES, Head, Layout
+from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache.tiers.memory.slots import ENTRY, State
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import attached, make_keys, usable
@@ -37,7 +37,7 @@ def left_behind(sidecar, connect):
 def entries_of(path) -> np.memmap:
     """The slot table of the one column."""
     head = Head.parse(path.read_bytes()[:HEAD_BYTES])
-    num_rows = Layout.plan(head.capacity_bytes, head.geometry).num_rows
+    num_rows = ArenaLayout.plan(head.capacity_bytes, head.geometry).num_rows
     return np.memmap(path, ENTRY, "r+", HEAD_BYTES, (num_rows,))
 
 

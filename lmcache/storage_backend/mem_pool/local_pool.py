@@ -71,7 +71,7 @@ class LocalPool(BasePool):
         assert num_bytes <= self.size_per_chunk, f"{tuple(kv_chunk.shape)} is more than a full chunk"
         num_slots = self._num_slots(num_bytes)
         with self._lock:
-            row = self._slots.take(num_slots, self._slots.num_frames)
+            row = self._slots.allocate(num_slots, self._slots.num_frames)
             if row is None:
                 return self._exhausted()
             self._taken.add(row)
@@ -85,7 +85,7 @@ class LocalPool(BasePool):
             if kv_obj.chunk_idx not in self._taken:
                 raise ValueError(f"chunk {kv_obj.chunk_idx} is not taken")
             self._taken.remove(kv_obj.chunk_idx)
-            self._slots.give(kv_obj.chunk_idx)
+            self._slots.free(kv_obj.chunk_idx)
 
     def _num_slots(self, num_bytes: int) -> int:
         return max(1, ceil_div(num_bytes, self._arena.geometry.slot_bytes))

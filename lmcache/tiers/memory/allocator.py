@@ -80,7 +80,7 @@ class FrameAllocator:
         self.slots_per_frame = slots_per_frame
         self.num_frames = ceil_div(num_slots, slots_per_frame)
         self.num_rows = 0  # taken
-        self.num_slots_taken = 0
+        self.num_used_slots = 0
         # Bits are the slots of one frame.
         self._free = array("H", [(1 << slots_per_frame) - 1]) * self.num_frames
         self._first = array("H", [0]) * self.num_frames  # a row begins here
@@ -99,7 +99,7 @@ class FrameAllocator:
         """Numbers of rows are below this."""
         return self.num_frames * self.slots_per_frame
 
-    def take(self, num_slots: int, num_usable_frames: int) -> int | None:
+    def allocate(self, num_slots: int, num_usable_frames: int) -> int | None:
         """Take a row of so many slots in a frame below the bound; None when none has a run that long."""
         for frames in self._frames[num_slots:]:
             frame = frames.lowest()
@@ -109,18 +109,18 @@ class FrameAllocator:
                 return offset * self.num_frames + frame
         return None
 
-    def take_at(self, row: int) -> None:
+    def allocate_at(self, row: int) -> None:
         """Take the row of one slot that has this number and is free."""
         self._occupy(row % self.num_frames, row // self.num_frames, 1)
 
-    def give(self, row: int) -> None:
+    def free(self, row: int) -> None:
         """Give a row back."""
         frame, offset, num_slots = row % self.num_frames, row // self.num_frames, self.size(row)
         self._first[frame] ^= 1 << offset
         self._last[frame] ^= 1 << offset + num_slots - 1
         self._set_free(frame, self._free[frame] | _bits(offset, num_slots))
         self.num_rows -= 1
-        self.num_slots_taken -= num_slots
+        self.num_used_slots -= num_slots
 
     def size(self, row: int) -> int:
         """Slots of a row."""
@@ -161,7 +161,7 @@ class FrameAllocator:
         self._last[frame] |= 1 << offset + num_slots - 1
         self._set_free(frame, self._free[frame] & ~_bits(offset, num_slots))
         self.num_rows += 1
-        self.num_slots_taken += num_slots
+        self.num_used_slots += num_slots
 
     def _set_free(self, frame: int, free: int) -> None:
         before, after = _longest_run(self._free[frame]), _longest_run(free)

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.capacity import check_room
+from lmcache.tiers.memory.capacity import check_capacity
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.kernel_pages import (
     check_node,
@@ -36,7 +36,7 @@ from lmcache.tiers.memory.kernel_pages import (
     prefer_huge_pages,
     punch_hole,
 )
-from lmcache.tiers.memory.layout import HEAD_BYTES, Head, Layout
+from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, SharedIndex
 from lmcache.tiers.memory.slots import ENTRY, SlotTable
 from lmcache.tiers.pages import PAGE_BYTES
@@ -89,7 +89,7 @@ class ArenaFile:
         self._huge_pages = huge_pages
         self._changed = threading.Condition()
         # protected by _changed
-        self._layout = Layout.unformatted(self.size_bytes)
+        self._layout = ArenaLayout.unformatted(self.size_bytes)
         self._target_bytes = self.size_bytes
         self._grown = 0  # rows of the layout that are populated
         self._filled = 0  # rows that may take memory
@@ -107,7 +107,7 @@ class ArenaFile:
             prefer_huge_pages(self._data)
         self.epoch = head.epoch
         if head.geometry is not None:
-            self._set_layout(Layout.plan(self.size_bytes, head.geometry))
+            self._set_layout(ArenaLayout.plan(self.size_bytes, head.geometry))
         self._write_head(head.geometry, head.first_generation)
 
     @property
@@ -123,7 +123,7 @@ class ArenaFile:
 
     def check(self, geometry: Geometry) -> None:
         """Raise ArenaError if ``format`` would, for want of room for a row."""
-        Layout.plan(self.size_bytes, geometry)
+        ArenaLayout.plan(self.size_bytes, geometry)
 
     def format(self, geometry: Geometry) -> None:
         """Drop everything and lay the arena out anew: all slots free, another epoch, generations go on
@@ -132,7 +132,7 @@ class ArenaFile:
         Raises ArenaError, changing nothing, when not even one row fits. The caller made sure that nobody uses
         the old layout any more.
         """
-        layout = Layout.plan(self.size_bytes, geometry)
+        layout = ArenaLayout.plan(self.size_bytes, geometry)
         first_generation = self.first_generation
         if self.geometry is not None:
             first_generation = self.table.next_generation(first_generation)
@@ -207,12 +207,12 @@ class ArenaFile:
         with contextlib.suppress(BufferError):
             self._map.close()
 
-    def _formatted(self) -> Layout:
+    def _formatted(self) -> ArenaLayout:
         if self.geometry is None:
             raise ArenaError("the arena is not formatted yet")
         return self._layout
 
-    def _set_layout(self, layout: Layout) -> None:
+    def _set_layout(self, layout: ArenaLayout) -> None:
         columns = layout.geometry.num_columns
         table = self._data[HEAD_BYTES : layout.table_offset(columns)]
         self.table = SlotTable(table.view(ENTRY).reshape(columns, layout.num_rows))
@@ -259,7 +259,7 @@ class ArenaFile:
         if rows.start == self._grown and rows.stop <= self.rows_within(self._target_bytes):
             self._grown = rows.start if error else rows.stop
 
-    def _next_extent(self) -> tuple[Layout, range, bool] | None:
+    def _next_extent(self) -> tuple[ArenaLayout, range, bool] | None:
         """Wait for rows to populate (True) or to give back; None when the arena is being closed."""
         with self._changed:
             while not self._closing:
@@ -276,7 +276,7 @@ class ArenaFile:
     def _extent_rows(self) -> int:
         return max(1, min(_MAX_EXTENT_BYTES, self.size_bytes // _EXTENTS_PER_ARENA) // self._layout.row_bytes)
 
-    def _take(self, layout: Layout, rows: range) -> None:
+    def _take(self, layout: ArenaLayout, rows: range) -> None:
         for start, end in layout.pieces(rows):
             for offset in range(start, end, _STEP_BYTES):
                 if self._closing:
@@ -287,7 +287,7 @@ class ArenaFile:
                 if self._huge_pages:
                     collapse(self._data[offset : offset + step])
 
-    def _give_back(self, layout: Layout, rows: range) -> None:
+    def _give_back(self, layout: ArenaLayout, rows: range) -> None:
         # The next format may have its slot table where these rows were: it has to wait.
         with self._changed:
             if self._layout is layout:
@@ -303,7 +303,7 @@ def _open_arena(path: Path, capacity: int) -> tuple[int, Head]:
         size = os.fstat(fd).st_size
         head = _read_head(fd, size, capacity) if size else None
         # Before anything is lost; what the file takes is there for its successor, too.
-        check_room(path, capacity, os.fstat(fd).st_blocks * 512)
+        check_capacity(path, capacity, os.fstat(fd).st_blocks * 512)
         if size and (head is None or head.capacity_bytes != capacity or size != capacity):
             logger.warning(
                 "the arena %s is of another size or version, or damaged: an empty one replaces it", path

@@ -16,7 +16,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 _PROCESS_BYTES = 64 << 20
 
 
-def check_room(path: Path, capacity_bytes: int, present_bytes: int = 0) -> None:
+def check_capacity(path: Path, capacity_bytes: int, present_bytes: int = 0) -> None:
     """Raise ArenaError when ``capacity_bytes`` can't be had, of which the file holds ``present_bytes``
     already."""
     volume = os.statvfs(path.parent)

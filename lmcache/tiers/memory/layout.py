@@ -29,7 +29,7 @@ _LARGE_ARENA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArenaLayout:
     """Offsets of one format of the arena."""
 
     geometry: Geometry
@@ -38,7 +38,7 @@ class Layout:
     column_bytes: int  # distance between two columns
 
     @classmethod
-    def plan(cls, capacity_bytes: int, geometry: Geometry) -> Layout:
+    def plan(cls, capacity_bytes: int, geometry: Geometry) -> ArenaLayout:
         """Lay out as many rows as fit; raises ArenaError when not even one does."""
         columns, slot_bytes = geometry.num_columns, geometry.slot_bytes
         if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES or columns < 1:
@@ -55,7 +55,7 @@ class Layout:
         return cls(geometry, num_rows, round_up(end, align), round_up(num_rows * slot_bytes, align))
 
     @classmethod
-    def unformatted(cls, capacity_bytes: int) -> Layout:
+    def unformatted(cls, capacity_bytes: int) -> ArenaLayout:
         """One column of pages over the whole file: the way it is filled before the first format."""
         return cls(Geometry(PAGE_BYTES, 1), capacity_bytes // PAGE_BYTES, 0, capacity_bytes)
 

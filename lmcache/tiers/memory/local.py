@@ -15,7 +15,7 @@ from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.memory.contracts import Arena
-from lmcache.tiers.memory.rows import Rows, Vacated
+from lmcache.tiers.memory.rows import Rows, VacateResult
 from lmcache.tiers.policy import NoEviction, Policy
 from lmcache.tiers.stats import MemoryStats
 from lmcache.units import ceil_div
@@ -49,7 +49,7 @@ class LocalStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of the slots that are taken, by payloads that are being written as well."""
-        return self._rows.allocator.num_slots_taken * self._slot_bytes
+        return self._rows.allocator.num_used_slots * self._slot_bytes
 
     @property
     def stats(self) -> MemoryStats:
@@ -73,8 +73,8 @@ class LocalStore:
         except BaseException:
             with self._lock:
                 row.writers.clear()
-                self._rows.spoil(number)
-                self._rows.settle(number)
+                self._rows.invalidate(number)
+                self._rows.release_if_unused(number)
             raise
         with self._lock:
             self._rows.table.commit(number, 0)
@@ -117,12 +117,12 @@ class LocalStore:
     def remove(self, key: RowKey) -> bool:
         """Take it out; its slots are free when its last reader is done. False: it is not there."""
         with self._lock:
-            is_there = key in self._rows.index
+            is_there = key in self._rows.row_by_key
             if is_there:
                 self._rows.remove(key)
             return is_there
 
-    def resize(self, num_bytes: int) -> Vacated:
+    def resize(self, num_bytes: int) -> VacateResult:
         """Grow or shrink to the whole frames within so many bytes, at most to the arena's size. Nothing is
         put beyond any more, and what is there is evicted as far as nobody uses it: say it again for the rest.
 
@@ -144,5 +144,5 @@ class LocalStore:
         """All keys, the next victim first; those that are being read, or that nothing evicts, come last."""
         with self._lock:
             victims = dict.fromkeys(map(self._rows.key, self._rows.policy.victims()))
-            ordered = victims | dict.fromkeys(self._rows.index)
+            ordered = victims | dict.fromkeys(self._rows.row_by_key)
             return [key for key in ordered if self._rows.find(key) is not None]

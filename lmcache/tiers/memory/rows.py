@@ -46,10 +46,10 @@ class OpenRow:
     request: Hashable = None  # that it was stored for
     writers: dict[int, bytes | None] = field(default_factory=dict)  # column -> owner, None in quarantine
     committed: set[int] = field(default_factory=set)  # columns
-    spoilt: bool = False  # out of the index for good
+    is_invalid: bool = False  # out of the index for good
 
 
-class Vacated(NamedTuple):
+class VacateResult(NamedTuple):
     """What ``vacate`` did."""
 
     num_evicted: int
@@ -80,10 +80,10 @@ class Rows:
         if self._shared is not None:
             self._shared.clear()
         self._arena = arena
-        self.index: dict[RowKey, int] = {}  # visible rows, and those that are being written under a key
-        self.open: dict[int, OpenRow] = {}
-        self.pins: dict[int, int] = {}  # row -> readers of our own; it stays in the policy
-        self.leases: dict[int, int] = {}  # row -> users; it is out of the policy
+        self.row_by_key: dict[RowKey, int] = {}  # visible rows, and those that are being written under a key
+        self.open_rows: dict[int, OpenRow] = {}
+        self.pin_counts: dict[int, int] = {}  # row -> readers of our own; it stays in the policy
+        self.lease_counts: dict[int, int] = {}  # row -> users; it is out of the policy
         # Generations below were given by an earlier process, and so were the rows under them.
         self.next_generation = self.first_generation = arena.first_generation
         self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
@@ -124,7 +124,7 @@ class Rows:
         """Rows of the leading keys."""
         rows = []
         # This is most of what a lookup costs.
-        index, opened, unverified = self.index, self.open, self.unverified
+        index, opened, unverified = self.row_by_key, self.open_rows, self.unverified
         num_frames, usable_frames = self.allocator.num_frames, self._usable_frames
         for key in keys:
             row = index.get(key)
@@ -150,9 +150,9 @@ class Rows:
         """Is the slot a complete row of the index now?"""
         row, generation = slot
         return (
-            row not in self.open
+            row not in self.open_rows
             and self._generations[row] == generation
-            and self.index.get(self._keys[row]) == row
+            and self.row_by_key.get(self._keys[row]) == row
         )
 
     def is_readable(self, number: int) -> bool:
@@ -164,7 +164,7 @@ class Rows:
         if not all(table.is_committed(number, generation, column) for column in range(table.num_columns)):
             return False
         if not self.unverified[number]:
-            self._show(key, number)
+            self._publish_key(key, number)
         return True
 
     # ---- from reserved to visible ----
@@ -174,12 +174,12 @@ class Rows:
     ) -> OpenRow | None:
         """Take a row for the key, evicting what has to go; None when nothing can."""
         # What replaces its predecessor frees that one's slots next: nothing of its chain is lost for it.
-        sparing = None if key in self.index else request
-        number = self._take(num_slots, sparing) if num_slots <= self.allocator.slots_per_frame else None
+        sparing = None if key in self.row_by_key else request
+        number = self._allocate(num_slots, sparing) if num_slots <= self.allocator.slots_per_frame else None
         if number is None:
             self.stats.refused += 1
             return None
-        row = self.open[number] = OpenRow(key, Slot(number, self.next_generation), request)
+        row = self.open_rows[number] = OpenRow(key, Slot(number, self.next_generation), request)
         self._name(number, key, self.next_generation)
         self.next_generation += 1
         self.depths[number] = min(depth, _MAX_DEPTH)
@@ -189,44 +189,44 @@ class Rows:
     def publish(self, row: OpenRow) -> None:
         """All columns are committed: the row takes the place of what the index has under its key."""
         number = row.slot.row
-        del self.open[number]
-        if self.index.get(row.key, number) != number:
+        del self.open_rows[number]
+        if self.row_by_key.get(row.key, number) != number:
             self.remove(row.key)
-        self.index[row.key] = number
-        self._show(row.key, number)
+        self.row_by_key[row.key] = number
+        self._publish_key(row.key, number)
         self.policy.admit(number, row.request)
 
-    def note_verified(self, number: int) -> None:
+    def mark_verified(self, number: int) -> None:
         """An adopted row is intact."""
         self.unverified[number] = 0
         key = self._keys[number]
-        if self.index.get(key) == number and number not in self.open:
-            self._show(key, number)
+        if self.row_by_key.get(key) == number and number not in self.open_rows:
+            self._publish_key(key, number)
 
     def remove(self, key: RowKey) -> None:
         """Take a visible row out; it is free when its last reader ends."""
-        number = self.index[key]
-        self.spoil(number)
-        self.settle(number)
+        number = self.row_by_key[key]
+        self.invalidate(number)
+        self.release_if_unused(number)
 
-    def spoil(self, number: int) -> OpenRow:
+    def invalidate(self, number: int) -> OpenRow:
         """Take the row out of the index: whoever asks for its key gets another one."""
-        row = self.open.get(number)
+        row = self.open_rows.get(number)
         if row is None:
-            row = self.open[number] = OpenRow(self._keys[number], self.slot(number))
-        self._forget(row.key, number)
+            row = self.open_rows[number] = OpenRow(self._keys[number], self.slot(number))
+        self._unindex(row.key, number)
         self.policy.remove(number)
-        row.spoilt = True
+        row.is_invalid = True
         return row
 
-    def settle(self, number: int) -> None:
+    def release_if_unused(self, number: int) -> None:
         """Put a row where it belongs now that a use of it ended."""
-        row = self.open.get(number)
+        row = self.open_rows.get(number)
         if row is None or row.writers:
             return
-        if not row.spoilt:
+        if not row.is_invalid:
             self._incomplete[number] = self._clock()
-        elif number not in self.pins and number not in self.leases:
+        elif number not in self.pin_counts and number not in self.lease_counts:
             if self.is_holding_adopted and row.slot.generation < self.first_generation:
                 self.dropped[number] = None
             else:
@@ -243,12 +243,12 @@ class Rows:
 
     def adopt(self, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
         """Take a row that an earlier process left. If it is whole, and the first of its key, it is in the
-        index from now on, to be verified before use; else it is for the caller to open as spoilt."""
+        index from now on, to be verified before use; else it is for the caller to open as invalid."""
         number, generation = slot
-        self.allocator.take_at(number)
+        self.allocator.allocate_at(number)
         self._name(number, key, generation)
         self._tenants[number] = self.stats.tenants.enter(b"", self._bytes_per_slot)
-        if not is_whole or self.index.setdefault(key, number) != number:
+        if not is_whole or self.row_by_key.setdefault(key, number) != number:
             return False
         self.unverified[number] = 1
         self.policy.admit(number, None)
@@ -258,14 +258,14 @@ class Rows:
 
     def lease(self, numbers: Collection[int]) -> None:
         """Keep visible rows from eviction, and out of the policy."""
-        leases = self.leases
+        leases = self.lease_counts
         self.policy.remove(*numbers)
         for number in numbers:
             leases[number] = leases.get(number, 0) + 1
 
     def end_lease(self, numbers: Iterable[int], request: Hashable) -> None:
         """End one lease on each of these rows, head first; those that nobody else leases were just used."""
-        leases = self.leases
+        leases = self.lease_counts
         ended = []
         for number in numbers:
             users = leases[number] - 1
@@ -274,25 +274,25 @@ class Rows:
             else:
                 del leases[number]
                 ended.append(number)
-        spoilt = self.open.keys() & ended
-        for number in spoilt:
-            self.settle(number)
-        self.policy.touch([number for number in ended if number not in spoilt], request)
+        invalid = self.open_rows.keys() & ended
+        for number in invalid:
+            self.release_if_unused(number)
+        self.policy.touch([number for number in ended if number not in invalid], request)
 
     def pin(self, number: int) -> None:
         """Keep a row from eviction."""
-        self.pins[number] = self.pins.get(number, 0) + 1
+        self.pin_counts[number] = self.pin_counts.get(number, 0) + 1
 
     def unpin(self, number: int) -> None:
         """End one ``pin``. Being read by us is not being used: the row keeps its place."""
-        self.pins[number] -= 1
-        if not self.pins[number]:
-            del self.pins[number]
-            self.settle(number)
+        self.pin_counts[number] -= 1
+        if not self.pin_counts[number]:
+            del self.pin_counts[number]
+            self.release_if_unused(number)
 
     # ---- room ----
 
-    def vacate(self, first_slot: int) -> Vacated:
+    def vacate(self, first_slot: int) -> VacateResult:
         """Evict all rows that lie beyond, as far as nobody uses them."""
         num_evicted, blocked = 0, Counter[str]()
         for frame in range(ceil_div(first_slot, self.allocator.slots_per_frame), self.allocator.num_frames):
@@ -305,30 +305,30 @@ class Rows:
                     blocked[user] += 1
                     if self._shared is not None:
                         self._shared.remove(self._keys[number], number)
-        return Vacated(num_evicted, dict(blocked))
+        return VacateResult(num_evicted, dict(blocked))
 
     def _user(self, number: int) -> str | None:
         """Who keeps a row from being evicted?"""
-        if number in self.leases:
+        if number in self.lease_counts:
             return "leased"
-        if number in self.pins:
+        if number in self.pin_counts:
             return "pinned"
-        writers = self.open[number].writers if number in self.open else {}
+        writers = self.open_rows[number].writers if number in self.open_rows else {}
         if writers and None not in writers.values():
             return "reserved"
         return "quarantined" if writers or self.is_holding_adopted else None
 
-    def _take(self, num_slots: int, sparing: Hashable) -> int | None:
+    def _allocate(self, num_slots: int, sparing: Hashable) -> int | None:
         usable_frames = self._usable_frames
         for _ in range(_MAX_EVICTIONS):
-            number = self.allocator.take(num_slots, usable_frames)
+            number = self.allocator.allocate(num_slots, usable_frames)
             if number is not None:
                 return number
-            if self.is_holding_adopted or not self._make_room(num_slots, sparing, usable_frames):
+            if self.is_holding_adopted or not self._evict_one(num_slots, sparing, usable_frames):
                 break
         return None
 
-    def _make_room(self, num_slots: int, sparing: Hashable, usable_frames: int) -> bool:
+    def _evict_one(self, num_slots: int, sparing: Hashable, usable_frames: int) -> bool:
         """Free the slots of one row, whichever can be spared most easily, of those that may be used again."""
 
         def first_usable(rows: Iterable[int]) -> Iterator[int]:
@@ -352,7 +352,7 @@ class Rows:
         return False
 
     def _evict(self, number: int) -> None:
-        self._forget(self._keys[number], number)
+        self._unindex(self._keys[number], number)
         self.policy.remove(number)
         self._free(number)
         self.stats.removed[Removal.EVICTED] += 1
@@ -362,22 +362,22 @@ class Rows:
             self._keys.extend(itertools.repeat(b"", number + 1 - len(self._keys)))
         self._keys[number], self._generations[number] = key, generation
 
-    def _show(self, key: RowKey, number: int) -> None:
+    def _publish_key(self, key: RowKey, number: int) -> None:
         if self._shared is not None:
             self._shared.insert(key, number)
 
-    def _forget(self, key: RowKey, number: int) -> None:
-        if self.index.get(key) == number:
-            del self.index[key]
+    def _unindex(self, key: RowKey, number: int) -> None:
+        if self.row_by_key.get(key) == number:
+            del self.row_by_key[key]
         if self._shared is not None:  # before the slot is free
             self._shared.remove(key, number)
 
     def _free(self, number: int) -> None:
-        self.open.pop(number, None)
+        self.open_rows.pop(number, None)
         self._incomplete.pop(number, None)
         self.dropped.pop(number, None)
         self.unverified[number] = 0
         self._keys[number] = b""
         self.table.free(number)
         self.stats.tenants.leave(self._tenants[number], self.allocator.size(number) * self._bytes_per_slot)
-        self.allocator.give(number)
+        self.allocator.free(number)

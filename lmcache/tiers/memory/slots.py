@@ -20,7 +20,7 @@ ENTRY = np.dtype(
     [
         ("key", "V64"),
         ("owner", "V16"),  # uuid of the client that reserved the slot; zeros: the sidecar itself
-        ("checksum", "V16"),  # the seal (``header.seal_of``); zeros: not known
+        ("checksum", "V16"),  # the seal (``header.slot_checksum``); zeros: not known
         ("length", "<u8"),  # payload bytes
         ("generation", "<u8"),  # rises whenever the row is given anew; never goes back
         ("state", "<u4"),
@@ -28,7 +28,7 @@ ENTRY = np.dtype(
         ("spare", "V8"),
     ]
 )
-"""Layout of one entry; part of the arena file's format and of the wire contract."""
+"""ArenaLayout of one entry; part of the arena file's format and of the wire contract."""
 
 ENTRY_BYTES = ENTRY.itemsize
 NO_CHECKSUM = bytes(16)
@@ -86,11 +86,11 @@ class SlotTable:
         """Mark the payload as complete."""
         self._words[(column * self.num_rows + row) * _WORDS + _STATE] = _COMMITTED
 
-    def seal(self, row: int, column: int, checksum: bytes) -> None:
+    def record_checksum(self, row: int, column: int, checksum: bytes) -> None:
         """Note the seal of a committed payload: from now on it outlives a restart."""
         self._checksums[column, row] = checksum
 
-    def unseal(self, row: int) -> None:
+    def forget_checksums(self, row: int) -> None:
         """Forget the checksums of a row: it does not outlive a restart."""
         self._checksums[:, row] = NO_CHECKSUM
 

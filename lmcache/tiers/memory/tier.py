@@ -3,7 +3,7 @@
 A row's life::
 
     free -> reserved -> (all columns committed) visible -> evicted -> free
-                 `-> (a column aborted or quarantined) spoilt -> free
+                 `-> (a column aborted or quarantined) is_invalid -> free
 
 **Slot reuse.** Bytes of a row may be under somebody's copy while it is reserved, leased, pinned or in
 quarantine; such a row is in nobody's reach but theirs. A row is reused only after each of them ended what
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import StaleSlotError
 from lmcache.tiers.memory.contracts import Arena, Reservation, Reserved, Slot
-from lmcache.tiers.memory.rows import OpenRow, Rows, Vacated
+from lmcache.tiers.memory.rows import OpenRow, Rows, VacateResult
 from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
 from lmcache.tiers.policy import Policy
 from lmcache.tiers.stats import MemoryStats, Removal
@@ -78,24 +78,24 @@ class MemoryTier:
                 key = entries[0, offset]["key"].tobytes()
                 slot = Slot(first + offset, int(entries[0, offset]["generation"]))
                 if not rows.adopt(slot, key, is_whole=is_whole[offset]):
-                    self._adopt_spoilt(first + offset, entries[:, offset])
+                    self._adopt_invalid(first + offset, entries[:, offset])
             yield
-        rows.is_holding_adopted = bool(rows.index or rows.dropped)
+        rows.is_holding_adopted = bool(rows.row_by_key or rows.dropped)
 
     def release_adopted(self) -> None:
         """All clients from before the restart are drained or dead: adopted rows may be evicted."""
         self._rows.is_holding_adopted = False
 
-    def _adopt_spoilt(self, number: int, entries: NDArray[np.void]) -> None:
+    def _adopt_invalid(self, number: int, entries: NDArray[np.void]) -> None:
         newest = entries[int(entries["generation"].argmax())]
-        row = OpenRow(newest["key"].tobytes(), Slot(number, int(newest["generation"])), spoilt=True)
+        row = OpenRow(newest["key"].tobytes(), Slot(number, int(newest["generation"])), is_invalid=True)
         for column, entry in enumerate(entries):
             owner = entry["owner"].tobytes()
             if entry["state"] == State.RESERVED and owner != SIDECAR:
                 row.writers[column] = None
                 self._quarantine.setdefault(owner, set()).add((number, column))
-        self._rows.open[number] = row
-        self._rows.settle(number)
+        self._rows.open_rows[number] = row
+        self._rows.release_if_unused(number)
 
     # ---- store ----
 
@@ -115,17 +115,19 @@ class MemoryTier:
         ``length``: payload bytes of the column; ``depth``: position of the chunk in its chain; ``request``:
         rows of one request go tail first; ``tenant``: whom a new row is counted for.
         """
-        number = self._rows.index.get(key)
-        if number is not None and number not in self._rows.open and not self._rows.is_readable(number):
+        number = self._rows.row_by_key.get(key)
+        if number is not None and number not in self._rows.open_rows and not self._rows.is_readable(number):
             self.stats.removed[Removal.INVALID] += 1
             self._rows.remove(key)
             number = None
-        row = self._new_row(key, request, depth, tenant) if number is None else self._rows.open.get(number)
+        row = (
+            self._new_row(key, request, depth, tenant) if number is None else self._rows.open_rows.get(number)
+        )
         if number is not None and (row is None or column in row.committed):
             return Reservation(Reserved.EXISTS)
         if row is None or column in row.writers or not self._rows.is_usable(row.slot.row):
             return Reservation(Reserved.BUSY)
-        self._give(row, column, owner, length)
+        self._assign(row, column, owner, length)
         return Reservation(Reserved.SLOT, row.slot)
 
     def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Slot]:
@@ -140,7 +142,7 @@ class MemoryTier:
                 self._rows.publish(row)
                 visible.append(row.slot)
             else:
-                self._rows.settle(number)
+                self._rows.release_if_unused(number)
         return visible
 
     def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
@@ -148,23 +150,23 @@ class MemoryTier:
         for row in self._reserved_rows(slots, column, owner):
             self._take_back(row, column, owner)
             self._table.free_slot(row.slot.row, column)
-            self._rows.spoil(row.slot.row)
-            self._rows.settle(row.slot.row)
+            self._rows.invalidate(row.slot.row)
+            self._rows.release_if_unused(row.slot.row)
 
     def quarantine(self, owner: bytes) -> None:
         """The client's stream broke: its reservations can't be committed any more, nor their slots reused."""
         reserved = self._reservations.pop(owner, set())
         for number, column in reserved:
-            self._rows.spoil(number).writers[column] = None
+            self._rows.invalidate(number).writers[column] = None
         if reserved:
             self._quarantine.setdefault(owner, set()).update(reserved)
 
     def end_quarantine(self, owner: bytes) -> None:
         """The client sent Drained, or is proven dead: its quarantined slots may be reused."""
         for number, column in self._quarantine.pop(owner, set()):
-            del self._rows.open[number].writers[column]
+            del self._rows.open_rows[number].writers[column]
             self._table.free_slot(number, column)
-            self._rows.settle(number)
+            self._rows.release_if_unused(number)
 
     @property
     def quarantined_owners(self) -> set[bytes]:
@@ -182,7 +184,7 @@ class MemoryTier:
         Asking again under the same id extends the lease. At most half of the usable rows are leased in all.
         """
         lease = self._leases.get(lease_id, {})
-        resident, leases = self._rows.prefix(keys), self._rows.leases
+        resident, leases = self._rows.prefix(keys), self._rows.lease_counts
         room = max(0, self.usable_rows // 2 - len(leases))
         leased = [] if is_hint else resident
         if len(leased) > room:
@@ -218,8 +220,8 @@ class MemoryTier:
 
     def is_coming(self, key: RowKey) -> bool:
         """Is somebody writing it now?"""
-        number = self._rows.index.get(key)
-        return number in self._rows.open and bool(self._rows.open[number].writers)
+        number = self._rows.row_by_key.get(key)
+        return number in self._rows.open_rows and bool(self._rows.open_rows[number].writers)
 
     @property
     def has_unverified(self) -> bool:
@@ -228,19 +230,19 @@ class MemoryTier:
 
     def unverified(self, key: RowKey) -> Slot | None:
         """Return the slot of an adopted row whose bytes must be compared with their checksums before use."""
-        number = self._rows.index.get(key)
+        number = self._rows.row_by_key.get(key)
         return None if number is None or not self._rows.unverified[number] else self._rows.slot(number)
 
     def verified(self, slot: Slot, *, is_intact: bool) -> None:
         """Say what the comparison found; a row that is not intact is gone. The row must be pinned."""
         if is_intact:
-            self._rows.note_verified(slot.row)
+            self._rows.mark_verified(slot.row)
             self.stats.verified += 1
         else:
             self._rows.unverified[slot.row] = 0
             self.stats.removed[Removal.INVALID] += 1
-            self._table.unseal(slot.row)  # another restart must not bring it back
-            self._rows.spoil(slot.row)
+            self._table.forget_checksums(slot.row)  # another restart must not bring it back
+            self._rows.invalidate(slot.row)
 
     def pin(self, slot: Slot) -> RowKey | None:
         """Keep a visible row from eviction while its bytes are read; None when it is gone already."""
@@ -259,18 +261,18 @@ class MemoryTier:
 
     def reserve_row(self, key: RowKey, request: Hashable = None) -> Slot | None:
         """Reserve all columns for this process itself; None when the row exists, or no row can be freed."""
-        row = None if key in self._rows.index else self._new_row(key, request)
+        row = None if key in self._rows.row_by_key else self._new_row(key, request)
         if row is None:
             return None
         for column in range(self._table.num_columns):
-            self._give(row, column, SIDECAR, length=0)
+            self._assign(row, column, SIDECAR, length=0)
         return row.slot
 
     def commit_row(self, slot: Slot, lengths: Sequence[int], checksums: Sequence[bytes]) -> None:
         """All columns are in the slots, with these payload lengths and checksums."""
         for column, (length, checksum) in enumerate(zip(lengths, checksums, strict=True)):
             self._table.set_length(slot.row, column, length)
-            self._table.seal(slot.row, column, checksum)
+            self._table.record_checksum(slot.row, column, checksum)
             self.commit([slot], column, SIDECAR)
 
     def abort_row(self, slot: Slot) -> None:
@@ -289,7 +291,7 @@ class MemoryTier:
     def usable_rows(self, number: int) -> None:
         self._rows.usable_slots = number
 
-    def vacate(self, first_row: int) -> Vacated:
+    def vacate(self, first_row: int) -> VacateResult:
         """Use the rows from this one on no more, and evict what is there, as far as nobody uses it: ask again
         for the rest. Costs O(rows) from there on: go extent by extent."""
         self.usable_rows = min(self.usable_rows, first_row)
@@ -308,7 +310,7 @@ class MemoryTier:
     @property
     def num_leased(self) -> int:
         """Rows under at least one lease, those in quarantine included."""
-        return len(self._rows.leases)
+        return len(self._rows.lease_counts)
 
     @property
     def num_quarantined(self) -> int:
@@ -320,17 +322,17 @@ class MemoryTier:
     def _new_row(self, key: RowKey, request: Hashable, depth: int = 0, tenant: bytes = b"") -> OpenRow | None:
         row = self._rows.open_row(key, 1, request, depth=depth, tenant=tenant)
         if row is not None:
-            self._rows.index[key] = row.slot.row
+            self._rows.row_by_key[key] = row.slot.row
         return row
 
-    def _give(self, row: OpenRow, column: int, owner: bytes, length: int) -> None:
+    def _assign(self, row: OpenRow, column: int, owner: bytes, length: int) -> None:
         self._rows.write(row, column, owner, length)
         self._reservations.setdefault(owner, set()).add((row.slot.row, column))
 
     def _reserved_rows(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[OpenRow]:
         rows = []
         for slot in slots:
-            row = self._rows.open.get(slot.row)
+            row = self._rows.open_rows.get(slot.row)
             if row is None or row.slot != slot or row.writers.get(column) != owner:
                 raise StaleSlotError(f"column {column} of {slot} is not reserved by this client (any more)")
             rows.append(row)

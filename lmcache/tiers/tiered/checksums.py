@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache.tiers.base import RowKey
-from lmcache.tiers.header import digests, seal_of
+from lmcache.tiers.header import digests, slot_checksum
 from lmcache.tiers.memory.contracts import Arena, Slot
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.tiered.tasks import NICENESS, Workers
@@ -22,7 +22,7 @@ def payloads(arena: Arena, slot: Slot) -> list[memoryview]:
 def seals_of(key: RowKey, columns: Sequence[memoryview], column_digests: Sequence[bytes]) -> list[bytes]:
     """The seals of all columns of a row."""
     return [
-        seal_of(key, column, len(payload), part_digests)
+        slot_checksum(key, column, len(payload), part_digests)
         for column, (payload, part_digests) in enumerate(zip(columns, column_digests, strict=True))
     ]
 
@@ -48,7 +48,7 @@ class Seals:
             columns = payloads(self._memory.arena, slot)
             found = await self._digests(columns)
             for column, value in enumerate(seals_of(key, columns, found)):
-                table.seal(slot.row, column, value)
+                table.record_checksum(slot.row, column, value)
         finally:
             self._memory.unpin(slot)
         return found

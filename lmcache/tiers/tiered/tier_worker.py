@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from lmcache.tiers.base import Loaded, LowerTier, ObjectId, RowKey, split_row_key
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import digests, seal_of
+from lmcache.tiers.header import digests, slot_checksum
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import TieredStats, Unwritten
@@ -177,7 +177,7 @@ class Lower:
             if loaded is None:
                 self._memory.abort_row(slot)
             else:
-                seals = [seal_of(key, column, length, found) for column, found in enumerate(loaded)]
+                seals = [slot_checksum(key, column, length, found) for column, found in enumerate(loaded)]
                 self._memory.commit_row(slot, [length] * len(loaded), seals)
         return Brought(slot, loaded) if loaded else None
 

@@ -32,7 +32,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def take(self, num_slots, usable):
         num_slots = min(num_slots, self.size)
         free = [run for run in self.runs(num_slots, usable) if not self.owners(run)]
-        row = self.allocator.take(num_slots, usable)
+        row = self.allocator.allocate(num_slots, usable)
         if not free:
             assert row is None
             return
@@ -48,7 +48,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give(self, data):
         row = data.draw(st.sampled_from(sorted(self.rows)))
-        self.allocator.give(row)
+        self.allocator.free(row)
         del self.rows[row]
         self.slots = [None if other == row else other for other in self.slots]
 
@@ -72,7 +72,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not hasattr(self, "allocator"):
             return
         assert self.allocator.num_rows == len(self.rows)
-        assert self.allocator.num_slots_taken == sum(self.rows.values())
+        assert self.allocator.num_used_slots == sum(self.rows.values())
         assert {row: self.allocator.size(row) for row in self.rows} == self.rows
         frames = range(self.allocator.num_frames)
         assert sorted(row for frame in frames for row in self.allocator.rows_in(frame)) == sorted(self.rows)
@@ -84,39 +84,39 @@ TestAllocator.settings = settings(max_examples=50, stateful_step_count=40)
 
 def test_one_slot_per_row_goes_lowest_first():
     allocator = FrameAllocator(5000)
-    assert [allocator.take(1, 5000) for _ in range(5000)] == list(range(5000))
-    assert allocator.take(1, 5000) is None
+    assert [allocator.allocate(1, 5000) for _ in range(5000)] == list(range(5000))
+    assert allocator.allocate(1, 5000) is None
     for row in (4999, 17, 1024, 1023):
-        allocator.give(row)
-    assert [allocator.take(1, 5000) for _ in range(4)] == [17, 1023, 1024, 4999]
+        allocator.free(row)
+    assert [allocator.allocate(1, 5000) for _ in range(4)] == [17, 1023, 1024, 4999]
 
 
 def test_rows_beyond_the_bound_are_not_given():
     allocator = FrameAllocator(64)
-    assert [allocator.take(1, 2) for _ in range(3)] == [0, 1, None]
+    assert [allocator.allocate(1, 2) for _ in range(3)] == [0, 1, None]
 
 
 def test_short_rows_share_frames_and_leave_whole_ones_whole():
     allocator = FrameAllocator(64, 16)
-    short = [allocator.take(1, 4) for _ in range(16)]
+    short = [allocator.allocate(1, 4) for _ in range(16)]
     assert {row % 4 for row in short} == {0}
-    assert [allocator.first_slot(allocator.take(16, 4)) for _ in range(3)] == [16, 32, 48]
+    assert [allocator.first_slot(allocator.allocate(16, 4)) for _ in range(3)] == [16, 32, 48]
 
 
 def test_rows_of_a_frame_leave_no_gaps():
     allocator = FrameAllocator(16, 16)
-    rows = [allocator.take(count, 1) for count in (9, 1, 2, 4)]
+    rows = [allocator.allocate(count, 1) for count in (9, 1, 2, 4)]
     assert [allocator.first_slot(row) for row in rows] == [0, 9, 10, 12]
-    assert allocator.take(1, 1) is None
+    assert allocator.allocate(1, 1) is None
 
 
 def test_the_tightest_run_is_taken():
     allocator = FrameAllocator(32, 16)
-    rows = [allocator.take(count, 2) for count in (3, 1, 2, 1, 9, 16)]
+    rows = [allocator.allocate(count, 2) for count in (3, 1, 2, 1, 9, 16)]
     for row in (rows[0], rows[2]):
-        allocator.give(row)
-    assert allocator.first_slot(allocator.take(2, 2)) == 4
-    assert allocator.first_slot(allocator.take(2, 2)) == 0
+        allocator.free(row)
+    assert allocator.first_slot(allocator.allocate(2, 2)) == 4
+    assert allocator.first_slot(allocator.allocate(2, 2)) == 0
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 5000])

@@ -8,9 +8,9 @@ import pytest
 
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.capacity import check_room, memory_limit
+from lmcache.tiers.memory.capacity import check_capacity, memory_limit
 from lmcache.tiers.memory.contracts import Geometry, Slot
-from lmcache.tiers.memory.layout import HEAD_BYTES, Layout
+from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout
 from lmcache.tiers.memory.mapping import MappedColumn
 from lmcache.tiers.memory.slots import ENTRY_BYTES, State
 from lmcache.tiers.memory.tier import MemoryTier
@@ -61,7 +61,7 @@ class TestLayout:
     @pytest.mark.parametrize("capacity", [8 * MIB, 1 << 30, (1 << 30) + 12345 * 4096])
     @pytest.mark.parametrize("geometry", [Geometry(4096, 1), GEOMETRY, Geometry(1 << 20, 7)])
     def test_nothing_overlaps_and_little_is_wasted(self, capacity, geometry):
-        layout = Layout.plan(capacity, geometry)
+        layout = ArenaLayout.plan(capacity, geometry)
         last = geometry.num_columns - 1
         assert layout.table_offset(0) == HEAD_BYTES
         assert layout.table_offset(last) + layout.num_rows * ENTRY_BYTES <= layout.data_offset
@@ -74,11 +74,11 @@ class TestLayout:
 
     def test_too_small_says_how_much_one_row_needs(self):
         with pytest.raises(ArenaError, match=r"one needs \d+ bytes"):
-            Layout.plan(64 << 10, GEOMETRY)
+            ArenaLayout.plan(64 << 10, GEOMETRY)
 
     def test_slots_are_whole_pages(self):
         with pytest.raises(ArenaError, match="whole pages"):
-            Layout.plan(MIB, Geometry(5000, 1))
+            ArenaLayout.plan(MIB, Geometry(5000, 1))
 
 
 class TestFile:
@@ -290,14 +290,14 @@ class TestRoom:
         volume = os.statvfs(path.parent)
         too_much = volume.f_bavail * volume.f_frsize + (1 << 34)
         with pytest.raises(ArenaError, match="volume"):
-            check_room(path, too_much)
-        check_room(path, too_much, 1 << 35)
+            check_capacity(path, too_much)
+        check_capacity(path, too_much, 1 << 35)
 
     def test_memory_limit_says_so(self, path, monkeypatch):
         monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_limit", lambda: 100 * MIB)
         with pytest.raises(ArenaError, match=r"memory limit of this container is 100Mi"):
-            check_room(path, 90 * MIB)
-        check_room(path, 30 * MIB)
+            check_capacity(path, 90 * MIB)
+        check_capacity(path, 30 * MIB)
 
     @pytest.mark.parametrize(
         ("membership", "files", "limit"),

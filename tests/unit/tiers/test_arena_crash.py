@@ -50,7 +50,7 @@ while True:
         arena.view(slot.row, column)[:] = (name + bytes([column]) * 64) * 32
         tier.commit([slot], column, owner)
         if random.random() < 0.5:
-            arena.table.seal(slot.row, column, checksum(arena.view(slot.row, column)))
+            arena.table.record_checksum(slot.row, column, checksum(arena.view(slot.row, column)))
 """
 
 

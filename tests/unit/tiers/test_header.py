@@ -17,7 +17,7 @@ from lmcache.tiers.header import (
     digest_of,
     digests,
     parse,
-    seal_of,
+    slot_checksum,
 )
 
 
@@ -105,4 +105,4 @@ def test_the_checksum_of_several_parts_is_that_of_their_digests(size):
 def test_a_seal_fits_one_payload_under_one_name():
     sealed = [(b"k" * 64, 0, 5, b"d" * 16), (b"j" * 64, 0, 5, b"d" * 16), (b"k" * 64, 1, 5, b"d" * 16)]
     sealed += [(b"k" * 64, 0, 4, b"d" * 16), (b"k" * 64, 0, 5, b"e" * 16), (b"k" * 64, 0, 5, b"d" * 32)]
-    assert len({seal_of(*fields) for fields in sealed}) == len(sealed)
+    assert len({slot_checksum(*fields) for fields in sealed}) == len(sealed)

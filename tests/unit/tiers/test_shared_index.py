@@ -145,7 +145,7 @@ class IndexMachine(RuleBasedStateMachine):
     def restart(self):
         for number in range(self.arena.num_rows):
             for column in range(NUM_COLUMNS):
-                self.arena.table.seal(number, column, b"s" * 16)
+                self.arena.table.record_checksum(number, column, b"s" * 16)
         self.is_scribbled = False
         self.start()
         assert not any(len(self.reader.find(words(key)).rows) for key in KEYS), "nothing is verified yet"
@@ -206,7 +206,7 @@ def reader_of(arena: ArenaFile) -> MappedIndex:
 def test_a_full_arena_is_found_whole(tier):
     keys = fill(tier, tier.arena.num_rows)
     reader = reader_of(tier.arena)
-    assert reader.find(words(*keys)).slots() == [tier._rows.slot(tier._rows.index[k]) for k in keys]
+    assert reader.find(words(*keys)).slots() == [tier._rows.slot(tier._rows.row_by_key[k]) for k in keys]
     reader.close()
 
 
@@ -251,7 +251,7 @@ def test_an_entry_that_changes_while_it_is_read_is_a_miss(tier, torn):
         def __getitem__(self, place):
             self.num_reads += 1
             if self.num_reads == 3:
-                row = tier._rows.index[key]
+                row = tier._rows.row_by_key[key]
                 tier.arena.table._quads[row * 16 + (generation if torn == "generation" else state)] += 1
             return table[place]
 
