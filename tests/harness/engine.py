@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 
 from lmcache.rpc.client import Session, SidecarClient
 from testing.processes import SidecarProcess
-from tests.harness.wire import make_hello, make_keys, slots_of
+from tests.harness.wire import attached, make_hello, make_keys, slots_of, usable
 
 CHUNK_BYTES = 100_000
 
@@ -30,6 +34,17 @@ def connect(sidecar):
     yield make
     for client in clients:
         client.close()
+
+
+@contextlib.contextmanager
+def session_of(sidecar: SidecarProcess, **fields: Any) -> Iterator[Session]:
+    """Of an engine that attached while the whole arena may be used."""
+    client = SidecarClient(sidecar.socket_path, make_hello(**fields))
+    client.start()
+    session = attached(client)
+    usable(sidecar)
+    yield session
+    client.close()
 
 
 def payload(number: int) -> np.ndarray:

@@ -9,14 +9,12 @@ import threading
 
 import pytest
 
-from lmcache.rpc.client import SidecarClient
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer, SidecarProcess
-from tests.harness.engine import store
+from tests.harness.engine import session_of, store
 from tests.harness.remote_objects import KEY, is_available, load, probe, until
-from tests.harness.wire import attached, make_hello, usable
 
 SECRETS = ("us3r", "S3cr3t")
 
@@ -111,14 +109,10 @@ def test_a_sidecar_reads_the_file_of_a_rotated_password_again(tmp_path):
         with SidecarProcess(**options) as sidecar:
             sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
             assert "WRONGPASS was the answer to AUTH" in sidecar.log
-            client = SidecarClient(sidecar.socket_path, make_hello())
-            client.start()
-            session = attached(client)
-            usable(sidecar)
-            store(session, 1)
-            file.write_text("new\n")
-            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
-            file.unlink()  # a secret that is being replaced: what is connected goes on
-            store(session, 2)
-            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)
-            client.close()
+            with session_of(sidecar) as session:
+                store(session, 1)
+                file.write_text("new\n")
+                sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
+                file.unlink()  # a secret that is being replaced: what is connected goes on
+                store(session, 2)
+                sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)

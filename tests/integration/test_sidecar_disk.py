@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
-from lmcache.rpc.client import Session, SidecarClient
+from lmcache.rpc.client import Session
 from lmcache.rpc.service import RESERVE
 from testing.child_process import wait_until
 from testing.processes import RedisServer, SidecarProcess
-from tests.harness.engine import assert_stored, load, payload, store
-from tests.harness.wire import RawClient, attached, make_hello, make_keys, slots_of, usable
-
-
-@contextlib.contextmanager
-def session_of(sidecar: SidecarProcess) -> Iterator[Session]:
-    client = SidecarClient(sidecar.socket_path, make_hello())
-    client.start()
-    session = attached(client)
-    usable(sidecar)
-    yield session
-    client.close()
+from tests.harness.engine import assert_stored, load, payload, session_of, store
+from tests.harness.wire import RawClient, make_keys, slots_of
 
 
 def forget_memory(sidecar: SidecarProcess) -> None:

@@ -6,38 +6,29 @@ import re
 
 import pytest
 
-from lmcache.rpc.client import SidecarClient
 from testing.child_process import wait_until
 from testing.processes import RedisServer, SidecarProcess
-from tests.harness.engine import assert_stored, load, store
-from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
+from tests.harness.engine import assert_stored, load, session_of, store
+from tests.harness.wire import RawClient, make_hello, make_keys
 
 
 @pytest.mark.redis
 def test_sigterm_writes_through_what_is_queued():
     with RedisServer() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
-        client = SidecarClient(sidecar.socket_path, make_hello())
-        client.start()
-        session = attached(client)
-        usable(sidecar)
-        redis_server.freeze()
-        store(session, *range(20))
-        sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-        redis_server.thaw()
-        assert sidecar.terminate() == 0
-        with redis_server.client as redis:
-            assert redis.dbsize() == 20
-        client.close()
+        with session_of(sidecar) as session:
+            redis_server.freeze()
+            store(session, *range(20))
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+            redis_server.thaw()
+            assert sidecar.terminate() == 0
+            with redis_server.client as redis:
+                assert redis.dbsize() == 20
 
         sidecar.arena_path.unlink()
         sidecar.start()
-        client = SidecarClient(sidecar.socket_path, make_hello())
-        client.start()
-        session = attached(client)
-        usable(sidecar)
-        wait_until(lambda: session.lookup("r", [(0, make_keys(*range(20)))])[0].num_leased == 20)
-        assert_stored(load(session, session, "r", *range(20)), *range(20))
-        client.close()
+        with session_of(sidecar) as session:
+            wait_until(lambda: session.lookup("r", [(0, make_keys(*range(20)))])[0].num_leased == 20)
+            assert_stored(load(session, session, "r", *range(20)), *range(20))
 
 
 @pytest.mark.redis
@@ -45,28 +36,20 @@ def test_what_the_grace_period_does_not_suffice_for_is_logged():
     with (
         RedisServer() as redis_server,
         SidecarProcess(remote_url=redis_server.unix_url, drain_grace_seconds=0.3) as sidecar,
+        session_of(sidecar) as session,
     ):
-        client = SidecarClient(sidecar.socket_path, make_hello())
-        client.start()
-        session = attached(client)
-        usable(sidecar)
         redis_server.kill()
         store(session, *range(5))
         assert sidecar.terminate() == 0
         assert re.search("[45] rows were not written through within the grace period", sidecar.log)
-        client.close()
 
 
 @pytest.mark.redis
 def test_keys_that_mean_nothing_elsewhere_stay_here():
     with RedisServer() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
-        client = SidecarClient(sidecar.socket_path, make_hello(private_reason="random hash seed"))
-        client.start()
-        session = attached(client)
-        usable(sidecar)
-        store(session, 1, 2)
-        assert sidecar.stats()["clients"][0]["private_reason"] == "random hash seed"
-        client.close()
+        with session_of(sidecar, private_reason="random hash seed") as session:
+            store(session, 1, 2)
+            assert sidecar.stats()["clients"][0]["private_reason"] == "random hash seed"
         assert sidecar.terminate() == 0
         with redis_server.client as redis:
             assert redis.dbsize() == 0
@@ -77,14 +60,10 @@ def test_an_unreachable_remote_tier_is_no_mistake():
         assert sidecar.get("/readyz") == "ready\n"
         sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
         assert "remote tier 127.0.0.1:1: " in sidecar.log
-        client = SidecarClient(sidecar.socket_path, make_hello())
-        client.start()
-        session = attached(client)
-        usable(sidecar)
-        store(session, 1)
-        sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-        assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
-        client.close()
+        with session_of(sidecar) as session:
+            store(session, 1)
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+            assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
 
 
 @pytest.mark.redis
@@ -94,25 +73,21 @@ def test_a_remote_tier_that_was_down_at_the_start_is_used_when_it_comes():
         with SidecarProcess(remote_url=server.unix_url) as sidecar:
             sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
             server.start()
-            client = SidecarClient(sidecar.socket_path, make_hello())
-            client.start()
-            session = attached(client)
-            usable(sidecar)
-            store(session, 1)
-            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
-            client.close()
+            with session_of(sidecar) as session:
+                store(session, 1)
+                sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
 
 
 @pytest.mark.redis
 def test_a_private_engine_does_not_make_another_one_s_namespace_private():
-    with RedisServer() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
-        client = SidecarClient(sidecar.socket_path, make_hello())
-        client.start()
-        session = attached(client)
-        usable(sidecar)
-        with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16, private_reason="seeded")) as other:
-            other.attach()
-            store(session, 1)
-            with redis_server.client as redis:
-                wait_until(lambda: redis.dbsize() == 1)
-        client.close()
+    other_hello = make_hello(engine_uuid=b"p" * 16, private_reason="seeded")
+    with (
+        RedisServer() as redis_server,
+        SidecarProcess(remote_url=redis_server.unix_url) as sidecar,
+        session_of(sidecar) as session,
+        RawClient(sidecar, other_hello) as other,
+        redis_server.client as redis,
+    ):
+        other.attach()
+        store(session, 1)
+        wait_until(lambda: redis.dbsize() == 1)

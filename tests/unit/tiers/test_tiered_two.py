@@ -68,13 +68,18 @@ async def test_what_is_on_disk_is_read_from_there_and_the_rest_from_afar(world, 
         assert other.lower.stats.promoted == 5
 
 
-@with_disk
-async def test_one_round_trip_per_tier(world, folder):
-    world.put(chain(2))
+async def stored_and_evicted(world, keys) -> None:
+    """Rows that only the lower tiers have."""
+    world.put(keys)
     assert await world.store.drain(20)
     world.store.memory.release(LEASE)
     world.put(chain(16, start=50))
     assert await world.store.drain(20)
+
+
+@with_disk
+async def test_one_round_trip_per_tier(world, folder):
+    await stored_and_evicted(world, chain(2))
     world.remote.objects.clear()
     world.remote.fill(chain(4))
     world.remote.held = {"probe"}
@@ -89,11 +94,7 @@ async def test_one_round_trip_per_tier(world, folder):
 
 @with_disk
 async def test_what_is_damaged_on_disk_comes_from_afar(world, folder):
-    world.put(chain(3))
-    assert await world.store.drain(20)
-    world.store.memory.release(LEASE)
-    world.put(chain(16, start=50))
-    assert await world.store.drain(20)
+    await stored_and_evicted(world, chain(3))
     for path in folder.rglob(f"{chain(2)[1][32:].hex()}.*"):
         damaged = bytearray(path.read_bytes())
         damaged[5000] ^= 1
