@@ -1,6 +1,7 @@
 """The arithmetic of loads and stores, for any edges."""
 
 import math
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -9,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache.engines.core.grid import Grid
-from lmcache.engines.core.jobs import LoadJob, Offer, WorkerReport
+from lmcache.engines.core.jobs import GroupStore, LoadJob, Offer, StepMeta, StoreJob, WorkerReport
 from lmcache.engines.core.waiting import PrefillRate
 from lmcache.rpc.hello import KVGroup
 from lmcache.tiers.memory.contracts import Found
+from tests.harness.scheduler_rig import make_identity
 
 
 def make_grid(chunk_tokens, block_tokens, hash_tokens):
@@ -110,3 +112,16 @@ def test_reports_of_ranks_add_up():
     both = one.aggregate(two)
     assert both == WorkerReport(Counter({1: 2, 2: 1}), {"a", "b"}, 3)
     assert not WorkerReport()
+
+
+def test_messages_between_processes_arrive_as_they_were():
+    """Engines pickle them for the other ranks, and for the scheduler's process."""
+    identity = make_identity()
+    offer = Offer(0, 64, (Found(np.array([3]), np.array([1], np.uint64)),))
+    load = LoadJob.from_offer("r", identity.grid, offer, 64, [[5, 6]])
+    store = StoreJob(1, "r", 0, (GroupStore(0, b"k" * 64, (1, 2)),), b"tenant")
+    meta = pickle.loads(pickle.dumps(StepMeta([load], [store], {1, 2}, ["r"])))
+    assert meta.loads[0].pieces() == load.pieces()
+    assert (meta.stores, meta.reclaimed, meta.held) == ([store], {1, 2}, ["r"])
+    report = WorkerReport(Counter({1: 1}), identity=identity)
+    assert pickle.loads(pickle.dumps(report)) == report

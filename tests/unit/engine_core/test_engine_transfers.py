@@ -3,111 +3,18 @@
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from lmcache.engines.core import worker as module
-from lmcache.engines.core.jobs import GroupLoad, GroupStore, LoadJob, StepMeta, StoreJob
-from lmcache.engines.core.worker import WorkerSide
-from lmcache.tiers.memory.contracts import Found, Slot
-from tests.harness.scheduler_rig import make_identity
+from lmcache.engines.core.jobs import GroupLoad, LoadJob, StepMeta
+from lmcache.tiers.memory.contracts import Slot
 from tests.harness.session_double import SessionDouble
-from tests.harness.wire import NAMESPACE
-
-IDENTITY = make_identity()
-
-
-def found(*slots):
-    rows, generations = zip(*slots, strict=True)
-    return Found(np.array(rows), np.array(generations))
-
-
-class CopierDouble:
-    """Copies one byte per block; ``gate`` holds every copy up, ``in_copy`` says that one has begun."""
-
-    def __init__(self):
-        self.kv = {}
-        self.fences = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.in_copy = threading.Event()
-        self.after_copy = lambda: None
-
-    def fence(self):
-        return "fence"
-
-    def store(self, slot, blocks, fence):
-        self._copy(fence)
-        slot[: len(blocks)] = [self.kv[block] for block in blocks]
-        self.after_copy()
-
-    def share(self, work):
-        work()
-
-    def load(self, slot, first_block, blocks, fence):
-        self._copy(fence)
-        self.kv |= dict(zip(blocks, slot[first_block:], strict=False))
-        self.after_copy()
-
-    def _copy(self, fence):
-        self.fences.append(fence)
-        self.in_copy.set()
-        assert self.gate.wait(10)
-
-
-class Rig:
-    def __init__(self):
-        self.now = 0.0
-        self.session, self.copier = SessionDouble(), CopierDouble()
-        self.worker = WorkerSide(lambda _: (self.session, self.copier, IDENTITY), lambda: self.now)
-        self.worker.register_kv_caches({})
-        self.jobs = 0
-
-    def job(self, request_id="r", names=(b"a", b"b"), blocks=(1, 2, 3, 4)):
-        self.jobs += 1
-        self.copier.kv |= {block: block for block in blocks}
-        keys = b"".join(NAMESPACE + name.ljust(32) for name in names)
-        return StoreJob(self.jobs, request_id, 0, (GroupStore(0, keys, blocks),))
-
-    def store(self, **fields):
-        self.worker.start_stores(StepMeta(stores=[self.job(**fields)]))
-
-    def stored_bytes(self):
-        return [self.session.slots[slot.row][:2].tolist() for slot in self.session.committed]
-
-    def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14)):
-        size = len(blocks) // len(slots)
-        job = LoadJob(request_id, (GroupLoad(0, blocks, found(*slots), blocks_per_chunk=size),))
-        self.worker.start_loads(StepMeta(loads=[job]))
-
-    def reclaim(self, *blocks):
-        self.worker.handle_preemptions(StepMeta(reclaimed=set(blocks)))
-
-    def collect(self, held, is_idle):
-        return self.collect_meta(StepMeta(held=list(held), is_idle=is_idle))
-
-    def collect_meta(self, meta):
-        return self.worker.collect(meta)
-
-    def collect_until(self, done, held=()):
-        """Step like the engine until ``done(sent, loaded)``; everything that was reported."""
-        sent, loaded, deadline = [], [], time.monotonic() + 10
-        while not done(sent, loaded):
-            assert time.monotonic() < deadline, (sent, loaded)
-            newly_sent, newly_loaded = self.collect(held, is_idle=True)
-            held = ()
-            sent += newly_sent
-            loaded += newly_loaded
-        return sent, loaded
-
-    def finish(self):
-        self.copier.gate.set()
-        self.worker.close()
+from tests.harness.worker_rig import IDENTITY, WorkerRig, found
 
 
 @pytest.fixture
 def rig():
-    rig = Rig()
+    rig = WorkerRig()
     yield rig
     rig.finish()
 
