@@ -22,10 +22,10 @@ from lmcache.logging import init_logger
 from lmcache.storage_backend import tensors
 from lmcache.storage_backend.chunks import ChunkSource, Keys
 from lmcache.storage_backend.evicting_backend import EvictingBackend
+from lmcache.storage_backend.guard import UseGate
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
 from lmcache.storage_backend.mem_pool import KVObj, TorchArena
 from lmcache.storage_backend.tensors import usable_device
-from lmcache.storage_backend.use_gate import UseGate
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.units import ceil_div

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
-from lmcache.storage_backend.faults import FaultLog
+from lmcache.storage_backend.guard import FaultLog
 from lmcache.storage_backend.tensors import usable_device
 from lmcache.utils import CacheEngineKey
 

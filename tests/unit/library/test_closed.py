@@ -8,7 +8,7 @@ import pytest
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.storage_backend import remote_backend
-from lmcache.storage_backend.use_gate import UseGate
+from lmcache.storage_backend.guard import UseGate
 from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import (
     CHUNK,

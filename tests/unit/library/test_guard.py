@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from lmcache.storage_backend.faults import FaultLog
-from lmcache.storage_backend.guard import Guard
+from lmcache.storage_backend.guard import FaultLog, Guard
 from lmcache.tiers.circuit import Circuit
 from testing.child_process import wait_until
 
