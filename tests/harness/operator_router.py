@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.base import (
-    FALSE,
-    TRUE,
-    Component,
-    Condition,
-    Context,
-    Observed,
-    Plan,
-    Status,
-)
+from lmcache_operator.components.base import Component, Condition, Context, Observed, Plan, Status
 from lmcache_operator.components.differences import differences
 from lmcache_operator.components.pods import is_ready
 from lmcache_operator.specs.kinds import Ref
@@ -58,9 +49,9 @@ class Router(Component):
         if not observed.children or plan.delete:
             return Status()
         serves = any(map(is_ready, observed.pods))
-        found = Condition(TRUE, "Serving", "the router answers") if serves else None
-        waiting = Condition(FALSE, "NotServing", "the router does not answer")
-        progressing = Condition(FALSE, "Complete", "") if serves else Condition(TRUE, "Starting", "router")
+        found = Condition("True", "Serving", "the router answers") if serves else None
+        waiting = Condition("False", "NotServing", "the router does not answer")
+        progressing = Condition("False", "Complete", "") if serves else Condition("True", "Starting", "")
         return Status(
             summary="the router serves",
             progressing=progressing,

@@ -11,14 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.ownership import Path
-
-TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 
 
 class Context(NamedTuple):
@@ -40,7 +38,7 @@ class Problem(NamedTuple):
 class Condition(NamedTuple):
     """One aspect of the present state."""
 
-    status: str
+    status: Literal["True", "False", "Unknown"]
     reason: str
     message: str
 
@@ -113,7 +111,7 @@ class Plan:
     """What reaches no pod before it is replaced for another reason: a sentence for the user."""
 
 
-_COMPLETE = Condition(FALSE, "Complete", "")
+_COMPLETE = Condition("False", "Complete", "")
 
 
 @dataclass(frozen=True, kw_only=True)

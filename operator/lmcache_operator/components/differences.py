@@ -6,18 +6,11 @@ from collections.abc import Iterator
 
 from lmcache_operator.components.base import Observed, Plan, Problem
 from lmcache_operator.components.pods import pod_problems
-from lmcache_operator.specs import Object
+from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ref_of
-from lmcache_operator.specs.names import (
-    FIELD_MANAGER,
-    MANAGED_BY_LABEL,
-    RENDERED_HASH,
-    annotations_of,
-    hashed,
-)
 from lmcache_operator.specs.ownership import Path, lost_fields, spell, without
 
-_HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{RENDERED_HASH}")
+_HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{names.RENDERED_HASH}")
 
 
 def differences(wanted: list[Object], observed: Observed) -> Plan:
@@ -47,13 +40,13 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
 
 
 def _is_deletable(live: Object) -> bool:
-    is_marked = (live["metadata"].get("labels") or {}).get(MANAGED_BY_LABEL) == FIELD_MANAGER
+    is_marked = (live["metadata"].get("labels") or {}).get(names.MANAGED_BY_LABEL) == names.FIELD_MANAGER
     return is_marked and "deletionTimestamp" not in live["metadata"]
 
 
 def _uncontested(rendered: Object, contested: frozenset[Path]) -> Object:
     """The child without the fields that others keep changing; what is left of it is applied and repaired."""
-    return hashed(without(rendered, contested)) if contested - {()} else rendered
+    return names.hashed(without(rendered, contested)) if contested - {()} else rendered
 
 
 def _lost(declared: Object, live: Object | None) -> list[Path]:
@@ -67,7 +60,7 @@ def _lost(declared: Object, live: Object | None) -> list[Path]:
 
 
 def _rendered_hash(child: Object) -> str | None:
-    return annotations_of(child).get(RENDERED_HASH)
+    return names.annotations_of(child).get(names.RENDERED_HASH)
 
 
 def _conflicts(observed: Observed) -> Iterator[Problem]:

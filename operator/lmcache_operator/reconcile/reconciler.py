@@ -44,6 +44,11 @@ class _Memory:
     num_waits: int = 0
     """Those one after the other that changed nothing while something was not as it should be."""
 
+    def seconds_to_next_try(self, is_news: bool) -> float:
+        """After a reconciliation that left something as it should not be; longer and longer."""
+        self.num_waits = 0 if is_news else self.num_waits + 1
+        return min(_FIRST_WAIT_SECONDS * 2.0 ** min(self.num_waits, 10), _MAX_WAIT_SECONDS)
+
 
 class Reconciler:
     """Brings clusters to their declared state."""
@@ -101,14 +106,12 @@ class Reconciler:
         statuses = [own.status(observed[own.name], plans[own.name]) for own in self._components if plans]
         status = derive_status(resource, now, statuses, plans, problems)
         is_news = await self._report(key, resource, status, applier.events, now)
+        memory.num_failures = 0 if failure is None else memory.num_failures + 1
         if failure is not None:
-            memory.num_failures += 1
             raise failure
-        memory.num_failures = 0
         if is_at_rest(status, statuses):
             return _RESYNC_SECONDS * random.uniform(0.9, 1.1)
-        memory.num_waits = 0 if is_news else memory.num_waits + 1
-        return min(_FIRST_WAIT_SECONDS * 2.0 ** min(memory.num_waits, 10), _MAX_WAIT_SECONDS)
+        return memory.seconds_to_next_try(is_news)
 
     async def _observe(self, resource: Object, memory: _Memory, now: datetime) -> dict[str, Observed]:
         contested = memory.contests.contested(self._monotonic())

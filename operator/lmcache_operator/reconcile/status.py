@@ -10,20 +10,11 @@ from datetime import datetime
 from itertools import chain
 from typing import NamedTuple
 
-from lmcache_operator.components.base import (
-    FALSE,
-    TRUE,
-    UNKNOWN,
-    Condition,
-    Plan,
-    Problem,
-    Status,
-    former_conditions,
-)  # fmt: skip
+from lmcache_operator.components.base import Condition, Plan, Problem, Status, former_conditions
 from lmcache_operator.specs import Object
 
 _MAX_MESSAGE = 4096
-_INVALID = Condition(FALSE, "InvalidSpec", "the pods stay as they were declared before")
+_INVALID = Condition("False", "InvalidSpec", "the pods stay as they were declared before")
 
 
 class Event(NamedTuple):
@@ -51,15 +42,16 @@ def derive_status(
     problems = [*dict.fromkeys(chain.from_iterable(plan.problems for plan in plans.values())), *failures]
     # Who is on the way leads, then who has not arrived and says why.
     progressing = min(
-        (status.progressing for status in statuses), key=lambda p: (p.status != TRUE, p.reason == "Complete")
+        (status.progressing for status in statuses),
+        key=lambda p: (p.status != "True", p.reason == "Complete"),
     )
-    ready = Condition(TRUE, "Ready", "; ".join(status.summary for status in statuses if status.summary))
+    ready = Condition("True", "Ready", "; ".join(status.summary for status in statuses if status.summary))
     if any(problem.reason == _INVALID.reason for problem in problems):
         progressing = _INVALID
     if problems:
-        ready = Condition(FALSE, *problems[0])
-    elif progressing.status == TRUE:
-        ready = Condition(FALSE, progressing.reason, progressing.message)
+        ready = Condition("False", *problems[0])
+    elif progressing.status == "True":
+        ready = Condition("False", progressing.reason, progressing.message)
     degrading = chain.from_iterable(status.degraded for status in statuses)
     conditions = {"Degraded": _degraded([*problems, *degrading]), "Progressing": progressing, "Ready": ready}
     fields: Object = {"observedGeneration": resource["metadata"].get("generation", 0)}
@@ -74,7 +66,7 @@ def is_at_rest(status: Object, statuses: Sequence[Status]) -> bool:
     found = {c["type"]: c for c in status["conditions"]}
     if found["Progressing"]["reason"] == _INVALID.reason:
         return not any(own.degraded for own in statuses)
-    return TRUE not in (found["Degraded"]["status"], found["Progressing"]["status"])
+    return "True" not in (found["Degraded"]["status"], found["Progressing"]["status"])
 
 
 def news(before: Object, after: Object) -> list[Object]:
@@ -87,7 +79,7 @@ def events(changed: Sequence[Object]) -> Iterator[Event]:
     """Those that report changed conditions."""
     for kind, about in (("Warning", "Degraded"), ("Normal", "Ready")):
         for found in changed:
-            if found["type"] == about and found["status"] == TRUE:
+            if found["type"] == about and found["status"] == "True":
                 yield Event(kind, found["reason"], found["message"])
 
 
@@ -97,15 +89,15 @@ def _unobserved(resource: Object, now: datetime, failures: Sequence[Problem]) ->
         return before
     found = former_conditions(resource) | {
         "Degraded": _degraded(failures),
-        "Ready": Condition(UNKNOWN, *failures[0]),
+        "Ready": Condition("Unknown", *failures[0]),
     }
     return before | {"conditions": _conditions(resource, now, found)}
 
 
 def _degraded(problems: Sequence[Problem]) -> Condition:
     if not problems:
-        return Condition(FALSE, "AsDeclared", "nothing stands in the way of the declared state")
-    return Condition(TRUE, problems[0].reason, "; ".join(problem.message for problem in problems))
+        return Condition("False", "AsDeclared", "nothing stands in the way of the declared state")
+    return Condition("True", problems[0].reason, "; ".join(problem.message for problem in problems))
 
 
 def _conditions(resource: Object, now: datetime, found: Mapping[str, Condition]) -> list[Object]:

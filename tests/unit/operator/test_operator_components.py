@@ -75,7 +75,7 @@ def test_a_component_on_its_way_makes_the_cluster_unready() -> None:
     rig.run()
     assert (rig.conditions()["RouterAvailable"], rig.conditions()["Ready"]) == ("False", "False")
     assert rig.conditions()["EngineAvailable"] == "True"
-    assert rig.message("Progressing") == "router"
+    assert rig.message("Progressing") == rig.message("Ready") == ""
 
 
 def test_what_is_not_wanted_any_more_is_deleted_dependents_first() -> None:

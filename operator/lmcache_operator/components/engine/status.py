@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache_operator.components.base import (
-    FALSE,
-    TRUE,
-    UNKNOWN,
     Condition,
     Observed,
     Plan,
@@ -15,7 +12,7 @@ from lmcache_operator.components.base import (
     Sidecar,
     Status,
     former_conditions,
-)  # fmt: skip
+)
 from lmcache_operator.components.pods import is_ready
 from lmcache_operator.specs.names import ENGINE, selector
 
@@ -35,7 +32,7 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
         summary=summary,
         progressing=_progressing(plan, num_pods, desired, num_ready, count),
         conditions={"EngineAvailable": _engine_available(desired, num_ready, summary), **of_sidecars},
-        degraded=tuple(Problem(c.reason, c.message) for c in of_sidecars.values() if c.status == FALSE),
+        degraded=tuple(Problem(c.reason, c.message) for c in of_sidecars.values() if c.status == "False"),
         fields={
             "readyReplicas": num_ready,
             "replicas": num_pods,
@@ -46,25 +43,25 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
 
 def _progressing(plan: Plan, num_pods: int, desired: int, num_ready: int, count: str) -> Condition:
     if any(problem.reason == _DEADLINE for problem in plan.problems):
-        return Condition(FALSE, _DEADLINE, f"{count}, and no more get ready")
+        return Condition("False", _DEADLINE, f"{count}, and no more get ready")
     if plan.num_outdated:
         message = f"{plan.num_outdated} of {num_pods} engine pods are to be replaced"
-        return Condition(TRUE, "Replacing", message)
+        return Condition("True", "Replacing", message)
     if num_pods != desired:
-        return Condition(TRUE, "Scaling", f"{num_pods} of {desired} engine pods exist")
+        return Condition("True", "Scaling", f"{num_pods} of {desired} engine pods exist")
     if num_ready != desired:
-        return Condition(TRUE, "Starting", count)
+        return Condition("True", "Starting", count)
     if plan.note:
-        return Condition(FALSE, "ResizePending", plan.note)
-    return Condition(FALSE, "Complete", f"all {desired} engine pods are as declared")
+        return Condition("False", "ResizePending", plan.note)
+    return Condition("False", "Complete", f"all {desired} engine pods are as declared")
 
 
 def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
     if num_ready:
-        return Condition(TRUE, "EnginesReady", count)
+        return Condition("True", "EnginesReady", count)
     if desired == 0:
-        return Condition(FALSE, "ScaledToZero", "no engine pods are asked for")
-    return Condition(FALSE, "NoEngineReady", f"none of {desired} engine pods is ready")
+        return Condition("False", "ScaledToZero", "no engine pods are asked for")
+    return Condition("False", "NoEngineReady", f"none of {desired} engine pods is ready")
 
 
 def _of_sidecars(observed: Observed) -> dict[str, Condition]:
@@ -74,15 +71,15 @@ def _of_sidecars(observed: Observed) -> dict[str, Condition]:
         return former
     sidecars, is_certain = observed.probed
     found = {_ATTACHED: _attached(sidecars)}
-    was_known = _ATTACHED in former and former[_ATTACHED].status != UNKNOWN
-    if found[_ATTACHED].status == UNKNOWN and was_known and not is_certain:
+    was_known = _ATTACHED in former and former[_ATTACHED].status != "Unknown"
+    if found[_ATTACHED].status == "Unknown" and was_known and not is_certain:
         return former
     with_remote = [sidecar for sidecar in sidecars if sidecar.is_remote_reachable is not None]
     if lost := [sidecar for sidecar in with_remote if not sidecar.is_remote_reachable]:
         message = f"{len(lost)} of {len(sidecars)} sidecars get no answer from it: pod {lost[0].pod}"
-        found[_REACHABLE] = Condition(FALSE, "RemoteTierUnreachable", message)
+        found[_REACHABLE] = Condition("False", "RemoteTierUnreachable", message)
     elif with_remote:
-        found[_REACHABLE] = Condition(TRUE, "Reachable", "no sidecar misses an answer from it")
+        found[_REACHABLE] = Condition("True", "Reachable", "no sidecar misses an answer from it")
     return found
 
 
@@ -94,16 +91,16 @@ def _attached(sidecars: Sequence[Sidecar]) -> Condition:
 
     if failed := [sidecar for sidecar in sidecars if sidecar.reason]:
         why = f"pod {failed[0].pod}: {failed[0].reason}"
-        return Condition(FALSE, "SidecarNotReady", f"{count(failed)} sidecars are not ready: {why}")
+        return Condition("False", "SidecarNotReady", f"{count(failed)} sidecars are not ready: {why}")
     if silent := [sidecar for sidecar in sidecars if not sidecar.answers]:
         why = f"pod {silent[0].pod}; the operator must reach the pods' metrics port"
-        return Condition(UNKNOWN, "NoAnswer", f"{count(silent)} sidecars don't answer: {why}")
+        return Condition("Unknown", "NoAnswer", f"{count(silent)} sidecars don't answer: {why}")
     attached = [sidecar for sidecar in sidecars if sidecar.is_attached]
     if bare := [s for s in sidecars if s.is_engine_ready and not s.is_attached]:
         why = f"the log of the engine in pod {bare[0].pod} says why"
         return Condition(
-            FALSE, "EngineNotAttached", f"{count(bare)} engines serve without their cache: {why}"
+            "False", "EngineNotAttached", f"{count(bare)} engines serve without their cache: {why}"
         )
     if not attached:
-        return Condition(UNKNOWN, "NoEngine", "no engine runs yet")
-    return Condition(TRUE, "Attached", f"{count(attached)} engines use their sidecars")
+        return Condition("Unknown", "NoEngine", "no engine runs yet")
+    return Condition("True", "Attached", f"{count(attached)} engines use their sidecars")
