@@ -23,7 +23,7 @@ from testing.processes import SidecarProcess
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 BLOCK = 32
-PATIENCE = 1.0
+ANSWER_SECONDS = 1.0
 """Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
 
 SALTS = map("salt {}".format, itertools.count())
@@ -63,7 +63,7 @@ def sidecar():
 @pytest.fixture(scope="module")
 def engine(sidecar, tmp_path_factory):
     log = tmp_path_factory.mktemp("engine") / "log"
-    config = connector_config(sidecar.socket_path, answer_seconds=PATIENCE)
+    config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
     with EngineProcess(log, config, enable_prefix_caching=True) as engine:
         engine.wait_ready()
         wait_attached(sidecar)
@@ -80,7 +80,7 @@ def late_sidecar():
 def start_small_engine(sidecar, folder):
     return EngineProcess(
         folder / "log",
-        connector_config(sidecar.socket_path, answer_seconds=PATIENCE),
+        connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
         max_model_len=2000,
         kv_cache_memory_bytes=12 << 20,  # 3,072 tokens
         max_num_batched_tokens=512,
@@ -270,7 +270,7 @@ def test_two_ranks_over_http(tmp_path):
         ServedEngine(
             tmp_path / "log",
             port,
-            connector_config(sidecar.socket_path, answer_seconds=PATIENCE),
+            connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
             "--tensor-parallel-size=2",
             environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         ) as engine,

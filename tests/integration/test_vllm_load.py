@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 BLOCK, CHUNK = 32, 256
 SALTS = map("salt {}".format, itertools.count())
 SEEDS = itertools.count()
-PATIENCE = 1.0  # a machine with one core for all may keep a sidecar from answering for more than 200 ms
+ANSWER_SECONDS = 1.0  # a machine with one core for all may keep a sidecar from answering for more than 200 ms
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -43,7 +43,7 @@ def sidecar(tmp_path_factory):
 def busy(sidecar, tmp_path_factory):
     log = tmp_path_factory.mktemp("busy") / "log"
     with EngineProcess(
-        log, connector_config(sidecar.socket_path, answer_seconds=PATIENCE), max_num_seqs=2
+        log, connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS), max_num_seqs=2
     ) as engine:
         yield wait_hit(engine.wait_ready())
 
@@ -53,7 +53,7 @@ def drafting(sidecar, tmp_path_factory):
     log = tmp_path_factory.mktemp("drafting") / "log"
     with EngineProcess(
         log,
-        connector_config(sidecar.socket_path, answer_seconds=PATIENCE),
+        connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
         speculative_config=DRAFTS,
         enable_prefix_caching=True,
         max_num_batched_tokens=512,
@@ -163,7 +163,7 @@ def test_64_clients_that_stream(tmp_path, sidecar):
     with ServedEngine(
         tmp_path / "log",
         free_port(),
-        connector_config(sidecar.socket_path, answer_seconds=PATIENCE),
+        connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
         *("--max-num-seqs=4", "--speculative-config", json.dumps(DRAFTS)),
     ) as engine:
         engine.wait_ready()

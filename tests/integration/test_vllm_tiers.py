@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
 
 BLOCK, CHUNK = 32, 256
 NUM_TOKENS, NUM_CHUNKS = 2100, 8
-PATIENCE = 1.0
+ANSWER_SECONDS = 1.0
 """Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
 
 
@@ -32,7 +32,7 @@ def sidecar(redis):
 
 @pytest.fixture(scope="module")
 def engine(sidecar, tmp_path_factory):
-    config = connector_config(sidecar.socket_path, answer_seconds=PATIENCE)
+    config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
     with EngineProcess(tmp_path_factory.mktemp("engine") / "log", config) as engine:
         engine.wait_ready()
         wait_attached(engine, sidecar)

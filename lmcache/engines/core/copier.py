@@ -94,23 +94,24 @@ class CpuCopier:
 
     def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
-        ids = self._checked(slot, first_block, blocks)
-        if (copy := self._copy_for(slot)) is not None:
-            in_slot, in_kv, sizes = self._places(slot, first_block, ids)
-            copy(in_kv, in_slot, sizes)
-            return
-        for layer, part in _by_layer(self._layers, self._blocks_per_chunk, slot):
-            layer[ids] = part[first_block : first_block + len(ids)]
+        self._copy(slot, first_block, blocks, is_load=True)
 
     def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
-        ids = self._checked(slot, 0, blocks)
-        if (copy := self._copy_for(slot)) is not None:
-            in_slot, in_kv, sizes = self._places(slot, 0, ids)
-            copy(in_slot, in_kv, sizes)
+        self._copy(slot, 0, blocks, is_load=False)
+
+    def _copy(self, slot: Bytes, first_block: int, blocks: Sequence[int], *, is_load: bool) -> None:
+        ids = self._checked(slot, first_block, blocks)
+        if self._stream is not None and not slot.ctypes.data % streaming.ALIGNMENT:
+            in_slot, in_kv, sizes = self._places(slot, first_block, ids)
+            to, from_ = (in_kv, in_slot) if is_load else (in_slot, in_kv)
+            self._stream(to, from_, sizes)
             return
         for layer, part in _by_layer(self._layers, self._blocks_per_chunk, slot):
-            np.take(layer, ids, axis=0, out=part, mode="clip")  # any other mode would buffer
+            if is_load:
+                layer[ids] = part[first_block : first_block + len(ids)]
+            else:
+                np.take(layer, ids, axis=0, out=part, mode="clip")  # any other mode would buffer
 
     def _checked(self, slot: Bytes, first_block: int, blocks: Sequence[int]) -> Ids:
         """Addresses are not checked later. Raises ValueError."""
@@ -120,9 +121,6 @@ class CpuCopier:
         if first_block + len(ids) > self._blocks_per_chunk or self._chunk_bytes > slot.nbytes:
             raise ValueError("the blocks are not all blocks of the slot")
         return ids
-
-    def _copy_for(self, slot: Bytes) -> streaming.Copy | None:
-        return None if slot.ctypes.data % streaming.ALIGNMENT else self._stream
 
     def _places(self, slot: Bytes, first_block: int, ids: Ids) -> tuple[streaming.Words, ...]:
         """Addresses in the slot and in the KV, and sizes, of each page, layer after layer."""

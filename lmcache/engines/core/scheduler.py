@@ -123,8 +123,7 @@ class SchedulerSide:
         self._is_offline = True
         for state in self._states.values():
             self._release(state)
-            if state.num_stores:  # nobody will hold the blocks that are read
-                self._reclaim(state)
+            self._reclaim(state)  # nobody will hold the blocks that are read
         if self._lookups is not None:
             self._lookups.close()
         self._lookups = None
@@ -142,7 +141,7 @@ class SchedulerSide:
         self._computing.clear()
         for state in self._states.values():
             state.offer = None
-            if state.num_stores and not state.is_finished:
+            if not state.is_finished:
                 self._reclaim(state)  # its blocks may be anybody's from now on
         return not any(state.is_loading for state in self._states.values())
 
@@ -351,6 +350,7 @@ class SchedulerSide:
             self._lookups.release(state.ticket)
 
     def _reclaim(self, state: RequestState) -> None:
+        """Its stores, if any are under way, must not be committed from now on."""
         if state.num_stores:
             self._next.reclaimed.update(chain.from_iterable(state.tables))
 
