@@ -16,6 +16,7 @@ from benchmarks.report import Figure, Report, at_most
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory.kernel_pages import populate
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer
 
@@ -57,7 +58,7 @@ def populate_fresh() -> None:
 def run() -> Report:
     payload, slot = memoryview(bytearray(os.urandom(SLOT_BYTES))), memoryview(bytearray(SLOT_BYTES))
     with RedisServer() as server:
-        remote = RemoteTier(server.unix_url, timeout_seconds=10)
+        remote = RemoteTier(Address.parse(server.unix_url), timeout_seconds=10)
 
         remote.store(ObjectId(KEY, 0), payload)
         names = server.client.keys()

@@ -32,6 +32,7 @@ from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import RedisServer
@@ -153,7 +154,7 @@ def run() -> Report:
     with RedisServer() as server:
         for kind in ("unix", "tcp"):
             tier, bare = (
-                RemoteTier(url_of(kind, server), timeout_seconds=10),
+                RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10),
                 connect(kind, server, NUM_ROWS, ARENA_ROWS // NUM_ROWS),
             )
 

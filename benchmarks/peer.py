@@ -19,6 +19,7 @@ from benchmarks.peers.child import Peer
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import PART_BYTES
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer
 
@@ -79,7 +80,7 @@ def _remote_rounds(server: RedisServer, url: str) -> Rounds:
     num_bytes = NUM_PARTS * PART_BYTES
     source, target = memoryview(os.urandom(num_bytes)), memoryview(bytearray(num_bytes))
     rounds = []
-    remote = RemoteTier(url, timeout_seconds=10)
+    remote = RemoteTier(Address.parse(url), timeout_seconds=10)
     with Peer("0.5.6", "resp.py", server.port, NUM_PARTS, PART_BYTES) as peer, closing(remote):
         for turn in range(1 + ROUNDS):
             key = turn.to_bytes(64, "big")  # what is there already would not be written again

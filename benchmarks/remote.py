@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import HEADER_BYTES, PART_BYTES
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
 from testing.processes import RedisServer
@@ -102,7 +103,7 @@ def interleaved(
 
 
 def measure(kind: str, server: RedisServer) -> list[Figure]:
-    remote, bare = RemoteTier(url_of(kind, server), timeout_seconds=10), connect(kind, server)
+    remote, bare = RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10), connect(kind, server)
     payload, slot = memoryview(bytearray(os.urandom(SLOT_BYTES))), memoryview(bytearray(SLOT_BYTES))
     client = server.client
 

@@ -88,9 +88,9 @@ class Circuit(Health):
     def failure(self, problem: object = None) -> TierUnavailableError:
         """An operation failed: return what to raise. ``problem`` is logged, but the same one not again and
         again: a medium that answers probes and fails at work would fill the log."""
-        self._open()
         if problem is not None:
             self._log(str(problem))
+        self._open()
         self.notify(True)
         return TierUnavailableError(f"{self._name}: {problem}")
 

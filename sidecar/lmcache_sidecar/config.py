@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +37,14 @@ class ConfigError(Exception):
 
 
 _SOCKET = checked(check_socket_path)
-_URL = checked(lambda url: url and Address.parse(url))
 _PORT = number(int, 0, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
 _DEADLINE = number(float, 0.01, 60, "a number of seconds from 0.01 to 60")
 _NODE = number(int, 0, 1023, "a NUMA node: write its number, 0 is the first")
 _SECONDS = number(float, 0, 3600, "a number of seconds from 0 to 3600")
+
+
+def _read_address(url: str) -> Address | None:
+    return Address.parse(url) if url else None
 
 
 def _option(metavar: str, default: str, parse: Reader, about: str) -> Any:
@@ -73,7 +76,7 @@ class Config:
         "size of the disk tier, at most nine tenths of its volume")
     admit: str = _option("POLICY", "All", one_of("All", "OnReuse"),
         "which chunks go to disk and remote tier: All, or OnReuse, those that were hit once in memory")
-    remote_url: str = _option("URL", "", _URL,
+    remote_url: Address | None = _option("URL", "", _read_address,  # noqa: RUF009
         "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; several hosts with commas"
         " are shards; also rediss:// (TLS), redis-sentinel:// and redis-cluster://; empty: no remote tier")
     remote_timeout_seconds: float = _option("SECONDS", "1", _DEADLINE,
@@ -106,12 +109,12 @@ class Config:
         """Are user name or password of the remote tier in files?"""
         return bool(self.remote_username_file or self.remote_password_file)
 
-    def read_credentials(self) -> tuple[str, str]:
-        """User name and password of the remote tier as its files say now. Raises ConfigError."""
-        return (
-            _read_secret("remote_username_file", self.remote_username_file),
-            _read_secret("remote_password_file", self.remote_password_file),
-        )
+    def present(self, address: Address) -> Address:
+        """Return the remote tier's address with the user name and password that its files, if there are any,
+        say now. Raises ConfigError."""
+        username = _read_secret("remote_username_file", self.remote_username_file)
+        password = _read_secret("remote_password_file", self.remote_password_file)
+        return replace(address, username=username, password=password) if username or password else address
 
 
 def _read_secret(name: str, path: str) -> str:

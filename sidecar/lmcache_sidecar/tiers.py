@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from lmcache.tiers.base import LowerTier
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import TierError
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import TieredStats
 from lmcache_sidecar.config import Config, ConfigError
@@ -46,23 +47,20 @@ def open_tiers(config: Config) -> dict[str, TierHandle]:
 
 
 def _open_remote(config: Config) -> TierHandle | None:
-    def credentials() -> tuple[str, str]:
+    address = config.remote_url
+    if address is None:
+        return None
+
+    def present() -> Address:
         """Read again for every connection: mounted secrets are rotated while we run."""
         try:
-            return config.read_credentials()
+            return config.present(address)
         except ConfigError as error:
             raise ConnectionError(str(error)) from error
 
-    if not config.remote_url:
-        return None
-    if config.has_credential_files:
-        config.read_credentials()  # a wrong path is a mistake that shows at the start
-    remote = RemoteTier(
-        config.remote_url,
-        timeout_seconds=config.remote_timeout_seconds,
-        credentials=credentials if config.has_credential_files else None,
-    )
-    return TierHandle(str(remote.address), remote)
+    config.present(address)  # a wrong path is a mistake that shows at the start
+    remote = RemoteTier(address, timeout_seconds=config.remote_timeout_seconds, present=present)
+    return TierHandle(str(address), remote)
 
 
 def _open_disk(config: Config) -> TierHandle | None:

@@ -9,6 +9,7 @@ import pytest
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import PART_BYTES
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.objects import hash_tag
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
@@ -31,7 +32,7 @@ def servers():
 
 @pytest.fixture
 def remote(servers):
-    tier = RemoteTier(servers.url)
+    tier = RemoteTier(Address.parse(servers.url))
     yield tier
     tier.close()
 
@@ -70,7 +71,9 @@ def test_servers_that_announce_names_beside_their_addresses(remote, servers):
 
 def test_a_seed_that_is_in_no_cluster_any_more_is_passed_over(servers):
     with RedisServer(cluster_enabled="yes", cluster_port=free_port()) as stranger:
-        remote = RemoteTier(f"redis-cluster://127.0.0.1:{stranger.port},127.0.0.1:{servers.nodes[0].port}")
+        remote = RemoteTier(
+            Address.parse(f"redis-cluster://127.0.0.1:{stranger.port},127.0.0.1:{servers.nodes[0].port}")
+        )
         fill(remote)
         assert remote.probe(KEYS, 2) == len(KEYS)
         remote.close()
@@ -119,7 +122,7 @@ def test_each_operation_follows_a_moved_slot(remote, servers, operation):
     if operation == "store":
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     else:
-        other = RemoteTier(servers.url)
+        other = RemoteTier(Address.parse(servers.url))
         assert other.store(ObjectId(KEY, 0), memoryview(b"x"))
         other.close()
     if operation == "probe":
@@ -158,7 +161,7 @@ def test_the_whole_cluster_away_and_back(remote, servers):
 
 
 def test_nobody_there():
-    remote = RemoteTier("redis-cluster://127.0.0.1:1,127.0.0.1:2")
+    remote = RemoteTier(Address.parse("redis-cluster://127.0.0.1:1,127.0.0.1:2"))
     for _ in range(2):
         with pytest.raises(TierUnavailableError):
             load(remote)

@@ -6,11 +6,13 @@ import contextlib
 import logging
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer, SidecarProcess
 from tests.harness.engine import session_of, store
@@ -52,7 +54,9 @@ def echoing():
 )
 def test_a_server_that_repeats_what_it_was_told_tells_no_log(echoing, caplog, answer):
     caplog.set_level(logging.DEBUG)
-    remote = RemoteTier(f"redis://us3r:S3cr3t@127.0.0.1:{echoing(answer)}", timeout_seconds=0.5)
+    remote = RemoteTier(
+        Address.parse(f"redis://us3r:S3cr3t@127.0.0.1:{echoing(answer)}"), timeout_seconds=0.5
+    )
     with pytest.raises(TierUnavailableError, match="AUTH") as caught:
         load(remote)
     assert not probe(remote)
@@ -64,7 +68,7 @@ def test_a_server_that_repeats_what_it_was_told_tells_no_log(echoing, caplog, an
 
 def test_no_payload_and_no_name_is_repeated_either(echoing, caplog):
     answer = f"-ERR unknown command 'GET', with args beginning with: '{KEY.hex()}' \r\n"
-    remote = RemoteTier(f"redis://127.0.0.1:{echoing(answer)}", timeout_seconds=0.5)
+    remote = RemoteTier(Address.parse(f"redis://127.0.0.1:{echoing(answer)}"), timeout_seconds=0.5)
     with pytest.raises(TierUnavailableError, match="unknown command 'GET'") as caught:
         load(remote)
     assert KEY.hex() not in caplog.text + repr(caught.value)
@@ -87,7 +91,8 @@ def test_a_redis_without_auth_tells_no_sidecar_s_log(tmp_path):
 def test_a_rotated_password_is_asked_for_again():
     passwords = ["old"]
     with RedisServer(password="old") as server:
-        remote = RemoteTier(f"redis://127.0.0.1:{server.port}", credentials=lambda: ("", passwords[-1]))
+        address = Address.parse(f"redis://127.0.0.1:{server.port}")
+        remote = RemoteTier(address, present=lambda: replace(address, password=passwords[-1]))
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.password = "new"
         server.restart()

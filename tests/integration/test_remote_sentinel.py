@@ -8,6 +8,7 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
 from testing.processes import RedisServer
@@ -32,7 +33,9 @@ def servers(password):
 def remote(servers, password):
     userinfo = f":{password}@" if password else ""
     nobody = f"127.0.0.1:{free_port()}"
-    tier = RemoteTier(f"redis-sentinel://{userinfo}{nobody},127.0.0.1:{servers[0].port}/{SERVICE}/2")
+    tier = RemoteTier(
+        Address.parse(f"redis-sentinel://{userinfo}{nobody},127.0.0.1:{servers[0].port}/{SERVICE}/2")
+    )
     yield tier
     tier.close()
 
@@ -99,14 +102,14 @@ def test_no_connection_to_a_read_only_master_is_kept(remote, servers):
 
 
 def test_a_service_that_no_sentinel_knows(servers):
-    remote = RemoteTier(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense")
+    remote = RemoteTier(Address.parse(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense"))
     with pytest.raises(TierUnavailableError, match="knows no service 'nonsense'"):
         load(remote)
     remote.close()
 
 
 def test_no_sentinel_at_all():
-    remote = RemoteTier(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}")
+    remote = RemoteTier(Address.parse(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}"))
     with pytest.raises(TierUnavailableError, match=r"no Sentinel names a master: .*refused"):
         load(remote)
     remote.close()

@@ -12,6 +12,7 @@ import pytest
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import PART_BYTES
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisServer
 from tests.harness.remote_objects import is_available, load, pattern, probe, until
@@ -33,7 +34,7 @@ def name_of(server: RedisServer) -> str:
 
 @pytest.fixture
 def remote(servers):
-    tier = RemoteTier(f"redis://{','.join(map(name_of, servers))}/0", timeout_seconds=1.0)
+    tier = RemoteTier(Address.parse(f"redis://{','.join(map(name_of, servers))}/0"), timeout_seconds=1.0)
     yield tier
     tier.close()
 
@@ -122,7 +123,7 @@ def test_all_shards_lost_and_one_back(remote, servers):
 
 def test_scale_out_reads_the_previous_owner_until_the_time_is_up(servers):
     old, new = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
-    remote = RemoteTier(f"redis://{','.join(old)}")
+    remote = RemoteTier(Address.parse(f"redis://{','.join(old)}"))
     fill(remote)
     remote.set_shards(new, old, until=time.time() + 900)
     assert remote.probe(KEYS, 2) == len(KEYS)

@@ -12,6 +12,7 @@ import pytest
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES, PART_BYTES
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.server import Server
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
@@ -32,14 +33,14 @@ def server():
 @pytest.fixture(params=["unix", "tcp"])
 def remote(request, server):
     url = server.unix_url if request.param == "unix" else server.url
-    tier = RemoteTier(url, timeout_seconds=DEADLINE)
+    tier = RemoteTier(Address.parse(url), timeout_seconds=DEADLINE)
     yield tier
     tier.close()
 
 
 class TestSickness:
     def test_down_from_the_start(self, tmp_path):
-        remote = RemoteTier(f"unix://{tmp_path}/nobody.sock")
+        remote = RemoteTier(Address.parse(f"unix://{tmp_path}/nobody.sock"))
         with pytest.raises(TierUnavailableError, match=r"nobody\.sock"):
             load(remote)
         assert remote.health.is_open
@@ -98,7 +99,7 @@ class TestSickness:
 
     def test_full(self, server):
         server.client.config_set("maxmemory", 24 << 20)
-        remote = RemoteTier(server.unix_url)
+        remote = RemoteTier(Address.parse(server.unix_url))
         results = [
             remote.store(ObjectId(bytes([number]) * 64, 0), memoryview(pattern(PART_BYTES - HEADER_BYTES)))
             for number in range(8)
@@ -112,13 +113,13 @@ class TestSickness:
 
     def test_password(self, server):
         with RedisServer(password="s3cret") as guarded:
-            remote = RemoteTier(guarded.url)
+            remote = RemoteTier(Address.parse(guarded.url))
             assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) == b"x"
             remote.close()
             for url in (guarded.url.replace("s3cret", "wr0ng"), guarded.url.replace(":s3cret@", "")):
                 with (
-                    contextlib.closing(RemoteTier(url)) as stranger,
+                    contextlib.closing(RemoteTier(Address.parse(url))) as stranger,
                     pytest.raises(TierUnavailableError, match=r"NOAUTH|WRONGPASS") as caught,
                 ):
                     load(stranger)
@@ -129,7 +130,7 @@ class TestSickness:
             "kv", enabled=True, passwords=["+s3cret"], keys=["lmc1:*"], categories=["+@all"]
         )
         url = server.url.replace("redis://", "redis://kv:s3cret@")
-        remote, other = RemoteTier(url), RemoteTier(f"{url}?prefix=other")
+        remote, other = RemoteTier(Address.parse(url)), RemoteTier(Address.parse(f"{url}?prefix=other"))
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(remote) == b"x"
         assert remote.probe([KEY], 1) == 1
@@ -158,7 +159,7 @@ class TestSickness:
     def test_a_server_of_a_cluster_by_the_wrong_scheme(self):
         """It names another server; without redis-cluster:// it is as good as sick, and the log says so."""
         with RedisServer(cluster_enabled="yes", cluster_port=free_port()) as server:
-            remote = RemoteTier(server.url)
+            remote = RemoteTier(Address.parse(server.url))
             with pytest.raises(TierUnavailableError, match="CLUSTERDOWN"):
                 load(remote)
             assert remote.health.is_open
@@ -184,7 +185,7 @@ class TestSickness:
     def test_a_command_that_a_server_does_not_know_is_no_sickness_either(self, server, tmp_path):
         (tmp_path / "conf").write_text('rename-command TOUCH ""\n')
         with RedisServer(include=tmp_path / "conf") as limited:
-            remote = RemoteTier(limited.url)
+            remote = RemoteTier(Address.parse(limited.url))
             assert not remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) is None
             assert remote.stats.refused == {"ERR": 1}
@@ -194,7 +195,7 @@ class TestSickness:
     def test_a_server_that_answers_probes_and_fails_at_work_fills_no_log(self, server, caplog):
         caplog.set_level(logging.INFO)
         server.client.execute_command("ACL", "SETUSER", "default", "-GET")
-        remote = RemoteTier(server.url)
+        remote = RemoteTier(Address.parse(server.url))
         remote._topology.servers()[0].non_fatal_errors = frozenset()
         remote._topology.servers()[0].fatal_errors = frozenset({"NOPERM"})
         for _ in range(5):
@@ -254,14 +255,16 @@ class TestBrokenServer:
         ],
     )
     def test_no_answer_hangs_or_is_believed(self, answer, reply, is_silent_after, message):
-        remote = RemoteTier(answer(reply, is_silent_after=is_silent_after), timeout_seconds=0.2)
+        remote = RemoteTier(
+            Address.parse(answer(reply, is_silent_after=is_silent_after)), timeout_seconds=0.2
+        )
         with pytest.raises(TierUnavailableError, match=message):
             load(remote)
         assert remote.health.is_open
         remote.close()
 
     def test_nil_is_a_miss(self, answer):
-        remote = RemoteTier(answer(b"$-1\r\n", is_silent_after=True), timeout_seconds=0.2)
+        remote = RemoteTier(Address.parse(answer(b"$-1\r\n", is_silent_after=True)), timeout_seconds=0.2)
         assert load(remote) is None
         remote.close()
 
@@ -279,7 +282,9 @@ class TestBrokenServer:
                             peer.send(b"+")
 
             threading.Thread(target=trickle, daemon=True).start()
-            remote = RemoteTier(f"{url}127.0.0.1:{listener.getsockname()[1]}/3", timeout_seconds=0.2)
+            remote = RemoteTier(
+                Address.parse(f"{url}127.0.0.1:{listener.getsockname()[1]}/3"), timeout_seconds=0.2
+            )
             try:
                 with pytest.raises(TierUnavailableError, match=r"within 0\.2 s"):
                     load(remote)

@@ -7,6 +7,7 @@ import pytest
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import PART_BYTES
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
 from testing.processes import BINARY, RedisServer
@@ -36,7 +37,7 @@ def server(certificates):
 
 @pytest.fixture
 def remote(server, certificates):
-    tier = RemoteTier(f"{server.url}?ca={certificates.ca}")
+    tier = RemoteTier(Address.parse(f"{server.url}?ca={certificates.ca}"))
     yield tier
     tier.close()
 
@@ -51,7 +52,7 @@ def test_round_trip(remote, size):
 
 
 def refusal(url: str) -> str:
-    remote = RemoteTier(url)
+    remote = RemoteTier(Address.parse(url))
     with pytest.raises(TierUnavailableError) as caught:
         load(remote)
     assert remote.health.is_open
@@ -71,7 +72,7 @@ def test_another_name_is_refused_unless_names_may_differ(certificates, tmp_path)
         assert "certificate is refused" in message
         assert "127.0.0.1" in message
         for verify in (f"verify=ca&ca={named.ca}", "verify=none"):
-            remote = RemoteTier(f"{server.url}?{verify}")
+            remote = RemoteTier(Address.parse(f"{server.url}?{verify}"))
             assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             remote.close()
         assert "certificate is refused" in refusal(f"{server.url}?verify=ca&ca={certificates.ca}")
@@ -80,7 +81,7 @@ def test_another_name_is_refused_unless_names_may_differ(certificates, tmp_path)
 def test_a_server_that_wants_to_know_who_we_are(certificates, other_certificates):
     with RedisServer(tls=certificates, tls_auth_clients="yes") as server:
         url = f"{server.url}?ca={certificates.ca}"
-        remote = RemoteTier(f"{url}&cert={certificates.cert}&key={certificates.key}")
+        remote = RemoteTier(Address.parse(f"{url}&cert={certificates.cert}&key={certificates.key}"))
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         remote.close()
         refusal(url)

@@ -12,6 +12,7 @@ import pytest
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import RedisServer
@@ -29,7 +30,7 @@ PAYLOAD_BYTES = PART_BYTES + 4096
 @contextlib.asynccontextmanager
 async def store_of(server: RedisServer) -> AsyncIterator[tuple[TieredStore, PrivateArena]]:
     arena = PrivateArena(Geometry(2 * PART_BYTES, 2), 16)
-    remote = RemoteTier(server.url, timeout_seconds=DEADLINE)
+    remote = RemoteTier(Address.parse(server.url), timeout_seconds=DEADLINE)
     store = TieredStore(arena, {"remote": remote})
     await store.adopt()
     store.register(NAMESPACE, label=b"model")

@@ -17,7 +17,6 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -47,8 +46,8 @@ class RemoteTier:
     """Thread-safe. Every method but ``close`` and ``set_shards`` blocks up to the deadline.
 
     ``timeout_seconds`` is the deadline of one step: a connection, a window of a probe, or one part.
-    ``credentials``: user name and password, asked for at every new connection since they are changed while we
-    run; not given: the URL's. May raise OSError.
+    ``present``: the address with the user name and password of now, asked for at every new connection since
+    they are changed while we run; not given: ``address``. May raise OSError.
     """
 
     used_bytes = None
@@ -56,15 +55,15 @@ class RemoteTier:
 
     def __init__(
         self,
-        url: str,
+        address: Address,
         *,
         timeout_seconds: float = 1.0,
-        credentials: Callable[[], tuple[str, str]] | None = None,
+        present: Callable[[], Address] | None = None,
     ) -> None:
-        self.address = Address.parse(url)
+        self.address = address
         self.stats = ObjectStats()
         self._timeout = timeout_seconds
-        self._credentials = credentials
+        self._present = present or (lambda: address)
         self.health = JointHealth(lambda: [server.circuit for server in self._topology.servers()])
         self.health.subscribe(self._note)
         self._topology = self._make_topology()
@@ -241,23 +240,15 @@ class RemoteTier:
         with self._lock:
             self.stats.failures += failed
 
-    def _present_address(self) -> Address:
-        if self._credentials is None:
-            return self.address
-        username, password = self._credentials()
-        if not username and not password:
-            return self.address
-        return replace(self.address, username=username, password=password)
-
     def _make_topology(self) -> Topology:
         def connect(endpoint: Endpoint, address: Address | None = None) -> Connection:
-            return Connection(endpoint, address or self._present_address(), self._timeout)
+            return Connection(endpoint, address or self._present(), self._timeout)
 
         def make_server(endpoint: Endpoint) -> Server:
             return Server(str(endpoint), lambda: connect(endpoint), self.health.notify)
 
         if self.address.kind is Kind.SENTINEL:
-            return SentinelMaster(self.address, self._present_address, connect, self.health.notify)
+            return SentinelMaster(self.address, self._present, connect, self.health.notify)
         if self.address.kind is Kind.CLUSTER:
             return Cluster(self.address.endpoints, connect, self.health.notify)
         return Shards(ShardList(self.address.endpoints), make_server)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from lmcache_sidecar.__main__ import main
 from lmcache_sidecar.config import Config, ConfigError, options, read, suspect_variables
 
+from lmcache.tiers.remote.address import Address
 from lmcache.units import parse_size
 
 
@@ -210,19 +212,22 @@ def test_the_longest_socket_path_is_taken():
 def test_credentials_come_from_files_as_they_are_now(tmp_path):
     (tmp_path / "user").write_text("k/v\n")
     (tmp_path / "password").write_text("p@ss:/\n")
+    address = Address.parse("redis://somebody:else@host/3")
     config = Config(
-        remote_url="redis://host",
+        remote_url=address,
         remote_username_file=str(tmp_path / "user"),
         remote_password_file=str(tmp_path / "password"),
     )
-    assert config.read_credentials() == ("k/v", "p@ss:/")
+    assert config.present(address) == replace(address, username="k/v", password="p@ss:/")
     (tmp_path / "password").write_text("rotated")
-    assert config.read_credentials() == ("k/v", "rotated")
+    assert config.present(address).password == "rotated"
+    assert Config(remote_url=address).present(address) == address
+    assert "rotated" not in repr(config.present(address))
 
 
 def test_a_missing_secret_is_named():
     with pytest.raises(ConfigError, match=r"--remote-password-file: /nowhere can't be read: no such file"):
-        Config(remote_url="redis://host", remote_password_file="/nowhere").read_credentials()
+        Config(remote_password_file="/nowhere").present(Address.parse("redis://host"))
 
 
 def test_mistyped_variables_are_pointed_out_but_those_of_services_are_not():

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import LOOKUP, RELEASE
 from lmcache.tiers.memory.rows import Removal
+from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import DiskStats, MemoryStats, TieredStats, counter, counters
 
@@ -160,7 +161,7 @@ def test_other_tasks_run_while_the_text_is_made():
 
 
 def test_a_tier_s_counts_by_reason_are_json():
-    remote = RemoteTier("unix:///nowhere")
+    remote = RemoteTier(Address.parse("unix:///nowhere"))
     remote.stats.invalid["checksum"] += 2
     remote.stats.refused["OOM"] += 1
     part = tier_part("remote", TierHandle("nowhere", remote), None)

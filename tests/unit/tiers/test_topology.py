@@ -14,7 +14,7 @@ from hypothesis import example, given
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote import stream
-from lmcache.tiers.remote.address import Endpoint
+from lmcache.tiers.remote.address import Address, Endpoint
 from lmcache.tiers.remote.cluster import Cluster
 from lmcache.tiers.remote.objects import hash_tag, redis_name
 from lmcache.tiers.remote.server import Server
@@ -167,7 +167,7 @@ def test_a_server_that_nobody_reaches_is_away_and_tried_in_the_background():
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, ".cache", "a\0b"])
 def test_a_name_that_no_host_can_have_is_a_sickness(scheme, host):
-    remote = RemoteTier(f"{scheme}://{host}:1", timeout_seconds=0.2)
+    remote = RemoteTier(Address.parse(f"{scheme}://{host}:1"), timeout_seconds=0.2)
     with pytest.raises(TierUnavailableError):
         remote.probe(KEYS[:1], 1)
     assert remote.health.is_open
@@ -196,7 +196,7 @@ def test_a_resolver_that_never_answers_costs_a_deadline_and_one_thread(monkeypat
         raise socket.gaierror("too late")
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    remote = RemoteTier("redis://cache.example:1", timeout_seconds=0.1)
+    remote = RemoteTier(Address.parse("redis://cache.example:1"), timeout_seconds=0.1)
     with pytest.raises(TierUnavailableError, match=r"cache\.example was not resolved within 0\.1 s"):
         remote.probe(KEYS[:1], 1)
     assert not probe(remote)
