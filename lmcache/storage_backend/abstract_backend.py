@@ -9,11 +9,8 @@ from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 
-from lmcache.logging import init_logger
 from lmcache.storage_backend.chunks import Chunks, Keys
 from lmcache.utils import CacheEngineKey
-
-logger = init_logger(__name__)
 
 
 class LMCBackendInterface(abc.ABC):
@@ -47,7 +44,6 @@ class LMCBackendInterface(abc.ABC):
         self, keys_and_chunks: Iterable[tuple[CacheEngineKey, torch.Tensor]], blocking: bool = True
     ) -> int:
         """Put each, and return how many were put (issued, that is, when not ``blocking``)."""
-        logger.debug("Using default batched implementation of the put() method")
         num_chunks = 0
         for key, kv_chunk in keys_and_chunks:
             self.put(key, kv_chunk, blocking=blocking)
@@ -56,7 +52,6 @@ class LMCBackendInterface(abc.ABC):
 
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterable[torch.Tensor | None]:
         """Yield one answer per key, in their order, each fetched only when it is asked for; None: a miss."""
-        logger.debug("Using default batched implementation of the get() method")
         for key in keys:
             yield self.get(key) if self.contains(key) else None
 

@@ -36,6 +36,9 @@ class EvictingBackend(QueuedBackend):
     and counted; an evictor's error is counted.
     """
 
+    _is_memory = False
+    """A put is a copy in memory: it takes no longer than the private copy that not waiting needs."""
+
     def __init__(self, dst_device: str, logger: logging.Logger, metadata: LMCacheMemPoolMetadata) -> None:
         """Raises RuntimeError when ``dst_device`` is none."""
         super().__init__(dst_device, logger, waits=True)
@@ -54,11 +57,10 @@ class EvictingBackend(QueuedBackend):
         self._put(key, ChunkSource.of(kv_chunk), None)
 
     def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
-        """See LMCBackendInterface. A put that is waited for, or that takes no longer than the private copy
-        that not waiting needs, copies straight to where the chunk stays."""
+        """See LMCBackendInterface. A put that is waited for copies straight to where the chunk stays."""
         num_chunks = 0
         for key, source in chunks:
-            if blocking or self._is_quick(source):
+            if blocking or (self._is_memory and source.device.type == "cpu"):
                 self._put(key, source, request)
             else:
                 chunk = source.to_tensor()
@@ -84,7 +86,7 @@ class EvictingBackend(QueuedBackend):
         with self._deciding:
             if self._chunks is None:
                 self._chunks = OrderedDict(self._entries())
-                self._end_own_eviction()
+                self._end_eviction()
             self._evictor = evictor
 
     def _admit(self, key: CacheEngineKey, source: ChunkSource, put: Callable[[], bool]) -> bool:
@@ -147,10 +149,6 @@ class EvictingBackend(QueuedBackend):
         """Put one chunk now, in place of the one that is there or queued; what does not fit is a fault."""
 
     @abc.abstractmethod
-    def _is_quick(self, source: ChunkSource) -> bool:
-        """Does a put take no longer than a private copy?"""
-
-    @abc.abstractmethod
     def _num_bytes(self) -> int:
         """Return the bytes that are taken."""
 
@@ -175,13 +173,12 @@ class EvictingBackend(QueuedBackend):
     def _entry(self, key: CacheEngineKey, source: ChunkSource) -> KVObj | DiskCacheMetadata:
         """Return what an evictor sees of a chunk."""
 
-    @abc.abstractmethod
-    def _end_own_eviction(self) -> None:
+    def _end_eviction(self) -> None:
         """The core does not decide any more."""
 
-    @abc.abstractmethod
     def _has_room(self, num_bytes: int) -> bool:
-        """Is there room for a chunk that the evictor allowed?"""
+        """Is there room for a chunk that the evictor allowed? Here the medium says so when it is asked."""
+        return True
 
 
 class ChunksView(Mapping[CacheEngineKey, torch.Tensor]):

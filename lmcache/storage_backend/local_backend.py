@@ -56,6 +56,8 @@ class LMCLocalBackend(EvictingBackend):
     assigned (``EvictingBackend``).
     """
 
+    _is_memory = True
+
     def __init__(
         self, config: LMCacheEngineConfig, metadata: LMCacheMemPoolMetadata, dst_device: str = "cuda"
     ) -> None:
@@ -137,9 +139,6 @@ class LMCLocalBackend(EvictingBackend):
 
     # ---- eviction ----
 
-    def _is_quick(self, source: ChunkSource) -> bool:
-        return source.device.type == "cpu"  # both are a copy
-
     def _num_bytes(self) -> int:
         return self._store.num_bytes
 
@@ -165,11 +164,8 @@ class LMCLocalBackend(EvictingBackend):
         data = torch.empty(tuple(shape), dtype=dtype, device="meta")  # what it is, without its bytes
         return KVObj(0, max(self._full_bytes, data.nbytes), data)
 
-    def _end_own_eviction(self) -> None:
+    def _end_eviction(self) -> None:
         self._store.end_eviction()
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return True  # the store says so when it is asked to put
 
 
 def create_local_backend(

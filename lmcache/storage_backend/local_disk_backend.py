@@ -193,18 +193,12 @@ class LMCLocalDiskBackend(EvictingBackend):
         path = os.path.join(self._directory, path_of(ObjectId(name, 0)))
         return DiskCacheMetadata(path, self._chunk_bytes, shape, dtype)
 
-    def _end_own_eviction(self) -> None:
-        """Nothing to do: the tier is asked to store only what there is room for."""
-
     def _has_room(self, num_bytes: int) -> bool:
         def unknown() -> list[RowKey]:
             known, names = set(map(self._names, self._chunks or ())), self._tier.keys()
             return [name for name in names if name not in known]
 
         return self._evict_to(self._capacity - num_bytes - _FILE_OVERHEAD_BYTES, unknown)
-
-    def _is_quick(self, source: ChunkSource) -> bool:
-        return False
 
     def _remove(self, name: RowKey) -> None:
         self._guard.call("A removal", lambda: self._tier.remove(ObjectId(name, 0)), False)

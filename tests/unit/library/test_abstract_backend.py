@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
-from lmcache.storage_backend import abstract_backend
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.utils import CacheEngineKey
 
@@ -77,7 +78,7 @@ def test_batched_get_answers_every_key_in_order_and_lazily():
 
 def test_the_default_batched_methods_write_no_line_per_call(monkeypatch):
     lines: list[object] = []
-    monkeypatch.setattr(abstract_backend.logger, "info", lambda *arguments: lines.append(arguments))
+    monkeypatch.setattr(logging.Logger, "info", lambda *arguments: lines.append(arguments))
     backend = DictBackend("cpu")
     assert backend.batched_put([("a", torch.ones(1))]) == 1
     assert list(backend.batched_get(["a"])) == [torch.ones(1)]
