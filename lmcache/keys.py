@@ -33,7 +33,7 @@ def chunk_key(
     salt are named again because engines fold them into their own hash untagged, so that one can pose as the
     other.
     """
-    return hashlib.sha256(chunk_preimage(block_hash, lora_fingerprint, cache_salt, group)).digest()
+    return _chunk_key(block_hash, _qualifiers(lora_fingerprint, cache_salt, group))
 
 
 def chunk_keys(
@@ -43,19 +43,18 @@ def chunk_keys(
 
     Those made last are remembered: a prompt begins as others did, and a conversation as its last turn.
     """
-    after = b"".join(map(sized, (lora_fingerprint, _utf8(cache_salt), _integer(group))))
-    return list(map(_chunk_key, block_hashes, itertools.repeat(after)))
+    qualifiers = _qualifiers(lora_fingerprint, cache_salt, group)
+    return list(map(_chunk_key, block_hashes, itertools.repeat(qualifiers)))
 
 
 @functools.lru_cache(8192)  # some 3 MB
-def _chunk_key(block_hash: bytes, after: bytes) -> bytes:
-    return hashlib.sha256(sized(CHUNK_TAG) + sized(block_hash) + after).digest()
+def _chunk_key(block_hash: bytes, qualifiers: bytes) -> bytes:
+    return hashlib.sha256(sized(CHUNK_TAG) + sized(block_hash) + qualifiers).digest()
 
 
-def chunk_preimage(block_hash: bytes, lora_fingerprint: bytes, cache_salt: str, group: int) -> bytes:
-    """Return what ``chunk_key`` hashes: injective in its arguments."""
-    fields = (CHUNK_TAG, block_hash, lora_fingerprint, _utf8(cache_salt), _integer(group))
-    return b"".join(map(sized, fields))
+def _qualifiers(lora_fingerprint: bytes, cache_salt: str, group: int) -> bytes:
+    """What a chunk's key holds beside its hash, as in the pre-image."""
+    return b"".join(map(sized, (lora_fingerprint, _utf8(cache_salt), _integer(group))))
 
 
 def media_fingerprint(lora_fingerprint: bytes, media: Sequence[bytes]) -> bytes:
@@ -67,15 +66,11 @@ def namespace(listing: Mapping[str, Listed]) -> bytes:
     """Name the set of all chunks whose bytes are comparable (32 bytes).
 
     ``listing`` is everything that makes them so: weights, effective model config, KV dtype, layout, geometry,
-    sizes, hash algorithm. Order of keys does not matter; types do (1, 1.0, True and "1" differ).
+    sizes, hash algorithm. Order of keys does not matter; types do (1, 1.0, True and "1" differ);
+    sequences of one content are equal.
     Raises TypeError for a value, and for a key, of a type that has no canonical form, naming where it stands.
     """
-    return hashlib.sha256(namespace_preimage(listing)).digest()
-
-
-def namespace_preimage(listing: Mapping[str, Listed]) -> bytes:
-    """Return what ``namespace`` hashes: injective in the listing (sequences of one content are equal)."""
-    return sized(NAMESPACE_TAG) + _canonical(listing, "listing")
+    return hashlib.sha256(sized(NAMESPACE_TAG) + _canonical(listing, "listing")).digest()
 
 
 def tenant(cache_salt: str, secret: bytes = b"") -> bytes:
