@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from lmcache.backoff import Backoff
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.ownership import Path
 
 _NUM_FREE = 3
 _FORGET_SECONDS = 60.0
 """Quiet for that long after the last pause: the next time counts as the first."""
-_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 30.0, 600.0
+_PAUSE = Backoff(base=30.0, cap=600.0)
 
 Contested = Mapping[Ref, frozenset[Path]]
 """Fields to leave alone at present, by child."""
@@ -40,9 +41,7 @@ class ContestLog:
             if now >= contest.until + _FORGET_SECONDS:
                 del self._contests[known]
         times = self._contests.get((ref, path), _Contest(0, now)).num_times + 1
-        pause = 0.0
-        if times > _NUM_FREE:
-            pause = min(_FIRST_PAUSE_SECONDS * 2.0 ** (times - _NUM_FREE - 1), _MAX_PAUSE_SECONDS)
+        pause = _PAUSE.seconds(times - _NUM_FREE) if times > _NUM_FREE else 0.0
         self._contests[ref, path] = _Contest(times, now + pause)
 
     def contested(self, now: float) -> Contested:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 
 from lmcache_operator.components.base import Component, Observed
 from lmcache_operator.components.pods import incomplete_sets, is_ready
 from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.reconcile.contest import Contested
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import BY_NAME, Ref, controller_uid
+from lmcache_operator.specs.kinds import BY_NAME, controller_uid
 from lmcache_operator.specs.names import selector
-from lmcache_operator.specs.ownership import Path
-
-Contested = Mapping[Ref, frozenset[Path]]
 
 
 async def observe(

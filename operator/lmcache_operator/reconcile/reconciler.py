@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from lmcache.backoff import Backoff
 from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.components import COMPONENTS
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _RESYNC_SECONDS = 600.0
 """Every cluster is reconciled this often even when nothing was reported about it."""
-_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 5.0, 60.0
+_WAIT = Backoff(base=5.0, cap=60.0)
 """Until the next try at what nobody reports: why a pod is not ready, a budget that frees up, a refusal."""
 
 
@@ -47,7 +48,7 @@ class _Memory:
     def seconds_to_next_try(self, is_news: bool) -> float:
         """After a reconciliation that left something as it should not be; longer and longer."""
         self.num_waits = 0 if is_news else self.num_waits + 1
-        return min(_FIRST_WAIT_SECONDS * 2.0 ** min(self.num_waits, 10), _MAX_WAIT_SECONDS)
+        return _WAIT.seconds(self.num_waits + 1)
 
 
 class Reconciler:
