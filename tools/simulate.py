@@ -15,15 +15,23 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache.curves import MissRatioCurve, Sample, stack_distances
-from lmcache.tiers.policy import LRU, NoEviction, Policy
+from lmcache.tiers.policy import LRU
 from lmcache.units import format_size, parse_size
 
-POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "none": lambda num_rows: NoEviction()}
+
+class NoEviction(LRU):
+    """Nothing goes: what is full refuses."""
+
+    def victims(self, sparing: Hashable = None) -> Iterator[int]:
+        return iter(())
+
+
+POLICIES: dict[str, Callable[[int], LRU]] = {"lru": LRU, "none": NoEviction}
 """What the tier can be run with; made for a number of rows."""
 
 _DEFAULT_BLOCK_BYTES = "64Mi"  # 512 tokens, 128 KiB of KV each: an 8B model with grouped-query attention
@@ -53,7 +61,7 @@ def read_trace(path: Path) -> Iterator[Request]:
                 raise TraceError(f"{path}, line {number}: needs timestamp and hash_ids ({error!r})") from None
 
 
-def simulate(requests: Iterable[Request], num_rows: int, policy: Policy) -> float:
+def simulate(requests: Iterable[Request], num_rows: int, policy: LRU) -> float:
     """Share of blocks that are hits of a prefix in a memory tier of ``num_rows`` rows."""
     rows: dict[int, int] = {}
     blocks: dict[int, int] = {}  # what each row holds

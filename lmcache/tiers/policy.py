@@ -1,4 +1,4 @@
-"""Which row goes when room is needed. Pure: a policy knows numbers of rows, not memory.
+"""Which row goes when room is needed. Pure: it knows numbers of rows, not memory.
 
 A policy holds the visible rows that nobody has leased: a leased row is removed from it and comes back when
 its last lease ends, so that finding a victim never means skipping many rows in use. (The few that are being
@@ -13,49 +13,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Protocol
 
 from lmcache.tiers.pages import zeros
 
 _MAX_GROUPS = 2048  # that are remembered by name: requests that are under way at the same time
-
-
-class Policy(Protocol):
-    """Order of eviction over rows, named by their number. A row is in one group: that of its last use.
-
-    Nothing but these four calls drives a policy, so that it can be tried without any memory. ``group`` None:
-    a group that nobody names again.
-    """
-
-    def admit(self, row: int, group: Hashable) -> None:
-        """The row was stored: it is deeper in the group's chain than all that the group has."""
-
-    def touch(self, rows: Sequence[int], group: Hashable) -> None:
-        """The rows, head first, were used and may be evicted: they are the head of the group's chain."""
-
-    def remove(self, *rows: int) -> None:
-        """The rows are in use, or gone; ignored when not held."""
-
-    def victims(self, sparing: Hashable = None) -> Iterator[int]:
-        """Rows in the order in which they should go, but for those of the group ``sparing``: a chunk that
-        takes the place of one before it in its chain is of no use. Ends with the first change."""
-
-
-class NoEviction:
-    """Nothing goes: what is full refuses."""
-
-    def admit(self, row: int, group: Hashable) -> None:
-        """Ignored."""
-
-    def touch(self, rows: Sequence[int], group: Hashable) -> None:
-        """Ignored."""
-
-    def remove(self, *rows: int) -> None:
-        """Ignored."""
-
-    def victims(self, sparing: Hashable = None) -> Iterator[int]:
-        """Yield nothing."""
-        return iter(())
 
 
 class _Group:
@@ -74,6 +35,8 @@ class LRU:
     One doubly linked list of all rows, the next victim first; a group is a piece of it, and moves as a whole.
     Which piece belongs to whom is remembered of the last 2048 groups. A row costs 8 bytes, and only if it was
     ever held.
+
+    A row is in one group: that of its last use; ``None`` is a group that nobody names again.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -84,7 +47,8 @@ class LRU:
         self._ends: dict[int, _Group] = {}  # by their oldest and youngest rows
 
     def admit(self, row: int, group: Hashable) -> None:
-        """Put the row before the group's oldest, and make the group the youngest."""
+        """The row was stored: put it before the group's oldest, since it is deeper in the chain than all that
+        the group has, and make the group the youngest."""
         self.remove(row)
         row += 1
         known = self._recall(group)
@@ -96,7 +60,8 @@ class LRU:
             self._set_ends(known, row, known.youngest)
 
     def touch(self, rows: Sequence[int], group: Hashable) -> None:
-        """Put the rows in front of the group, and make the group the youngest."""
+        """The rows, head first, were used and may be evicted: put them in front of the group, and make it the
+        youngest."""
         if not rows:
             return
         rows = list(dict.fromkeys(rows))
@@ -115,7 +80,7 @@ class LRU:
             self._set_ends(known, known.oldest, rows[0] + 1)
 
     def remove(self, *rows: int) -> None:
-        """Forget the rows."""
+        """The rows are in use, or gone; ignored when not held."""
         older_of, younger_of, ends = self._older, self._younger, self._ends
         for number in rows:
             row = number + 1
@@ -137,7 +102,9 @@ class LRU:
                 ends[older] = group
 
     def victims(self, sparing: Hashable = None) -> Iterator[int]:
-        """Yield the oldest group's rows, the last one first, then the next group's."""
+        """Yield the oldest group's rows, the last one first, then the next group's, but for those of the
+        group ``sparing``: a chunk that takes the place of one before it in its chain is of no use. Ends with
+        the first change."""
         spared = self._groups.get(sparing)
         row = self._younger[0]
         while row:

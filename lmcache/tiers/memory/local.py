@@ -16,7 +16,6 @@ from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.memory.contracts import Arena
 from lmcache.tiers.memory.rows import Rows, VacateResult
-from lmcache.tiers.policy import NoEviction, Policy
 from lmcache.tiers.stats import MemoryStats
 from lmcache.units import ceil_div
 
@@ -33,13 +32,13 @@ class LocalStore:
     chain, head first, of which the tail is evicted before the head; None: a chain of its own.
     """
 
-    def __init__(self, arena: Arena, policy: Policy | None = None) -> None:
+    def __init__(self, arena: Arena) -> None:
         if arena.geometry is None or arena.geometry.num_columns != 1:
             raise ArenaError("a local store needs an arena of one column")
         self._slot_bytes = arena.geometry.slot_bytes
         self._num_slots = arena.num_rows
         self._lock = threading.Lock()
-        self._rows = Rows(arena, policy, slots_per_frame=SLOTS_PER_FRAME)  # protected by _lock
+        self._rows = Rows(arena, slots_per_frame=SLOTS_PER_FRAME)  # protected by _lock
 
     @property
     def capacity_bytes(self) -> int:
@@ -138,10 +137,10 @@ class LocalStore:
     def end_eviction(self) -> None:
         """From now on what is full refuses: somebody else decides what to remove."""
         with self._lock:
-            self._rows.policy = NoEviction()
+            self._rows.is_evicting = False
 
     def keys(self) -> list[RowKey]:
-        """All keys, the next victim first; those that are being read, or that nothing evicts, come last."""
+        """All keys, the next victim first; those that are being read come last."""
         with self._lock:
             victims = dict.fromkeys(map(self._rows.key, self._rows.policy.victims()))
             ordered = victims | dict.fromkeys(self._rows.row_by_key)

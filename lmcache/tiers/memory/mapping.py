@@ -31,11 +31,7 @@ class MappedColumn:
         self, path: str | Path, table_offset: int, column_offset: int, slot_bytes: int, num_rows: int
     ) -> None:
         end = max(table_offset + num_rows * ENTRY.itemsize, column_offset + num_rows * slot_bytes)
-        with Path(path).open("r+b") as file:
-            size = os.fstat(file.fileno()).st_size
-            if end > size:
-                raise ArenaError(f"{path} has {size} bytes, the sidecar speaks of {end}: not the same file")
-            self._map = mmap.mmap(file.fileno(), end)
+        self._map = _map(path, end, mmap.ACCESS_WRITE)
         data = np.frombuffer(self._map, np.uint8)
         self.slots = data[column_offset : column_offset + num_rows * slot_bytes].reshape(num_rows, slot_bytes)
         table = data[table_offset : table_offset + num_rows * ENTRY.itemsize].view(ENTRY)
@@ -74,11 +70,7 @@ class MappedIndex:
         self, path: str | Path, table_offset: int, num_rows: int, index_offset: int, num_buckets: int
     ) -> None:
         end = index_offset + num_buckets * BUCKET_BYTES
-        with Path(path).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if end > size:
-                raise ArenaError(f"{path} has {size} bytes, the sidecar speaks of {end}: not the same file")
-            self._map = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
+        self._map = _map(path, end, mmap.ACCESS_READ)
         words = np.frombuffer(self._map, U64)
         first = table_offset // U64.itemsize
         quads = ENTRY.itemsize // U64.itemsize
@@ -121,3 +113,11 @@ _GENERATION_AND_STATE = slice(13, 15)
 def _prefix(is_so: NDArray[np.bool_]) -> int:
     """Count the leading ones that are so."""
     return len(is_so) if is_so.all() else int(is_so.argmin())
+
+
+def _map(path: str | Path, end: int, access: int) -> mmap.mmap:
+    with Path(path).open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if end > size:
+            raise ArenaError(f"{path} has {size} bytes, the sidecar speaks of {end}: not the same file")
+        return mmap.mmap(file.fileno(), end, access=access)

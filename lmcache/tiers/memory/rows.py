@@ -26,7 +26,7 @@ from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import FrameAllocator
 from lmcache.tiers.memory.contracts import Arena, Slot
 from lmcache.tiers.pages import zeros
-from lmcache.tiers.policy import LRU, Policy
+from lmcache.tiers.policy import LRU
 from lmcache.tiers.stats import MemoryStats, Removal, Tenants
 from lmcache.units import ceil_div
 
@@ -63,7 +63,6 @@ class Rows:
     def __init__(
         self,
         arena: Arena,
-        policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
         slots_per_frame: int = 1,
         stats: MemoryStats | None = None,
@@ -71,7 +70,7 @@ class Rows:
         self.stats = stats or MemoryStats()
         self.stats.tenants = Tenants()
         self.allocator = FrameAllocator(arena.num_rows, slots_per_frame)
-        self.policy = policy or LRU(self.allocator.num_numbers)
+        self.policy = LRU(self.allocator.num_numbers)
         self.table = arena.table
         if arena.geometry is None:
             raise ArenaError("the arena is not formatted yet")
@@ -86,6 +85,7 @@ class Rows:
         self.lease_counts: dict[int, int] = {}  # row -> users; it is out of the policy
         # Generations below were given by an earlier process, and so were the rows under them.
         self.next_generation = self.first_generation = arena.first_generation
+        self.is_evicting = True  # False: what is full refuses
         self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
         self._clock = clock
         self._keys: list[RowKey] = []  # by row, as far as rows were ever taken; not copies
@@ -343,7 +343,7 @@ class Rows:
                 break
             self._evict(number)
             return True
-        for victim in first_usable(self.policy.victims(sparing)):
+        for victim in first_usable(self.policy.victims(sparing) if self.is_evicting else ()):
             for leaving in self.allocator.ways_to_free(victim, num_slots):
                 if not any(map(self._user, leaving)):
                     for number in leaving:

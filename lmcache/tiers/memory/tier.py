@@ -24,7 +24,6 @@ from lmcache.tiers.errors import StaleSlotError
 from lmcache.tiers.memory.contracts import Arena, Reservation, Reserved, Slot
 from lmcache.tiers.memory.rows import OpenRow, Rows, VacateResult
 from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
-from lmcache.tiers.policy import Policy
 from lmcache.tiers.stats import MemoryStats, Removal
 
 SIDECAR = bytes(16)  # owner of the rows that the tier's own process fills (promotions)
@@ -43,12 +42,11 @@ class MemoryTier:
     def __init__(
         self,
         arena: Arena,
-        policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
         stats: MemoryStats | None = None,
     ) -> None:
         self.arena = arena
-        self._rows = Rows(arena, policy, clock, stats=stats)
+        self._rows = Rows(arena, clock, stats=stats)
         self._rows.is_holding_adopted = True
         self._table = arena.table
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)

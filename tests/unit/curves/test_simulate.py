@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lmcache.curves import stack_distances
-from lmcache.tiers.policy import LRU, NoEviction
+from lmcache.tiers.policy import LRU
 from tools.simulate import (
+    NoEviction,
     Request,
     TraceError,
     estimate,
@@ -39,7 +40,7 @@ def test_a_tail_goes_before_its_head():
 
 def test_without_eviction_what_came_first_stays():
     requests = [Request(0, (1, 2)), Request(1, (3, 4)), Request(2, (1, 2, 3))]
-    assert simulate(requests, 2, NoEviction()) == 2 / 7
+    assert simulate(requests, 2, NoEviction(2)) == 2 / 7
 
 
 @pytest.mark.parametrize("name", ["conversation", "synthetic"])

@@ -10,7 +10,6 @@ from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.policy import NoEviction
 from lmcache.tiers.stats import Removal
 
 SLOT = 4096
@@ -28,9 +27,9 @@ def keys(*numbers: int) -> list[bytes]:
 class Payloads:
     """A store of so many full chunks whose payloads are made of their number."""
 
-    def __init__(self, num_bytes: int = 4 * FULL, policy=None) -> None:
+    def __init__(self, num_bytes: int = 4 * FULL) -> None:
         self.arena = PrivateArena(Geometry(SLOT, 1), num_bytes // SLOT)
-        self.store = LocalStore(self.arena, policy)
+        self.store = LocalStore(self.arena)
 
     def put(self, number: int, length: int = FULL, *, request=None, byte: int | None = None) -> bool:
         value = number % 251 if byte is None else byte
@@ -227,7 +226,8 @@ def test_keys_come_in_the_order_in_which_they_go(payloads):
 
 
 def test_without_eviction_what_is_full_refuses():
-    payloads = Payloads(2 * FULL, NoEviction())
+    payloads = Payloads(2 * FULL)
+    payloads.store.end_eviction()
     assert [payloads.put(number) for number in range(3)] == [True, True, False]
     assert payloads.put(1, SLOT) is False
     assert payloads.store.keys() == keys(0, 1)

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.policy import LRU, NoEviction
+from lmcache.tiers.policy import LRU
 from lmcache.tiers.tiered.write_queue import Write, WriteQueue
 from tests.harness.memory_oracle import Order
 
@@ -66,14 +66,6 @@ def test_what_is_remembered_is_bounded():
     assert len(policy._groups) < 2500
     assert len(policy._ends) < 5000
     assert order(policy) == list(range(5000))
-
-
-def test_a_policy_without_eviction_has_no_victims():
-    policy = NoEviction()
-    policy.admit(1, "a")
-    policy.touch([1], "a")
-    policy.remove(1)
-    assert list(policy.victims()) == []
 
 
 ROWS = st.integers(0, 7)
