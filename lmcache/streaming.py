@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_LINE = 64
+LINE = 64
+"""Bytes of a cache line. Target addresses must be multiples of it."""
+
 _STREAMS, _LINES = 4, 2
 """A piece is copied at several places in turn, some lines at each: memory answers in parallel then."""
 
-PIECE_BYTES = _STREAMS * _LINES * _LINE
-"""Sizes must be multiples of it, target addresses of ``ALIGNMENT``."""
-
-ALIGNMENT = _LINE
+PIECE_BYTES = _STREAMS * _LINES * LINE
+"""Sizes must be multiples of it."""
 
 Words = npt.NDArray[np.uint64]
 
@@ -80,19 +80,19 @@ def _source() -> str:
         loads += [
             f"%start{number} = mul i64 %part, {stream}",
             f"%place{number} = add i64 %start{number}, %at",
-            f"%offset{number} = add i64 %place{number}, {line * _LINE}",
+            f"%offset{number} = add i64 %place{number}, {line * LINE}",
             f"%source{number} = getelementptr i8, ptr %source, i64 %offset{number}",
             f"%target{number} = getelementptr i8, ptr %target, i64 %offset{number}",
-            f"%line{number} = load <{_LINE} x i8>, ptr %source{number}, align 1",
+            f"%line{number} = load <{LINE} x i8>, ptr %source{number}, align 1",
         ]
         stores.append(
-            f"store <{_LINE} x i8> %line{number}, ptr %target{number}, align {_LINE}, !nontemporal !0"
+            f"store <{LINE} x i8> %line{number}, ptr %target{number}, align {LINE}, !nontemporal !0"
         )
     filled = {
         "DECLARE": "declare void @llvm.x86.sse.sfence()" if is_x86 else "",
         "FENCE": _FENCE if is_x86 else "fence seq_cst",
         "STREAMS": str(_STREAMS),
-        "STEP": str(_LINES * _LINE),
+        "STEP": str(_LINES * LINE),
         "LINES": "\n  ".join(loads + stores),
     }
     return re.sub("[A-Z]{4,}", lambda name: filled[name[0]], _SOURCE)

@@ -72,7 +72,7 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> tuple[streaming.Words
     if num_bytes < _MIN_STREAMED_BYTES or num_bytes % streaming.PIECE_BYTES:
         return None
     to, from_ = _addresses(target, num_outer), _addresses(source, num_outer)
-    return None if (to % streaming.ALIGNMENT).any() else (to, from_, np.full(len(to), num_bytes, np.uint64))
+    return None if (to % streaming.LINE).any() else (to, from_, np.full(len(to), num_bytes, np.uint64))
 
 
 def _addresses(tensor: torch.Tensor, num_outer: int) -> streaming.Words:

@@ -71,7 +71,7 @@ class CpuCopier:
             raise ValueError("the blocks of a layer are not adjacent in host memory")
         pages = np.array([layer.shape[1] for layer in self._layers], np.uint64)
         bases = np.array([layer.ctypes.data for layer in self._layers], np.uint64)
-        can_stream = not (pages % streaming.PIECE_BYTES).any() and not (bases % streaming.ALIGNMENT).any()
+        can_stream = not (pages % streaming.PIECE_BYTES).any() and not (bases % streaming.LINE).any()
         self._stream = streaming.make_copy() if can_stream else None
         self._bases, self._pages = bases[:, None], pages[:, None]
         self._starts = (np.cumsum(pages) - pages)[:, None] * np.uint64(self._blocks_per_chunk)
@@ -102,7 +102,7 @@ class CpuCopier:
 
     def _copy(self, slot: Bytes, first_block: int, blocks: Sequence[int], *, is_load: bool) -> None:
         ids = self._checked(slot, first_block, blocks)
-        if self._stream is not None and not slot.ctypes.data % streaming.ALIGNMENT:
+        if self._stream is not None and not slot.ctypes.data % streaming.LINE:
             in_slot, in_kv, sizes = self._places(slot, first_block, ids)
             to, from_ = (in_kv, in_slot) if is_load else (in_slot, in_kv)
             self._stream(to, from_, sizes)

@@ -24,36 +24,34 @@ class LoadTransfer:
         self.job = job
         self.ended = threading.Event()
         self._fence = fence
-        self._num_good = 0  # blocks, from the first one on, whose bytes are proven
+        self._pieces: list[Piece] = []
+        self._good: list[bool] = []  # of each piece: its bytes are proven
 
     @property
     def bad_blocks(self) -> tuple[int, ...]:
         """Blocks that can't be used: all, until their pieces are proven good."""
-        return self.job.blocks[self._num_good :]
+        good = itertools.takewhile(lambda at: self._good[at], range(len(self._pieces)))
+        return self.job.blocks[sum(len(self._pieces[at].blocks) for at in good) :]
 
     def run(self, session: Session, copier: EngineCopier) -> None:
         """Copy piece by piece; a bad one ends it: KV after a gap is useless. Raises SidecarError."""
         if session.slots is None:
             return
-        pieces = self.job.pieces()
-        good = [False] * len(pieces)
-        todo = iter(range(len(pieces)))  # each thread takes the next one
+        self._pieces = self.job.pieces()
+        self._good = [False] * len(self._pieces)
+        todo = iter(range(len(self._pieces)))  # each thread takes the next one
 
         def copy_pieces() -> None:
             try:
                 for at in todo:
-                    good[at] = self._copy(session, copier, pieces[at])
-                    if not good[at]:
+                    self._good[at] = self._copy(session, copier, self._pieces[at])
+                    if not self._good[at]:
                         return
             finally:
                 collections.deque(todo, 0)  # nobody goes on
 
         with session.copying():
-            try:
-                copier.share(copy_pieces)
-            finally:
-                done = itertools.takewhile(lambda at: good[at], range(len(pieces)))
-                self._num_good = sum(len(pieces[at].blocks) for at in done)
+            copier.share(copy_pieces)
 
     def _copy(self, session: Session, copier: EngineCopier, piece: Piece) -> bool:
         """Return whether the bytes are good."""
