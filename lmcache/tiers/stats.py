@@ -103,18 +103,14 @@ class MemoryStats:
         self._counted[chain] = max(len(keys), num_counted)
 
 
-class Unwritten(enum.Enum):
+class WriteSkipped(enum.Enum):
     """Why a row is not (yet) in a lower tier; a label of the write counters."""
 
     REFUSED = "refused"  # by the tier: it is full, say; it is asked again later
     DROPPED = "dropped"  # the queue was full, or the arena got another format
     EVICTED = "evicted"  # left the memory tier before its turn
     FAILED = "failed"  # an error that the log tells of
-    SPOILT = "spoilt"  # somebody wrote over it in memory, where it is gone now
-    # Answers to blocking writes only, since they are not the end of it:
-    AWAY = "away"  # the tier is not well; the row is written when it is
-    INCOMPLETE = "incomplete"  # another rank is to commit its column yet
-    PRIVATE = "private"  # rows of this namespace never leave memory
+    INVALIDATED = "invalidated"  # somebody wrote over it in memory, where it is gone now
 
 
 @dataclass
@@ -122,12 +118,14 @@ class TieredStats:
     """What went between memory and one lower tier, in rows."""
 
     written: int = counter("Rows written through to the tier, or found there")
-    unwritten: Counter[Unwritten] = counters("reason", "Rows that were not written (yet): why")
+    unwritten: Counter[WriteSkipped] = counters("reason", "Rows that were not written (yet): why")
     promoted: int = counter("Rows brought from the tier into memory")
     promotions_failed: int = counter(
         "Rows that were not brought: gone, not valid, no room, or the tier became unavailable"
     )
-    hit_not_worth: int = counter("Rows left in the tier, since computing them was estimated to be faster")
+    skipped_slower_than_recompute: int = counter(
+        "Rows left in the tier, since computing them was estimated to be faster"
+    )
 
 
 @dataclass

@@ -78,7 +78,7 @@ class Sidecar:
         if (store := self._sessions.store) is not None:
             if not await store.drain(self._config.drain_grace_seconds):
                 logger.warning(
-                    "%d rows were not written through within the grace period", store.num_unsettled
+                    "%d rows were not written through within the grace period", store.num_unwritten
                 )
             await store.close(_CLOSE_SECONDS)
         for tier in self._tiers.values():

@@ -23,7 +23,7 @@ from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Arena
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
-from lmcache.tiers.tiered.tier_worker import Lower
+from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.tiers import TierHandle
@@ -147,7 +147,7 @@ SESSIONS: tuple[Figure[Sessions], ...] = (
     Figure("num_previous_clients", "Clients of an earlier sidecar that may still use rows of the arena",
         lambda sessions: len(sessions.clients.previous)),
     Figure("num_unwritten_rows", "Rows still to be checksummed or written through",
-        lambda sessions: sessions.store.num_unsettled if sessions.store else 0),
+        lambda sessions: sessions.store.num_unwritten if sessions.store else 0),
 )
 ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("size_bytes", "Bytes of the memory tier as configured, of which slot table and index take some",
@@ -173,9 +173,9 @@ MEMORY_COUNTS: tuple[Figure[MemoryStats], ...] = (
         lambda counts: _tenants(counts, "num_rows"), "tenant"),
     Figure("tenant_bytes", "Bytes of these rows", lambda counts: _tenants(counts, "num_bytes"), "tenant"),
 )
-REACHABLE: Figure[tuple[TierHandle, Lower | None]] = Figure(
+REACHABLE: Figure[tuple[TierHandle, TierWorker | None]] = Figure(
     "is_reachable", "1 if the tier answers, as far as known", lambda lower: _is_reachable(*lower))
-TRAFFIC: tuple[Figure[Lower], ...] = (
+TRAFFIC: tuple[Figure[TierWorker], ...] = (
     Figure("load_bytes_per_second", "How fast it loads, as measured in the last minute; 0: not known",
         lambda lower: round(lower.bytes_per_second)),
     Figure("num_queued_loads", "Rows being brought, or waiting for it", lambda lower: lower.num_loads),
@@ -206,7 +206,7 @@ def collect(sessions: Sessions, handles: Mapping[str, TierHandle], counts: Memor
     ]
 
 
-def tier_part(name: str, handle: TierHandle, worker: Lower | None) -> Part:
+def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
     """Return what a lower tier did, and whether it answers; there is no worker before the arena's format."""
     figures = read([REACHABLE], (handle, worker))
     if handle.tier is not None:
@@ -218,10 +218,10 @@ def tier_part(name: str, handle: TierHandle, worker: Lower | None) -> Part:
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})
 
 
-def _is_reachable(handle: TierHandle, worker: Lower | None) -> bool:
+def _is_reachable(handle: TierHandle, worker: TierWorker | None) -> bool:
     if handle.tier is None:
         return False
-    return worker.is_well if worker else not handle.tier.health.is_open
+    return worker.is_healthy if worker else not handle.tier.health.is_open
 
 
 def _client(client: Client) -> dict[str, Any]:

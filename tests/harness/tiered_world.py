@@ -13,7 +13,7 @@ from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests as digests_of
 from lmcache.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.stats import ObjectStats, TieredStats, Unwritten
+from lmcache.tiers.stats import ObjectStats, TieredStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
 
 NUM_COLUMNS = 2
@@ -177,11 +177,6 @@ class World:
     def put(self, keys: list[bytes], request: str = "") -> None:
         for column in range(NUM_COLUMNS):
             self.store.commit(self.fill(keys, column, request), column, OWNER)
-
-    async def put_through(self, keys: list[bytes]) -> set[Unwritten]:
-        """A blocking write; empty: acknowledged."""
-        self.store.commit(self.fill(keys, 0), 0, OWNER)
-        return await self.store.commit_through(self.fill(keys, 1), 1, OWNER)
 
     def lookup(self, keys: list[bytes], request: str = "request", row_seconds: float = 0.0) -> LookupResult:
         return self.store.lookup((LEASE[0], request), keys, length=SIZE, row_seconds=row_seconds)

@@ -84,7 +84,7 @@ class TestTieredStore:
                     put(store, arena)
                     assert store.lookup(LEASE, CHAIN, length=PAYLOAD_BYTES).num_resident == len(CHAIN)
                     assert not await store.drain(2 * DEADLINE)
-                    assert not store.lower["remote"].is_well
+                    assert not store.lower["remote"].is_healthy
                     missing = [NAMESPACE + bytes([99]) * 32]
                     assert not store.lookup((b"e" * 16, "other"), missing, length=1).is_probing
                     server.thaw()

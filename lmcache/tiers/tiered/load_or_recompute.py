@@ -60,7 +60,7 @@ class Rate:
         return self._bytes / self._seconds if is_known else 0.0
 
 
-def is_worth(num_bytes: int, bytes_per_second: float, recompute_seconds: float) -> bool:
+def should_load(num_bytes: int, bytes_per_second: float, recompute_seconds: float) -> bool:
     """Is bringing ``num_bytes`` clearly sooner done than recomputing?
 
     0.0 for either rate: not known, and then it is tried. What other requests have queued before does not

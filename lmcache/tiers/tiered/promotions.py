@@ -2,30 +2,27 @@
 
 ::
 
-    miss -> probe every tier in turn -> worth it? -> reserve, load (a thread), commit -> next lookup hits
+    miss -> probe every tier in turn -> load or recompute? -> reserve, load, commit -> next lookup hits
 
 A lookup never waits for any of it. Each key is brought once at a time, however many wait for it.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.tiered.checksums import Seals
-from lmcache.tiers.tiered.refresh import Hits
+from lmcache.tiers.tiered.checksums import Checksums
+from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.tasks import Tasks
-from lmcache.tiers.tiered.tier_worker import Brought, Lower
+from lmcache.tiers.tiered.tier_worker import TierWorker
 
 _ABSENT_SECONDS = 1.0
 """How long a key stays known as absent below: repeated lookups of one request must not probe again and
 again."""
-
-_DROPPED_FIRST = sys.maxsize  # the depth, in a queue of writes, of a row that another lower tier has
 
 
 class Promotions:
@@ -34,15 +31,15 @@ class Promotions:
     def __init__(
         self,
         memory: MemoryTier,
-        seals: Seals,
-        hits: Hits,
-        lower: Sequence[Lower],
+        checksums: Checksums,
+        refresh: RefreshQueue,
+        lower: Sequence[TierWorker],
         tasks: Tasks,
         clock: Callable[[], float],
     ) -> None:
         self._memory = memory
-        self._seals = seals
-        self._hits = hits
+        self._checksums = checksums
+        self._refresh = refresh
         self._lower = lower
         self._tasks = tasks
         self._clock = clock
@@ -74,7 +71,7 @@ class Promotions:
         ``length``: payload bytes of a column of each row; ``row_seconds``: what computing a row takes the
         engine, 0.0 when it is not known.
         """
-        if not keys or not any(lower.is_well for lower in self._lower):
+        if not keys or not any(lower.is_healthy for lower in self._lower):
             return False
         if keys[0] in self._probing:
             return True
@@ -89,7 +86,7 @@ class Promotions:
         left = dict(rows)
         try:
             for key, slot in rows:
-                await self._seals.verify(slot)
+                await self._checksums.verify(slot)
                 del left[key]
                 self._pending.discard(key)
         finally:  # after an error the rest is not on its way any more
@@ -108,8 +105,8 @@ class Promotions:
                 asked.add(left[0])
                 self._probing.add(left[0])
                 num_present = await lower.probe(left)
-                if num_present and not lower.is_worth(num_present, row_seconds):
-                    lower.stats.hit_not_worth += num_present
+                if num_present and not lower.should_load(num_present, row_seconds):
+                    lower.stats.skipped_slower_than_recompute += num_present
                     scope = request  # another request's engine may be slower
                     continue
                 for key in left[:num_present]:
@@ -128,20 +125,15 @@ class Promotions:
     async def _promote(self, key: RowKey, length: int, request: str, position: int) -> None:
         """Bring a row from the tier that has it, or else from one after it."""
         try:
-            for lower in self._lower[position:]:
-                brought = await lower.bring(key, length, request)
-                if brought is not None:
-                    self._note_promoted(brought, lower)
+            for number, lower in enumerate(self._lower[position:], position):
+                if (brought := await lower.bring(key, length, request)) is not None:
+                    self._refresh.mark_fresh(brought.slot)
+                    for nearer in self._lower[:number]:
+                        nearer.write(brought)
                     return
         finally:
             self._pending.discard(key)
         self._note_absent(key)
-
-    def _note_promoted(self, brought: Brought, source: Lower) -> None:
-        """What came from a far tier is kept in the nearer ones, too."""
-        self._hits.note_young(brought.slot)
-        for lower in self._lower[: self._lower.index(source)]:
-            lower.write(brought.slot, _DROPPED_FIRST, brought.digests)
 
     def _is_absent(self, key: RowKey, request: str) -> bool:
         now = self._clock()

@@ -1,9 +1,9 @@
 """What a hit in memory means below, found out a moment after the lookup that made it.
 
-The copies below are made younger: rows that are hit in memory are not read below, so a tier that forgets what
-is oldest would forget the hottest rows first. A copy that is not there is written: the tier was restarted, or
-refused it, or this process found the row in its arena. And where rows are admitted to lower tiers on reuse
-only, its first hit has a row written.
+The copies below are touched: rows that are hit in memory are not read below, so a tier that evicts what it
+used least recently would evict the hottest rows first. A copy that is not there is written: the tier was
+restarted, or refused it, or this process found the row in its arena. And where rows are admitted to lower
+tiers on reuse only, its first hit has a row written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.tiered.tier_worker import Lower
 from lmcache.tiers.tiered.write_queue import Write
 
 REFRESH_SECONDS = 600.0
@@ -23,32 +22,40 @@ _OFFER_SECONDS = 10.0  # between two offers of a row that was dropped
 _PAUSE_SECONDS = 0.1  # engines ask for one request again and again: that is one hit
 
 
-class Hits:
+class RefreshQueue:
     """Belongs to the event loop; ``run`` is its background work. Costs 8 bytes per row of the arena."""
 
-    def __init__(self, num_rows: int, lower: Sequence[Lower], clock: Callable[[], float]) -> None:
-        self._lower = lower
+    def __init__(
+        self,
+        num_rows: int,
+        write: Callable[[Write], None],
+        touch: Callable[[Sequence[RowKey], Sequence[Slot]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """``write`` a row to all lower tiers; ``touch`` the copies that they have."""
+        self._write = write
+        self._touch = touch
         self._clock = clock
         self._latest: dict[Hashable, tuple[Sequence[RowKey], Sequence[Slot]]] = {}
         self._has_some = asyncio.Event()
-        self._young_since = array("d", [-math.inf]) * num_rows  # by row: its copies were written or touched
-        self._doubted_at = -math.inf  # what was young then may be lost since
+        self._fresh_since = array("d", [-math.inf]) * num_rows  # by row: its copies were written or touched
+        self._doubted_at = -math.inf  # what was fresh then may be lost since
         self._unused: dict[int, Write] = {}  # by row: stored and not hit yet
 
-    def note(self, lease_id: Hashable, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+    def add(self, lease_id: Hashable, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
         """A lookup found the leading keys in these slots. O(1): this is the hot path."""
         self._latest[lease_id] = keys, slots
         self._has_some.set()
 
-    def note_young(self, slot: Slot) -> None:
+    def mark_fresh(self, slot: Slot) -> None:
         """The row was stored, or brought, just now, and so were its copies."""
-        self._young_since[slot.row] = self._clock()
+        self._fresh_since[slot.row] = self._clock()
 
-    def note_unwritten(self, slot: Slot) -> None:
+    def retry_soon(self, slot: Slot) -> None:
         """The row has no copy in a tier that should have one: look when it is hit again, after a while."""
-        self._young_since[slot.row] = self._clock() - REFRESH_SECONDS + _OFFER_SECONDS
+        self._fresh_since[slot.row] = self._clock() - REFRESH_SECONDS + _OFFER_SECONDS
 
-    def doubt(self) -> None:
+    def doubt_all(self) -> None:
         """Any copy may be gone: look for those of rows that are hit."""
         self._doubted_at = self._clock()
 
@@ -67,18 +74,16 @@ class Hits:
                 due.update(pair for pair in zip(keys, slots, strict=False) if self._follow_up(pair[1]))
                 await asyncio.sleep(0)
             self._has_some.clear()
-            for lower in self._lower:
-                lower.touch(list(due), list(due.values()))
+            self._touch(list(due), list(due.values()))
 
     def _follow_up(self, slot: Slot) -> bool:
         """Return whether the row's copies are to be touched."""
         unused = self._unused.get(slot.row)
         if unused is not None and unused.slot == slot:
             del self._unused[slot.row]
-            for lower in self._lower:
-                lower.write(slot, unused.depth, unused.digests)
-        now, young_since = self._clock(), self._young_since[slot.row]
-        is_old = now - young_since >= REFRESH_SECONDS or young_since <= self._doubted_at
-        if is_old:
-            self._young_since[slot.row] = now
-        return is_old
+            self._write(unused)
+        now, fresh_since = self._clock(), self._fresh_since[slot.row]
+        is_due = now - fresh_since >= REFRESH_SECONDS or fresh_since <= self._doubted_at
+        if is_due:
+            self._fresh_since[slot.row] = now
+        return is_due

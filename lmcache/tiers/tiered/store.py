@@ -6,9 +6,9 @@ thread works on them.
 
 ::
 
-    commit -> visible -> checksum -> slot table -> queue of every lower tier -> tier  (``Seals``, ``Lower``)
-    lookup -> miss -> probe the tiers in turn -> load -> commit -> next lookup hits   (``Promotions``)
-           -> hit -> copies below become younger, or are written at last              (``Hits``)
+    commit -> visible -> checksum -> slot table -> queue of every lower tier -> tier (``TierWorker``)
+    lookup -> miss -> probe the tiers in turn -> load -> commit -> next lookup hits  (``Promotions``)
+           -> hit -> copies below are touched, or are written at last                (``RefreshQueue``)
 
 A lookup never waits for any of it: it says what is there, and what is on its way.
 """
@@ -23,15 +23,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from lmcache.tiers.base import LowerTier, RowKey, split_row_key
 from lmcache.tiers.memory.contracts import Arena, LookupResult, Reservation, Slot
 from lmcache.tiers.memory.tier import LeaseId, MemoryTier
-from lmcache.tiers.stats import MemoryStats, TieredStats, Unwritten
-from lmcache.tiers.tiered.checksums import Seals
+from lmcache.tiers.stats import MemoryStats, TieredStats
+from lmcache.tiers.tiered.checksums import Checksums
 from lmcache.tiers.tiered.promotions import Promotions
-from lmcache.tiers.tiered.refresh import Hits
+from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.tasks import Outstanding, Tasks
-from lmcache.tiers.tiered.tier_worker import Lower, Watcher
+from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache.tiers.tiered.write_queue import Write
-
-_Writes = list["asyncio.Future[Unwritten | None]"]
 
 
 class Admit(enum.Enum):
@@ -66,26 +64,25 @@ class TieredStore:
         self._labels: dict[bytes, bytes] = {}  # of shared namespaces
         self._outstanding = Outstanding()  # rows to be checksummed, and rows to be written, tier by tier
         self._tasks = Tasks()
-        self._seals = Seals(self.memory)
-        watcher = Watcher(lambda slot: self._hits.note_unwritten(slot), lambda: self._hits.doubt())
+        self._checksums = Checksums(self.memory)
+        self._refresh = RefreshQueue(arena.num_rows, self._write, self._touch, clock)
         counts = stats or {}
         self.lower = {
-            name: Lower(
+            name: TierWorker(
                 name,
                 tier,
                 self.memory,
                 self._labels,
                 self._outstanding,
-                watcher,
+                self._refresh,
                 counts.get(name) or TieredStats(),
                 clock,
             )
             for name, tier in (lower or {}).items()
         }
         tiers = tuple(self.lower.values())
-        self._hits = Hits(arena.num_rows, tiers, clock)
-        self._promotions = Promotions(self.memory, self._seals, self._hits, tiers, self._tasks, clock)
-        self._tasks.spawn(self._hits.run())
+        self._promotions = Promotions(self.memory, self._checksums, self._refresh, tiers, self._tasks, clock)
+        self._tasks.spawn(self._refresh.run())
 
     def is_memory_only(self, namespace: bytes) -> bool:
         """Is all there is of a namespace what the shared index shows?"""
@@ -127,7 +124,7 @@ class TieredStore:
         is_probing = False
         if keys and self._is_shared(keys[0]):
             if slots:
-                self._hits.note(lease_id, keys, slots)
+                self._refresh.add(lease_id, keys, slots)
             missing = keys[num_resident + num_pending :]
             is_probing = self._promotions.bring(missing, length, lease_id[1], row_seconds)
         return LookupResult(num_resident, len(slots), num_pending, is_probing)
@@ -159,62 +156,41 @@ class TieredStore:
     def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
         """Commit all or, raising StaleSlotError, none. What becomes visible is checksummed and written
         through."""
-        visible = self._commit(slots, column, owner)
+        visible = self.memory.commit(slots, column, owner)
+        for slot in visible:
+            self.memory.pin(slot)  # until its checksums are recorded
+            self._refresh.mark_fresh(slot)
         if visible:
-            self._tasks.spawn(self._seal(visible, self._admit))
-
-    async def commit_through(self, slots: Sequence[Slot], column: int, owner: bytes) -> set[Unwritten]:
-        """Commit as ``commit`` does, and wait for the lower tiers. Return why rows are not in all of them.
-
-        An empty answer is an acknowledgement: each row is in every lower tier, as safely as that tier keeps
-        it. Rows are written at once whatever ``admit`` says. The call of the last rank answers for a row of
-        several columns.
-        """
-        visible = self._commit(slots, column, owner)
-        unwritten = {Unwritten.INCOMPLETE} if len(visible) < len(slots) else set()
-        if not all(self._is_shared(self.memory.describe(slot)[0]) for slot in visible):
-            unwritten.add(Unwritten.PRIVATE)
-        sealing = self._tasks.spawn(self._seal(visible, Admit.ALL))
-        await asyncio.wait([sealing])  # whoever stops waiting does not stop the writing
-        if sealing.cancelled():  # the store is being closed
-            return unwritten | {Unwritten.AWAY}
-        if writes := sealing.result():
-            await asyncio.wait(writes)
-        return unwritten | {why for write in writes if (why := write.result()) is not None}
+            self._outstanding.add(len(visible))
+            self._tasks.spawn(self._write_through(visible))
 
     def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
         """Abort all or, raising StaleSlotError, none."""
         self.memory.abort(slots, column, owner)
 
-    def _commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Slot]:
-        visible = self.memory.commit(slots, column, owner)
-        for slot in visible:
-            self.memory.pin(slot)  # until it is sealed
-            self._hits.note_young(slot)
-        self._outstanding.add(len(visible))
-        return visible
-
-    async def _seal(self, slots: Iterable[Slot], admit: Admit) -> _Writes:
+    async def _write_through(self, slots: Iterable[Slot]) -> None:
         """Checksum rows, so that they outlive a restart, and queue them for the lower tiers."""
-        writes: _Writes = []
         for slot in slots:
             key, depth = self.memory.describe(slot)
             try:
-                found = await self._seals.seal(slot)
-                if not self._is_shared(key):
-                    continue
-                if admit is Admit.ALL:
-                    writes += [lower.write(slot, depth, found) for lower in self.lower.values()]
-                else:
-                    self._hits.write_on_reuse(Write(slot, depth, found))
+                write = Write(slot, depth, await self._checksums.record(slot))
+                if self._is_shared(key):
+                    (self._write if self._admit is Admit.ALL else self._refresh.write_on_reuse)(write)
             finally:
                 self._outstanding.done()
-        return writes
+
+    def _write(self, write: Write) -> None:
+        for worker in self.lower.values():
+            worker.write(write)
+
+    def _touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+        for worker in self.lower.values():
+            worker.touch(keys, slots)
 
     # ---- life ----
 
     @property
-    def num_unsettled(self) -> int:
+    def num_unwritten(self) -> int:
         """Rows still to be checksummed, and rows still to be written, counted once for every lower tier."""
         return self._outstanding.number
 
@@ -231,7 +207,7 @@ class TieredStore:
         still does (a disk hangs), ask again."""
         self.is_closed = True
         await self._tasks.cancel()
-        await self._seals.close()
+        await self._checksums.close()
         ended = [await lower.close(timeout_seconds) for lower in self.lower.values()]
         return all(ended)
 

@@ -1,5 +1,5 @@
 """One lower tier in use: what blocks is done in its own threads, and what it can't take now waits in its own
-queue. So a slow or sick tier makes nobody wait but those who wait for it.
+queue. So a slow or unavailable tier makes nobody wait but those who wait for it.
 """
 
 from __future__ import annotations
@@ -7,18 +7,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from lmcache.tiers.base import Loaded, LowerTier, ObjectId, RowKey, split_row_key
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import digests, slot_checksum
+from lmcache.tiers.header import digests
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.stats import TieredStats, Unwritten
-from lmcache.tiers.tiered import load_or_recompute as gate
-from lmcache.tiers.tiered.checksums import noted_seals, payloads, seals_of
+from lmcache.tiers.stats import TieredStats, WriteSkipped
+from lmcache.tiers.tiered.checksums import checksums_of, payloads, recorded_checksums
+from lmcache.tiers.tiered.load_or_recompute import Rate, should_load
+from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.tasks import NICENESS, Outstanding, Tasks, Workers
 from lmcache.tiers.tiered.write_queue import Write, WriteQueue
 
@@ -32,30 +34,18 @@ _MAX_TOUCH = 1024  # rows per operation
 _STUCK_SECONDS = 10.0
 """Tiers have deadlines, but a disk's system call may hang in the kernel: from then on lookups pass it by."""
 
-_MAX_FAILURES = 3  # operations for one row that found the tier sick: then others have their turn
+_MAX_FAILURES = 3  # operations for one row that found the tier unavailable: then others have their turn
 _OFFER_SECONDS = 1.0  # until one of the rows that were refused is offered again; doubles
 _MAX_OFFER_SECONDS = 60.0
+_DROPPED_FIRST = sys.maxsize  # the depth, in a queue of writes, of a row that another lower tier has
 
 
-class Brought(NamedTuple):
-    """A row that came from a lower tier."""
-
-    slot: Slot
-    digests: Sequence[bytes]  # of its columns
-
-
-class Watcher(NamedTuple):
-    """Who is told what becomes of rows that a lower tier was thought to have, or to get."""
-
-    unwritten: Callable[[Slot], None]  # it will not be written, but may be when it is hit
-    doubt: Callable[[], None]  # what was written may be lost
-
-
-class Lower:
+class TierWorker:
     """Belongs to the event loop; ``tier`` is touched by its threads only.
 
     Rows are pinned or reserved while a thread works on them. ``labels`` are those of the namespaces that may
-    leave memory; ``outstanding`` counts rows whose write is still to come.
+    leave memory; ``outstanding`` counts rows whose write is still to come; ``refresh`` is told of copies that
+    are missing.
     """
 
     def __init__(
@@ -65,7 +55,7 @@ class Lower:
         memory: MemoryTier,
         labels: Mapping[bytes, bytes],
         outstanding: Outstanding,
-        watcher: Watcher,
+        refresh: RefreshQueue,
         stats: TieredStats,
         clock: Callable[[], float],
     ) -> None:
@@ -77,20 +67,21 @@ class Lower:
         self._num_columns = memory.arena.table.num_columns
         self._labels = labels
         self._outstanding = outstanding
-        self._watcher = watcher
+        self._refresh = refresh
         self._num_outages = tier.health.num_outages
         self._loop = asyncio.get_running_loop()
         tier.health.subscribe(self._on_health)
         self._clock = clock
         self._queue = WriteQueue(memory.arena.num_rows // 4)
         self._has_writes = asyncio.Event()
-        self._writes: dict[Slot, asyncio.Future[Unwritten | None]] = {}  # of all that are to be written
+        self._unwritten: set[Slot] = set()  # queued, or being written
         self._refused: OrderedDict[Slot, Write] = OrderedDict()  # to be offered again
         self._is_offering = False
+        self._offer: tuple[Slot, asyncio.Future[WriteSkipped | None]] | None = None  # and what became of it
         self._up = asyncio.Event()  # it answers, as far as is known
         self._up.set()
         self._running: dict[object, float] = {}  # operations since when, the oldest first
-        self._rate = gate.Rate()
+        self._rate = Rate()
         self._loading = asyncio.Semaphore(_NUM_READERS)
         # One more than there are loads, so that a probe never queues behind bytes.
         self._readers = Workers(_NUM_READERS + 1, f"{name}-read")
@@ -100,7 +91,7 @@ class Lower:
             self._tasks.spawn(self._keep_writing())
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """Does it answer, as far as is known?"""
         since = next(iter(self._running.values()), self._clock())
         return self._up.is_set() and self._clock() - since < _STUCK_SECONDS
@@ -112,14 +103,14 @@ class Lower:
 
     @property
     def bytes_per_second(self) -> float:
-        """How fast it loads, as measured of late; 0.0: not known."""
+        """How fast it loads, as measured recently; 0.0: not known."""
         return self._rate.bytes_per_second(self._clock())
 
     # ---- load ----
 
     async def probe(self, keys: Sequence[RowKey]) -> int:
-        """Return how many leading rows it has; none while it is not well."""
-        if not self.is_well:
+        """Return how many leading rows it has; none while it is unhealthy."""
+        if not self.is_healthy:
             return 0
         asking = self._tasks.spawn(self._probe(keys))
         await asyncio.wait([asking], timeout=_STUCK_SECONDS)  # another tier may have them
@@ -130,14 +121,15 @@ class Lower:
             return await self._run(self._readers, lambda: self._tier.probe(keys, self._num_columns))
         return 0
 
-    def is_worth(self, num_rows: int, row_seconds: float) -> bool:
+    def should_load(self, num_rows: int, row_seconds: float) -> bool:
         """Is bringing these rows sooner done than computing them at ``row_seconds`` each (0.0: not known)?"""
         row_bytes = len(self._memory.arena.view(0, 0)) * self._num_columns
         rate = self.bytes_per_second if self._rate.is_certain else 0.0
-        return gate.is_worth(num_rows * row_bytes, rate, num_rows * row_seconds)
+        return should_load(num_rows * row_bytes, rate, num_rows * row_seconds)
 
-    async def bring(self, key: RowKey, length: int, request: str) -> Brought | None:
-        """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing."""
+    async def bring(self, key: RowKey, length: int, request: str) -> Write | None:
+        """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing. Return how
+        nearer tiers are to keep it."""
         self.num_loads += 1
         brought = None
         try:
@@ -153,16 +145,16 @@ class Lower:
         return brought
 
     async def _take_turn(self) -> bool:
-        """Wait until fewer than ``_NUM_READERS`` rows are being loaded. False: it is not well (any more)."""
-        while self.is_well:
+        """Wait until fewer than ``_NUM_READERS`` rows are being loaded. False: it is unhealthy."""
+        while self.is_healthy:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._loading.acquire(), _STUCK_SECONDS)
-                if self.is_well:
+                if self.is_healthy:
                     return True
                 self._loading.release()
         return False
 
-    async def _load(self, key: RowKey, length: int, request: str) -> Brought | None:
+    async def _load(self, key: RowKey, length: int, request: str) -> Write | None:
         slot = self._memory.reserve_row(key, request)
         if slot is None:
             return None
@@ -177,35 +169,26 @@ class Lower:
             if loaded is None:
                 self._memory.abort_row(slot)
             else:
-                seals = [slot_checksum(key, column, length, found) for column, found in enumerate(loaded)]
-                self._memory.commit_row(slot, [length] * len(loaded), seals)
-        return Brought(slot, loaded) if loaded else None
+                checksums = checksums_of(key, [view[:length] for view in views], loaded)
+                self._memory.commit_row(slot, [length] * len(loaded), checksums)
+        return Write(slot, _DROPPED_FIRST, loaded) if loaded else None
 
     # ---- store ----
 
-    def write(
-        self, slot: Slot, depth: int, column_digests: Sequence[bytes] | None = None
-    ) -> asyncio.Future[Unwritten | None]:
-        """Queue a row; when the queue is full the deepest is dropped.
-
-        The answer comes when the tier has it (None), or as soon as it is known that it will not have it now.
-        """
-        answer = self._writes.get(slot)
-        if answer is not None:
-            return answer
-        answer = self._writes[slot] = asyncio.get_running_loop().create_future()
-        self._refused.pop(slot, None)
+    def write(self, write: Write) -> None:
+        """Queue a row, unless it is; when the queue is full the deepest is dropped."""
+        if write.slot in self._unwritten:
+            return
+        self._unwritten.add(write.slot)
+        self._refused.pop(write.slot, None)
         self._outstanding.add()
-        self._enqueue(Write(slot, depth, column_digests))
-        if not self.is_well:
-            self._answer(slot, Unwritten.AWAY)
-        return answer
+        self._enqueue(write)
 
     def touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
-        """Make the copies of rows that were hit in memory younger, some time, and write those that are not
-        there (any more); while it is not well, never."""
+        """Mark the copies of rows that were hit in memory as recently used, some time, and write those that
+        are not there (any more); while it is unhealthy, never."""
         for first in range(0, len(keys), _MAX_TOUCH):
-            if self.is_well:
+            if self.is_healthy:
                 some = slice(first, first + _MAX_TOUCH)
                 self._tasks.spawn(self._touch(keys[some], slots[some]))
 
@@ -218,12 +201,12 @@ class Lower:
             )
         for key, slot in zip(keys, slots, strict=True):
             if key in absent and slot not in self._refused:
-                self.write(slot, self._memory.describe(slot)[1])
+                self.write(Write(slot, self._memory.describe(slot)[1]))
 
     def _enqueue(self, write: Write, *, is_first: bool = False) -> None:
         dropped = self._queue.push(write, is_first=is_first)
         if dropped is not None:
-            self._settle(dropped, Unwritten.DROPPED)
+            self._end_write(dropped, WriteSkipped.DROPPED)
         self._has_writes.set()
 
     async def _keep_writing(self) -> None:
@@ -235,61 +218,58 @@ class Lower:
                 self._has_writes.clear()
                 continue
             try:
-                self._settle(write, await self._store(write))
+                self._end_write(write, await self._store(write))
             except TierUnavailableError:
                 write = write._replace(num_failures=write.num_failures + 1)
                 if write.num_failures < _MAX_FAILURES:
                     self._enqueue(write, is_first=True)
                 else:  # it may be this row that the tier can't bear
-                    self._settle(write, Unwritten.REFUSED)
+                    self._end_write(write, WriteSkipped.REFUSED)
             except Exception:
                 logger.exception("a row could not be written to the %s tier", self._name)
-                self._settle(write, Unwritten.FAILED)
+                self._end_write(write, WriteSkipped.FAILED)
 
-    async def _store(self, write: Write) -> Unwritten | None:
+    async def _store(self, write: Write) -> WriteSkipped | None:
         slot = write.slot
         key = self._memory.pin(slot)
         if key is None:
-            return Unwritten.EVICTED
+            return WriteSkipped.EVICTED
         label = self._labels.get(split_row_key(key)[0], b"")
         columns = payloads(self._memory.arena, slot)
         try:
             known = write.digests
             if known is None:  # it was hashed long ago: is it still what it was?
                 known = await self._run(self._writers, lambda: list(map(digests, columns)))
-                if seals_of(key, columns, known) != noted_seals(self._memory.arena, slot):
+                if checksums_of(key, columns, known) != recorded_checksums(self._memory.arena, slot):
                     self._memory.verified(slot, is_intact=False)
-                    return Unwritten.SPOILT
+                    return WriteSkipped.INVALIDATED
             is_stored = await self._run(
                 self._writers, lambda: _store_columns(self._tier, key, columns, label, known)
             )
         finally:
             self._memory.unpin(slot)
-        return None if is_stored else Unwritten.REFUSED
+        return None if is_stored else WriteSkipped.REFUSED
 
-    def _settle(self, write: Write, why: Unwritten | None) -> None:
+    def _end_write(self, write: Write, why: WriteSkipped | None) -> None:
         """A row is written, or not for the time being."""
         if why is None:
             self.stats.written += 1
         else:
             self.stats.unwritten[why] += 1
-        self._answer(write.slot, why)
-        del self._writes[write.slot]
+        self._unwritten.remove(write.slot)
         self._outstanding.done()
-        if why is Unwritten.REFUSED:
+        if why is WriteSkipped.REFUSED:
             self._note_refused(write)
-        elif why is Unwritten.DROPPED:
-            self._watcher.unwritten(write.slot)
-
-    def _answer(self, slot: Slot, why: Unwritten | None) -> None:
-        answer = self._writes.get(slot)
-        if answer is not None and not answer.done():
-            answer.set_result(why)
+        elif why is WriteSkipped.DROPPED:
+            self._refresh.retry_soon(write.slot)
+        if self._offer is not None and self._offer[0] == write.slot:
+            self._offer[1].set_result(why)
+            self._offer = None
 
     def _note_refused(self, write: Write) -> None:
         self._refused[write.slot] = write._replace(num_failures=0)
         if len(self._refused) > self._queue.capacity:
-            self._watcher.unwritten(self._refused.popitem(last=False)[0])
+            self._refresh.retry_soon(self._refused.popitem(last=False)[0])
         if not self._is_offering:
             self._is_offering = True
             self._tasks.spawn(self._offer_again())
@@ -302,12 +282,16 @@ class Lower:
             while self._refused:
                 await asyncio.sleep(pause)
                 await self._up.wait()
-                why: Unwritten | None = Unwritten.EVICTED
-                while self._refused and why is Unwritten.EVICTED:
-                    why = await self.write(*next(iter(self._refused.values()))[:3])
-                pause = min(2 * pause, _MAX_OFFER_SECONDS) if why is Unwritten.REFUSED else _OFFER_SECONDS
+                why: WriteSkipped | None = WriteSkipped.EVICTED
+                while self._refused and why is WriteSkipped.EVICTED:
+                    slot, write = next(iter(self._refused.items()))
+                    self._offer = slot, asyncio.get_running_loop().create_future()
+                    ended = self._offer[1]
+                    self.write(write)
+                    why = await ended
+                pause = min(2 * pause, _MAX_OFFER_SECONDS) if why is WriteSkipped.REFUSED else _OFFER_SECONDS
                 for write in () if why else tuple(self._refused.values()):
-                    self.write(*write[:3])
+                    self.write(write)
         finally:
             self._is_offering = False
 
@@ -316,9 +300,8 @@ class Lower:
     async def close(self, timeout_seconds: float | None = None) -> bool:
         """Stop all work. True: no thread uses the tier, or the arena for it, any more."""
         await self._tasks.cancel()
-        self._give_up_waiting()
-        self.stats.unwritten[Unwritten.DROPPED] += len(self._writes)
-        self._writes.clear()
+        self.stats.unwritten[WriteSkipped.DROPPED] += len(self._unwritten)
+        self._unwritten.clear()
         ended = [await pool.close(timeout_seconds) for pool in (self._readers, self._writers)]
         return all(ended)
 
@@ -336,11 +319,7 @@ class Lower:
             del self._running[name]
             if self._num_outages != self._tier.health.num_outages:
                 self._num_outages = self._tier.health.num_outages
-                self._watcher.doubt()
-
-    def _give_up_waiting(self) -> None:
-        for slot in self._writes:
-            self._answer(slot, Unwritten.AWAY)
+                self._refresh.doubt_all()
 
     def _on_health(self, failed: bool) -> None:
         """In any thread, and at any time: the loop may have ended."""
@@ -348,11 +327,7 @@ class Lower:
             self._loop.call_soon_threadsafe(self._update_health)
 
     def _update_health(self) -> None:
-        if not self._tier.health.is_open:
-            self._up.set()
-        elif self._up.is_set():
-            self._up.clear()
-            self._give_up_waiting()
+        (self._up.clear if self._tier.health.is_open else self._up.set)()
 
 
 def _load_columns(

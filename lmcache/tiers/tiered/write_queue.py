@@ -15,8 +15,8 @@ class Write(NamedTuple):
 
     slot: Slot
     depth: int  # in its chain
-    digests: Sequence[bytes] | None  # of its columns, as far as they are known
-    num_failures: int = 0  # operations for it that found the tier sick
+    digests: Sequence[bytes] | None = None  # of its columns, as far as they are known
+    num_failures: int = 0  # operations for it that found the tier unavailable
 
 
 class WriteQueue:

@@ -113,7 +113,7 @@ async def test_a_sick_remote_is_left_alone_until_it_is_well(world):
     world.remote.fill(chain(2))
     world.remote.is_sick = True
     assert world.lookup(chain(2)).is_probing
-    await until(lambda: not world.lower.is_well)
+    await until(lambda: not world.lower.is_healthy)
     num_probes = world.remote.calls["probe"]
     for _ in range(20):
         assert world.lookup(chain(2)) == LookupResult()
@@ -138,9 +138,9 @@ async def test_a_probe_that_ends_with_an_error_is_not_the_last(world):
     world.remote.fill(chain(2))
     world.remote.is_sick = True
     assert world.lookup(chain(2)).is_probing
-    await until(lambda: not world.lower.is_well)
+    await until(lambda: not world.lower.is_healthy)
     world.remote.is_sick = False
-    await until(lambda: world.lower.is_well)
+    await until(lambda: world.lower.is_healthy)
 
 
 @run
@@ -154,7 +154,7 @@ async def test_sickness_in_the_middle_of_a_promotion_leaves_nothing(world):
     world.remote.open.set()
     await until(lambda: world.lower.stats.promotions_failed >= 2 and not world.store._promotions._pending)
     world.remote.is_sick = False
-    await until(lambda: world.lower.is_well)
+    await until(lambda: world.lower.is_healthy)
     assert world.store.memory.num_used == world.lower.stats.promoted
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.tiers.tiered.load_or_recompute import Rate, is_worth
+from lmcache.tiers.tiered.load_or_recompute import Rate, should_load
 from tests.harness.tiered_world import NUM_COLUMNS, SIZE, chain, run, until
 
 ROW_BYTES = SIZE * NUM_COLUMNS
@@ -84,13 +84,13 @@ def test_a_rate_of_long_ago_is_not_known():
 
 @given(*[st.floats(0, 1e12)] * 2)
 def test_what_is_not_known_is_tried(bytes_per_second, seconds):
-    assert is_worth(1 << 40, 0.0, seconds)
-    assert is_worth(1 << 40, bytes_per_second, 0.0)
+    assert should_load(1 << 40, 0.0, seconds)
+    assert should_load(1 << 40, bytes_per_second, 0.0)
 
 
 def test_loading_must_win_clearly():
-    assert is_worth(79, 100.0, 1.0)
-    assert not is_worth(80, 100.0, 1.0)
+    assert should_load(79, 100.0, 1.0)
+    assert not should_load(80, 100.0, 1.0)
 
 
 async def measure(world, seconds: float) -> None:
@@ -111,10 +111,10 @@ async def test_what_is_faster_computed_is_left_below(world):
     await measure(world, 1.0)
     assert world.lower.bytes_per_second == ROW_BYTES
     assert world.lookup(chain(3), row_seconds=1.2).is_probing
-    await until(lambda: world.lower.stats.hit_not_worth)
+    await until(lambda: world.lower.stats.skipped_slower_than_recompute)
     found = world.lookup(chain(3), row_seconds=1.2)
     assert (found.num_pending, found.is_probing) == (0, False)
-    assert world.lower.stats.hit_not_worth == 3
+    assert world.lower.stats.skipped_slower_than_recompute == 3
     assert world.remote.calls["load"] == NUM_COLUMNS  # of the measurement
 
 
@@ -124,7 +124,7 @@ async def test_a_tier_is_not_passed_by_for_one_slow_load(world):
     await measure(world, 0.9)
     assert world.lookup(chain(3), row_seconds=0.001).is_probing
     await until(lambda: world.lower.stats.promoted == 4)
-    assert world.lower.stats.hit_not_worth == 0
+    assert world.lower.stats.skipped_slower_than_recompute == 0
 
 
 @run
@@ -132,7 +132,7 @@ async def test_another_request_s_engine_may_be_slower(world):
     world.remote.fill(chain(3))
     await measure(world, 1.0)
     assert world.lookup(chain(3), "fast", row_seconds=1.2).is_probing
-    await until(lambda: world.lower.stats.hit_not_worth)
+    await until(lambda: world.lower.stats.skipped_slower_than_recompute)
     assert world.lookup(chain(3), "slow", row_seconds=1.3).is_probing
     await until(lambda: world.lower.stats.promoted == 4)
 
@@ -142,7 +142,7 @@ async def test_without_a_prefill_rate_all_is_brought(world):
     world.remote.fill(chain(3))
     await measure(world, 1000.0)
     await world.until_resident(chain(3))
-    assert world.lower.stats.hit_not_worth == 0
+    assert world.lower.stats.skipped_slower_than_recompute == 0
 
 
 @run
@@ -158,4 +158,4 @@ async def test_what_waits_before_does_not_count(world):
     await until(lambda: world.lower.num_loads == 4)
     world.remote.open.set()
     await world.until_resident(chain(1, start=50))
-    assert world.lower.stats.hit_not_worth == 0
+    assert world.lower.stats.skipped_slower_than_recompute == 0

@@ -71,7 +71,7 @@ async def test_an_error_while_rows_are_verified_leaves_none_of_them_pending(worl
 
         again.store.memory.release_adopted()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(again.store._seals, "verify", fail)
+            patch.setattr(again.store._checksums, "verify", fail)
             assert again.lookup(chain(3)).num_pending == 3
             await until(lambda: not again.store._promotions._pending)
         await again.until_resident(chain(3))

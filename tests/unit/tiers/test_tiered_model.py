@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.contracts import Reserved, Slot
-from lmcache.tiers.stats import Unwritten
+from lmcache.tiers.stats import WriteSkipped
 from lmcache.tiers.tiered import refresh as hits
 from lmcache.tiers.tiered import tier_worker as lower_module
 from lmcache.tiers.tiered.store import Admit
@@ -73,7 +73,7 @@ class Tiered(RuleBasedStateMachine):
         self.disk = DiskTier(self.folder, 64 << 20)
         self.tiers: dict[str, FaultyDisk | FakeTier] = {"disk": FaultyDisk(self.disk), "remote": FakeTier()}
         self.leases: dict[str, dict[bytes, Slot]] = {}
-        self.writes: list[tuple[list[bytes], asyncio.Task[set[Unwritten]]]] = []
+        self.writes: list[tuple[list[bytes], asyncio.Task[set[WriteSkipped]]]] = []
         self.acknowledged: set[tuple[bytes, str]] = set()
         self.damaged: set[tuple[bytes, str]] = set()
         self.admit = Admit.ALL
@@ -140,17 +140,32 @@ class Tiered(RuleBasedStateMachine):
             self.run(commit())
 
     @rule(keys=parts, name=tiers, state=states)
-    def put_through(self, keys, name, state):
-        """Only rows that this call completes are its business."""
+    def put_and_drain(self, keys, name, state):
+        """When all is drained and no write was given up, what this call completed is below."""
         self.change(name, state)
         self.put(keys, (0,))
         reserved = self.reserve(keys, 1)
         mine = [(key, answer.slot) for key, answer in zip(keys, reserved, strict=True) if answer.slot]
         for key, slot in mine:
             self.world.arena.view(slot.row, 1)[:] = content(key, 1)
-        work = self.world.store.commit_through([slot for _, slot in mine], 1, OWNER)
-        self.writes.append(([key for key, _ in mine], self.loop.create_task(work)))
-        self.run(asyncio.sleep(0))
+
+        async def commit():
+            self.world.store.commit([slot for _, slot in mine], 1, OWNER)
+            return self.loop.create_task(self.drain(self.world.store))
+
+        if self.admit is Admit.ALL:
+            self.writes.append(([key for key, _ in mine], self.run(commit())))
+        else:
+            self.run(commit())
+
+    async def drain(self, store) -> bool:
+        """Return whether all that is to be written now has been."""
+
+        def num_skipped() -> int:
+            return sum(lower.stats.unwritten.total() for lower in store.lower.values())
+
+        num_before = num_skipped()
+        return await store.drain(1000) and not store.is_closed and num_skipped() == num_before
 
     @rule(keys=parts, column=st.integers(0, 1))
     def abort(self, keys, column):
@@ -242,6 +257,8 @@ class Tiered(RuleBasedStateMachine):
         self.heal_all()
         self.run(self.world.store.close())
         self.note_acknowledged()
+        for _, writing in self.writes:
+            writing.cancel()
         if rows == "torn":
             for row in range(0, NUM_ROWS, 2):
                 self.world.arena.view(row, 0)[100] ^= 1
@@ -260,7 +277,7 @@ class Tiered(RuleBasedStateMachine):
     def note_acknowledged(self) -> None:
         for keys, writing in [write for write in self.writes if write[1].done()]:
             self.writes.remove((keys, writing))
-            if not writing.cancelled() and not writing.result():
+            if not writing.cancelled() and writing.result():
                 self.acknowledged.update((key, name) for key in keys for name in self.tiers)
 
     @invariant()
@@ -289,7 +306,7 @@ class Tiered(RuleBasedStateMachine):
     def settle(self) -> None:
         """When faults end, all that was begun ends."""
         self.heal_all()
-        promotions, hits = self.world.store._promotions, self.world.store._hits
+        promotions, hits = self.world.store._promotions, self.world.store._refresh
 
         async def end() -> None:
             await asyncio.gather(*(writing for _, writing in self.writes), return_exceptions=True)
@@ -307,7 +324,7 @@ class Tiered(RuleBasedStateMachine):
         for lower in self.world.store.lower.values():
             assert len(lower._refused) <= NUM_QUEUED
             assert lower.num_queued <= NUM_QUEUED
-            assert len(lower._writes) <= NUM_QUEUED + 2  # writers
+            assert len(lower._unwritten) <= NUM_QUEUED + 2  # writers
             assert not lower._refused or lower._is_offering
         assert len(self.world.store._promotions._pending) <= NUM_ROWS
 
@@ -327,7 +344,7 @@ class Tiered(RuleBasedStateMachine):
                 self.world.now += 1000
                 for key in [key for key in KEYS if store.memory.is_resident(key)]:
                     self.hit_until_below(key)
-                    await until(lambda: not store._hits._latest)
+                    await until(lambda: not store._refresh._latest)
                 await asyncio.sleep(0.02)
                 assert await store.drain(10)
                 counts.append([tier.calls["store"] for tier in self.tiers.values()])

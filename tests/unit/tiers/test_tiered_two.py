@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.stats import Unwritten
-from tests.harness.tiered_world import LEASE, OWNER, FakeTier, World, chain, content, run, until
+from lmcache.tiers.stats import WriteSkipped
+from tests.harness.tiered_world import LEASE, FakeTier, World, chain, content, run, until
 
 CAPACITY_BYTES = 1 << 20
 
@@ -162,7 +162,7 @@ def test_a_sick_disk_is_passed_by():
             world.remote.fill(chain(3))
             world.disk.is_sick = True
             await world.until_resident(chain(3))
-            assert not world.store.lower["disk"].is_well
+            assert not world.store.lower["disk"].is_healthy
             assert not await world.store.drain(0.01)
             world.disk.is_sick = False
             assert await world.store.drain(20)
@@ -180,46 +180,52 @@ def test_a_tier_that_hangs_is_passed_by_until_it_answers():
             assert world.lookup(chain(1)).is_probing
             await until(lambda: world.disk.num_waiting)
             world.now += 11
-            assert not world.store.lower["disk"].is_well
+            assert not world.store.lower["disk"].is_healthy
             await world.until_resident(chain(1, start=7))
             assert world.disk.calls["probe"] == 1
             world.disk.open.set()
-            await until(lambda: world.store.lower["disk"].is_well)
+            await until(lambda: world.store.lower["disk"].is_healthy)
 
     asyncio.run(main())
 
 
-# ---- blocking writes ----
+# ---- waiting for writes ----
 
 
 @with_disk
-async def test_a_blocking_write_is_answered_when_all_tiers_have_it(world, folder):
+async def test_rows_are_drained_when_all_tiers_have_them(world, folder):
     world.remote.held = {"store"}
     world.remote.open.clear()
-    writing = asyncio.create_task(world.put_through(chain(2)))
+    world.put(chain(2))
+    draining = asyncio.create_task(world.store.drain(20))
     await until(lambda: world.store.lower["disk"].stats.written == 2)
-    assert not writing.done()
+    assert not draining.done()
     world.remote.open.set()
-    assert await writing == set()
+    assert await draining
     assert len(world.remote.objects) == 4
 
 
 @run
-async def test_a_blocking_write_says_what_stands_against_it(world):
-    (slot,) = world.fill(chain(1), 0)
-    assert await world.store.commit_through([slot], 0, OWNER) == {Unwritten.INCOMPLETE}
+async def test_what_is_not_written_is_counted_by_its_reason(world):
+    world.fill(chain(1), 0)
     world.remote.is_full = True
-    assert await world.put_through(chain(1, start=1)) == {Unwritten.REFUSED}
+    world.put(chain(1, start=1))
+    assert await world.store.drain(20)
+    assert world.lower.stats.unwritten == {WriteSkipped.REFUSED: 1}
     world.remote.is_full = False
     world.store._labels.clear()
-    assert await world.put_through(chain(1, start=2)) == {Unwritten.PRIVATE}
+    world.put(chain(1, start=2))
+    assert await world.store.drain(20)
+    assert world.remote.objects == {}, "rows of a namespace that is not shared never leave memory"
 
 
 @run
-async def test_a_blocking_write_does_not_wait_for_a_sick_tier_which_gets_it_later(world):
+async def test_an_unavailable_tier_gets_later_what_was_stored_meanwhile(world):
     world.remote.is_sick = True
-    assert await world.put_through(chain(1)) == {Unwritten.AWAY}  # found out by this very write
-    assert await world.put_through(chain(1, start=1)) == {Unwritten.AWAY}
+    world.put(chain(1))
+    await until(lambda: not world.lower.is_healthy)  # found out by this very write
+    world.put(chain(1, start=1))
+    assert not await world.store.drain(0.01)
     world.remote.is_sick = False
     assert await world.store.drain(20)
     assert len(world.remote.objects) == 4
@@ -229,25 +235,10 @@ async def test_a_blocking_write_does_not_wait_for_a_sick_tier_which_gets_it_late
 async def test_who_stops_waiting_for_a_write_does_not_stop_it(world):
     world.remote.held = {"store"}
     world.remote.open.clear()
-    writing = asyncio.create_task(world.put_through(chain(2)))
+    world.put(chain(2))
+    draining = asyncio.create_task(world.store.drain(20))
     await until(lambda: world.remote.num_waiting)
-    writing.cancel()
+    draining.cancel()
     world.remote.open.set()
     assert await world.store.drain(20)
     assert world.remote.objects == {(k, c): content(k, c) for k in chain(2) for c in range(2)}
-
-
-def test_who_waits_for_a_write_hears_of_the_end():
-    async def main() -> None:
-        world = World()
-        await world.store.adopt()
-        world.remote.held = {"store"}
-        world.remote.open.clear()
-        writing = asyncio.create_task(world.put_through(chain(1)))
-        await until(lambda: world.remote.num_waiting)
-        closing = asyncio.create_task(world.store.close())
-        assert await writing == {Unwritten.AWAY}
-        world.remote.open.set()
-        await closing
-
-    asyncio.run(main())
