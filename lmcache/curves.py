@@ -26,6 +26,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import covariance
 from typing import Any, NamedTuple
 
 HASHES = 1 << 64
@@ -67,7 +68,6 @@ class Sampler:
 
     def __init__(self, rate: float = 1.0, max_samples: int = 1 << 16) -> None:
         """Raise ValueError for a ``rate`` (share of keys) that is not in (0, 1]."""
-        _check_rate(rate)
         self.num_accesses = 0  # all of them, sampled or not
         threshold = _threshold(rate)
         self._bound = threshold.to_bytes(8, "big") if threshold < HASHES else b"\xff" * 9
@@ -106,7 +106,6 @@ class MissRatioCurve:
         window_seconds: float = math.inf,
     ) -> None:
         """Raise ValueError for values that make no sense."""
-        _check_rate(rate)
         if max_keys < 1 or not half_life_seconds > 0 or not window_seconds > 0:
             raise ValueError("max_keys, half_life_seconds and window_seconds must be positive")
         self._max_keys, self._window, self._half_life = max_keys, window_seconds, half_life_seconds
@@ -172,11 +171,12 @@ class MissRatioCurve:
         total = max(self._accesses - num_hot, 0.0) or sampled
         if not total + num_hot:
             return Estimate(0.0, 0.0, 1.0)
-        slope = _slope(self._sampled, hits)
+        # 0 when all subsamples are alike.
+        slope = covariance(self._sampled, hits) / (covariance(self._sampled, self._sampled) or 1.0)
         corrected = sum(hits) - slope * (sampled - total)
         residuals = [hit - slope * num for hit, num in zip(hits, self._sampled, strict=True)]
-        mean = sum(residuals) / _NUM_GROUPS
-        variance = sum((residual - mean) ** 2 for residual in residuals) / (_NUM_GROUPS - 2)
+        # Two degrees of freedom went into the regression, of which covariance() knows one.
+        variance = covariance(residuals, residuals) * (_NUM_GROUPS - 1) / (_NUM_GROUPS - 2)
         error = _STUDENT_T * math.sqrt(variance * _NUM_GROUPS)
         known = _sum_below(self._hot_counts, position)
         values = (corrected, corrected - error, corrected + error)
@@ -235,6 +235,8 @@ class MissRatioCurve:
             for step, count in stored.items():
                 counts[int(step)] = float(count)
         self._sampled = [float(value) for _, value in zip(self._counts, state["sampled"], strict=True)]
+        if not math.isfinite(sum(map(sum, (self._sampled, self._hot_counts, *self._counts)))):
+            raise ValueError("counts that are not finite")
         self._num_fed, self._accesses = int(state["num_fed"]), float(state["accesses"])
         self._decay_start = (
             state["decay_start"] if state["decay_start"] is None else float(state["decay_start"])
@@ -370,13 +372,6 @@ class RecencyStack:
         self._supers = [sum(self._groups[i : i + width]) for i in range(0, len(self._groups), width)]
 
 
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Slope of the regression of ``ys`` on ``xs``; 0 when all ``xs`` are the same."""
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    variance = sum((x - mean_x) ** 2 for x in xs)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / (variance or 1.0)
-
-
 def _step(distance: float) -> int:
     return min(_NUM_STEPS - 1, int(math.log2(distance) * _STEPS)) if distance > 1 else 0
 
@@ -397,9 +392,7 @@ def _sparse(counts: array[float]) -> dict[str, float]:
 
 
 def _threshold(rate: float) -> int:
-    return max(1, int(rate * HASHES))
-
-
-def _check_rate(rate: float) -> None:
+    """Return below what hashes are sampled. Raises ValueError."""
     if not 0 < rate <= 1:
         raise ValueError(f"rate {rate}: the share of keys that is sampled lies in (0, 1]")
+    return max(1, int(rate * HASHES))
