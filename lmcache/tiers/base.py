@@ -126,11 +126,11 @@ class LowerTier(Protocol):
     def store(
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
-        """Write one object, or refresh the age of what is there. ``digests``: of the payload, where they are
+        """Write one object, or mark as used what is there. ``digests``: of the payload, where they are
         known. False: refused (full, say)."""
 
     def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
-        """Refresh the age of rows that were hit in a tier above, with payloads of ``lengths`` bytes. Return
+        """Mark rows as used that were hit in a tier above, with payloads of ``lengths`` bytes. Return
         those that are not (whole) here any more."""
 
     def close(self) -> None:

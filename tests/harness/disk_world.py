@@ -29,9 +29,9 @@ def content(number: int, size: int) -> bytes:
     return (bytes([number]) + bytes(range(251)) * (size // 251 + 1))[:size]
 
 
-def open_tier(path: Path, capacity: int = MIB, **options: str) -> DiskTier:
+def open_tier(path: Path, capacity: int = MIB) -> DiskTier:
     """Open a tier and wait for its index."""
-    tier = DiskTier(path, capacity, **options)
+    tier = DiskTier(path, capacity)
     assert tier.indexed.wait(20)
     return tier
 

@@ -25,7 +25,6 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 
@@ -34,8 +33,6 @@ from lmcache.tiers.errors import DirectoryInUseError, HeaderError, InvalidObject
 from lmcache.tiers.header import HEADER_BYTES, Header, combined, digests, parse
 from lmcache.tiers.pages import PAGE_BYTES, blank_pages
 from lmcache.units import round_up
-
-Fsync = Literal["never", "file"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a volume, or a quota, that has no room."""
@@ -57,9 +54,8 @@ def path_of(object_id: ObjectId) -> str:
 class Directory:
     """Thread-safe. Raises DirectoryInUseError when another process has the directory."""
 
-    def __init__(self, path: str, *, fsync: Fsync = "never") -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self._fsync = fsync
         os.makedirs(path, exist_ok=True)
         self._mount_point = _mount_point(path)
         try:
@@ -104,7 +100,7 @@ class Directory:
         os.close(self._root)
 
     def check(self) -> None:
-        """Write a page, read it and delete it; raise OSError if that fails. A full volume is well."""
+        """Write a page, read it and delete it; raise OSError if that fails. A full volume is healthy."""
         page = blank_pages(1)
         try:
             self.publish(self.write(_CHECK_ID, page, b""), _CHECK_ID)
@@ -165,8 +161,6 @@ class Directory:
             if written != len(pages) + whole:
                 raise OSError(errno.ENOSPC, "no room for all of it")
             os.utime(fd, ns=_now())  # the kernel's own clock has ticks that are longer than a small write
-            if self._fsync == "file":
-                os.fdatasync(fd)
         except BaseException:
             self._delete(temporary)
             raise
@@ -203,7 +197,7 @@ class Directory:
 
         Delete temporaries: who wrote them has died, if nothing is written meanwhile. No file is opened.
         """
-        for path, folders, files, folder in os.fwalk(".", dir_fd=self._root, onerror=_raise_if_sick):
+        for path, folders, files, folder in os.fwalk(".", dir_fd=self._root, onerror=_raise_if_unhealthy):
             folders[:] = filter(_FOLDER.fullmatch, folders)
             for file in files:
                 match = _FILE.fullmatch(f"{path}/{file}")
@@ -279,6 +273,6 @@ def _now() -> tuple[int, int]:
     return time.time_ns(), time.time_ns()
 
 
-def _raise_if_sick(error: OSError) -> None:
+def _raise_if_unhealthy(error: OSError) -> None:
     if not isinstance(error, (*_ABSENT, PermissionError)):
         raise error

@@ -2,10 +2,9 @@
 
 **What is kept.** A store returns when the object has its name, which it gets after its bytes are with the
 volume or in the page cache: a killed process loses nothing that was acknowledged. After a power loss the most
-recent objects may be gone with ``fsync="never"`` (the default: it is a cache); with ``"file"`` the volume
-confirms the bytes before they get the name, which makes stores a fifth slower. In no case is a wrong object
-served: what is read is compared with what was asked for: version, name, lengths, checksum. Anything else is a
-miss, counted by reason, and its file is deleted.
+recent objects may be gone: it is a cache, and to have the volume confirm each file makes stores a fifth
+slower. In no case is a wrong object served: what is read is compared with what was asked for: version, name,
+lengths, checksum. Anything else is a miss, counted by reason, and its file is deleted.
 
 **A start.** A thread lists all folders, which tells sizes and times without opening a file, and replays what
 it found into the index, oldest first. Until then objects are looked for by their names. A store waits up to 1
@@ -31,7 +30,7 @@ import numpy as np
 
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import Circuit
-from lmcache.tiers.disk.files import FULL, Directory, Fsync
+from lmcache.tiers.disk.files import FULL, Directory
 from lmcache.tiers.disk.index import Index
 from lmcache.tiers.errors import DiskError, InvalidObjectError
 from lmcache.tiers.pages import PAGE_BYTES
@@ -40,11 +39,11 @@ from lmcache.tiers.stats import DiskStats
 logger = logging.getLogger(__name__)
 
 _MAX_SHARE = 0.9  # of the volume: others need some, and file systems slow down when they are nearly full
-_PATIENCE_SECONDS = 1.0
+_MAX_WAIT_SECONDS = 1.0
 _NUM_NAME_LOCKS = 64
 _SLICE = 256  # objects that are replayed before other threads get their turn
 
-# Something that is not ours has the object_id, or the file would be too large: the volume itself is well.
+# Something that is not ours has the name, or the file would be too large: the volume itself is healthy.
 _REFUSALS = FULL | {errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP}
 
 
@@ -54,13 +53,7 @@ class DiskTier:
     Raises DiskError when the directory is in use or can't be used, or its volume is too small.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        capacity_bytes: int,
-        *,
-        fsync: Fsync = "never",
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], capacity_bytes: int) -> None:
         self.address = os.fspath(directory)
         self.stats = DiskStats()
         self.health = Circuit(f"disk tier {os.path.abspath(directory)}", self._probe)
@@ -72,7 +65,7 @@ class DiskTier:
         self._index: Index | None = None  # until it is complete
         self._removed: list[ObjectId] = []  # until then
         self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # which file has a name
-        self._directory = _open(os.path.abspath(directory), capacity_bytes, fsync)
+        self._directory = _open(os.path.abspath(directory), capacity_bytes)
         self._closing = False
         self._start_scan()
 
@@ -119,7 +112,7 @@ class DiskTier:
             return self._store(object_id, payload, label, digests)
 
     def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
-        """Refresh the age of rows that were hit in a tier above. Return those that are not here, as far as is
+        """Mark rows as used that were hit in a tier above. Return those that are not here, as far as is
         known: none before ``indexed``."""
         ids = [ObjectId(key, column) for key in keys for column in range(num_columns)]
         with self._watching():
@@ -151,8 +144,8 @@ class DiskTier:
     def close(self) -> None:
         """Let another process have the directory; the threads that used the tier must have ended."""
         self._closing = True
-        self.health.end(_PATIENCE_SECONDS)
-        self._scan.join(_PATIENCE_SECONDS)  # a hung volume must not keep the process from ending
+        self.health.end(_MAX_WAIT_SECONDS)
+        self._scan.join(_MAX_WAIT_SECONDS)  # a hung volume must not keep the process from ending
         self._directory.close()
 
     @contextlib.contextmanager
@@ -206,7 +199,7 @@ class DiskTier:
             return True
         if not (self._scan.is_alive() or self.indexed.is_set()):
             raise OSError(errno.EIO, "the directory could not be listed")
-        self.indexed.wait(max(0.0, self._patience_ends - time.monotonic()))
+        self.indexed.wait(max(0.0, self._wait_ends - time.monotonic()))
         index = self._index
         if index is None:
             return self._refuse("indexing")
@@ -250,7 +243,7 @@ class DiskTier:
         return self._directory.write(object_id, payload, label, digests)
 
     def _use(self, object_id: ObjectId) -> bool:
-        """Refresh an object's age. False: somebody else has deleted it."""
+        """Mark an object as used. False: somebody else has deleted it."""
         with self._name_lock(object_id):
             is_here = self._directory.refresh(object_id)
             with self._lock:
@@ -293,7 +286,7 @@ class DiskTier:
         return self._name_locks[hash(object_id) % _NUM_NAME_LOCKS]
 
     def _start_scan(self) -> None:
-        self._patience_ends = time.monotonic() + _PATIENCE_SECONDS
+        self._wait_ends = time.monotonic() + _MAX_WAIT_SECONDS
         self._scan = threading.Thread(target=self._build_index, name="disk-scan", daemon=True)
         self._scan.start()
 
@@ -329,10 +322,10 @@ class DiskTier:
         self.indexed.set()
 
 
-def _open(path: str, capacity_bytes: int, fsync: Fsync) -> Directory:
+def _open(path: str, capacity_bytes: int) -> Directory:
     try:
         with contextlib.ExitStack() as on_error:
-            directory = Directory(path, fsync=fsync)
+            directory = Directory(path)
             on_error.callback(directory.close)
             directory.check()
             if capacity_bytes > _MAX_SHARE * directory.volume_bytes:

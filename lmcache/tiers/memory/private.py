@@ -10,7 +10,7 @@ import numpy as np
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.kernel_pages import check_node, discard, place, prefer_huge_pages
+from lmcache.tiers.memory.kernel_pages import discard, prefer_huge_pages
 from lmcache.tiers.memory.slots import SlotTable
 from lmcache.units import round_up
 
@@ -20,15 +20,13 @@ class PrivateArena:
 
     ``buffer`` is all of it as one writable buffer (for ``torch.frombuffer``): the slots of column 0, then
     those of the next. Huge pages are taken 4 times as fast, and filled 1.5 times as fast afterwards
-    (measured, 256 MiB, x86-64). Raises ArenaError when there is no such NUMA node, or not that much memory.
+    (measured, 256 MiB, x86-64). Raises ArenaError when there is not that much memory.
     """
 
     first_generation = 1
     shared_index = None
 
-    def __init__(
-        self, geometry: Geometry, num_slots: int, *, huge_pages: bool = True, numa_node: int | None = None
-    ) -> None:
+    def __init__(self, geometry: Geometry, num_slots: int) -> None:
         self.geometry = geometry
         self.num_rows = self.ready_rows = num_slots
         # Rows of several slots are numbered by whole frames.
@@ -39,11 +37,7 @@ class PrivateArena:
         except OSError as error:
             raise ArenaError(f"can't have {num_bytes} bytes of memory: {error.strerror}") from error
         self._data = np.frombuffer(self._map, np.uint8)
-        if numa_node is not None:
-            check_node(numa_node)
-            place(self._data, numa_node)
-        if huge_pages:
-            prefer_huge_pages(self._data)
+        prefer_huge_pages(self._data)
 
     @property
     def buffer(self) -> memoryview:

@@ -43,9 +43,8 @@ def numbers(tier: DiskTier) -> list[int]:
 class TestObjects:
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "elsewhere"])
-    @pytest.mark.parametrize("fsync", ["never", "file"])
-    def test_round_trip(self, tmp_path, size, shift, fsync):
-        tier = open_tier(tmp_path, 4 * MIB, fsync=fsync)
+    def test_round_trip(self, tmp_path, size, shift):
+        tier = open_tier(tmp_path, 4 * MIB)
         payload, into = (memoryview(mmap.mmap(-1, size + 2 * PAGE))[shift:][:size] for _ in range(2))
         payload[:] = random.randbytes(size)
         assert tier.load(ObjectId(key_of(1), 3), into) is None

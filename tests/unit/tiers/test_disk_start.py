@@ -68,7 +68,7 @@ def test_stores_wait(tier, go_on):
 
 
 def test_stores_are_refused_in_the_end(tier, monkeypatch):
-    monkeypatch.setattr(tier, "_patience_ends", 0.0)
+    monkeypatch.setattr(tier, "_wait_ends", 0.0)
     assert not store(tier, 3)
     assert tier.stats.refused == {"indexing": 1}
 

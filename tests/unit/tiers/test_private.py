@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -81,20 +82,21 @@ def test_a_numa_node_that_does_not_exist_is_named_with_those_that_do(monkeypatch
     (tmp_path / "has_memory").write_text("0-1,3\n")
     monkeypatch.setattr(pages, "_NODES", tmp_path)
     with pytest.raises(ArenaError, match=r"no NUMA node 2; there are 0, 1, 3"):
-        PrivateArena(Geometry(4096, 1), 16, numa_node=2)
+        pages.check_node(2)
 
 
 def test_memory_comes_from_the_node_that_was_chosen():
     if not pages.numa_nodes():
         pytest.skip("the kernel names no NUMA nodes")
     node = pages.numa_nodes()[-1]
+    memory = np.frombuffer(mmap.mmap(-1, 16 * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     try:
-        arena = PrivateArena(Geometry(4096, 1), 16, numa_node=node)
+        pages.place(memory, node)
     except ArenaError as error:
         if "not permitted" in str(error) or "not implemented" in str(error):
             pytest.skip(str(error))
         raise
-    address = np.frombuffer(arena.buffer, np.uint8).ctypes.data
+    address = memory.ctypes.data
     maps = dict(line.split(maxsplit=1) for line in Path("/proc/self/numa_maps").read_text().splitlines())
     mine = max(int(start, 16) for start in maps if int(start, 16) <= address)
     assert maps[f"{mine:08x}"].startswith(f"prefer:{node}")
