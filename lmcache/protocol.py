@@ -11,14 +11,11 @@ import contextlib
 import select
 import socket
 import struct
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+from lmcache import stream
 from lmcache.tiers.header import Buffer
-
-T = TypeVar("T")
 
 MAX_KEY_LENGTH = 150  # bytes of UTF-8
 MAX_LENGTH = (1 << 31) - 1  # of a payload, in bytes
@@ -108,48 +105,21 @@ def _unpack(layout: struct.Struct, raw: bytes) -> tuple[Any, ...]:
     return fields
 
 
-class Stream:
-    """One end of a connection, used by one thread at a time.
+class Stream(stream.Stream):
+    """One end of a connection.
 
-    Each ``send`` and ``receive`` has ``timeout_seconds``, and a second more for each MiB as long as the peer
-    does something. The kernel keeps the time-out of one call (``SO_RCVTIMEO``): with Python's own each call
-    would return after one packet. Both raise OSError (TimeoutError, ConnectionError), and the stream is of no
-    use then.
+    Each ``send`` and ``receive`` has ``timeout_seconds``, and a second more for each MiB.
     """
-
-    def __init__(self, connection: socket.socket, timeout_seconds: float) -> None:
-        self._socket = connection
-        self._timeout = timeout_seconds
-        limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, *buffers: Buffer) -> None:
         """Send all of the buffers, without joining them."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        deadline = self._deadline(sum(map(len, views)))
-        while views:
-            sent = self._within(deadline, self._socket.sendmsg, views)
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if views:
-                views[0] = views[0][sent:]
+        self.start(sum(map(len, buffers)) / _MIN_BYTES_PER_SECOND)
+        self.send_all(buffers)
 
     def receive(self, num_bytes: int) -> bytes:
-        """Return exactly so many bytes; memory beyond what came is only reserved, not taken."""
-        deadline = self._deadline(num_bytes)
-        parts: list[bytes] = []
-        while num_bytes:
-            part = self._within(deadline, self._socket.recv, num_bytes, socket.MSG_WAITALL)
-            if not part:
-                raise ConnectionResetError("the peer closed the connection")
-            parts.append(part)
-            num_bytes -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        """Return exactly so many bytes."""
+        self.start(num_bytes / _MIN_BYTES_PER_SECOND)
+        return self.receive_all(num_bytes)
 
     def wait(self, seconds: float) -> bool:
         """Wait until something can be received. False: nothing came in time, or the peer closed."""
@@ -171,19 +141,3 @@ class Stream:
         """Let this end's ``wait`` and ``receive`` take what has come, and then see the end. Any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
-    def _deadline(self, num_bytes: int) -> float:
-        return time.monotonic() + self._timeout + num_bytes / _MIN_BYTES_PER_SECOND
-
-    def _within(self, deadline: float, call: Callable[..., T], *arguments: object) -> T:
-        # The kernel bounds one wait, this bounds them all: a peer may trickle.
-        if time.monotonic() > deadline:
-            raise TimeoutError("the peer is too slow")
-        try:
-            return call(*arguments)
-        except BlockingIOError:
-            raise TimeoutError(f"the peer did nothing for {self._timeout} s") from None

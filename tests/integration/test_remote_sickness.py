@@ -243,7 +243,7 @@ class TestBrokenServer:
         ("reply", "is_silent_after", "message"),
         [
             (b"", False, "closed the connection"),
-            (b"", True, "no complete answer within"),
+            (b"", True, "no complete message within"),
             (b"$5000\r\nshort", False, "closed the connection"),
             (b"$5000\r\nshort", True, "within"),
             (b"-LOADING Redis is loading\r\n", True, "LOADING"),

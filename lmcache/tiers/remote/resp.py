@@ -1,7 +1,6 @@
 """A connection that speaks as much of the Redis protocol (RESP2) as the remote tier needs.
 
-Values go straight between the stream and the caller's memory. Every wait has a deadline: the stream bounds
-one call, and the connection bounds them all, since a server may trickle.
+Values go straight between the stream and the caller's memory. A command and its replies have a deadline.
 
 Connecting is ours as well, though redis-py could do it on the same socket: docs/adr/0005.
 """
@@ -9,8 +8,7 @@ Connecting is ours as well, though redis-py could do it on the same socket: docs
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 from lmcache.tiers.errors import ServerError
@@ -46,8 +44,6 @@ class Connection:
         self.endpoint = endpoint
         self.prefix = address.prefix
         """First word of all names here."""
-        self._timeout = timeout_seconds
-        self._deadline = 0.0
         self._num_due = 0  # replies
         self._line = bytearray()  # received, not consumed yet
         self._stream = open_stream(endpoint, timeout_seconds, address.tls)
@@ -125,14 +121,13 @@ class Connection:
 
     def read_bulk(self, *targets: memoryview) -> None:
         """Read the next bytes of a bulk string, as many as the targets have; in one call where it can be."""
-        views = [target for target in targets if len(target)]
-        while views and self._line:
-            ahead = min(len(self._line), len(views[0]))
-            views[0][:ahead] = self._line[:ahead]
+        views = []
+        for target in targets:
+            ahead = min(len(self._line), len(target))
+            target[:ahead] = self._line[:ahead]
             del self._line[:ahead]
-            views = _rest(views, ahead)
-        while views:
-            views = _rest(views, _received(self._in_time(self._stream.receive_into, views)))
+            views.append(target[ahead:])
+        self._stream.fill(views)
 
     def end_bulk(self) -> None:
         """Read the end of a bulk string, of which all bytes have been read."""
@@ -176,7 +171,7 @@ class Connection:
         while (end := self._line.find(b"\r\n")) < 0:
             if len(self._line) > _MAX_LINE_BYTES:
                 raise ConnectionError("the server does not speak RESP")
-            self._line += _received(self._in_time(self._stream.receive, 64))
+            self._line += self._stream.receive_some(64)
         line = bytes(self._line[:end])
         del self._line[: end + 2]
         if line[:1] == b"-":
@@ -194,11 +189,9 @@ class Connection:
 
     def _send(self, buffers: Sequence[Buffer]) -> None:
         """The deadline of all that follows until the next ``_send`` starts here."""
-        self._deadline = time.monotonic() + self._timeout
-        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        self._stream.start()
         try:
-            while views:
-                views = _rest(views, self._in_time(self._stream.send, views))
+            self._stream.send_all(buffers)
         except ConnectionError:
             self._read_farewell()
             raise
@@ -211,32 +204,10 @@ class Connection:
             while True:  # answers to what was sent before
                 self._read_line(b"+")
 
-    def _in_time(self, call: Callable[[T], R], argument: T) -> R:
-        try:
-            if time.monotonic() > self._deadline:
-                raise TimeoutError
-            return call(argument)
-        except (BlockingIOError, TimeoutError):
-            raise TimeoutError(f"no complete answer within {self._timeout} s") from None
-
 
 def _encode(words: Sequence[str]) -> bytes:
     encoded = [word.encode() for word in words]
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
-
-
-def _rest(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of these when so many bytes of them are done."""
-    while views and done >= len(views[0]):
-        done -= len(views[0])
-        views = views[1:]
-    return [views[0][done:], *views[1:]] if done else views
-
-
-def _received(what: S) -> S:
-    if not what:
-        raise ConnectionResetError("the server closed the connection")
-    return what
 
 
 def _length(line: bytes) -> int | None:

@@ -1,13 +1,4 @@
-"""Byte streams to one server: plain ones and TLS.
-
-What is sent and received goes straight between the kernel (or OpenSSL) and the caller's memory, and the GIL
-is free meanwhile. One call never takes longer than the time-out.
-
-- **Plain** sockets are blocking ones whose time-out the kernel keeps (``SO_RCVTIMEO``, ``SO_SNDTIMEO``): with
-  Python's own time-outs each read would return after one packet, with ``MSG_WAITALL`` one call takes a whole
-  part.
-- **TLS** keeps Python's time-outs, since a blocking SSLSocket would wait for ever. OpenSSL gives and takes
-  one record of 16 KiB at a time.
+"""Connecting to one server: plain, or by TLS.
 
 Names are resolved by the C library, which knows no deadline: in threads of their own, of which one that is
 never answered keeps nobody but itself waiting.
@@ -17,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -25,6 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
+from lmcache.stream import Stream
 from lmcache.tiers.remote.address import Endpoint, Tls
 
 _Found = list[tuple[int, tuple[Any, ...]]]
@@ -32,41 +23,19 @@ _resolving: dict[Endpoint, Future[_Found]] = {}
 _resolving_lock = threading.Lock()
 
 
-class Stream:
-    """A connected TCP or UNIX socket. Raises OSError; BlockingIOError and TimeoutError: time is up."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-
-    def send(self, views: Sequence[memoryview]) -> int:
-        """Send some of these bytes, in order; return how many."""
-        return self._socket.sendmsg(views)
-
-    def receive(self, limit: int) -> bytes:
-        """Return what has come, at most ``limit`` bytes; empty at the end of the stream."""
-        return self._socket.recv(limit)
-
-    def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Fill some of these, in order, all of them where the medium can; return how much, 0 at the end."""
-        return self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-
-
 class TlsStream(Stream):
-    """TLS over TCP."""
+    """TLS over TCP. OpenSSL gives and takes one record of 16 KiB at a time, of one piece of memory."""
 
-    def send(self, views: Sequence[memoryview]) -> int:
-        """See Stream; OpenSSL takes one piece of memory."""
+    def _set_timeout(self) -> None:
+        self._socket.settimeout(self._timeout)  # a blocking SSLSocket would wait for ever
+
+    def _send(self, views: Sequence[memoryview]) -> int:
         try:
             return self._socket.send(views[0])
         except ssl.SSLEOFError:
-            raise ConnectionResetError("the server closed the connection") from None
+            raise ConnectionResetError("the peer closed the connection") from None
 
-    def receive_into(self, views: Sequence[memoryview]) -> int:
-        """See Stream; OpenSSL gives one record."""
+    def _receive_into(self, views: Sequence[memoryview]) -> int:
         return self._socket.recv_into(views[0])
 
 
@@ -87,15 +56,11 @@ def _open(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream
     try:
         connection.settimeout(timeout_seconds)
         if tls:
-            return TlsStream(_shake_hands(connection, endpoint.host, tls))
+            return TlsStream(_shake_hands(connection, endpoint.host, tls), timeout_seconds)
+        return Stream(connection, timeout_seconds)
     except BaseException:
         connection.close()
         raise
-    connection.settimeout(None)
-    limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    return Stream(connection)
 
 
 def _connect(family: int, address: str | tuple[Any, ...], timeout_seconds: float) -> socket.socket:
@@ -118,12 +83,9 @@ def _connect_to_host(endpoint: Endpoint, timeout_seconds: float) -> socket.socke
         if left <= 0:
             raise TimeoutError(f"no connection within {timeout_seconds} s")
         try:
-            connection = _connect(family, address, left)
+            return _connect(family, address, left)
         except OSError as error:
             problem = error
-            continue
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
     raise problem
 
 
