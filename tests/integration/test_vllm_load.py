@@ -93,7 +93,7 @@ def assert_loaded(hits, stored):
 
 
 def settle(sidecar):
-    sidecar.wait_until(lambda stats: stats["num_unsettled_rows"] == 0)
+    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
 
 
 def forget_memory(engine, sidecar):
