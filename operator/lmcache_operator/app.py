@@ -43,9 +43,9 @@ async def run(
 ) -> None:
     """Run until SIGTERM or SIGINT; without namespaces for all of them."""
     if kubeconfig is not None:
-        os.environ["KUBECONFIG"] = kubeconfig  # where ``login`` finds it
+        os.environ["KUBECONFIG"] = kubeconfig  # for the client, and for kopf's
     start_http_server(metrics_port)
-    async with connect(kubeconfig) as api, StatsClient() as stats:
+    async with connect() as api, StatsClient() as stats:
         reconciler = Reconciler(api, context, stats.read)
         queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
         metrics.CLUSTERS.set_function(lambda: len(queue))

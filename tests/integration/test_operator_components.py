@@ -35,7 +35,7 @@ def reconcile_until(plane: Any, namespace: str, is_done: Callable[[], bool]) -> 
     key = ClusterKey(namespace, NAME, resource["metadata"]["uid"])
 
     async def run(use: Callable[[KubeApi], Awaitable[None]]) -> None:
-        async with connect(str(plane.kubeconfig())) as api:
+        async with connect() as api:
             await use(api)
 
     async def work(api: KubeApi) -> None:
@@ -53,7 +53,8 @@ def status_of(plane: Any, namespace: str) -> tuple[Object, dict[str, str]]:
     return status, {c["type"]: c["status"] for c in status.get("conditions", [])}
 
 
-def test_a_second_component_comes_and_goes(plane, chart, operator_process, namespace):
+def test_a_second_component_comes_and_goes(plane, chart, operator_process, namespace, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
     if operator_process.is_running:
         operator_process.terminate()
     resource = example()

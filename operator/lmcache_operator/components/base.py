@@ -144,7 +144,7 @@ class Component(ABC):
 
     @abstractmethod
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """Every object that it may have, wanted at present or not.
+        """Every object that it may have, wanted at present or not, prerequisites first.
 
         The names are ours, so that none has to be searched for, also when its labels are gone.
         """

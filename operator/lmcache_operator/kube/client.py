@@ -39,9 +39,9 @@ _ESCAPED_IN_YAML = {
 
 
 @asynccontextmanager
-async def connect(kubeconfig: str | None) -> AsyncIterator[KubeApi]:
-    """A client for the cluster named by a kubeconfig, or for the one this pod runs in."""
-    server = await configuration(kubeconfig)
+async def connect() -> AsyncIterator[KubeApi]:
+    """A client for the cluster that the operator is configured for."""
+    server = await configuration()
     server.connection_pool_maxsize = _MAX_REQUESTS
     async with ApiClient(server) as client:
         yield KubeApi(client)

@@ -25,9 +25,9 @@ _KIND = "PartialObjectMetadata"
 _NEEDED = ("name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences", "deletionTimestamp")
 
 
-async def configuration(kubeconfig: str | None = None) -> Configuration:
-    """How to reach the API server: by the kubeconfig that is named or found, else as this pod."""
-    found, named = Configuration(), kubeconfig or os.environ.get("KUBECONFIG")
+async def configuration() -> Configuration:
+    """How to reach the API server: by the kubeconfig that $KUBECONFIG names, as this pod, or by the home's."""
+    found, named = Configuration(), os.environ.get("KUBECONFIG")
     if named is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         kube_config.load_incluster_config(client_configuration=found)
     else:

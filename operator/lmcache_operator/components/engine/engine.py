@@ -37,14 +37,14 @@ class Engine(Component):
     name = names.ENGINE
 
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """See ``Component``, as for all of these."""
+        """The StatefulSet last, as in all that follows."""
         engine = names.engine_name(cluster_name)
-        kinds = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet")
         others = Ref("ConfigMap", names.config_name(cluster_name)), Ref("Service", cluster_name)
-        return (*(Ref(kind, engine) for kind in kinds), *others)
+        kinds = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet")
+        return (*others, *(Ref(kind, engine) for kind in kinds))
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
-        """Prerequisites of the pods first and the StatefulSet last."""
+        """What the pods need comes before them."""
         child, engine = partial(names.child, cluster, names.ENGINE), names.engine_name(cluster.name)
         config, policy = {"sidecar.yaml": _sidecar_yaml(cluster)}, _network_policy(cluster, context)
         client_service = {"ports": [_HTTP_PORT], "selector": _selector(cluster)}
