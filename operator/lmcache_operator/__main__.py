@@ -15,8 +15,8 @@ import yaml
 from lmcache.logging import set_up
 from lmcache_operator import __version__
 from lmcache_operator.api import KIND
+from lmcache_operator.api.crd import dump
 from lmcache_operator.api.parse import parse
-from lmcache_operator.api.plain_yaml import dump
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
 from lmcache_operator.errors import InvalidSpecError

@@ -12,7 +12,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from lmcache_operator.specs.kinds import CLUSTER, Kind, Ref, controller_uid
+from lmcache_operator.specs.kinds import CLUSTER, EVENT, Kind, Ref, controller_uid
 from lmcache_operator.specs.merge import ITEM_KEYS, merge
 from lmcache_operator.specs.names import FIELD_MANAGER
 
@@ -79,13 +79,17 @@ class World:
         found = self.resource if kind == CLUSTER else self.objects.get(Ref(kind.kind, name))
         return copy.deepcopy(found)
 
-    async def list_pods(self, namespace: str, labels: dict[str, str]) -> list[Object]:
-        self._may_fail("list_pods")
+    async def find(
+        self, kind: Kind, namespace: str, *, labelSelector: str = "", fieldSelector: str = ""
+    ) -> list[Object]:
+        self._may_fail("find", kind.kind)
+        if kind == EVENT:
+            uid, _, others = fieldSelector.removeprefix("involvedObject.uid=").partition(",")
+            assert others == "type=Warning"
+            return [event for event in self.warnings if event["involvedObject"]["uid"] == uid]
+        labels = dict(pair.split("=") for pair in labelSelector.split(","))
         found = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
         return copy.deepcopy(found)
-
-    async def list_warnings(self, namespace: str, uid: str) -> list[Object]:
-        return [event for event in self.warnings if event["involvedObject"]["uid"] == uid]
 
     async def is_ending(self, namespace: str) -> bool:
         return self.is_namespace_ending

@@ -59,19 +59,11 @@ class KubeApi:
         status, found = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))
         return found if status == HTTPStatus.OK else None
 
-    async def list_pods(self, namespace: str, labels: Mapping[str, str]) -> list[Object]:
-        """All pods with these labels."""
-        query = {"labelSelector": ",".join(f"{key}={value}" for key, value in labels.items())}
-        _, page = await self._call("GET", _path(POD, namespace), query=query)
-        pods: list[Object] = page["items"]
-        return pods
-
-    async def list_warnings(self, namespace: str, uid: str) -> list[Object]:
-        """The warnings about one object."""
-        query = {"fieldSelector": f"involvedObject.uid={uid},type=Warning"}
-        _, page = await self._call("GET", _path(EVENT, namespace), query=query)
-        warnings: list[Object] = page["items"]
-        return warnings
+    async def find(self, kind: Kind, namespace: str, **selectors: str) -> list[Object]:
+        """All objects of a kind that a ``labelSelector``, or a ``fieldSelector``, selects."""
+        _, page = await self._call("GET", _path(kind, namespace), query=selectors)
+        found: list[Object] = page["items"]
+        return found
 
     async def is_ending(self, namespace: str) -> bool:
         """Whether a namespace is being deleted; nothing can be made in it then."""

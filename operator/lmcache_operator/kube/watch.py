@@ -26,7 +26,7 @@ _NEEDED = ("name", "namespace", "uid", "resourceVersion", "labels", "ownerRefere
 
 
 async def configuration() -> Configuration:
-    """How to reach the API server: by the kubeconfig that $KUBECONFIG names, as this pod, or by the home's."""
+    """How to reach the API server: by $KUBECONFIG, as this pod, or by the home's file."""
     found, named = Configuration(), os.environ.get("KUBECONFIG")
     if named is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         kube_config.load_incluster_config(client_configuration=found)

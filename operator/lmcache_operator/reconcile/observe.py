@@ -11,8 +11,8 @@ from lmcache_operator.components.pods import incomplete_sets, is_ready
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import Contested
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import BY_NAME, controller_uid
-from lmcache_operator.specs.names import selector
+from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, controller_uid
+from lmcache_operator.specs.names import selector_text
 
 
 async def observe(
@@ -23,7 +23,7 @@ async def observe(
     refs = component.refs(name)
     found, pods = await asyncio.gather(
         asyncio.gather(*(api.get(BY_NAME[ref.kind], namespace, ref.name) for ref in refs)),
-        api.list_pods(namespace, selector(name, component.name)),
+        api.find(POD, namespace, labelSelector=selector_text(name, component.name)),
     )
     live = {ref: child for ref, child in zip(refs, found, strict=True) if child is not None}
     own = {ref: child for ref, child in live.items() if controller_uid(child) == uid}
@@ -39,5 +39,6 @@ async def observe(
     # Asked only while something is missing; one pod that is not ready stands for all.
     unready = [pod for pod in observed.pods if not is_ready(pod)][:1]
     about = [*(owner for owner, _ in incomplete_sets(observed)), *unready]
-    warnings = [e for one in about for e in await api.list_warnings(namespace, one["metadata"]["uid"])]
+    selectors = [f"involvedObject.uid={one['metadata']['uid']},type=Warning" for one in about]
+    warnings = [event for one in selectors for event in await api.find(EVENT, namespace, fieldSelector=one)]
     return replace(observed, warnings=tuple(warnings))

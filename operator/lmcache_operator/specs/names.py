@@ -57,6 +57,11 @@ def selector(cluster_name: str, component: str) -> dict[str, str]:
     return {CLUSTER_LABEL: cluster_name, COMPONENT_LABEL: component}
 
 
+def selector_text(cluster_name: str, component: str) -> str:
+    """The same in the words of the API."""
+    return ",".join(f"{key}={value}" for key, value in selector(cluster_name, component).items())
+
+
 def labels(cluster: Cluster, component: str) -> dict[str, str]:
     """Labels of every child of a component."""
     return {

@@ -130,7 +130,7 @@ def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() 
     assert bench.world.told == [("Warning", "Refused")]
 
 
-@pytest.mark.parametrize("call", ["get Service", "list_pods", "apply Service", "apply StatefulSet", "evict"])
+@pytest.mark.parametrize("call", ["get Service", "find Pod", "apply Service", "apply StatefulSet", "evict"])
 def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: str) -> None:
     bench = Bench()
     if call == "evict":
@@ -162,7 +162,7 @@ def test_a_failure_that_goes_away_is_not_told() -> None:
 
 def test_a_fault_of_the_operator_is_told_too() -> None:
     bench = Bench()
-    bench.world.failures["list_pods"] = RecursionError("too deep")
+    bench.world.failures["find Pod"] = RecursionError("too deep")
     for _ in range(2):
         with pytest.raises(RecursionError):
             bench.reconcile()

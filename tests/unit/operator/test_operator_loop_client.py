@@ -12,7 +12,7 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube.client import KubeApi, error_of
-from lmcache_operator.specs.kinds import POD
+from lmcache_operator.specs.kinds import EVENT, POD
 
 from tests.harness.operator_model import cluster
 
@@ -59,7 +59,7 @@ class Server:
         return web.json_response(answer, status=status)
 
 
-async def call(server: Server, method: str, *arguments: Any, is_down: bool = False) -> Any:
+async def call(server: Server, method: str, *arguments: Any, is_down: bool = False, **selectors: str) -> Any:
     application = web.Application()
     application.router.add_route("*", "/{tail:.*}", server.handle)
     runner = web.AppRunner(application)
@@ -72,7 +72,7 @@ async def call(server: Server, method: str, *arguments: Any, is_down: bool = Fal
     configuration = Configuration(host=f"http://127.0.0.1:{port}")
     try:
         async with ApiClient(configuration) as client:
-            return await getattr(KubeApi(client), method)(*arguments)
+            return await getattr(KubeApi(client), method)(*arguments, **selectors)
     finally:
         await runner.cleanup()
 
@@ -93,16 +93,17 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
     [
         ("get", (POD, "n", "p"), (200, {"a": 1}), {"a": 1}, f"GET {CORE}/pods/p"),
         ("get", (POD, "n", "p"), (404, {}), None, f"GET {CORE}/pods/p"),
-        ("list_pods", ("n", {"a": "b"}), (200, {"items": [1]}), [1], f"GET {CORE}/pods?labelSelector=a%3Db"),
+        ("find", (POD, "n"), (200, {"items": [1]}), [1], f"GET {CORE}/pods"),
         ("get", (POD, "n", "p"), (404, "page not found"), None, f"GET {CORE}/pods/p"),
-        ("list_warnings", ("n", "u"), (200, {"items": [1]}), [1],
-         f"GET {CORE}/events?fieldSelector=involvedObject.uid%3Du,type%3DWarning"),
         ("is_ending", ("n",), (200, {"metadata": {}}), False, "GET /api/v1/namespaces/n"),
         ("is_ending", ("n",), (200, {"metadata": {"deletionTimestamp": "t"}}), True,
          "GET /api/v1/namespaces/n"),
         ("is_ending", ("n",), (403, {}), False, "GET /api/v1/namespaces/n"),
         ("apply", (SERVICE, None), (201, {}), None, f"PATCH {CORE}/services/a{FORCE}"),
         ("apply_status", (SERVICE,), (404, {}), None, f"PATCH {CORE}/services/a/status{FORCE}"),
+        ("delete", (POD, "n", "p", "u"), (200, {}), True, f"DELETE {CORE}/pods/p"),
+        ("delete", (POD, "n", "p", "u"), (404, {}), False, f"DELETE {CORE}/pods/p"),
+        ("delete", (POD, "n", "p", "u"), (409, {}), False, f"DELETE {CORE}/pods/p"),
         ("evict", ("n", "p", "u"), (201, {}), True, f"POST {CORE}/pods/p/eviction"),
         ("evict", ("n", "p", "u"), (429, {}), False, f"POST {CORE}/pods/p/eviction"),
         ("evict", ("n", "p", "u"), (404, {}), False, f"POST {CORE}/pods/p/eviction"),
@@ -129,6 +130,12 @@ def test_only_the_object_that_was_seen_is_changed_and_none_that_appeared_meanwhi
         assert json.loads(body)["metadata"] == SERVICE["metadata"] | condition
 
 
+def test_only_the_object_that_was_seen_is_deleted(server: Server) -> None:
+    asyncio.run(call(server, "delete", POD, "n", "p", "u"))
+    ((_, _, _, body),) = server.requests
+    assert json.loads(body)["preconditions"] == {"uid": "u"}
+
+
 def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -> None:
     with pytest.raises(ApiError, match="no answer"):
         asyncio.run(call(server, "get", POD, "n", "p", is_down=True))
@@ -141,3 +148,12 @@ def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -
         server.answer = (status, {"message": "why", "reason": "Something"})
         with pytest.raises(kind, match="why"):
             asyncio.run(call(server, "apply", SERVICE, None))
+
+
+def test_objects_are_found_by_selectors(server: Server) -> None:
+    server.answer = (200, {"items": [1]})
+    found = asyncio.run(call(server, "find", POD, "n", labelSelector="a=b"))
+    assert found == asyncio.run(call(server, "find", EVENT, "n", fieldSelector="involvedObject.uid=u")) == [1]
+    assert [path for _, path, _, _ in server.requests] == [
+        f"{CORE}/pods?labelSelector=a%3Db", f"{CORE}/events?fieldSelector=involvedObject.uid%3Du",
+    ]  # fmt: skip

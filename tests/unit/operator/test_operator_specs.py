@@ -14,8 +14,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lmcache_operator.api.crd import dump
 from lmcache_operator.api.parse import parse
-from lmcache_operator.api.plain_yaml import dump
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine, spec_hash
 from lmcache_operator.components.engine.pod import sidecar_memory

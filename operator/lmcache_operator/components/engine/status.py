@@ -14,7 +14,7 @@ from lmcache_operator.components.base import (
     former_conditions,
 )
 from lmcache_operator.components.pods import is_ready
-from lmcache_operator.specs.names import ENGINE, selector
+from lmcache_operator.specs.names import ENGINE, selector_text
 
 _DEADLINE = "ProgressDeadlineExceeded"
 _ATTACHED, _REACHABLE = "SidecarAttached", "RemoteTierReachable"
@@ -27,7 +27,6 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
     count = f"{num_ready} of {desired} engine pods are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
     of_sidecars = _of_sidecars(observed)
-    labels = selector(observed.name, ENGINE)
     return Status(
         summary=summary,
         progressing=_progressing(plan, num_pods, desired, num_ready, count),
@@ -36,7 +35,7 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
         fields={
             "readyReplicas": num_ready,
             "replicas": num_pods,
-            "selector": ",".join(f"{key}={value}" for key, value in labels.items()),
+            "selector": selector_text(observed.name, ENGINE),
         },
     )
 
