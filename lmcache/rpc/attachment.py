@@ -19,7 +19,7 @@ import grpc
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.rpc.errors import SidecarUnavailable
+from lmcache.rpc.errors import SidecarUnavailableError
 from lmcache.rpc.hello import ClientHello
 from lmcache.rpc.session import Copies, Session
 from lmcache.tiers.errors import ArenaError
@@ -62,8 +62,8 @@ class Attachment:
     def run(self, on_session: Callable[[Session], None]) -> None:
         """Attach, hand over the session, return when the stream ended.
 
-        Raises grpc.RpcError (refused, connection lost), SidecarUnavailable (``cancel`` was given a reason),
-        ArenaError or OSError (the arena can't be mapped).
+        Raises grpc.RpcError (refused, connection lost), SidecarUnavailableError (``cancel`` was given a
+        reason), ArenaError or OSError (the arena can't be mapped).
         """
         with grpc.insecure_channel(f"unix:{self._socket_path}", options=_CHANNEL_OPTIONS) as channel:
             attach = channel.stream_stream(
@@ -89,7 +89,7 @@ class Attachment:
                     self._copies.finish(session)
             except grpc.RpcError as error:
                 if self._reason:
-                    raise SidecarUnavailable(self._reason) from error
+                    raise SidecarUnavailableError(self._reason) from error
                 raise
             finally:
                 attach_timeout.cancel()

@@ -3,9 +3,9 @@
 ::
 
     SidecarError
-    ├── SidecarUnavailable   no answer: the call may or may not have been done
-    ├── StaleSession         the session's epoch is over: take the client's present session
-    └── RpcRefused           the sidecar said no and changed nothing; the message says what to do
+    ├── SidecarUnavailableError   no answer: the call may or may not have been done
+    ├── StaleSessionError         the session's epoch is over: take the client's present session
+    └── RpcRefusedError           the sidecar said no and changed nothing; the message says what to do
 
 A caller that only wants to go on without the cache catches ``SidecarError``.
 """
@@ -19,15 +19,15 @@ class SidecarError(Exception):
     """Base of everything that a session's calls raise."""
 
 
-class SidecarUnavailable(SidecarError):
+class SidecarUnavailableError(SidecarError):
     """No answer: detached, deadline passed or connection lost. The call may or may not have been done."""
 
 
-class StaleSession(SidecarError):
+class StaleSessionError(SidecarError):
     """The session's epoch is over. Nothing was done; take the client's present session."""
 
 
-class RpcRefused(SidecarError):
+class RpcRefusedError(SidecarError):
     """The sidecar refused the call and changed nothing."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:

@@ -19,8 +19,10 @@ class KVGroup:
 
     group: int
     block_tokens: int
-    chunk_bytes: int  # of one column
-    window_tokens: int = 0  # 0: full attention, else a sliding window of so many tokens
+    chunk_bytes: int
+    """Of one column."""
+    window_tokens: int = 0
+    """0: full attention, else a sliding window of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,18 @@ class ClientHello:
     """Who the client is; the same for all its sessions."""
 
     role: Role
-    engine_uuid: bytes  # 16 bytes, the same in all processes of one engine instance
-    namespace: bytes  # 32 bytes, see lmcache/keys.py
+    engine_uuid: bytes
+    """16 bytes, the same in all processes of one engine instance."""
+    namespace: bytes
+    """32 bytes, see lmcache/keys.py."""
     chunk_tokens: int
     groups: tuple[KVGroup, ...]
-    num_columns: int = 1  # ranks whose KV differs
-    column: int = 0  # this rank's; 0 for the scheduler
-    private_reason: str = ""  # not empty: keys mean nothing outside this engine process; memory tier only
+    num_columns: int = 1
+    """Ranks whose KV differs."""
+    column: int = 0
+    """This rank's; 0 for the scheduler."""
+    private_reason: str = ""
+    """Not empty: keys mean nothing outside this engine process; memory tier only."""
     model: str = ""
-    gpu_uuid: str = ""  # empty: the engine's KV is in host memory
+    gpu_uuid: str = ""
+    """Empty: the engine's KV is in host memory."""

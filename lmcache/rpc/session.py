@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.rpc.errors import RpcRefused, SidecarError, SidecarUnavailable, StaleSession
+from lmcache.rpc.errors import RpcRefusedError, SidecarError, SidecarUnavailableError, StaleSessionError
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
@@ -59,7 +59,7 @@ class Copies:
 
     @contextlib.contextmanager
     def block(self, session: Session) -> Iterator[None]:
-        """Hold a block open. Raises StaleSession."""
+        """Hold a block open. Raises StaleSessionError."""
         with self._lock:
             session.check_present()
             self._num_open[session] += 1
@@ -223,19 +223,19 @@ class Session:
     def copying(self) -> contextlib.AbstractContextManager[None]:
         """Hold this around every copy from or to the arena, including its commit or abort.
 
-        Raises StaleSession when the session is over. Until all such blocks of older sessions are left, the
-        sidecar keeps their slots in quarantine.
+        Raises StaleSessionError when the session is over. Until all such blocks of older sessions are left,
+        the sidecar keeps their slots in quarantine.
         """
         return self._copies.block(self)
 
     def check_present(self) -> None:
-        """Raise StaleSession when the session is over, SidecarUnavailable in a forked child."""
+        """Raise StaleSessionError when the session is over, SidecarUnavailableError in a forked child."""
         if os.getpid() != self._pid:
-            raise SidecarUnavailable(
+            raise SidecarUnavailableError(
                 "this process was forked from the attached one: make a client of its own"
             )
         if self.is_over:
-            raise StaleSession(f"epoch {self.epoch} is over: take the client's present session")
+            raise StaleSessionError(f"epoch {self.epoch} is over: take the client's present session")
 
     def _call_sliced(self, method: service.Method, slots: Sequence[Slot], timeout: float) -> None:
         step = service.MAX_KEYS_PER_CALL
@@ -251,7 +251,7 @@ class Session:
             raise self._translate(method, timeout, error) from error
         except ValueError as error:  # the channel was closed under us, or a value does not fit its field
             self.check_present()
-            raise RpcRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+            raise RpcRefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
 
     def _translate(self, method: service.Method, timeout: float, error: grpc.RpcError) -> SidecarError:
         code, details = error.code(), error.details() or ""
@@ -259,11 +259,11 @@ class Session:
             if method in _STORE_METHODS:
                 self._on_stale(f"{method.name} was not answered, a new epoch says what became of its slots")
             limit = f" within {timeout:g} s" if code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
-            return SidecarUnavailable(f"{method.name} was not answered{limit}: {code.name}: {details}")
+            return SidecarUnavailableError(f"{method.name} was not answered{limit}: {code.name}: {details}")
         if service.reason_of(error) == service.REASON_ATTACH_AGAIN:
             self._on_stale(details)
-            return StaleSession(details)
-        return RpcRefused(code, details)
+            return StaleSessionError(details)
+        return RpcRefusedError(code, details)
 
 
 def _joined(known: LookupResult, found: pb.GroupResult) -> LookupResult:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lmcache.rpc.errors import SidecarUnavailable
+from lmcache.rpc.errors import SidecarUnavailableError
 from lmcache.rpc.session import LookupResult
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Reservation, Reserved, Slot
@@ -112,7 +112,7 @@ class SessionDouble:
 
     def _check_up(self) -> None:
         if self.is_down:
-            raise SidecarUnavailable("down")
+            raise SidecarUnavailableError("down")
 
 
 def _split(keys: bytes) -> list[bytes]:

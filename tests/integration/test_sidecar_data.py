@@ -10,7 +10,7 @@ import pytest
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import Role
-from lmcache.rpc.errors import StaleSession
+from lmcache.rpc.errors import StaleSessionError
 from lmcache.rpc.service import LOOKUP, RESERVE, unpack_slots
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.contracts import Reserved
@@ -108,7 +108,7 @@ def test_releases_that_did_not_arrive_are_sent_after_the_next_attach(sidecar, co
     assert old.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
     scheduler._attachment.cancel()
     wait_until(lambda: old.is_over)
-    with pytest.raises(StaleSession):
+    with pytest.raises(StaleSessionError):
         old.release(["r"])
     attached(scheduler, newer_than=old).release([])
     sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
@@ -196,7 +196,7 @@ def test_the_client_says_drained_only_when_its_copies_have_ended(sidecar, connec
         client._attachment.cancel()
         attached(client, newer_than=session)
         assert sidecar.stats()["memory"]["quarantined_slots"] == 1
-        with pytest.raises(StaleSession), session.copying():
+        with pytest.raises(StaleSessionError), session.copying():
             pass
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
 

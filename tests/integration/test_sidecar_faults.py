@@ -10,7 +10,7 @@ import pytest
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import Role, SidecarClient
-from lmcache.rpc.errors import SidecarUnavailable, StaleSession
+from lmcache.rpc.errors import SidecarUnavailableError, StaleSessionError
 from lmcache.rpc.service import RESERVE, unpack_slots
 from lmcache.tiers.memory.slots import ENTRY
 from testing.child_process import wait_until
@@ -37,7 +37,7 @@ def test_a_killed_sidecar_comes_back_with_its_rows(sidecar, connect):
     )
     assert again.epoch > session.epoch
     usable(sidecar)
-    with pytest.raises(StaleSession):
+    with pytest.raises(StaleSessionError):
         session.commit([lost])
     wait_until(lambda: len(load(again_scheduler, again, "after", 1, 2, 3, 4)) == 3)
     copies = load(again_scheduler, again, "after", 1, 2, 3, 4)
@@ -78,7 +78,7 @@ def test_a_frozen_sidecar_costs_a_deadline_and_recovers(sidecar, connect):
     store(session, 1)
     sidecar.freeze()
     started = time.monotonic()
-    with pytest.raises(SidecarUnavailable, match=r"within 0\.2 s"):
+    with pytest.raises(SidecarUnavailableError, match=r"within 0\.2 s"):
         session.lookup("r", [(0, make_keys(1))], timeout=0.2)
     assert time.monotonic() - started < 1.5
     late = SidecarClient(sidecar.socket_path, make_hello())
@@ -96,7 +96,7 @@ def test_slots_of_a_store_that_was_not_answered_come_back(sidecar, connect):
     session = attached(client)
     usable(sidecar)
     sidecar.freeze()
-    with pytest.raises(SidecarUnavailable), session.copying():
+    with pytest.raises(SidecarUnavailableError), session.copying():
         session.reserve(0, make_keys(1, 2), timeout=0.1)
     sidecar.thaw()
     again = attached(client, newer_than=session)
@@ -110,7 +110,7 @@ def test_leases_whose_release_was_not_answered_end_with_the_next_one(sidecar, co
     store(session, 1)
     assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
     sidecar.freeze()
-    with pytest.raises(SidecarUnavailable):
+    with pytest.raises(SidecarUnavailableError):
         session.release(["r"], timeout=0.1)
     sidecar.thaw()
     session.release([])
@@ -147,7 +147,7 @@ def test_a_forked_child_is_detached_and_leaves_the_lock_alone(sidecar, connect):
     if (pid := os.fork()) == 0:
         try:
             session.lookup("r", [(0, make_keys(1))])
-        except SidecarUnavailable:
+        except SidecarUnavailableError:
             client.close()
             os._exit(0 if client.session is None else 3)
         os._exit(4)

@@ -12,7 +12,7 @@ import urllib.error
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache.rpc.errors import SidecarError, SidecarUnavailable, StaleSession
+from lmcache.rpc.errors import SidecarError, SidecarUnavailableError, StaleSessionError
 from testing.child_process import REPOSITORY
 from tests.harness.wire import attached, usable
 
@@ -109,5 +109,5 @@ def socket_answers(path: str) -> bool:
 
 
 def test_errors_are_one_family():
-    for error in (SidecarUnavailable, StaleSession):
+    for error in (SidecarUnavailableError, StaleSessionError):
         assert issubclass(error, SidecarError)

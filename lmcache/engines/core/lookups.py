@@ -20,7 +20,7 @@ import numpy as np
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.requests import Ticket
 from lmcache.rpc.client import Session, SidecarClient
-from lmcache.rpc.errors import SidecarError, SidecarUnavailable
+from lmcache.rpc.errors import SidecarError, SidecarUnavailableError
 from lmcache.tiers.memory.contracts import Found, LookupResult
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class LookupThread:
         try:
             reply = call(session)
         except SidecarError as error:
-            if isinstance(error, SidecarUnavailable):
+            if isinstance(error, SidecarUnavailableError):
                 self._silent_epoch, self._paused_until = session.epoch, time.monotonic() + _PAUSE_SECONDS
             logger.debug("The sidecar did not answer: %s", error)
             return None

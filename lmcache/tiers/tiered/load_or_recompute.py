@@ -1,6 +1,6 @@
 """Load or recompute? Pure.
 
-A row that a lower tier holds is worth bringing only if that is sooner done than computing it anew: a slow
+A row that a lower tier holds is worth bringing only if that is sooner done than computing it again: a slow
 disk, or a Redis that everybody reads from at once, would otherwise make a request wait for its own cache.
 """
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import SidecarUnavailable
+from lmcache.rpc.errors import SidecarUnavailableError
 from lmcache.rpc.session import Copies, Session
 from lmcache.tiers.memory.contracts import Slot
 from tests.harness.wire import make_hello
@@ -78,7 +78,7 @@ def test_a_late_release_does_not_end_a_lease_that_was_taken_again(client):
     channel = Channel()
     session = attach(client, channel)
     channel.is_silent = True
-    with pytest.raises(SidecarUnavailable):
+    with pytest.raises(SidecarUnavailableError):
         session.release(["preempted", "other"])
     channel.is_silent = False
     session.lookup("preempted", [(0, b"k" * 64)])
