@@ -38,32 +38,26 @@ class TenantUse:
 
 
 class Tenants:
-    """Rows and bytes in use by tenant. Rows remember a tenant by its number; 0 is who has no name."""
+    """Rows and bytes in use by tenant; who has no name is one of them."""
 
     def __init__(self) -> None:
-        self._numbers = {b"": 0}
-        self._uses = {0: TenantUse(b"")}
-        self._next_number = 1
+        self._uses = {b"": TenantUse(b"")}
 
-    def enter(self, name: bytes, num_bytes: int) -> int:
-        """Count a row; return the tenant's number, which stands for it while it has rows."""
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = self._next_number
-            self._next_number += 1
-            self._uses[number] = TenantUse(name)
-        use = self._uses[number]
+    def enter(self, name: bytes, num_bytes: int) -> TenantUse:
+        """Count a row; return what counts it, to be given to ``leave``."""
+        use = self._uses.get(name)
+        if use is None:
+            use = self._uses[name] = TenantUse(name)
         use.num_rows += 1
         use.num_bytes += num_bytes
-        return number
+        return use
 
-    def leave(self, number: int, num_bytes: int) -> None:
+    def leave(self, use: TenantUse, num_bytes: int) -> None:
         """A row is gone."""
-        use = self._uses[number]
         use.num_rows -= 1
         use.num_bytes -= num_bytes
-        if number and not use.num_rows:
-            del self._uses[number], self._numbers[use.name]
+        if use.name and not use.num_rows:
+            del self._uses[use.name]
 
     def largest(self, limit: int = 32) -> tuple[list[TenantUse], TenantUse]:
         """Return what the largest tenants use, the largest first, and what all others use together."""

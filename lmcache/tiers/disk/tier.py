@@ -106,7 +106,7 @@ class DiskTier:
     def store(
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
-        """Write one object, or refresh the age of what is there (``remove`` it first to replace it). False:
+        """Write one object, or mark as used what is there (``remove`` it first to replace it). False:
         refused, the stats say why."""
         with self._watching():
             return self._store(object_id, payload, label, digests)

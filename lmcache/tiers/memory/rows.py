@@ -27,7 +27,7 @@ from lmcache.tiers.memory.allocator import FrameAllocator
 from lmcache.tiers.memory.contracts import Arena, Slot
 from lmcache.tiers.pages import zeros
 from lmcache.tiers.policy import LRU
-from lmcache.tiers.stats import MemoryStats, Removal, Tenants
+from lmcache.tiers.stats import MemoryStats, Removal, Tenants, TenantUse
 from lmcache.units import ceil_div
 
 # Ranks of one engine store a chunk within one step: by then missing columns will not come any more.
@@ -89,10 +89,10 @@ class Rows:
         self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
         self._clock = clock
         self._keys: list[RowKey] = []  # by row, as far as rows were ever taken; not copies
+        self._tenants: list[TenantUse] = []  # by row, as far as those
         self._generations = zeros(self.allocator.num_numbers, "Q")
         self.depths = zeros(self.allocator.num_numbers, "I")  # position in its chain; 0: not known
         self.unverified = zeros(self.allocator.num_numbers, "B")  # 1: adopted, and not compared yet
-        self._tenants = zeros(self.allocator.num_numbers, "I")
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
         self.dropped: dict[int, None] = {}  # adopted rows of no use: not free while adopted rows are held
         self._limit: int | None = None
@@ -180,10 +180,9 @@ class Rows:
             self.stats.refused += 1
             return None
         row = self.open_rows[number] = OpenRow(key, Slot(number, self.next_generation), request)
-        self._name(number, key, self.next_generation)
+        self._name(number, key, self.next_generation, tenant)
         self.next_generation += 1
         self.depths[number] = min(depth, _MAX_DEPTH)
-        self._tenants[number] = self.stats.tenants.enter(tenant, num_slots * self._bytes_per_slot)
         return row
 
     def publish(self, row: OpenRow) -> None:
@@ -246,8 +245,7 @@ class Rows:
         index from now on, to be verified before use; else it is for the caller to open as invalid."""
         number, generation = slot
         self.allocator.allocate_at(number)
-        self._name(number, key, generation)
-        self._tenants[number] = self.stats.tenants.enter(b"", self._bytes_per_slot)
+        self._name(number, key, generation, b"")
         if not is_whole or self.row_by_key.setdefault(key, number) != number:
             return False
         self.unverified[number] = 1
@@ -357,10 +355,13 @@ class Rows:
         self._free(number)
         self.stats.removed[Removal.EVICTED] += 1
 
-    def _name(self, number: int, key: RowKey, generation: int) -> None:
-        if number >= len(self._keys):
-            self._keys.extend(itertools.repeat(b"", number + 1 - len(self._keys)))
+    def _name(self, number: int, key: RowKey, generation: int, tenant: bytes) -> None:
+        if (missing := number + 1 - len(self._keys)) > 0:
+            self._keys.extend(itertools.repeat(b"", missing))
+            self._tenants.extend(itertools.repeat(TenantUse(b""), missing))
         self._keys[number], self._generations[number] = key, generation
+        num_bytes = self.allocator.size(number) * self._bytes_per_slot
+        self._tenants[number] = self.stats.tenants.enter(tenant, num_bytes)
 
     def _publish_key(self, key: RowKey, number: int) -> None:
         if self._shared is not None:
