@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata
+from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde import formats, legacy
 from lmcache.storage_backend.serde.container import ContainerError
-from lmcache.storage_backend.serde.serde import (
-    Deserializer,
-    DeserializerDebugWrapper,
-    Serializer,
-    SerializerDebugWrapper,
-)
+from lmcache.storage_backend.serde.serde import Deserializer, Serializer
 
 __all__ = ["ContainerError", "CreateSerde", "Deserializer", "Serializer"]
 
@@ -34,8 +29,5 @@ def CreateSerde(
     """
     if serde_type not in _SERIALIZERS:
         raise ValueError(f"Invalid serde type: {serde_type!r} (write {', '.join(_SERIALIZERS)})")
-    serializer = _SERIALIZERS[serde_type](config, metadata)
     deserializer = formats.ContainerDeserializer(metadata.kv_dtype, _LEGACY_READERS.get(serde_type))
-    if GlobalConfig.is_debug():
-        return SerializerDebugWrapper(serializer), DeserializerDebugWrapper(deserializer)
-    return serializer, deserializer
+    return _SERIALIZERS[serde_type](config, metadata), deserializer

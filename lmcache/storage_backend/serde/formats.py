@@ -25,7 +25,7 @@ from lmcache.storage_backend.serde.container import (
     tensor_bytes,
     tensor_from_bytes,
 )
-from lmcache.storage_backend.serde.serde import Deserializer, Serializer
+from lmcache.storage_backend.serde.serde import Deserializer, Serializer, timed
 from lmcache.tiers.header import Buffer
 from lmcache.utils import token_dim
 
@@ -43,6 +43,7 @@ class ContainerDeserializer(Deserializer):
         super().__init__(dtype)
         self._read_legacy = read_legacy
 
+    @timed
     @torch.inference_mode(False)
     def from_bytes(self, bs: Buffer, label: bytes = b"") -> torch.Tensor:
         """See Deserializer."""
@@ -54,6 +55,7 @@ class ContainerDeserializer(Deserializer):
 class RawSerializer(Serializer):
     """Tensor to a container with its elements as they are: one copy and one checksum."""
 
+    @timed
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """See Serializer."""
         return pack(Kind.RAW, t.dtype, t.shape, [tensor_bytes(t)], label)
@@ -63,6 +65,7 @@ class SafetensorsSerializer(Serializer):
     """Tensor to a container with ``{"tensor_bytes": tensor}``: behind its header is a safetensors file, which
     any tool reads."""
 
+    @timed
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """See Serializer."""
         file = safetensors.torch.save({legacy.TENSOR_NAME: t.detach().cpu().contiguous()})
@@ -86,6 +89,7 @@ class CacheGenSerializer(Serializer):
         self.bins = bins
         self.num_raw = 0  # chunks that were stored raw, because the codec can't hold their values
 
+    @timed
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """Encode a chunk. What can't be encoded (not finite, integers, 8-bit floats, empty, other shapes) is
         stored raw, without loss, and counted in ``num_raw``. Raises ValueError as Serializer does."""

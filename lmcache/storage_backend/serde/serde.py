@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import abc
+import functools
 import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 
+from lmcache.config import GlobalConfig
 from lmcache.logging import init_logger
 from lmcache.tiers.header import Buffer
 
 logger = init_logger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Serializer(abc.ABC):
@@ -42,30 +49,15 @@ class Deserializer(abc.ABC):
         """
 
 
-class SerializerDebugWrapper(Serializer):
-    """Log, at level DEBUG, how long each call took."""
+def timed(function: Callable[P, T]) -> Callable[P, T]:
+    """Log, at level DEBUG, how long each call took, while ``GlobalConfig`` says so."""
 
-    def __init__(self, serializer: Serializer) -> None:
-        self.serializer = serializer
+    @functools.wraps(function)
+    def timed_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        started = time.perf_counter()
+        result = function(*args, **kwargs)
+        if GlobalConfig.is_debug():
+            logger.debug("%s took %.3f s", function.__qualname__, time.perf_counter() - started)
+        return result
 
-    def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
-        """See Serializer."""
-        start = time.perf_counter()
-        bs = self.serializer.to_bytes(t, label)
-        logger.debug("Serialized %d bytes in %.3f s", len(bs), time.perf_counter() - start)
-        return bs
-
-
-class DeserializerDebugWrapper(Deserializer):
-    """Log, at level DEBUG, how long each call took."""
-
-    def __init__(self, deserializer: Deserializer) -> None:
-        super().__init__(deserializer.dtype)
-        self.deserializer = deserializer
-
-    def from_bytes(self, bs: Buffer, label: bytes = b"") -> torch.Tensor:
-        """See Deserializer."""
-        start = time.perf_counter()
-        tensor = self.deserializer.from_bytes(bs, label)
-        logger.debug("Deserialized %d bytes in %.3f s", len(bs), time.perf_counter() - start)
-        return tensor
+    return timed_call
