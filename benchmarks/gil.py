@@ -18,7 +18,7 @@ from lmcache.tiers.header import checksum
 from lmcache.tiers.memory.kernel_pages import populate
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 
 TICK_SECONDS = 0.5e-3
 SLOT_BYTES = 64 << 20
@@ -57,7 +57,7 @@ def populate_fresh() -> None:
 
 def run() -> Report:
     payload, slot = memoryview(bytearray(os.urandom(SLOT_BYTES))), memoryview(bytearray(SLOT_BYTES))
-    with RedisServer() as server:
+    with RedisProcess() as server:
         remote = RemoteTier(Address.parse(server.unix_url), timeout_seconds=10)
 
         remote.store(ObjectId(KEY, 0), payload)

@@ -23,7 +23,7 @@ from benchmarks.report import Figure, Ratio, Report, at_least, at_most, of, pair
 from benchmarks.vllm import forget_memory, prompt
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 
 CHUNK_TOKENS = 256
 QUEUED, QUEUED_TOKENS, AT_A_TIME, QUEUE_REPEATS = 16, 8 * CHUNK_TOKENS + 50, 2, 3
@@ -119,7 +119,7 @@ def hot(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
 def new(folder: Path) -> New:
     found = New([], [], [])
     prompts = [new_prompt(NEW_TOKENS) for _ in range(NEW_REPEATS)]
-    with RedisServer() as redis:
+    with RedisProcess() as redis:
         with (
             SidecarProcess(memory_size="512Mi", remote_url=redis.unix_url) as sidecar,
             EngineProcess(folder / "first", connector_config(sidecar.socket_path)) as first,
@@ -154,7 +154,7 @@ def run() -> Report:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         disk = queue(folder, "disk", disk_path=_made(folder / "disk"), disk_size="2Gi")
-        with RedisServer() as redis:
+        with RedisProcess() as redis:
             remote = queue(folder, "remote", remote_url=redis.unix_url)
         seconds, computed = hot(folder)
         others = new(folder)

@@ -35,7 +35,7 @@ from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 
 NUM_ROWS, ROUNDS, WARM_UP = 32, 21, 2
 ARENA_ROWS = 8 * NUM_ROWS  # a lookup brings at most a quarter of them
@@ -151,7 +151,7 @@ def _flush(client: redis.Redis) -> None:
 
 def run() -> Report:
     figures: list[Figure] = []
-    with RedisServer() as server:
+    with RedisProcess() as server:
         for kind in ("unix", "tcp"):
             tier, bare = (
                 RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10),

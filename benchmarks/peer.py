@@ -21,7 +21,7 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 
 WARM_UP, ROUNDS = 5, 9
 NUM_PARTS = 32
@@ -61,7 +61,7 @@ def _against_legacy() -> list[Figure]:
 
 
 def _against_resp() -> list[Figure]:
-    with RedisServer() as server:
+    with RedisProcess() as server:
         tcp, socket = _remote_rounds(server, server.url), _remote_rounds(server, server.unix_url)
     num_bytes = NUM_PARTS * PART_BYTES
     peer, ours_only = (
@@ -76,7 +76,7 @@ def _against_resp() -> list[Figure]:
     ]
 
 
-def _remote_rounds(server: RedisServer, url: str) -> Rounds:
+def _remote_rounds(server: RedisProcess, url: str) -> Rounds:
     num_bytes = NUM_PARTS * PART_BYTES
     source, target = memoryview(os.urandom(num_bytes)), memoryview(bytearray(num_bytes))
     rounds = []

@@ -22,7 +22,7 @@ from lmcache.tiers.header import HEADER_BYTES, PART_BYTES
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 
 NUM_PARTS, ROUNDS = 8, 41
 VALUE_BYTES = HEADER_BYTES + PART_BYTES
@@ -69,7 +69,7 @@ class BareLoop:
             num_bytes -= self._connection.recv_into(self._line[:num_bytes])
 
 
-def connect(kind: str, server: RedisServer, num_parts: int = NUM_PARTS, num_places: int = 1) -> BareLoop:
+def connect(kind: str, server: RedisProcess, num_parts: int = NUM_PARTS, num_places: int = 1) -> BareLoop:
     if kind == "unix":
         plain = socket.socket(socket.AF_UNIX)
         plain.connect(str(server.socket_path))
@@ -83,7 +83,7 @@ def connect(kind: str, server: RedisServer, num_parts: int = NUM_PARTS, num_plac
     return BareLoop(context.wrap_socket(connection, server_hostname="127.0.0.1"), 0, num_parts, num_places)
 
 
-def url_of(kind: str, server: RedisServer) -> str:
+def url_of(kind: str, server: RedisProcess) -> str:
     if kind == "unix":
         return server.unix_url
     return f"{server.url}?ca={server.tls.ca}" if server.tls else server.url
@@ -102,7 +102,7 @@ def interleaved(
     return seconds
 
 
-def measure(kind: str, server: RedisServer) -> list[Figure]:
+def measure(kind: str, server: RedisProcess) -> list[Figure]:
     remote, bare = RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10), connect(kind, server)
     payload, slot = memoryview(bytearray(os.urandom(SLOT_BYTES))), memoryview(bytearray(SLOT_BYTES))
     client = server.client
@@ -138,12 +138,12 @@ def _figures(kind: str, name: str, seconds: dict[str, list[float]]) -> list[Figu
 
 def run() -> Report:
     figures = []
-    with RedisServer() as server:
+    with RedisProcess() as server:
         figures += measure("unix", server)
         figures += measure("tcp", server)
     with (
         tempfile.TemporaryDirectory() as folder,
-        RedisServer(tls=make_certificates(Path(folder))) as server,
+        RedisProcess(tls=make_certificates(Path(folder))) as server,
     ):
         figures += measure("tls", server)
     size = f"{NUM_PARTS} parts of {PART_BYTES >> 20} MiB"

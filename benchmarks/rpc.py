@@ -27,7 +27,7 @@ from benchmarks.report import Figure, Report, at_most, of, paired
 from lmcache import keys
 from lmcache.rpc import kvcache_pb2 as pb
 from testing.child_process import wait_until
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 
 NUM_KEYS, CHUNK_BYTES, CALLS, ROUNDS = 128, 4 << 20, 200, 9
 ARENA = "1280Mi"  # 320 rows: those that are looked up, and room for those under load
@@ -170,7 +170,7 @@ def run() -> Report:
     starts = [start_seconds() for _ in range(ROUNDS)]
     names = row_keys(0, NUM_KEYS)
     with (
-        RedisServer(maxmemory="512mb", maxmemory_policy="allkeys-lru") as redis,
+        RedisProcess(maxmemory="512mb", maxmemory_policy="allkeys-lru") as redis,
         SidecarProcess(memory_size=ARENA, remote_url=redis.unix_url) as sidecar,
         EngineClients(sidecar, CHUNK_BYTES) as engine,
     ):

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.report import Figure, Report, at_least, at_most, of, paired, spread
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 
 PROMPT_TOKENS, CHUNK_TOKENS, REPEATS = 8192, 256, 15
 ROWS = PROMPT_TOKENS // CHUNK_TOKENS
@@ -100,7 +100,7 @@ def batches(engines: dict[str, tuple[EngineProcess, SidecarProcess | None]]) -> 
 def run() -> Report:
     with (
         tempfile.TemporaryDirectory() as folder,
-        RedisServer() as redis,
+        RedisProcess() as redis,
         SidecarProcess(memory_size="512Mi", remote_url=redis.unix_url) as sidecar,
         SidecarProcess(memory_size="512Mi") as memory_alone,
         EngineProcess(Path(folder) / "engine", connector_config(sidecar.socket_path)) as engine,

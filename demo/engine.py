@@ -10,7 +10,7 @@ from pathlib import Path
 
 from demo.show import command, note, step, title
 from testing.engine.process import ServedEngine, connector_config
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_TOKENS, ANSWER_TOKENS, CHUNK_TOKENS = 8192, 32, 256
@@ -81,7 +81,7 @@ def run(logs: Path) -> dict[str, object]:
     """The three rounds; returns what goes into the report."""
     title("1. One prompt of 8,192 tokens, three engines that never met")
     rounds: dict[str, Answer] = {}
-    with RedisServer() as redis:
+    with RedisProcess() as redis:
         with sidecar_over(redis) as sidecar:
             rounds["cold"] = one_engine("cold", sidecar, logs / "engine-1.log")
             wait_until_written(sidecar)
@@ -94,7 +94,7 @@ def run(logs: Path) -> dict[str, object]:
     return report(rounds)
 
 
-def sidecar_over(redis: RedisServer) -> SidecarProcess:
+def sidecar_over(redis: RedisProcess) -> SidecarProcess:
     command(f"lmcache-sidecar serve --memory-size 512Mi --remote-url {redis.unix_url}")
     return SidecarProcess(memory_size="512Mi", remote_url=redis.unix_url)
 

@@ -62,7 +62,7 @@ class CertificateFiles(Protocol):
     def key(self) -> Path: ...
 
 
-class RedisServer(Server):
+class RedisProcess(Server):
     """``with RedisServer() as server:`` starts a redis-server with no persistence; options as for redis.conf.
 
     It listens on a port of the OS's choice, with ``tls`` by TLS, and on a UNIX socket. Both stay the same

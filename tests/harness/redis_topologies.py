@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import redis
 
 from testing.child_process import free_port
-from testing.processes import BINARY, RedisServer
+from testing.processes import BINARY, RedisProcess
 from tests.harness.remote_objects import until
 
 SERVICE = "kv-cache"
@@ -18,7 +18,7 @@ SERVICE = "kv-cache"
 class Sentinel:
     """One Sentinel that decides alone, within half a second."""
 
-    def __init__(self, master: RedisServer, *, password: str = "") -> None:
+    def __init__(self, master: RedisProcess, *, password: str = "") -> None:
         self.port = free_port()
         self.client = redis.Redis(port=self.port, password=password or None)
         config = master.folder / "sentinel.conf"
@@ -47,12 +47,12 @@ class Sentinel:
 
 
 @contextlib.contextmanager
-def sentinel_set(password: str = "") -> Iterator[tuple[Sentinel, RedisServer, RedisServer]]:
+def sentinel_set(password: str = "") -> Iterator[tuple[Sentinel, RedisProcess, RedisProcess]]:
     """A Sentinel, a master and its replica in step."""
     options = {"repl_diskless_sync_delay": 0, **({"masterauth": password} if password else {})}
     with (
-        RedisServer(password=password, **options) as master,
-        RedisServer(password=password, **options) as replica,
+        RedisProcess(password=password, **options) as master,
+        RedisProcess(password=password, **options) as replica,
     ):
         replica.client.replicaof("127.0.0.1", master.port)
         until(lambda: replica.client.info("replication")["master_link_status"] == "up")
@@ -63,7 +63,7 @@ def sentinel_set(password: str = "") -> Iterator[tuple[Sentinel, RedisServer, Re
 class Cluster:
     """``nodes[:3]`` own a third of the slots each; ``nodes[3]`` is the replica of ``nodes[0]``."""
 
-    def __init__(self, nodes: Sequence[RedisServer]) -> None:
+    def __init__(self, nodes: Sequence[RedisProcess]) -> None:
         self.nodes = nodes
         bounds = [0, 5461, 10923, 16384]
         for index, node in enumerate(nodes):
@@ -91,7 +91,7 @@ class Cluster:
         return next(index for index, last in enumerate((5460, 10922, 16383)) if slot <= last)
 
     @staticmethod
-    def _is_complete(node: RedisServer) -> bool:
+    def _is_complete(node: RedisProcess) -> bool:
         info = node.client.execute_command("CLUSTER INFO")
         return bool(info["cluster_known_nodes"] == "4" and info["cluster_state"] == "ok")
 
@@ -101,7 +101,7 @@ def cluster() -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         nodes = [
             stack.enter_context(
-                RedisServer(
+                RedisProcess(
                     cluster_enabled="yes",
                     cluster_port=free_port(),
                     cluster_node_timeout=500,

@@ -10,7 +10,7 @@ import pytest
 from lmcache.config import GlobalConfig
 from lmcache.storage_backend.connector import CreateConnector, redis_connector
 from testing.certificates import make_certificates
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 from tests.harness.redis_topologies import SERVICE, cluster, sentinel_set
 
 pytestmark = pytest.mark.redis
@@ -48,7 +48,7 @@ def check_everything(connector):
 @pytest.mark.parametrize("debug", [False, True])
 def test_many_keys_are_one_round_trip(debug, monkeypatch):
     monkeypatch.setattr(GlobalConfig, "enable_debug", debug)
-    with RedisServer() as server, server.client as client:
+    with RedisProcess() as server, server.client as client:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         connector.set(KEYS[0], b"x")
         before = client.info("stats")["total_reads_processed"]
@@ -59,7 +59,7 @@ def test_many_keys_are_one_round_trip(debug, monkeypatch):
 
 
 def test_defect_19_one_server_with_password_and_database():
-    with RedisServer(password="p@ss/word:1") as server:
+    with RedisProcess(password="p@ss/word:1") as server:
         connector = CreateConnector(f"redis://:p%40ss%2Fword%3A1@127.0.0.1:{server.port}/3")
         with server.client as client:
             client.set("foreign", "x")
@@ -72,7 +72,7 @@ def test_defect_19_one_server_with_password_and_database():
 
 def test_an_acl_user_may_do_what_we_do_and_no_more():
     rules = ["lmc", "on", ">pw", "~*", "+get", "+set", "+exists", "+scan"]
-    with RedisServer() as server:
+    with RedisProcess() as server:
         with server.client as client:
             client.execute_command("ACL", "SETUSER", *rules)
         connector = CreateConnector(f"redis://lmc:pw@127.0.0.1:{server.port}")
@@ -86,7 +86,7 @@ def test_an_acl_user_may_do_what_we_do_and_no_more():
 
 def test_tls_trusts_the_authority_that_is_named(tmp_path, monkeypatch):
     certificates = make_certificates(tmp_path)
-    with RedisServer(tls=certificates) as server:
+    with RedisProcess(tls=certificates) as server:
         stranger = CreateConnector(f"rediss://127.0.0.1:{server.port}")
         with pytest.raises(ConnectionError, match="certificate"):
             stranger.get(KEYS[0])
@@ -119,7 +119,7 @@ def test_defect_28_what_was_just_set_is_got_behind_sentinel(monkeypatch):
 
 
 def test_defect_12_a_server_that_dies_is_an_error_and_comes_back():
-    with RedisServer() as server:
+    with RedisProcess() as server:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         connector.set(KEYS[0], b"x")
         server.kill()
@@ -133,7 +133,7 @@ def test_defect_12_a_server_that_dies_is_an_error_and_comes_back():
 
 def test_defect_12_a_frozen_server_is_an_error_within_its_deadline(monkeypatch):
     monkeypatch.setitem(redis_connector._PATIENCE, "socket_timeout", 0.2)
-    with RedisServer() as server:
+    with RedisProcess() as server:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         connector.set(KEYS[0], b"x")
         server.freeze()
@@ -145,7 +145,7 @@ def test_defect_12_a_frozen_server_is_an_error_within_its_deadline(monkeypatch):
 
 
 def test_a_full_server_is_an_error_not_a_loss_in_silence():
-    with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server:
+    with RedisProcess(maxmemory="8mb", maxmemory_policy="noeviction") as server:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         for key in KEYS[:4]:
             connector.set(key, bytes(1 << 20))

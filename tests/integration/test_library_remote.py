@@ -13,7 +13,7 @@ import torch
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.server import LMCacheServer
 from testing.child_process import wait_until
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,
@@ -33,7 +33,7 @@ SERDES = ("torch", "safetensor", "fast")
 
 @pytest.fixture(scope="module")
 def redis_server():
-    with RedisServer() as server:
+    with RedisProcess() as server:
         yield server
 
 
@@ -128,7 +128,7 @@ def test_a_long_model_name_is_cached(url):
 def test_defect_12_a_killed_server_is_misses_and_is_used_again(pipelined):
     tokens, kv = make_tokens(6 * CHUNK), make_kv(6 * CHUNK)
     with (
-        RedisServer() as server,
+        RedisProcess() as server,
         engine_over(f"redis://127.0.0.1:{server.port}", pipelined_backend=pipelined) as engine,
     ):
         engine.store(tokens, kv)

@@ -7,7 +7,7 @@ import json
 import pytest
 from lmcache_operator.specs.names import SIDECAR_PORT
 
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.clusters import condition, pods, reconcile_once_more, wait_ready, written
 from tests.harness.kube import CLUSTERS, example
 from tests.harness.wire import RawClient
@@ -38,7 +38,7 @@ def test_a_sidecar_that_can_not_run_is_told_in_its_words_and_heals(plane, operat
     (pod,) = pods(plane, namespace).values()
     options = {"config": tmp_path / "sidecar.yaml", "http_host": ADDRESS, "http_port": SIDECAR_PORT}
     options["config"].write_text("remote_url: redis://h:99999\n")
-    with RedisServer() as redis, SidecarProcess(stay_up="true", **options) as sidecar:
+    with RedisProcess() as redis, SidecarProcess(stay_up="true", **options) as sidecar:
         running = {"phase": "Running", "podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
         ready = {"conditions": [{"type": "Ready", "status": "True"}]}
         name = pod["metadata"]["name"]

@@ -13,7 +13,7 @@ from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.objects import hash_tag
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 from tests.harness.redis_topologies import Cluster, cluster
 from tests.harness.remote_objects import is_available, load, part_name, pattern, probe, until
 
@@ -70,7 +70,7 @@ def test_servers_that_announce_names_beside_their_addresses(remote, servers):
 
 
 def test_a_seed_that_is_in_no_cluster_any_more_is_passed_over(servers):
-    with RedisServer(cluster_enabled="yes", cluster_port=free_port()) as stranger:
+    with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as stranger:
         remote = RemoteTier(
             Address.parse(f"redis-cluster://127.0.0.1:{stranger.port},127.0.0.1:{servers.nodes[0].port}")
         )

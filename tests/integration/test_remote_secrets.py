@@ -14,7 +14,7 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import session_of, store
 from tests.harness.remote_objects import KEY, is_available, load, probe, until
 
@@ -78,7 +78,7 @@ def test_no_payload_and_no_name_is_repeated_either(echoing, caplog):
 @pytest.mark.redis
 def test_a_redis_without_auth_tells_no_sidecar_s_log(tmp_path):
     (tmp_path / "conf").write_text('rename-command AUTH ""\n')
-    with RedisServer(include=tmp_path / "conf") as server:
+    with RedisProcess(include=tmp_path / "conf") as server:
         url = f"redis://us3r:S3cr3t@127.0.0.1:{server.port}"
         with SidecarProcess(remote_url=url, log_level="debug") as sidecar:
             sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
@@ -90,7 +90,7 @@ def test_a_redis_without_auth_tells_no_sidecar_s_log(tmp_path):
 @pytest.mark.redis
 def test_a_rotated_password_is_asked_for_again():
     passwords = ["old"]
-    with RedisServer(password="old") as server:
+    with RedisProcess(password="old") as server:
         address = Address.parse(f"redis://127.0.0.1:{server.port}")
         remote = RemoteTier(address, present=lambda: replace(address, password=passwords[-1]))
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
@@ -109,7 +109,7 @@ def test_a_rotated_password_is_asked_for_again():
 def test_a_sidecar_reads_the_file_of_a_rotated_password_again(tmp_path):
     file = tmp_path / "password"
     file.write_text("old\n")
-    with RedisServer(password="new") as server:
+    with RedisProcess(password="new") as server:
         options = {"remote_url": f"redis://127.0.0.1:{server.port}", "remote_password_file": file}
         with SidecarProcess(**options) as sidecar:
             sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])

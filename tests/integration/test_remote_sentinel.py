@@ -11,7 +11,7 @@ from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 from tests.harness.redis_topologies import SERVICE, sentinel_set
 from tests.harness.remote_objects import KEY, is_available, load, until
 
@@ -40,7 +40,7 @@ def remote(servers, password):
     tier.close()
 
 
-def num_objects(server: RedisServer) -> int:
+def num_objects(server: RedisProcess) -> int:
     return server.client.info("keyspace").get("db2", {"keys": 0})["keys"]
 
 

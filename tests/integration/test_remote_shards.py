@@ -14,7 +14,7 @@ from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 from tests.harness.remote_objects import is_available, load, pattern, probe, until
 
 pytestmark = pytest.mark.redis
@@ -25,10 +25,10 @@ KEYS = [number.to_bytes(64, "big") for number in range(40)]
 @pytest.fixture
 def servers():
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(RedisServer()) for _ in range(3)]
+        yield [stack.enter_context(RedisProcess()) for _ in range(3)]
 
 
-def name_of(server: RedisServer) -> str:
+def name_of(server: RedisProcess) -> str:
     return f"127.0.0.1:{server.port}"
 
 

@@ -13,10 +13,10 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES, PART_BYTES
 from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 from tests.harness.remote_objects import KEY, is_available, load, pattern, until
 
 pytestmark = pytest.mark.redis
@@ -26,7 +26,7 @@ DEADLINE = 1.0
 
 @pytest.fixture
 def server():
-    with RedisServer() as server:
+    with RedisProcess() as server:
         yield server
 
 
@@ -77,7 +77,7 @@ class TestSickness:
         with monkeypatch.context() as patch:
             asked: list[object] = []
             patch.setattr(remote._topology.servers()[0].circuit, "_probe", frozen)
-            patch.setattr(Server, "_attempt", lambda _, operation, **__: asked.append(operation))
+            patch.setattr(RedisServer, "_attempt", lambda _, operation, **__: asked.append(operation))
             for _ in range(100):
                 with pytest.raises(TierUnavailableError, match="is unavailable"):
                     load(remote)
@@ -112,7 +112,7 @@ class TestSickness:
         remote.close()
 
     def test_password(self, server):
-        with RedisServer(password="s3cret") as guarded:
+        with RedisProcess(password="s3cret") as guarded:
             remote = RemoteTier(Address.parse(guarded.url))
             assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) == b"x"
@@ -158,7 +158,7 @@ class TestSickness:
 
     def test_a_server_of_a_cluster_by_the_wrong_scheme(self):
         """It names another server; without redis-cluster:// it is as good as sick, and the log says so."""
-        with RedisServer(cluster_enabled="yes", cluster_port=free_port()) as server:
+        with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as server:
             remote = RemoteTier(Address.parse(server.url))
             with pytest.raises(TierUnavailableError, match="CLUSTERDOWN"):
                 load(remote)
@@ -184,7 +184,7 @@ class TestSickness:
 
     def test_a_command_that_a_server_does_not_know_is_no_sickness_either(self, server, tmp_path):
         (tmp_path / "conf").write_text('rename-command TOUCH ""\n')
-        with RedisServer(include=tmp_path / "conf") as limited:
+        with RedisProcess(include=tmp_path / "conf") as limited:
             remote = RemoteTier(Address.parse(limited.url))
             assert not remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) is None

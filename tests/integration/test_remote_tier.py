@@ -8,7 +8,7 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, Header, checksum, digests
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 from tests.harness.remote_objects import KEY, load, part_name, pattern, until
 
 pytestmark = pytest.mark.redis
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.redis
 
 @pytest.fixture(scope="module")
 def shared_server():
-    with RedisServer() as server:
+    with RedisProcess() as server:
         yield server
 
 

@@ -10,7 +10,7 @@ from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
-from testing.processes import BINARY, RedisServer
+from testing.processes import BINARY, RedisProcess
 from tests.harness.remote_objects import KEY, is_available, load, pattern, until
 
 pytestmark = [
@@ -31,7 +31,7 @@ def other_certificates(tmp_path_factory):
 
 @pytest.fixture
 def server(certificates):
-    with RedisServer(tls=certificates) as server:
+    with RedisProcess(tls=certificates) as server:
         yield server
 
 
@@ -67,7 +67,7 @@ def test_another_authority_is_refused(server, other_certificates):
 
 def test_another_name_is_refused_unless_names_may_differ(certificates, tmp_path):
     named = make_certificates(tmp_path, "DNS:somebody.else")
-    with RedisServer(tls=named) as server:
+    with RedisProcess(tls=named) as server:
         message = refusal(f"{server.url}?ca={named.ca}")
         assert "certificate is refused" in message
         assert "127.0.0.1" in message
@@ -79,7 +79,7 @@ def test_another_name_is_refused_unless_names_may_differ(certificates, tmp_path)
 
 
 def test_a_server_that_wants_to_know_who_we_are(certificates, other_certificates):
-    with RedisServer(tls=certificates, tls_auth_clients="yes") as server:
+    with RedisProcess(tls=certificates, tls_auth_clients="yes") as server:
         url = f"{server.url}?ca={certificates.ca}"
         remote = RemoteTier(Address.parse(f"{url}&cert={certificates.cert}&key={certificates.key}"))
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
@@ -98,7 +98,7 @@ def test_a_file_that_can_t_be_read_is_named(server, tmp_path, option, content):
 
 
 def test_a_server_without_tls(server):
-    with RedisServer() as plain:
+    with RedisProcess() as plain:
         assert "TLS handshake" in refusal(plain.url.replace("redis://", "rediss://"))
     refusal(server.url.replace("rediss://", "redis://"))
 

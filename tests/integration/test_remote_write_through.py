@@ -15,7 +15,7 @@ from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
-from testing.processes import RedisServer
+from testing.processes import RedisProcess
 from tests.harness.tiered_world import slots_of
 
 pytestmark = pytest.mark.redis
@@ -28,7 +28,7 @@ PAYLOAD_BYTES = PART_BYTES + 4096
 
 
 @contextlib.asynccontextmanager
-async def store_of(server: RedisServer) -> AsyncIterator[tuple[TieredStore, PrivateArena]]:
+async def store_of(server: RedisProcess) -> AsyncIterator[tuple[TieredStore, PrivateArena]]:
     arena = PrivateArena(Geometry(2 * PART_BYTES, 2), 16)
     remote = RemoteTier(Address.parse(server.url), timeout_seconds=DEADLINE)
     store = TieredStore(arena, {"remote": remote})
@@ -66,7 +66,7 @@ class TestTieredStore:
 
     def test_rows_survive_their_arena(self):
         async def main() -> None:
-            with RedisServer() as server:
+            with RedisProcess() as server:
                 async with store_of(server) as (store, arena):
                     put(store, arena)
                     assert await store.drain(20)
@@ -78,7 +78,7 @@ class TestTieredStore:
 
     def test_frozen_server_costs_lookups_nothing_and_writes_resume(self):
         async def main() -> None:
-            with RedisServer() as server:
+            with RedisProcess() as server:
                 async with store_of(server) as (store, arena):
                     server.freeze()
                     put(store, arena)
@@ -98,7 +98,7 @@ class TestTieredStore:
 
     def test_killed_server_is_filled_again_after_its_restart(self):
         async def main() -> None:
-            with RedisServer() as server:
+            with RedisProcess() as server:
                 async with store_of(server) as (store, arena):
                     server.kill()
                     put(store, arena)

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache.rpc.client import SidecarClient
 from testing.child_process import wait_until
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, load, store
 from tests.harness.wire import attached, make_hello, usable
 
@@ -17,7 +17,7 @@ ROWS = range(8)
 
 @pytest.fixture
 def server():
-    with RedisServer() as server:
+    with RedisProcess() as server:
         yield server
 
 

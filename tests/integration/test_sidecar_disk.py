@@ -9,7 +9,7 @@ import pytest
 from lmcache.rpc.client import Session
 from lmcache.rpc.service import RESERVE
 from testing.child_process import wait_until
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import assert_stored, load, payload, session_of, store
 from tests.harness.wire import RawClient, make_keys, slots_of
 
@@ -41,7 +41,7 @@ def test_what_was_committed_before_sigterm_is_on_disk(tmp_path):
 @pytest.mark.redis
 def test_what_was_committed_before_sigterm_is_in_both_tiers(tmp_path):
     with (
-        RedisServer() as redis,
+        RedisProcess() as redis,
         SidecarProcess(remote_url=redis.unix_url, disk_path=tmp_path / "1") as sidecar,
     ):
         with session_of(sidecar) as session:

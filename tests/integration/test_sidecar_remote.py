@@ -7,14 +7,14 @@ import re
 import pytest
 
 from testing.child_process import wait_until
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import assert_stored, load, session_of, store
 from tests.harness.wire import RawClient, make_hello, make_keys
 
 
 @pytest.mark.redis
 def test_sigterm_writes_through_what_is_queued():
-    with RedisServer() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
+    with RedisProcess() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
         with session_of(sidecar) as session:
             redis_server.freeze()
             store(session, *range(20))
@@ -34,7 +34,7 @@ def test_sigterm_writes_through_what_is_queued():
 @pytest.mark.redis
 def test_what_the_grace_period_does_not_suffice_for_is_logged():
     with (
-        RedisServer() as redis_server,
+        RedisProcess() as redis_server,
         SidecarProcess(remote_url=redis_server.unix_url, drain_grace_seconds=0.3) as sidecar,
         session_of(sidecar) as session,
     ):
@@ -46,7 +46,7 @@ def test_what_the_grace_period_does_not_suffice_for_is_logged():
 
 @pytest.mark.redis
 def test_keys_that_mean_nothing_elsewhere_stay_here():
-    with RedisServer() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
+    with RedisProcess() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
         with session_of(sidecar, private_reason="random hash seed") as session:
             store(session, 1, 2)
             assert sidecar.stats()["clients"][0]["private_reason"] == "random hash seed"
@@ -68,7 +68,7 @@ def test_an_unreachable_remote_tier_is_no_mistake():
 
 @pytest.mark.redis
 def test_a_remote_tier_that_was_down_at_the_start_is_used_when_it_comes():
-    with RedisServer() as server:
+    with RedisProcess() as server:
         server.kill()
         with SidecarProcess(remote_url=server.unix_url) as sidecar:
             sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
@@ -82,7 +82,7 @@ def test_a_remote_tier_that_was_down_at_the_start_is_used_when_it_comes():
 def test_a_private_engine_does_not_make_another_one_s_namespace_private():
     other_hello = make_hello(engine_uuid=b"p" * 16, private_reason="seeded")
     with (
-        RedisServer() as redis_server,
+        RedisProcess() as redis_server,
         SidecarProcess(remote_url=redis_server.unix_url) as sidecar,
         session_of(sidecar) as session,
         RawClient(sidecar, other_hello) as other,

@@ -8,7 +8,7 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
-from testing.processes import RedisServer, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
 
@@ -20,7 +20,7 @@ ANSWER_SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def redis():
-    with RedisServer() as server:
+    with RedisProcess() as server:
         yield server
 
 

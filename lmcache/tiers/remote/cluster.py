@@ -18,7 +18,7 @@ from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote.address import Endpoint
 from lmcache.tiers.remote.objects import hash_tag
 from lmcache.tiers.remote.resp import Connection, Reply
-from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.topology import Topology, endpoint_of
 
 T = TypeVar("T")
@@ -29,17 +29,17 @@ _REFRESH_SECONDS = 1.0
 SlotMap = list[Endpoint | None]
 
 
-class Node(Server):
+class ClusterNode(RedisServer):
     """A server of a cluster. While a slot is on its way elsewhere it says ASK: then it is done there."""
 
-    non_fatal_errors = Server.non_fatal_errors | {"ASK", "MOVED"}
+    non_fatal_errors = RedisServer.non_fatal_errors | {"ASK", "MOVED"}
 
-    def __init__(self, endpoint: Endpoint, cluster: Cluster) -> None:
+    def __init__(self, endpoint: Endpoint, cluster: RedisCluster) -> None:
         super().__init__(str(endpoint), lambda: cluster.connect(endpoint), cluster.listener)
         self._cluster = cluster
 
     def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
-        """See Server."""
+        """See RedisServer."""
         try:
             return super().run(operation, asking=asking)
         except ServerError as error:
@@ -55,7 +55,7 @@ class Node(Server):
             self._cluster.refresh()  # others may own its slots by now
 
 
-class Cluster(Topology):
+class RedisCluster(Topology):
     """The seeds are asked for the map when nobody else answers."""
 
     def __init__(
@@ -68,19 +68,19 @@ class Cluster(Topology):
         self.connect = connect
         self.listener = listener
         self._clock = clock
-        self._seeds = [Node(endpoint, self) for endpoint in seeds]
+        self._seeds = [ClusterNode(endpoint, self) for endpoint in seeds]
         self._refreshing = threading.Lock()  # who has no map waits for it
         self._lock = threading.Lock()  # protects what follows
-        self._nodes: dict[Endpoint, Node] = {}
+        self._nodes: dict[Endpoint, ClusterNode] = {}
         self._slots: SlotMap = [None] * _NUM_SLOTS
         self._next_refresh = 0.0
 
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[RedisServer]:
         """See Topology; the seeds, as long as no map is known."""
         with self._lock:
             return tuple(self._nodes.values()) or self._seeds
 
-    def owners(self, object_id: ObjectId) -> Sequence[Server]:
+    def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
         """See Topology; one or none."""
         slot = binascii.crc_hqx(hash_tag(object_id).encode(), 0) % _NUM_SLOTS
         owner = self._owner(slot)
@@ -116,17 +116,17 @@ class Cluster(Topology):
                     self._adopt(slots)
                     return
 
-    def node(self, endpoint: Endpoint) -> Node:
+    def node(self, endpoint: Endpoint) -> ClusterNode:
         """The server at this endpoint, which may be a new one."""
         with self._lock:
-            return self._nodes.get(endpoint) or self._nodes.setdefault(endpoint, Node(endpoint, self))
+            return self._nodes.get(endpoint) or self._nodes.setdefault(endpoint, ClusterNode(endpoint, self))
 
     def close(self) -> None:
         """See Topology."""
         for server in (*self._nodes.values(), *self._seeds):
             server.close()
 
-    def _owner(self, slot: int) -> Server | None:
+    def _owner(self, slot: int) -> RedisServer | None:
         endpoint = self._slots[slot]
         return self.node(endpoint) if endpoint else None
 

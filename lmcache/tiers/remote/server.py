@@ -14,7 +14,7 @@ from lmcache.tiers.remote.resp import Connection
 T = TypeVar("T")
 
 
-class Server:
+class RedisServer:
     """Thread-safe; ``connect`` makes a new connection, wherever the server is by then."""
 
     non_fatal_errors = frozenset({"MISCONF", "NOPERM", "NOREPLICAS", "OOM", "READONLY", "WRONGTYPE"})

@@ -26,10 +26,10 @@ from lmcache.tiers.circuit import JointHealth
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, parse_endpoints
-from lmcache.tiers.remote.cluster import Cluster
+from lmcache.tiers.remote.cluster import RedisCluster
 from lmcache.tiers.remote.objects import num_parts, redis_name
 from lmcache.tiers.remote.resp import Connection, Reply
-from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
 from lmcache.tiers.stats import ObjectStats
 
@@ -136,7 +136,7 @@ class RemoteTier:
     def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
         """Refresh the age of rows that were hit in a tier above. Return those whose present owner says that
         something of them is not there."""
-        commands: dict[Server, list[tuple[RowKey | None, str]]] = defaultdict(list)  # key: of the owner
+        commands: dict[RedisServer, list[tuple[RowKey | None, str]]] = defaultdict(list)  # key: of the owner
         for key, length in zip_longest(keys, lengths, fillvalue=0):
             assert isinstance(key, bytes), "more lengths than keys"
             for column in range(num_columns):
@@ -185,7 +185,7 @@ class RemoteTier:
         present = [False] * len(ids)
         candidates = [self._candidates(object_id) for object_id in ids]
         while True:
-            asked: dict[Server, list[int]] = defaultdict(list)
+            asked: dict[RedisServer, list[int]] = defaultdict(list)
             for index, servers in enumerate(candidates):
                 server = None if present[index] else next(servers, None)
                 if server is not None:
@@ -197,7 +197,7 @@ class RemoteTier:
                 for index, reply in zip(indices, replies, strict=False):
                     present[index] = reply == 1
 
-    def _call_all(self, server: Server, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
+    def _call_all(self, server: RedisServer, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
         """In one round trip; no replies when the server is unavailable."""
         replies = self._run(server, lambda connection: connection.call_all(commands)) or []
         for reply in replies:
@@ -205,10 +205,10 @@ class RemoteTier:
                 self._topology.learn(reply)
         return replies
 
-    def _candidates(self, object_id: ObjectId) -> Iterator[Server]:
+    def _candidates(self, object_id: ObjectId) -> Iterator[RedisServer]:
         """Who may have an object, the likeliest first; asked anew each time, since answers may have changed
         it."""
-        tried: list[Server] = []
+        tried: list[RedisServer] = []
         while len(tried) < _MAX_TRIES:
             owners = self._topology.owners(object_id)
             if not owners and self.health.is_open:
@@ -219,7 +219,7 @@ class RemoteTier:
             tried.append(server)
             yield server
 
-    def _run(self, server: Server, operation: Callable[[Connection], T]) -> T | None:
+    def _run(self, server: RedisServer, operation: Callable[[Connection], T]) -> T | None:
         """None: this server is unhealthy, but another one is healthy."""
         try:
             return server.run(operation)
@@ -244,11 +244,11 @@ class RemoteTier:
         def connect(endpoint: Endpoint, address: Address | None = None) -> Connection:
             return Connection(endpoint, address or self._present(), self._timeout)
 
-        def make_server(endpoint: Endpoint) -> Server:
-            return Server(str(endpoint), lambda: connect(endpoint), self.health.notify)
+        def make_server(endpoint: Endpoint) -> RedisServer:
+            return RedisServer(str(endpoint), lambda: connect(endpoint), self.health.notify)
 
         if self.address.kind is Kind.SENTINEL:
             return SentinelMaster(self.address, self._present, connect, self.health.notify)
         if self.address.kind is Kind.CLUSTER:
-            return Cluster(self.address.endpoints, connect, self.health.notify)
+            return RedisCluster(self.address.endpoints, connect, self.health.notify)
         return Shards(ShardList(self.address.endpoints), make_server)

@@ -17,18 +17,18 @@ from lmcache.tiers.base import Listener, ObjectId, RowKey
 from lmcache.tiers.errors import ServerError
 from lmcache.tiers.remote.address import Address, Endpoint
 from lmcache.tiers.remote.resp import Connection
-from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.server import RedisServer
 
 
 class Topology(ABC):
     """Thread-safe."""
 
     @abstractmethod
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[RedisServer]:
         """Those that own something now: the tier is unavailable when all of their circuits are open."""
 
     @abstractmethod
-    def owners(self, object_id: ObjectId) -> Sequence[Server]:
+    def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
         """The owner of an object first, then who else may have it; empty: nobody owns it now."""
 
     def learn(self, error: ServerError) -> bool:
@@ -63,12 +63,12 @@ class Shards(Topology):
     def __init__(
         self,
         shards: ShardList,
-        make_server: Callable[[Endpoint], Server],
+        make_server: Callable[[Endpoint], RedisServer],
         now: Callable[[], float] = time.time,
     ) -> None:
         self._make_server = make_server
         self._now = now
-        self._pools: dict[Endpoint, Server] = {}
+        self._pools: dict[Endpoint, RedisServer] = {}
         self.change(shards)
 
     def change(self, shards: ShardList) -> None:
@@ -86,11 +86,11 @@ class Shards(Topology):
         for endpoint in old.keys() - wanted.keys():
             old[endpoint].close()
 
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[RedisServer]:
         """See Topology."""
         return [server for _, server in self._lists[0]]
 
-    def owners(self, object_id: ObjectId) -> Sequence[Server]:
+    def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
         """See Topology: the owner, and up to ``until`` the previous one if it was another."""
         current, previous, until = self._lists
         owner = _greatest(current, object_id.row_key)
@@ -125,13 +125,13 @@ class SentinelMaster(Topology):
         self._stranger = replace(address, username="", password="", database=0)
         self._connect = connect
         self._sentinels = list(address.endpoints)
-        self._server = Server(str(address), self._connect_to_master, listener)
+        self._server = RedisServer(str(address), self._connect_to_master, listener)
 
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[RedisServer]:
         """See Topology."""
         return (self._server,)
 
-    def owners(self, object_id: ObjectId) -> Sequence[Server]:
+    def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
         """See Topology."""
         return (self._server,)
 
@@ -200,5 +200,5 @@ def _seed(endpoint: Endpoint) -> int:
     return seed
 
 
-def _greatest(shards: Sequence[tuple[int, Server]], key: RowKey) -> Server:
+def _greatest(shards: Sequence[tuple[int, RedisServer]], key: RowKey) -> RedisServer:
     return max(shards, key=lambda shard: int(xxhash.xxh3_64_intdigest(key, shard[0])))[1]

@@ -9,7 +9,7 @@ from hypothesis import given
 from lmcache.backoff import Backoff
 from lmcache.tiers.circuit import Circuit, JointHealth
 from lmcache.tiers.errors import ServerError, TierUnavailableError
-from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.server import RedisServer
 from testing.child_process import wait_until
 
 
@@ -181,7 +181,7 @@ class StaleConnection:
     ],
 )
 def test_only_a_connection_that_went_stale_is_tried_again(error, again):
-    server = Server("s", lambda: StaleConnection(error), lambda _: None)
+    server = RedisServer("s", lambda: StaleConnection(error), lambda _: None)
     assert server.run(StaleConnection.use) == "answer"
     if again:
         assert server.run(StaleConnection.use) == "answer"
@@ -200,7 +200,7 @@ def test_a_new_connection_that_breaks_is_not_tried_again():
         made[-1]._errors = [ConnectionResetError()]
         return made[-1]
 
-    server = Server("s", connect, lambda _: None)
+    server = RedisServer("s", connect, lambda _: None)
     server.circuit.end()  # probes connect, too
     with pytest.raises(TierUnavailableError):
         server.run(StaleConnection.use)

@@ -15,9 +15,9 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote import stream
 from lmcache.tiers.remote.address import Address, Endpoint
-from lmcache.tiers.remote.cluster import Cluster
+from lmcache.tiers.remote.cluster import RedisCluster
 from lmcache.tiers.remote.objects import hash_tag, redis_name
-from lmcache.tiers.remote.server import Server
+from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList, Shards, endpoint_of
 from testing.child_process import wait_until
@@ -32,7 +32,7 @@ def nobody() -> None:
 
 
 def shards_of(shards: ShardList, now: float = 0.0) -> Shards:
-    return Shards(shards, lambda endpoint: Server(str(endpoint), nobody, lambda _: None), lambda: now)
+    return Shards(shards, lambda endpoint: RedisServer(str(endpoint), nobody, lambda _: None), lambda: now)
 
 
 def owners(shards: Shards) -> list[str]:
@@ -93,7 +93,7 @@ class TestShards:
 
 
 class TestCluster:
-    def cluster(self) -> Cluster:
+    def cluster(self) -> RedisCluster:
         self.now = 0.0
 
         def connect(endpoint):
@@ -101,7 +101,7 @@ class TestCluster:
             raise ConnectionRefusedError("nobody there")
 
         self.num_connects = 0
-        return Cluster(ENDPOINTS[:2], connect, lambda _: None, lambda: self.now)
+        return RedisCluster(ENDPOINTS[:2], connect, lambda _: None, lambda: self.now)
 
     def test_the_hash_slot_is_that_of_the_specification(self):
         """The check value of CRC16, https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/."""
@@ -156,7 +156,7 @@ def test_what_is_no_address_is_not_believed(host, port):
 
 
 def test_a_server_that_nobody_reaches_is_away_and_tried_in_the_background():
-    server = Server("s", nobody, lambda _: None)
+    server = RedisServer("s", nobody, lambda _: None)
     with pytest.raises(TierUnavailableError, match="nobody there"):
         server.run(lambda connection: None)
     with pytest.raises(TierUnavailableError, match="is unavailable"):
@@ -180,7 +180,7 @@ def test_an_error_while_connecting_is_a_sickness():
     def connect():
         raise ServerError("NOPERM this user has no permissions to run the 'select' command")
 
-    server = Server("s", connect, lambda _: None)
+    server = RedisServer("s", connect, lambda _: None)
     with pytest.raises(TierUnavailableError, match="NOPERM"):
         server.run(lambda connection: None)
     assert not server.circuit.probe()
