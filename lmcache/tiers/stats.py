@@ -34,7 +34,8 @@ class TenantUse:
 
     name: bytes
     num_rows: int = 0
-    num_bytes: int = 0  # of slots
+    num_bytes: int = 0
+    """Of slots."""
 
 
 class Tenants:
@@ -85,8 +86,10 @@ class MemoryStats:
     refused: int = counter("Reservations refused because no row could be freed")
     removed: Counter[Removal] = counters("reason", "Rows that left memory: evicted, or not valid any more")
     verified: int = counter("Rows from before a restart that were found intact")
-    tenants: Tenants = field(default_factory=Tenants)  # that have rows now
-    _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_COUNTED))  # keys, by chain
+    tenants: Tenants = field(default_factory=Tenants)
+    """Who have rows now."""
+    _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_COUNTED))
+    """Keys that were asked for, by chain."""
 
     def count_lookup(self, request: Hashable, keys: Sequence[bytes], num_resident: int) -> None:
         """Engines ask again and again while rows are coming: only keys they did not ask for before count."""
@@ -112,7 +115,7 @@ class TieredStats:
     """What went between memory and one lower tier, in rows."""
 
     written: int = counter("Rows written through to the tier, or found there")
-    unwritten: Counter[WriteSkipped] = counters("reason", "Rows that were not written (yet): why")
+    writes_skipped: Counter[WriteSkipped] = counters("reason", "Rows that were not written (yet): why")
     promoted: int = counter("Rows brought from the tier into memory")
     promotions_failed: int = counter(
         "Rows that were not brought: gone, not valid, no room, or the tier became unavailable"

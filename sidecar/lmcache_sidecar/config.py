@@ -154,9 +154,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Reading(NamedTuple):
     """What all sources say together."""
 
-    config: Config  # with defaults in place of mistakes
-    mistakes: tuple[str, ...] = ()  # values that can't be used
-    warnings: tuple[str, ...] = ()  # what is not understood, and ignored: a newer operator may know more
+    config: Config
+    """With defaults in place of mistakes."""
+    mistakes: tuple[str, ...] = ()
+    """Values that can't be used."""
+    warnings: tuple[str, ...] = ()
+    """What is not understood, and ignored: a newer operator may know more."""
 
     def usable(self) -> Config:
         """Return the configuration. Raises ConfigError with all mistakes."""

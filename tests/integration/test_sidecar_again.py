@@ -79,7 +79,7 @@ def test_what_was_refused_is_stored_when_redis_takes_some_again(server, sidecar,
         server.client.replicaof("127.0.0.1", "1")
     session = connect()
     store(session, *ROWS)
-    sidecar.wait_until(lambda stats: stats["remote"]["unwritten"].get("refused", 0) >= len(ROWS))
+    sidecar.wait_until(lambda stats: stats["remote"]["writes_skipped"].get("refused", 0) >= len(ROWS))
     assert num_stored(server) == 0
     server.client.config_set("maxmemory", 0)
     server.client.replicaof("NO", "ONE")

@@ -255,7 +255,7 @@ class TierWorker:
         if why is None:
             self.stats.written += 1
         else:
-            self.stats.unwritten[why] += 1
+            self.stats.writes_skipped[why] += 1
         self._unwritten.remove(write.slot)
         self._outstanding.done()
         if why is WriteSkipped.REFUSED:
@@ -300,7 +300,7 @@ class TierWorker:
     async def close(self, timeout_seconds: float | None = None) -> bool:
         """Stop all work. True: no thread uses the tier, or the arena for it, any more."""
         await self._tasks.cancel()
-        self.stats.unwritten[WriteSkipped.DROPPED] += len(self._unwritten)
+        self.stats.writes_skipped[WriteSkipped.DROPPED] += len(self._unwritten)
         self._unwritten.clear()
         ended = [await pool.close(timeout_seconds) for pool in (self._readers, self._writers)]
         return all(ended)

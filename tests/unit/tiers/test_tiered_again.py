@@ -104,7 +104,9 @@ async def test_a_row_that_makes_the_tier_sick_keeps_nobody_back(world):
     world.remote.store = poisoned
     world.put(chain(4))
     await until(lambda: written(world) == set(chain(4)[1:]))
-    await until(lambda: world.lower.stats.unwritten[WriteSkipped.REFUSED])  # the other writer may be ahead
+    await until(
+        lambda: world.lower.stats.writes_skipped[WriteSkipped.REFUSED]
+    )  # the other writer may be ahead
 
 
 @run
@@ -128,7 +130,7 @@ async def test_refused_rows_that_left_memory_take_nobody_s_turn(world):
         patch.setattr(lower.asyncio, "sleep", pause)
         await until(lambda: not world.lower._is_offering)
     assert written(world) == {chain(4)[3]}
-    assert world.lower.stats.unwritten[WriteSkipped.EVICTED] == 3
+    assert world.lower.stats.writes_skipped[WriteSkipped.EVICTED] == 3
     assert len(pauses) <= 1  # of the one that waited already, none is seen
 
 
@@ -150,7 +152,7 @@ async def test_what_was_dropped_is_written_when_it_is_hit(world):
     world.put(chain(2))
     await until(lambda: world.remote.num_waiting == 2)
     world.put(chain(10, start=2))
-    await until(lambda: world.lower.stats.unwritten[WriteSkipped.DROPPED] == 6)
+    await until(lambda: world.lower.stats.writes_skipped[WriteSkipped.DROPPED] == 6)
     world.remote.open.set()
     assert await world.store.drain(20)
     world.now += 10
@@ -184,7 +186,7 @@ async def test_a_row_that_somebody_wrote_over_is_not_spread(world):
     world.store.memory.release((b"e" * 16, "request"))
     world.now += REFRESH_SECONDS
     world.lookup(chain(2))
-    await until(lambda: world.lower.stats.unwritten[WriteSkipped.INVALIDATED])
+    await until(lambda: world.lower.stats.writes_skipped[WriteSkipped.INVALIDATED])
     await until(lambda: written(world) == {chain(2)[1]})
     assert world.store.memory.stats.removed[Removal.INVALID] == 1
     assert not world.store.memory.is_resident(chain(1)[0])
@@ -199,7 +201,7 @@ def test_what_was_queued_at_the_end_is_counted_and_the_counts_go_on():
                 world.put(chain(6))
                 await until(lambda: remote.num_waiting == 2 and world.lower.num_queued == 4)
                 world.remote.objects.clear()
-        assert stats["remote"].written + stats["remote"].unwritten.total() == 12
+        assert stats["remote"].written + stats["remote"].writes_skipped.total() == 12
 
     asyncio.run(main())
 

@@ -162,7 +162,7 @@ class Tiered(RuleBasedStateMachine):
         """Return whether all that is to be written now has been."""
 
         def num_skipped() -> int:
-            return sum(lower.stats.unwritten.total() for lower in store.lower.values())
+            return sum(lower.stats.writes_skipped.total() for lower in store.lower.values())
 
         num_before = num_skipped()
         return await store.drain(1000) and not store.is_closed and num_skipped() == num_before

@@ -211,7 +211,7 @@ async def test_what_is_not_written_is_counted_by_its_reason(world):
     world.remote.is_full = True
     world.put(chain(1, start=1))
     assert await world.store.drain(20)
-    assert world.lower.stats.unwritten == {WriteSkipped.REFUSED: 1}
+    assert world.lower.stats.writes_skipped == {WriteSkipped.REFUSED: 1}
     world.remote.is_full = False
     world.store._labels.clear()
     world.put(chain(1, start=2))

@@ -24,9 +24,9 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
     world.put(chain(2))  # two writers take these
     await until(lambda: world.remote.num_waiting == 2)
     world.put(chain(10, start=2))
-    await until(lambda: world.lower.num_queued + world.lower.stats.unwritten[WriteSkipped.DROPPED] == 10)
+    await until(lambda: world.lower.num_queued + world.lower.stats.writes_skipped[WriteSkipped.DROPPED] == 10)
     assert world.lower.num_queued == 4
-    assert world.lower.stats.unwritten[WriteSkipped.DROPPED] == 6
+    assert world.lower.stats.writes_skipped[WriteSkipped.DROPPED] == 6
     world.remote.open.set()
     assert await world.store.drain(20)
     assert {key for key, _ in world.remote.objects} == set(chain(6))
@@ -42,8 +42,8 @@ async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
     assert await world.store.drain(20)
     assert all(payload == content(*name) for name, payload in world.remote.objects.items())
     stats = world.lower.stats
-    assert stats.written + stats.unwritten.total() == 20
-    assert stats.unwritten[WriteSkipped.EVICTED] > 0
+    assert stats.written + stats.writes_skipped.total() == 20
+    assert stats.writes_skipped[WriteSkipped.EVICTED] > 0
 
 
 @run
@@ -51,7 +51,7 @@ async def test_a_full_remote_refuses_and_is_not_sick(world):
     world.remote.is_full = True
     world.put(chain(2))
     assert await world.store.drain(20)
-    assert world.lower.stats.unwritten[WriteSkipped.REFUSED] == 2
+    assert world.lower.stats.writes_skipped[WriteSkipped.REFUSED] == 2
     assert world.lower.is_healthy
 
 
