@@ -1,4 +1,4 @@
-"""Which row goes when room is needed. Pure: it knows numbers of rows, not memory.
+"""Which row goes when a row is needed. Pure: it knows numbers of rows, not memory.
 
 A policy holds the visible rows that nobody has leased: a leased row is removed from it and comes back when
 its last lease ends, so that finding a victim never means skipping many rows in use. (The few that are being
@@ -20,13 +20,13 @@ _MAX_GROUPS = 2048  # that are remembered by name: requests that are under way a
 
 
 class _Group:
-    """A piece of the list: from its oldest row, the deepest, to its youngest, the head."""
+    """A piece of the list: from its oldest row, the deepest, to its newest, the head."""
 
-    __slots__ = ("name", "oldest", "youngest")
+    __slots__ = ("name", "newest", "oldest")
 
     def __init__(self, name: Hashable, row: int) -> None:
         self.name = name
-        self.oldest = self.youngest = row
+        self.oldest = self.newest = row
 
 
 class LRU:
@@ -42,13 +42,13 @@ class LRU:
     def __init__(self, num_rows: int) -> None:
         # Rows are shifted by one: 0 is the end of the list, and zeros are what untouched memory holds.
         self._older = zeros(num_rows + 1, "I")
-        self._younger = zeros(num_rows + 1, "I")
+        self._newer = zeros(num_rows + 1, "I")
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
-        self._ends: dict[int, _Group] = {}  # by their oldest and youngest rows
+        self._ends: dict[int, _Group] = {}  # by their oldest and newest rows
 
     def admit(self, row: int, group: Hashable) -> None:
         """The row was stored: put it before the group's oldest, since it is deeper in the chain than all that
-        the group has, and make the group the youngest."""
+        the group has, and make the group the newest."""
         self.remove(row)
         row += 1
         known = self._recall(group)
@@ -57,23 +57,23 @@ class LRU:
             self._remember(group, row, row)
         else:
             self._insert(row, self._older[known.oldest])
-            self._set_ends(known, row, known.youngest)
+            self._set_ends(known, row, known.newest)
 
     def touch(self, rows: Sequence[int], group: Hashable) -> None:
         """The rows, head first, were used and may be evicted: put them in front of the group, and make it the
-        youngest."""
+        newest."""
         if not rows:
             return
         rows = list(dict.fromkeys(rows))
         self.remove(*rows)
         known = self._recall(group)
-        older_of, younger_of = self._older, self._younger
-        youngest = older_of[0]
+        older_of, newer_of = self._older, self._newer
+        newest = older_of[0]
         for number in reversed(rows):
             row = number + 1
-            older_of[row], younger_of[youngest] = youngest, row
-            youngest = row
-        younger_of[youngest], older_of[0] = 0, youngest
+            older_of[row], newer_of[newest] = newest, row
+            newest = row
+        newer_of[newest], older_of[0] = 0, newest
         if known is None:
             self._remember(group, rows[-1] + 1, rows[0] + 1)
         else:
@@ -81,24 +81,24 @@ class LRU:
 
     def remove(self, *rows: int) -> None:
         """The rows are in use, or gone; ignored when not held."""
-        older_of, younger_of, ends = self._older, self._younger, self._ends
+        older_of, newer_of, ends = self._older, self._newer, self._ends
         for number in rows:
             row = number + 1
-            older, younger = older_of[row], younger_of[row]
-            if younger_of[older] != row:
+            older, newer = older_of[row], newer_of[row]
+            if newer_of[older] != row:
                 continue
-            younger_of[older], older_of[younger] = younger, older
-            older_of[row] = younger_of[row] = 0
+            newer_of[older], older_of[newer] = newer, older
+            older_of[row] = newer_of[row] = 0
             group = ends.pop(row, None)
             if group is None:
                 continue
-            if group.oldest == group.youngest:
+            if group.oldest == group.newest:
                 del self._groups[group.name]
             elif row == group.oldest:
-                group.oldest = younger
-                ends[younger] = group
+                group.oldest = newer
+                ends[newer] = group
             else:
-                group.youngest = older
+                group.newest = older
                 ends[older] = group
 
     def victims(self, sparing: Hashable = None) -> Iterator[int]:
@@ -106,45 +106,45 @@ class LRU:
         group ``sparing``: a chunk that takes the place of one before it in its chain is of no use. Ends with
         the first change."""
         spared = self._groups.get(sparing)
-        row = self._younger[0]
+        row = self._newer[0]
         while row:
             if spared and row == spared.oldest:
-                row = spared.youngest
+                row = spared.newest
             else:
                 yield row - 1
-            row = self._younger[row]
+            row = self._newer[row]
 
     def _insert(self, row: int, older: int) -> None:
-        younger = self._younger[older]
-        self._older[row], self._younger[row] = older, younger
-        self._younger[older] = self._older[younger] = row
+        newer = self._newer[older]
+        self._older[row], self._newer[row] = older, newer
+        self._newer[older] = self._older[newer] = row
 
     def _recall(self, name: Hashable) -> _Group | None:
-        """Find a group, and make it the youngest."""
+        """Find a group, and make it the newest."""
         group = self._groups.get(name)
         if group is None:
             return None
         self._groups.move_to_end(name)
-        older, younger, youngest = self._older, self._younger, self._older[0]
-        if youngest != group.youngest:
-            before, after = older[group.oldest], younger[group.youngest]
-            younger[before], older[after] = after, before
-            younger[youngest], older[group.oldest] = group.oldest, youngest
-            younger[group.youngest], older[0] = 0, group.youngest
+        older, newer, newest = self._older, self._newer, self._older[0]
+        if newest != group.newest:
+            before, after = older[group.oldest], newer[group.newest]
+            newer[before], older[after] = after, before
+            newer[newest], older[group.oldest] = group.oldest, newest
+            newer[group.newest], older[0] = 0, group.newest
         return group
 
-    def _remember(self, name: Hashable, oldest: int, youngest: int) -> None:
+    def _remember(self, name: Hashable, oldest: int, newest: int) -> None:
         if name is None:
             return
         group = self._groups[name] = _Group(name, oldest)
-        self._set_ends(group, oldest, youngest)
+        self._set_ends(group, oldest, newest)
         if len(self._groups) > _MAX_GROUPS:
             _, forgotten = self._groups.popitem(last=False)
-            for row in {forgotten.oldest, forgotten.youngest}:
+            for row in {forgotten.oldest, forgotten.newest}:
                 del self._ends[row]
 
-    def _set_ends(self, group: _Group, oldest: int, youngest: int) -> None:
+    def _set_ends(self, group: _Group, oldest: int, newest: int) -> None:
         self._ends.pop(group.oldest, None)
-        self._ends.pop(group.youngest, None)
-        group.oldest, group.youngest = oldest, youngest
-        self._ends[oldest] = self._ends[youngest] = group
+        self._ends.pop(group.newest, None)
+        group.oldest, group.newest = oldest, newest
+        self._ends[oldest] = self._ends[newest] = group

@@ -66,7 +66,7 @@ class Directory:
             ) from None
 
     def reopen(self, least_bytes: int) -> bool:
-        """Use the directory that has the path now: the old one was removed, or its volume mounted anew.
+        """Use the directory that has the path now: the old one was removed, or its volume mounted again.
 
         False: it is the same, or lies on what is below the volume. Raises OSError, changing nothing, also
         when the volume has not ``least_bytes``.

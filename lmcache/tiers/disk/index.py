@@ -28,7 +28,7 @@ class Index:
     def __init__(self, capacity_bytes: int) -> None:
         self.num_bytes = 0  # of all objects
         self._capacity = capacity_bytes
-        self._room = capacity_bytes  # less what is reserved, too
+        self._free_bytes = capacity_bytes  # less what is reserved, too
         # One dictionary of a million entries would hold the GIL for 30 ms when it grows.
         self._shards: list[dict[ObjectId, int]] = [{} for _ in range(256)]
         self._ids: list[ObjectId | None] = []  # by slot
@@ -42,10 +42,10 @@ class Index:
         return object_id in self._shard(object_id)
 
     def reserve(self, num_bytes: int) -> int | None:
-        """Take a slot and room for an object that will be written. None: something must go first."""
-        if num_bytes > self._room or (not self._free and len(self._ids) == MAX_OBJECTS):
+        """Take a slot and bytes for an object that will be written. None: something must go first."""
+        if num_bytes > self._free_bytes or (not self._free and len(self._ids) == MAX_OBJECTS):
             return None
-        self._room -= num_bytes
+        self._free_bytes -= num_bytes
         if not self._free:
             self._free.append(len(self._ids))
             self._ids.append(None)
@@ -56,7 +56,7 @@ class Index:
 
     def abort(self, slot: int) -> None:
         """The object was not written."""
-        self._room += self._bytes[slot]
+        self._free_bytes += self._bytes[slot]
         self._free.append(slot)
 
     def commit(self, slot: int, object_id: ObjectId) -> None:
@@ -97,7 +97,7 @@ class Index:
         return self._shards[object_id[KEY_BYTES]]
 
     def _enter(self, num_bytes: int) -> int:
-        """Return the epoch of a use of so many bytes."""
+        """Return the epoch of a use of ``num_bytes``."""
         if self._epoch_left <= 0:
             self._epoch += 1
             self._epoch_left = self._capacity // _EPOCHS

@@ -252,7 +252,7 @@ class DiskTier:
         return is_here
 
     def _reserve(self, index: Index, num_bytes: int) -> int | None:
-        """Take room, evicting. None: there is not so much."""
+        """Take a slot and ``num_bytes``, evicting. None: there are not as many."""
         while num_bytes <= self._capacity:
             with self._lock:
                 slot = index.reserve(num_bytes)

@@ -100,7 +100,7 @@ class FrameAllocator:
         return self.num_frames * self.slots_per_frame
 
     def allocate(self, num_slots: int, num_usable_frames: int) -> int | None:
-        """Take a row of so many slots in a frame below the bound; None when none has a run that long."""
+        """Take a row of ``num_slots`` in a frame below the bound; None when none has a run that long."""
         for frames in self._frames[num_slots:]:
             frame = frames.lowest()
             if frame is not None and frame < num_usable_frames:
@@ -191,7 +191,7 @@ def _longest_run(free: int) -> int:
 
 @lru_cache(4096)
 def _shortest_run(free: int, num_slots: int) -> int:
-    """Where the shortest run of at least so many free slots begins, so that longer ones stay whole."""
+    """Where the shortest run of at least ``num_slots`` free slots begins, so that longer ones stay whole."""
     best, best_length = 0, free.bit_length() + 1
     offset = 0
     while free >> offset:

@@ -84,7 +84,9 @@ class ArenaFile:
             check_node(numa_node)
         self.path = Path(path)
         self.num_rows = 0  # when all extents are ready; 0 until formatted
-        self.growth_error: str | None = None  # why growing stopped below capacity; None while all is well
+        self.growth_error: str | None = (
+            None  # why growing stopped below capacity; None while nothing is wrong
+        )
         self.size_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES  # of the file, whatever is in memory
         self._huge_pages = huge_pages
         self._changed = threading.Condition()
@@ -144,7 +146,7 @@ class ArenaFile:
         self._write_head(geometry, first_generation)
 
     def rows_within(self, target_bytes: int) -> int:
-        """Rows of the whole extents that fit into so many bytes beside head and slot table; at least one
+        """Rows of the whole extents that fit into ``target_bytes`` beside head and slot table; at least one
         extent."""
         layout, extent = self._layout, self._extent_rows
         if target_bytes >= self.size_bytes:
@@ -153,7 +155,7 @@ class ArenaFile:
         return min(layout.num_rows, max(1, num_extents) * extent)
 
     def resize(self, target_bytes: int) -> None:
-        """Take or give back memory, extent by extent and in the background, until the ``rows_within`` so many
+        """Take or give back memory, extent by extent and in the background, until the ``rows_within`` these
         bytes are populated, and no others.
 
         Raises ArenaError, changing nothing, when a row beyond is in use: the memory tier has to ``vacate``

@@ -18,7 +18,7 @@ from lmcache.tiers.memory.slots import SlotTable
 
 class Slot(NamedTuple):
     """A row of the arena as it was given to somebody: the generation changes whenever the row is given
-    anew."""
+    again."""
 
     row: int
     generation: int

@@ -94,7 +94,7 @@ class LocalStore:
     def pin_prefix(self, keys: Sequence[RowKey], request: Hashable = None) -> Iterator[list[tuple[int, int]]]:
         """Keep the leading keys that are there for as long as the context is open: their (row, length).
 
-        Afterwards they are the youngest, the tail to be evicted before the head.
+        Afterwards they are the most recently used, the tail to be evicted before the head.
         """
         with self._lock:
             rows = self._rows.prefix(keys)
@@ -122,8 +122,8 @@ class LocalStore:
             return is_there
 
     def resize(self, num_bytes: int) -> VacateResult:
-        """Grow or shrink to the whole frames within so many bytes, at most to the arena's size. Nothing is
-        put beyond any more, and what is there is evicted as far as nobody uses it: say it again for the rest.
+        """Grow or shrink to the whole frames within ``num_bytes``, at most to the arena's size. Nothing is
+        put beyond any more, and what is there is evicted as far as nobody uses it: call again for the rest.
 
         Then the arena may ``discard`` the slots from ``capacity_bytes`` on.
         """

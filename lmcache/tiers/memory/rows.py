@@ -288,7 +288,7 @@ class Rows:
             del self.pin_counts[number]
             self.release_if_unused(number)
 
-    # ---- room ----
+    # ---- capacity ----
 
     def vacate(self, first_slot: int) -> VacateResult:
         """Evict all rows that lie beyond, as far as nobody uses them."""

@@ -33,7 +33,7 @@ _QUAD = struct.Struct("<Q")
 
 
 def num_buckets(num_rows: int) -> int:
-    """Return how many buckets so many rows need: a power of two, not more than there are rows."""
+    """Return how many buckets ``num_rows`` rows need: a power of two, not more than there are rows."""
     return 1 << ((num_rows - 1) // 2).bit_length()
 
 

@@ -20,9 +20,9 @@ ENTRY = np.dtype(
     [
         ("key", "V64"),
         ("owner", "V16"),  # uuid of the client that reserved the slot; zeros: the sidecar itself
-        ("checksum", "V16"),  # the seal (``header.slot_checksum``); zeros: not known
+        ("checksum", "V16"),  # ``header.slot_checksum``; zeros: not known
         ("length", "<u8"),  # payload bytes
-        ("generation", "<u8"),  # rises whenever the row is given anew; never goes back
+        ("generation", "<u8"),  # rises whenever the row is given again; never goes back
         ("state", "<u4"),
         ("column", "<u4"),
         ("spare", "V8"),
@@ -87,7 +87,7 @@ class SlotTable:
         self._words[(column * self.num_rows + row) * _WORDS + _STATE] = _COMMITTED
 
     def record_checksum(self, row: int, column: int, checksum: bytes) -> None:
-        """Note the seal of a committed payload: from now on it outlives a restart."""
+        """Record the checksum of a committed payload: from now on it outlives a restart."""
         self._checksums[column, row] = checksum
 
     def forget_checksums(self, row: int) -> None:
@@ -125,7 +125,7 @@ class SlotTable:
         self._quads[(column * self.num_rows + row) * _QUADS + _LENGTH] = length
 
     def checksum(self, row: int, column: int) -> bytes:
-        """The seal of the payload, or NO_CHECKSUM."""
+        """The recorded checksum of the payload, or NO_CHECKSUM."""
         checksum: bytes = self._checksums[column, row].tobytes()
         return checksum
 

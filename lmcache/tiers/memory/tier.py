@@ -3,7 +3,7 @@
 A row's life::
 
     free -> reserved -> (all columns committed) visible -> evicted -> free
-                 `-> (a column aborted or quarantined) is_invalid -> free
+                 `-> (a column aborted or quarantined) invalid -> free
 
 **Slot reuse.** Bytes of a row may be under somebody's copy while it is reserved, leased, pinned or in
 quarantine; such a row is in nobody's reach but theirs. A row is reused only after each of them ended what
@@ -183,11 +183,11 @@ class MemoryTier:
         """
         lease = self._leases.get(lease_id, {})
         resident, leases = self._rows.prefix(keys), self._rows.lease_counts
-        room = max(0, self.usable_rows // 2 - len(leases))
+        most = max(0, self.usable_rows // 2 - len(leases))
         leased = [] if is_hint else resident
-        if len(leased) > room:
+        if len(leased) > most:
             unleased = [position for position, row in enumerate(resident) if row not in leases]
-            leased = resident[: unleased[room]] if len(unleased) > room else resident
+            leased = resident[: unleased[most]] if len(unleased) > most else resident
         if new := dict.fromkeys(row for row in leased if row not in lease):
             self._rows.lease(new)
             self._leases[lease_id] = lease | new
