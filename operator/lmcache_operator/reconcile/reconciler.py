@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -106,7 +106,8 @@ class Reconciler:
         problems = [*applier.problems, *_problems_of(failure, memory)]
         statuses = [own.status(observed[own.name], plans[own.name]) for own in self._components if plans]
         status = derive_status(resource, now, statuses, plans, problems)
-        is_news = await self._report(key, resource, status, applier.events, now)
+        await self._post(resource, applier.events, now)
+        is_news = await self._report(key, resource, status, now)
         memory.num_failures = 0 if failure is None else memory.num_failures + 1
         if failure is not None:
             raise failure
@@ -125,10 +126,8 @@ class Reconciler:
         probed = await memory.prober.probe([pod for own in observed.values() for pod in own.pods])
         return {name: replace(own, probed=probed) for name, own in observed.items()}
 
-    async def _report(
-        self, key: ClusterKey, resource: Object, status: Object, done: Sequence[Event], now: datetime
-    ) -> bool:
-        """Write the status if it is news, and post what was done; whether it is more than other figures."""
+    async def _report(self, key: ClusterKey, resource: Object, status: Object, now: datetime) -> bool:
+        """Write the status if it is news; whether more has changed than figures."""
         before = resource.get("status") or {}
         changed = news(before, status)
         if status != before:
@@ -136,12 +135,15 @@ class Reconciler:
             header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
             await self._api.apply_status({**header, "status": status})
             metrics.WRITES.labels("status").inc()
-        for event in (*done, *events(changed)):
+        await self._post(resource, events(changed), now)
+        return bool(changed)
+
+    async def _post(self, resource: Object, events: Iterable[Event], now: datetime) -> None:
+        for event in events:
             try:
                 await self._api.post_event(resource, *event, now)
             except ApiError as error:
                 logger.warning("an Event was not taken: %s", error)
-        return bool(changed)
 
 
 def _problems_of(failure: Exception | None, memory: _Memory) -> list[Problem]:

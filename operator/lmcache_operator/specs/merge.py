@@ -34,35 +34,30 @@ def first_difference(wanted: Any, live: Any, path: str = "") -> str | None:
     ``live`` may hold more. Empty lists and objects are the same as absent ones, and quantities are compared
     by their amount.
     """
-    if isinstance(wanted, Mapping):
-        if not isinstance(live, Mapping):
+    if isinstance(wanted, Mapping | list):
+        if live is None:
             return path if wanted else None
-        for key, value in wanted.items():
-            if found := first_difference(value, live.get(key), f"{path}.{key}" if path else key):
-                return found
-        return None
-    if isinstance(wanted, list):
-        return _first_difference_in_list(wanted, live or [], path)
+        pairs = _pairs(wanted, live, path)
+        found = (first_difference(*pair) for pair in pairs or ())
+        return path if pairs is None else next(filter(None, found), None)
     parent, _, key = path.rpartition(".")
     is_quantity = parent.endswith(_QUANTITY_PARENTS) or key == "sizeLimit"
     same = wanted == live or (is_quantity and quantity_equal(wanted, live))
     return None if same else path
 
 
-def _first_difference_in_list(wanted: list[Any], live: Any, path: str) -> str | None:
-    if not isinstance(live, list):
-        return path
+def _pairs(wanted: Any, live: Any, path: str) -> list[tuple[Any, Any, str]] | None:
+    """The parts of two values with their paths; None if the values can't be compared part by part."""
+    if isinstance(wanted, Mapping) and isinstance(live, Mapping):
+        return [(item, live.get(key), f"{path}.{key}" if path else key) for key, item in wanted.items()]
+    if not isinstance(wanted, list) or not isinstance(live, list):
+        return None
     if key := _item_key(wanted):
         named = {item[key]: item for item in live if _is_named(item, key)}
-        pairs = [(f"{path}[{item[key]}]", item, named.get(item[key])) for item in wanted]
-    elif len(wanted) != len(live):
-        return path
-    else:
-        pairs = [(f"{path}[{index}]", item, live[index]) for index, item in enumerate(wanted)]
-    for where, item, found in pairs:
-        if difference := first_difference(item, found, where):
-            return difference
-    return None
+        return [(item, named.get(item[key]), f"{path}[{item[key]}]") for item in wanted]
+    if len(wanted) != len(live):
+        return None
+    return [(item, live[index], f"{path}[{index}]") for index, item in enumerate(wanted)]
 
 
 def _item_key(items: list[Any]) -> str | None:
