@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19lmcache/rpc/kvcache.proto\x12\x12lmcache.kvcache.v1\"|\n\rAttachRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.lmcache.kvcache.v1.HelloH\x00\x12.\n\x07\x64rained\x18\x03 \x01(\x0b\x32\x1b.lmcache.kvcache.v1.DrainedH\x00\x42\t\n\x07messageJ\x04\x08\x02\x10\x03\"z\n\x0b\x41ttachReply\x12\x30\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x1c.lmcache.kvcache.v1.AttachedH\x00\x12.\n\x07\x65xtents\x18\x02 \x01(\x0b\x32\x1b.lmcache.kvcache.v1.ExtentsH\x00\x42\t\n\x07message\"\xd4\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x13\n\x0b\x63lient_uuid\x18\x03 \x01(\x0c\x12\x13\n\x0b\x65ngine_uuid\x18\x04 \x01(\x0c\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0b\n\x03uid\x18\x06 \x01(\r\x12&\n\x04role\x18\x07 \x01(\x0e\x32\x18.lmcache.kvcache.v1.Role\x12\x11\n\tnamespace\x18\x08 \x01(\x0c\x12\x16\n\x0eprivate_reason\x18\t \x01(\t\x12.\n\x08geometry\x18\n \x01(\x0b\x32\x1c.lmcache.kvcache.v1.Geometry\x12\x0e\n\x06\x63olumn\x18\x0b \x01(\r\x12\r\n\x05model\x18\x0c \x01(\t\x12\x33\n\x08transfer\x18\r \x01(\x0b\x32!.lmcache.kvcache.v1.TransferOffer\"b\n\x08Geometry\x12\x14\n\x0c\x63hunk_tokens\x18\x01 \x01(\r\x12\x13\n\x0bnum_columns\x18\x02 \x01(\r\x12+\n\x06groups\x18\x03 \x03(\x0b\x32\x1b.lmcache.kvcache.v1.KVGroup\"\xd0\x01\n\x07KVGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12.\n\x04kind\x18\x02 \x01(\x0e\x32 .lmcache.kvcache.v1.KVGroup.Kind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x63hunk_bytes\x18\x04 \x01(\x04\x12\x15\n\rwindow_tokens\x18\x05 \x01(\r\"D\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x46ULL_ATTENTION\x10\x01\x12\x12\n\x0eSLIDING_WINDOW\x10\x02\"\\\n\rTransferOffer\x12\x10\n\x08gpu_uuid\x18\x01 \x01(\t\x12\x39\n\x0b\x61llocations\x18\x02 \x03(\x0b\x32$.lmcache.kvcache.v1.DeviceAllocation\"9\n\x10\x44\x65viceAllocation\x12\x12\n\nipc_handle\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\xd1\x02\n\x08\x41ttached\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x30\n\x0cstore_copier\x18\x04 \x01(\x0e\x32\x1a.lmcache.kvcache.v1.Copier\x12\x15\n\rcopier_reason\x18\x05 \x01(\t\x12\x12\n\narena_path\x18\x06 \x01(\t\x12\x14\n\x0ctable_offset\x18\x07 \x01(\x04\x12\x15\n\rcolumn_offset\x18\x08 \x01(\x04\x12\x12\n\nslot_bytes\x18\t \x01(\x04\x12\x10\n\x08num_rows\x18\n \x01(\r\x12\x12\n\nready_rows\x18\x0b \x01(\r\x12\x14\n\x0cindex_offset\x18\x0c \x01(\x04\x12\x15\n\rindex_buckets\x18\r \x01(\r\x12\x13\n\x0bmemory_only\x18\x0e \x01(\x08\"\x1d\n\x07\x45xtents\x12\x12\n\nready_rows\x18\x01 \x01(\r\"\x18\n\x07\x44rained\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xa7\x01\n\rLookupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12-\n\x06groups\x18\x04 \x03(\x0b\x32\x1d.lmcache.kvcache.v1.GroupKeys\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x01\x12\x0c\n\x04hint\x18\x06 \x01(\x08\"(\n\tGroupKeys\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\">\n\x0bLookupReply\x12/\n\x06groups\x18\x01 \x03(\x0b\x32\x1f.lmcache.kvcache.v1.GroupResult\"]\n\x0bGroupResult\x12\x14\n\x0cnum_resident\x18\x01 \x01(\r\x12\x12\n\nnum_leased\x18\x02 \x01(\r\x12\x13\n\x0bnum_pending\x18\x03 \x01(\r\x12\x0f\n\x07probing\x18\x04 \x01(\x08\"I\n\x0eReleaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\"\x0e\n\x0cReleaseReply\"\x8a\x01\n\x0eReserveRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x0e\n\x06tenant\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_chunk\x18\x06 \x01(\r\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"O\n\x0cReserveReply\x12\x30\n\x07results\x18\x01 \x03(\x0e\x32\x1f.lmcache.kvcache.v1.Reservation\x12\r\n\x05slots\x18\x02 \x01(\x0c\"B\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\r\n\x05slots\x18\x03 \x01(\x0c\"\r\n\x0b\x43ommitReply\"A\n\x0c\x41\x62ortRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\r\n\x05slots\x18\x03 \x01(\x0c\"\x0c\n\nAbortReply*A\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_SCHEDULER\x10\x01\x12\x0f\n\x0bROLE_WORKER\x10\x02*G\n\x06\x43opier\x12\x16\n\x12\x43OPIER_UNSPECIFIED\x10\x00\x12\x11\n\rCOPIER_ENGINE\x10\x01\x12\x12\n\x0e\x43OPIER_SIDECAR\x10\x02*J\n\x0bReservation\x12\x1b\n\x17RESERVATION_UNSPECIFIED\x10\x00\x12\x08\n\x04SLOT\x10\x01\x12\n\n\x06\x45XISTS\x10\x02\x12\x08\n\x04\x42USY\x10\x03\x32\xe4\x03\n\x07KVCache\x12P\n\x06\x41ttach\x12!.lmcache.kvcache.v1.AttachRequest\x1a\x1f.lmcache.kvcache.v1.AttachReply(\x01\x30\x01\x12L\n\x06Lookup\x12!.lmcache.kvcache.v1.LookupRequest\x1a\x1f.lmcache.kvcache.v1.LookupReply\x12O\n\x07Reserve\x12\".lmcache.kvcache.v1.ReserveRequest\x1a .lmcache.kvcache.v1.ReserveReply\x12L\n\x06\x43ommit\x12!.lmcache.kvcache.v1.CommitRequest\x1a\x1f.lmcache.kvcache.v1.CommitReply\x12I\n\x05\x41\x62ort\x12 .lmcache.kvcache.v1.AbortRequest\x1a\x1e.lmcache.kvcache.v1.AbortReply\x12O\n\x07Release\x12\".lmcache.kvcache.v1.ReleaseRequest\x1a .lmcache.kvcache.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19lmcache/rpc/kvcache.proto\x12\x12lmcache.kvcache.v1\"|\n\rAttachRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.lmcache.kvcache.v1.HelloH\x00\x12.\n\x07\x64rained\x18\x03 \x01(\x0b\x32\x1b.lmcache.kvcache.v1.DrainedH\x00\x42\t\n\x07messageJ\x04\x08\x02\x10\x03\"z\n\x0b\x41ttachReply\x12\x30\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x1c.lmcache.kvcache.v1.AttachedH\x00\x12.\n\x07\x65xtents\x18\x02 \x01(\x0b\x32\x1b.lmcache.kvcache.v1.ExtentsH\x00\x42\t\n\x07message\"\xd4\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x13\n\x0b\x63lient_uuid\x18\x03 \x01(\x0c\x12\x13\n\x0b\x65ngine_uuid\x18\x04 \x01(\x0c\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0b\n\x03uid\x18\x06 \x01(\r\x12&\n\x04role\x18\x07 \x01(\x0e\x32\x18.lmcache.kvcache.v1.Role\x12\x11\n\tnamespace\x18\x08 \x01(\x0c\x12\x16\n\x0eprivate_reason\x18\t \x01(\t\x12.\n\x08geometry\x18\n \x01(\x0b\x32\x1c.lmcache.kvcache.v1.Geometry\x12\x0e\n\x06\x63olumn\x18\x0b \x01(\r\x12\r\n\x05model\x18\x0c \x01(\t\x12\x33\n\x08transfer\x18\r \x01(\x0b\x32!.lmcache.kvcache.v1.TransferOffer\"b\n\x08Geometry\x12\x14\n\x0c\x63hunk_tokens\x18\x01 \x01(\r\x12\x13\n\x0bnum_columns\x18\x02 \x01(\r\x12+\n\x06groups\x18\x03 \x03(\x0b\x32\x1b.lmcache.kvcache.v1.KVGroup\"\xd0\x01\n\x07KVGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12.\n\x04kind\x18\x02 \x01(\x0e\x32 .lmcache.kvcache.v1.KVGroup.Kind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x63hunk_bytes\x18\x04 \x01(\x04\x12\x15\n\rwindow_tokens\x18\x05 \x01(\r\"D\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x46ULL_ATTENTION\x10\x01\x12\x12\n\x0eSLIDING_WINDOW\x10\x02\"\\\n\rTransferOffer\x12\x10\n\x08gpu_uuid\x18\x01 \x01(\t\x12\x39\n\x0b\x61llocations\x18\x02 \x03(\x0b\x32$.lmcache.kvcache.v1.DeviceAllocation\"9\n\x10\x44\x65viceAllocation\x12\x12\n\nipc_handle\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\xd1\x02\n\x08\x41ttached\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x30\n\x0cstore_copier\x18\x04 \x01(\x0e\x32\x1a.lmcache.kvcache.v1.Copier\x12\x15\n\rcopier_reason\x18\x05 \x01(\t\x12\x12\n\narena_path\x18\x06 \x01(\t\x12\x14\n\x0ctable_offset\x18\x07 \x01(\x04\x12\x15\n\rcolumn_offset\x18\x08 \x01(\x04\x12\x12\n\nslot_bytes\x18\t \x01(\x04\x12\x10\n\x08num_rows\x18\n \x01(\r\x12\x12\n\nready_rows\x18\x0b \x01(\r\x12\x14\n\x0cindex_offset\x18\x0c \x01(\x04\x12\x15\n\rindex_buckets\x18\r \x01(\r\x12\x13\n\x0bmemory_only\x18\x0e \x01(\x08\"\x1d\n\x07\x45xtents\x12\x12\n\nready_rows\x18\x01 \x01(\r\"\x18\n\x07\x44rained\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xb7\x01\n\rLookupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12-\n\x06groups\x18\x04 \x03(\x0b\x32\x1d.lmcache.kvcache.v1.GroupKeys\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x01\x12\x0c\n\x04hint\x18\x06 \x01(\x08\x12\x0e\n\x06tenant\x18\x07 \x01(\x0c\"(\n\tGroupKeys\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\">\n\x0bLookupReply\x12/\n\x06groups\x18\x01 \x03(\x0b\x32\x1f.lmcache.kvcache.v1.GroupResult\"]\n\x0bGroupResult\x12\x14\n\x0cnum_resident\x18\x01 \x01(\r\x12\x12\n\nnum_leased\x18\x02 \x01(\r\x12\x13\n\x0bnum_pending\x18\x03 \x01(\r\x12\x0f\n\x07probing\x18\x04 \x01(\x08\"I\n\x0eReleaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\"\x0e\n\x0cReleaseReply\"\x8a\x01\n\x0eReserveRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x0e\n\x06tenant\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_chunk\x18\x06 \x01(\r\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"O\n\x0cReserveReply\x12\x30\n\x07results\x18\x01 \x03(\x0e\x32\x1f.lmcache.kvcache.v1.Reservation\x12\r\n\x05slots\x18\x02 \x01(\x0c\"B\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\r\n\x05slots\x18\x03 \x01(\x0c\"\r\n\x0b\x43ommitReply\"A\n\x0c\x41\x62ortRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_uuid\x18\x02 \x01(\x0c\x12\r\n\x05slots\x18\x03 \x01(\x0c\"\x0c\n\nAbortReply*A\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_SCHEDULER\x10\x01\x12\x0f\n\x0bROLE_WORKER\x10\x02*G\n\x06\x43opier\x12\x16\n\x12\x43OPIER_UNSPECIFIED\x10\x00\x12\x11\n\rCOPIER_ENGINE\x10\x01\x12\x12\n\x0e\x43OPIER_SIDECAR\x10\x02*J\n\x0bReservation\x12\x1b\n\x17RESERVATION_UNSPECIFIED\x10\x00\x12\x08\n\x04SLOT\x10\x01\x12\n\n\x06\x45XISTS\x10\x02\x12\x08\n\x04\x42USY\x10\x03\x32\xe4\x03\n\x07KVCache\x12P\n\x06\x41ttach\x12!.lmcache.kvcache.v1.AttachRequest\x1a\x1f.lmcache.kvcache.v1.AttachReply(\x01\x30\x01\x12L\n\x06Lookup\x12!.lmcache.kvcache.v1.LookupRequest\x1a\x1f.lmcache.kvcache.v1.LookupReply\x12O\n\x07Reserve\x12\".lmcache.kvcache.v1.ReserveRequest\x1a .lmcache.kvcache.v1.ReserveReply\x12L\n\x06\x43ommit\x12!.lmcache.kvcache.v1.CommitRequest\x1a\x1f.lmcache.kvcache.v1.CommitReply\x12I\n\x05\x41\x62ort\x12 .lmcache.kvcache.v1.AbortRequest\x1a\x1e.lmcache.kvcache.v1.AbortReply\x12O\n\x07Release\x12\".lmcache.kvcache.v1.ReleaseRequest\x1a .lmcache.kvcache.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'lmcache.rpc.kvcache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2351
-  _globals['_ROLE']._serialized_end=2416
-  _globals['_COPIER']._serialized_start=2418
-  _globals['_COPIER']._serialized_end=2489
-  _globals['_RESERVATION']._serialized_start=2491
-  _globals['_RESERVATION']._serialized_end=2565
+  _globals['_ROLE']._serialized_start=2367
+  _globals['_ROLE']._serialized_end=2432
+  _globals['_COPIER']._serialized_start=2434
+  _globals['_COPIER']._serialized_end=2505
+  _globals['_RESERVATION']._serialized_start=2507
+  _globals['_RESERVATION']._serialized_end=2581
   _globals['_ATTACHREQUEST']._serialized_start=49
   _globals['_ATTACHREQUEST']._serialized_end=173
   _globals['_ATTACHREPLY']._serialized_start=175
@@ -60,29 +60,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINED']._serialized_start=1477
   _globals['_DRAINED']._serialized_end=1501
   _globals['_LOOKUPREQUEST']._serialized_start=1504
-  _globals['_LOOKUPREQUEST']._serialized_end=1671
-  _globals['_GROUPKEYS']._serialized_start=1673
-  _globals['_GROUPKEYS']._serialized_end=1713
-  _globals['_LOOKUPREPLY']._serialized_start=1715
-  _globals['_LOOKUPREPLY']._serialized_end=1777
-  _globals['_GROUPRESULT']._serialized_start=1779
-  _globals['_GROUPRESULT']._serialized_end=1872
-  _globals['_RELEASEREQUEST']._serialized_start=1874
-  _globals['_RELEASEREQUEST']._serialized_end=1947
-  _globals['_RELEASEREPLY']._serialized_start=1949
-  _globals['_RELEASEREPLY']._serialized_end=1963
-  _globals['_RESERVEREQUEST']._serialized_start=1966
-  _globals['_RESERVEREQUEST']._serialized_end=2104
-  _globals['_RESERVEREPLY']._serialized_start=2106
-  _globals['_RESERVEREPLY']._serialized_end=2185
-  _globals['_COMMITREQUEST']._serialized_start=2187
-  _globals['_COMMITREQUEST']._serialized_end=2253
-  _globals['_COMMITREPLY']._serialized_start=2255
-  _globals['_COMMITREPLY']._serialized_end=2268
-  _globals['_ABORTREQUEST']._serialized_start=2270
-  _globals['_ABORTREQUEST']._serialized_end=2335
-  _globals['_ABORTREPLY']._serialized_start=2337
-  _globals['_ABORTREPLY']._serialized_end=2349
-  _globals['_KVCACHE']._serialized_start=2568
-  _globals['_KVCACHE']._serialized_end=3052
+  _globals['_LOOKUPREQUEST']._serialized_end=1687
+  _globals['_GROUPKEYS']._serialized_start=1689
+  _globals['_GROUPKEYS']._serialized_end=1729
+  _globals['_LOOKUPREPLY']._serialized_start=1731
+  _globals['_LOOKUPREPLY']._serialized_end=1793
+  _globals['_GROUPRESULT']._serialized_start=1795
+  _globals['_GROUPRESULT']._serialized_end=1888
+  _globals['_RELEASEREQUEST']._serialized_start=1890
+  _globals['_RELEASEREQUEST']._serialized_end=1963
+  _globals['_RELEASEREPLY']._serialized_start=1965
+  _globals['_RELEASEREPLY']._serialized_end=1979
+  _globals['_RESERVEREQUEST']._serialized_start=1982
+  _globals['_RESERVEREQUEST']._serialized_end=2120
+  _globals['_RESERVEREPLY']._serialized_start=2122
+  _globals['_RESERVEREPLY']._serialized_end=2201
+  _globals['_COMMITREQUEST']._serialized_start=2203
+  _globals['_COMMITREQUEST']._serialized_end=2269
+  _globals['_COMMITREPLY']._serialized_start=2271
+  _globals['_COMMITREPLY']._serialized_end=2284
+  _globals['_ABORTREQUEST']._serialized_start=2286
+  _globals['_ABORTREQUEST']._serialized_end=2351
+  _globals['_ABORTREPLY']._serialized_start=2353
+  _globals['_ABORTREPLY']._serialized_end=2365
+  _globals['_KVCACHE']._serialized_start=2584
+  _globals['_KVCACHE']._serialized_end=3068
 # @@protoc_insertion_point(module_scope)

@@ -131,6 +131,7 @@ class Session:
         request_id: str,
         group_keys: Sequence[tuple[int, bytes]],
         *,
+        tenant: bytes = b"",
         prefill_tokens_per_second: float = 0.0,
         hint: bool = False,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
@@ -153,6 +154,7 @@ class Session:
                 timeout,
                 request_id=bounded(request_id),
                 groups=[pb.GroupKeys(group=group, keys=keys[part]) for group, keys in group_keys],
+                tenant=tenant,
                 prefill_tokens_per_second=prefill_tokens_per_second,
                 hint=hint,
             )

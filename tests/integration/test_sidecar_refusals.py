@@ -37,6 +37,7 @@ BAD_CALLS = [
         INVALID,
         f"at most {service.MAX_KEYS_PER_CALL} keys",
     ),
+    (LOOKUP, {"request_id": "r", "groups": ONE_GROUP, "tenant": b"t" * 513}, INVALID, "tenant has 513 bytes"),
     (RESERVE, {"keys": make_keys(9), "tenant": b"t" * 513}, INVALID, "tenant has 513 bytes"),
     (
         LOOKUP,

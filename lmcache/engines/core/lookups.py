@@ -192,6 +192,7 @@ class LookupThread:
         found = session.lookup(
             ticket.request_id,
             list(zip(self._groups, keys, strict=True)),
+            tenant=ticket.tenant,
             prefill_tokens_per_second=self._rate(),
             hint=is_hint,
             timeout=_CALL_SECONDS,

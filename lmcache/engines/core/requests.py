@@ -47,6 +47,8 @@ class Ticket:
     namespace: bytes
     """The engine's, or since a reset another one."""
     cache_salt: str = ""
+    tenant: bytes = b""
+    """Opaque, of the salt."""
     find_extra_keys: FindExtraKeys | None = None
     """None: it depends on nothing but its tokens."""
     is_read: bool = True

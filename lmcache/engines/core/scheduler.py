@@ -302,6 +302,7 @@ class SchedulerSide:
             self._grid.chunk_hashes(request.block_hashes, 0, num_chunks),
             self._namespace,
             request.cache_salt or "",
+            keys.tenant(request.cache_salt or "", self._tenant_secret),
             self._extra_keys_of(request, self._grid.chunk_tokens),
             is_read=not request.skip_reading_prefix_cache,
         )
@@ -372,8 +373,8 @@ class SchedulerSide:
                 row_keys += ticket.row_keys(group.group, grid.chunk_hashes(hashes, after, end), after)
             groups.append(GroupStore(group.group, b"".join(row_keys), blocks))
         self._num_jobs += 1
-        tenant = keys.tenant(ticket.cache_salt, self._tenant_secret)
-        self._next.stores.append(StoreJob(self._num_jobs, ticket.request_id, first, tuple(groups), tenant))
+        job = StoreJob(self._num_jobs, ticket.request_id, first, tuple(groups), ticket.tenant)
+        self._next.stores.append(job)
         self._jobs[self._num_jobs] = (state, self._num_ranks, slice(first, end))
         state.num_stores += 1
         state.num_stored_chunks = end

@@ -121,6 +121,7 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[tuple[int, list[
         raise invalid(
             f"groups must be each of {sorted(peer.chunk_bytes)} once, they are {groups[:_MAX_GROUPS]}"
         )
+    _check_length("tenant", request.tenant, _MAX_TEXT_BYTES)
     _check_num_keys(sum(len(group.keys) for group in request.groups))
     return [(group.group, _split_keys(group.keys)) for group in request.groups]
 
