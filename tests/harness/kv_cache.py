@@ -3,6 +3,10 @@ more."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
@@ -89,3 +93,16 @@ class DictBackend(LMCBackendInterface):
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def used_by_threads(use: Callable[[int, torch.Generator], None]) -> None:
+    """Call ``use`` again and again from 8 threads, each with its number and random numbers of its own."""
+    until = time.monotonic() + 0.5
+
+    def go_on(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        while time.monotonic() < until:
+            use(number, generator)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(go_on, range(8)))

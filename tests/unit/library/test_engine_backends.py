@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -21,6 +19,7 @@ from tests.harness.kv_cache import (
     make_kv,
     make_metadata,
     make_tokens,
+    used_by_threads,
 )
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
@@ -171,27 +170,19 @@ def test_eight_threads_on_one_engine_see_only_right_bytes():
             (torch.cat((a[0], b[0])), torch.cat((a[1], b[1]))) for a, b in zip(head, tail, strict=True)
         )
         prompts.append((tokens, kv))
-    stop, wrong, num_hits = threading.Event(), [], []
+    wrong, num_hits = [], []
 
-    def use(number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        while not stop.is_set():
-            tokens, kv = prompts[int(torch.randint(0, 12, (), generator=generator))]
-            if torch.rand((), generator=generator) < 0.5:
-                engine.store(tokens, kv, blocking=bool(number % 2))
-            else:
-                retrieved, found = engine.retrieve(tokens)
-                num_hits.append(int(found.sum()))
-                if retrieved != () and not is_same(retrieved, cut(kv, "vllm", 0, num_hits[-1])):
-                    wrong.append(number)
+    def use(number: int, generator: torch.Generator) -> None:
+        tokens, kv = prompts[int(torch.randint(0, 12, (), generator=generator))]
+        if torch.rand((), generator=generator) < 0.5:
+            engine.store(tokens, kv, blocking=bool(number % 2))
+        else:
+            retrieved, found = engine.retrieve(tokens)
+            num_hits.append(int(found.sum()))
+            if retrieved != () and not is_same(retrieved, cut(kv, "vllm", 0, num_hits[-1])):
+                wrong.append(number)
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    stop.wait(0.5)
-    stop.set()
-    for thread in threads:
-        thread.join()
+    used_by_threads(use)
     engine.close()
     assert not wrong
     assert any(num_hits)

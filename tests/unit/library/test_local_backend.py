@@ -19,6 +19,7 @@ from tests.harness.kv_cache import (
     make_config,
     make_key,
     make_metadata,
+    used_by_threads,
 )
 
 CHUNK_BYTES = make_chunk().nbytes
@@ -296,29 +297,20 @@ def test_defect_11_half_built_and_unused_backends_leave_no_threads():
 
 def test_threads_see_whole_chunks_only():
     backend = make_backend(num_chunks=16)
-    stop, wrong = threading.Event(), []
+    wrong = []
 
-    def use(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        while not stop.is_set():
-            number = int(torch.randint(0, 24, (), generator=generator))
-            if number % 3:
-                chunk = backend.get(make_key(str(number)))
-                if chunk is not None and not (chunk == chunk.flatten()[0]).all():
-                    wrong.append(number)
-            else:
-                value = float(torch.randint(0, 1000, (), generator=generator))
-                backend.put(
-                    make_key(str(number)), torch.full_like(make_chunk(), value), blocking=bool(number % 2)
-                )
+    def use(_: int, generator: torch.Generator) -> None:
+        number = int(torch.randint(0, 24, (), generator=generator))
+        if number % 3:
+            chunk = backend.get(make_key(str(number)))
+            if chunk is not None and not (chunk == chunk.flatten()[0]).all():
+                wrong.append(number)
+        else:
+            value = float(torch.randint(0, 1000, (), generator=generator))
+            chunk = torch.full_like(make_chunk(), value)
+            backend.put(make_key(str(number)), chunk, blocking=bool(number % 2))
 
-    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    stop.wait(0.5)
-    stop.set()
-    for thread in threads:
-        thread.join()
+    used_by_threads(use)
     backend.close()
     assert not wrong
     assert backend.num_faults == 0
