@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 from lmcache_operator.specs import Object
@@ -34,8 +35,7 @@ def lost_fields(wanted: Object, live: Object) -> list[Path]:
 
 def without(wanted: Object, paths: Collection[Path]) -> Object:
     """A copy of ``wanted`` that says nothing about these fields."""
-    kept: Object = _without(wanted, [path for path in paths if path])
-    return kept
+    return reduce(_dropped, filter(None, paths), wanted)
 
 
 def spell(path: Path) -> str:
@@ -102,17 +102,8 @@ def _is_void(value: Any) -> bool:
     return value is None or value == [] or (is_full and all(map(_is_void, value.values())))
 
 
-def _without(value: Any, paths: list[Path]) -> Any:
-    if not paths:
-        return value
-    below: dict[str, list[Path]] = {}
-    for first, *rest in paths:
-        below.setdefault(first, []).append(tuple(rest))
-    kept = [
-        (name, _without(item, below.get(name, [])))
-        for name, item in _parts(value, below)
-        if () not in below.get(name, [])
-    ]
-    if isinstance(value, Mapping):
-        return {name[2:]: item for name, item in kept}
-    return [item for _, item in kept]
+def _dropped(value: Any, path: Path) -> Any:
+    first, rest = path[0], path[1:]
+    parts = [(name, item) for name, item in _parts(value, [first]) if rest or name != first]
+    kept = [(name, _dropped(item, rest) if name == first else item) for name, item in parts]
+    return {name[2:]: item for name, item in kept} if isinstance(value, Mapping) else [i for _, i in kept]
