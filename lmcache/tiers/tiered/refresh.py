@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.contracts import Slot
@@ -29,7 +29,7 @@ class RefreshQueue:
         self,
         num_rows: int,
         write: Callable[[Write], None],
-        touch: Callable[[Sequence[RowKey], Sequence[Slot]], None],
+        touch: Callable[[Mapping[RowKey, Slot]], None],
         clock: Callable[[], float],
     ) -> None:
         """``write`` a row to all lower tiers; ``touch`` the copies that they have."""
@@ -74,7 +74,7 @@ class RefreshQueue:
                 due.update(pair for pair in zip(keys, slots, strict=False) if self._follow_up(pair[1]))
                 await asyncio.sleep(0)
             self._has_some.clear()
-            self._touch(list(due), list(due.values()))
+            self._touch(due)
 
     def _follow_up(self, slot: Slot) -> bool:
         """Return whether the row's copies are to be touched."""

@@ -183,9 +183,10 @@ class TieredStore:
         for worker in self.lower.values():
             worker.write(write)
 
-    def _touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+    def _touch(self, rows: Mapping[RowKey, Slot]) -> None:
+        shared = [(key, slot) for key, slot in rows.items() if self._is_shared(key)]
         for worker in self.lower.values():
-            worker.touch(keys, slots)
+            worker.touch(shared)
 
     # ---- life ----
 

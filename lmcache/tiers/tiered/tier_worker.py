@@ -184,22 +184,22 @@ class TierWorker:
         self._outstanding.add()
         self._enqueue(write)
 
-    def touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+    def touch(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
         """Mark the copies of rows that were hit in memory as recently used, some time, and write those that
         are not there (any more); while it is unhealthy, never."""
-        for first in range(0, len(keys), _MAX_TOUCH):
+        for first in range(0, len(rows), _MAX_TOUCH):
             if self.is_healthy:
-                some = slice(first, first + _MAX_TOUCH)
-                self._tasks.spawn(self._touch(keys[some], slots[some]))
+                self._tasks.spawn(self._touch(rows[first : first + _MAX_TOUCH]))
 
-    async def _touch(self, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
+    async def _touch(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
         absent: set[RowKey] = set()
-        lengths = [self._memory.arena.table.length(slot.row, 0) for slot in slots]
+        keys = [key for key, _ in rows]
+        lengths = [self._memory.arena.table.length(slot.row, 0) for _, slot in rows]
         with contextlib.suppress(TierUnavailableError):
             absent = await self._run(
                 self._writers, lambda: self._tier.touch(keys, self._num_columns, lengths)
             )
-        for key, slot in zip(keys, slots, strict=True):
+        for key, slot in rows:
             if key in absent and slot not in self._refused:
                 self.write(Write(slot, self._memory.describe(slot)[1]))
 

@@ -54,6 +54,19 @@ def test_rows_are_written_when_they_are_hit_for_the_first_time():
     asyncio.run(main())
 
 
+@run
+async def test_a_row_that_is_not_shared_is_not_written_for_a_shared_one_that_is_hit_with_it(world):
+    private = b"p" * 64
+    world.put([*chain(1), private])
+    assert await world.store.drain(20)
+    world.now += REFRESH_SECONDS
+    assert world.lookup([*chain(1), private]).num_resident == 2
+    await until(lambda: not world.store._refresh._latest)
+    await until(lambda: world.remote.calls["touch"])
+    assert await world.store.drain(20)
+    assert {key for key, _ in world.remote.objects} == world.remote.touched == set(chain(1))
+
+
 def test_a_row_that_took_an_unused_one_s_place_is_not_taken_for_it():
     async def main() -> None:
         async with World(num_rows=8, admit=Admit.ON_REUSE) as world:
