@@ -54,8 +54,11 @@ def split_row_key(key: RowKey) -> tuple[bytes, bytes]:
 class Loaded(NamedTuple):
     """A payload that was read and compared with its checksum."""
 
-    length: int  # bytes
-    digests: bytes  # ``header.digests`` of it
+    length: int
+    """In bytes."""
+
+    digests: bytes
+    """``header.digests`` of it."""
 
 
 Listener: TypeAlias = Callable[[bool], None]

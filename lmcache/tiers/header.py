@@ -43,10 +43,17 @@ class Header:
     column: int
     part: int
     num_parts: int
-    payload_bytes: int  # of this part
-    total_bytes: int  # of all parts
-    checksum: bytes  # xxh3-128 of this part's payload
-    label: bytes = b""  # opaque; for people and for the library
+    payload_bytes: int
+    """Of this part."""
+
+    total_bytes: int
+    """Of all parts."""
+
+    checksum: bytes
+    """The xxh3-128 of this part's payload."""
+
+    label: bytes = b""
+    """Opaque; for people and for the library."""
 
     def pack(self) -> bytes:
         """Return HEADER_BYTES bytes; raises ValueError for fields that ``parse`` would refuse."""

@@ -72,7 +72,9 @@ class Found(NamedTuple):
 class Geometry:
     """What fixes the arena's slots. Two engines with another geometry can't share an arena."""
 
-    slot_bytes: int  # of one column, whole pages
+    slot_bytes: int
+    """Of one column, whole pages."""
+
     num_columns: int
 
 

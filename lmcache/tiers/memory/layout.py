@@ -35,7 +35,8 @@ class ArenaLayout:
     geometry: Geometry
     num_rows: int
     data_offset: int
-    column_bytes: int  # distance between two columns
+    column_bytes: int
+    """Distance between two columns."""
 
     @classmethod
     def plan(cls, capacity_bytes: int, geometry: Geometry) -> ArenaLayout:
@@ -97,8 +98,11 @@ class Head:
 
     capacity_bytes: int
     epoch: int
-    first_generation: int  # all generations of earlier formats are below
-    geometry: Geometry | None  # None: not formatted
+    first_generation: int
+    """All generations of earlier formats are below."""
+
+    geometry: Geometry | None
+    """None: not formatted."""
 
     _MAGIC = b"LMCarena"
     _VERSION = 3

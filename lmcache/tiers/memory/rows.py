@@ -43,17 +43,25 @@ class OpenRow:
 
     key: RowKey
     slot: Slot
-    request: Hashable = None  # that it was stored for
-    writers: dict[int, bytes | None] = field(default_factory=dict)  # column -> owner, None in quarantine
-    committed: set[int] = field(default_factory=set)  # columns
-    is_invalid: bool = False  # out of the index for good
+    request: Hashable = None
+    """The one that it was stored for."""
+
+    writers: dict[int, bytes | None] = field(default_factory=dict)
+    """Owners by column; None: in quarantine."""
+
+    committed: set[int] = field(default_factory=set)
+    """Columns whose bytes are complete."""
+
+    is_invalid: bool = False
+    """Out of the index for good."""
 
 
 class VacateResult(NamedTuple):
     """What ``vacate`` did."""
 
     num_evicted: int
-    blocked: dict[str, int]  # rows that had to stay, by who uses them
+    blocked: dict[str, int]
+    """Rows that had to stay, by who uses them."""
 
 
 class Rows:

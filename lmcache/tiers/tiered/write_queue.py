@@ -14,9 +14,14 @@ class Write(NamedTuple):
     """A row to be written."""
 
     slot: Slot
-    depth: int  # in its chain
-    digests: Sequence[bytes] | None = None  # of its columns, as far as they are known
-    num_failures: int = 0  # operations for it that found the tier unavailable
+    depth: int
+    """In its chain."""
+
+    digests: Sequence[bytes] | None = None
+    """Of its columns, as far as they are known."""
+
+    num_failures: int = 0
+    """Operations for it that found the tier unavailable."""
 
 
 class WriteQueue:
