@@ -95,7 +95,7 @@ class EvictingBackend(QueuedBackend):
             room = self._lowered_room(source.num_bytes)
             return (room is None or self._evict_to(room, self._victims)) and put()
         with self._deciding:
-            entry = self._entry(key, source)
+            entry = self._entry(key, source.shape, source.dtype)
             if self._chunks.pop(key, None) is not None:
                 self._remove(self._names(key))
             try:
@@ -170,7 +170,9 @@ class EvictingBackend(QueuedBackend):
         """Return what is here, the core's next victim first."""
 
     @abc.abstractmethod
-    def _entry(self, key: CacheEngineKey, source: ChunkSource) -> KVObj | DiskCacheMetadata:
+    def _entry(
+        self, key: CacheEngineKey, shape: Sequence[int], dtype: torch.dtype
+    ) -> KVObj | DiskCacheMetadata:
         """Return what an evictor sees of a chunk."""
 
     def _end_eviction(self) -> None:

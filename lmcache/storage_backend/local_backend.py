@@ -155,12 +155,9 @@ class LMCLocalBackend(EvictingBackend):
     def _entries(self) -> Iterator[tuple[CacheEngineKey, KVObj]]:
         known = {self._names(contents.key): contents for contents in list(self._contents.values())}
         in_order = (known[name] for name in self._victims() if name in known)
-        return ((key, self._seen(shape, dtype)) for key, shape, dtype in in_order)
+        return ((contents.key, self._entry(*contents)) for contents in in_order)
 
-    def _entry(self, key: CacheEngineKey, source: ChunkSource) -> KVObj:
-        return self._seen(source.shape, source.dtype)
-
-    def _seen(self, shape: Sequence[int], dtype: torch.dtype) -> KVObj:
+    def _entry(self, key: CacheEngineKey, shape: Sequence[int], dtype: torch.dtype) -> KVObj:
         data = torch.empty(tuple(shape), dtype=dtype, device="meta")  # what it is, without its bytes
         return KVObj(0, max(self._full_bytes, data.nbytes), data)
 

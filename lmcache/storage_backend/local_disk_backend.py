@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from safetensors.torch import save_file
@@ -168,7 +168,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         if self._chunks is not None:
             with self._deciding:  # somebody may have evicted it since
                 if key not in self._chunks and self._tier.probe([name], 1):
-                    self._chunks[key] = self._seen(name)
+                    self._chunks[key] = self._entry(key)
         if len(self._known) > self._max_known:
             here = set(self._tier.keys())
             self._known = {name: use for name, use in list(self._known.items()) if name in here}
@@ -182,16 +182,15 @@ class LMCLocalDiskBackend(EvictingBackend):
     def _entries(self) -> Iterator[tuple[CacheEngineKey, DiskCacheMetadata]]:
         # Until the index is built, the tier names none.
         names = self._tier.keys() if self._tier.indexed.is_set() else list(self._known)
-        return ((self._known[name][0], self._seen(name)) for name in names if name in self._known)
+        keys = [self._known[name][0] for name in names if name in self._known]
+        return ((key, self._entry(key)) for key in keys)
 
-    def _entry(self, key: CacheEngineKey, source: ChunkSource) -> DiskCacheMetadata:
-        return self._seen(self._names(key), torch.Size(source.shape), source.dtype)
-
-    def _seen(
-        self, name: RowKey, shape: torch.Size | None = None, dtype: torch.dtype | None = None
+    def _entry(
+        self, key: CacheEngineKey, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> DiskCacheMetadata:
-        path = os.path.join(self._directory, path_of(ObjectId(name, 0)))
-        return DiskCacheMetadata(path, self._chunk_bytes, shape, dtype)
+        path = os.path.join(self._directory, path_of(ObjectId(self._names(key), 0)))
+        size = None if shape is None else torch.Size(shape)
+        return DiskCacheMetadata(path, self._chunk_bytes, size, dtype)
 
     def _has_room(self, num_bytes: int) -> bool:
         def unknown() -> list[RowKey]:
