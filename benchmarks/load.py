@@ -144,7 +144,7 @@ def new(folder: Path) -> New:
 
 
 def wait_attached(engine: EngineProcess, sidecar: SidecarProcess) -> None:
-    """Until the sidecar sees both halves, and some prompts too short to tell the engine's speed have run."""
+    """Until the sidecar sees both sides, and some prompts too short to tell the engine's speed have run."""
     sidecar.wait_until(lambda stats: sum(client["is_attached"] for client in stats["clients"]) == 2)
     for _ in range(3):
         engine.generate(new_prompt(SHORT_TOKENS), max_tokens=1)
