@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from lmcache.rpc import service
@@ -34,12 +35,11 @@ class Sidecar:
         self._config = config
         claim_socket(config.socket)
         locks = _make_locks_directory(config.socket)
-        self._arena = _open_arena(config)
-        try:
-            self._handles = open_tiers(config)
-        except BaseException:
-            self._arena.close()
-            raise
+        with ExitStack() as opened:
+            self._arena = _open_arena(config)
+            opened.callback(self._arena.close)
+            self._handles = open_tiers(config, opened)
+            self._opened = opened.pop_all()
         self._tiers = {name: lower.tier for name, lower in self._handles.items() if lower.tier}
         # Over all formats of the arena.
         self._memory_stats = MemoryStats()
@@ -81,9 +81,7 @@ class Sidecar:
                     "%d rows were not written through within the grace period", store.num_unwritten
                 )
             await store.close(_CLOSE_SECONDS)
-        for tier in self._tiers.values():
-            await asyncio.to_thread(tier.close)
-        self._arena.close()
+        await asyncio.to_thread(self._opened.close)
 
     def stats(self) -> list[Part]:
         """Everything that is known about its parts."""

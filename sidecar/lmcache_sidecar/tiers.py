@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from lmcache.tiers.base import LowerTier
@@ -30,19 +31,15 @@ class TierHandle:
     """What went between it and memory, over all formats of the arena."""
 
 
-def open_tiers(config: Config) -> dict[str, TierHandle]:
-    """By name, in the order in which they are asked. Raises ConfigError for a secret that can't be read, and
-    then nothing is taken."""
+def open_tiers(config: Config, opened: ExitStack) -> dict[str, TierHandle]:
+    """By name, in the order in which they are asked; ``opened`` closes them. Raises ConfigError for a secret
+    that can't be read."""
     handles: dict[str, TierHandle] = {}
-    try:
-        for name, open_tier in TIERS.items():
-            if (handle := open_tier(config)) is not None:
-                handles[name] = handle
-    except BaseException:
-        for handle in handles.values():
+    for name, open_tier in TIERS.items():
+        if (handle := open_tier(config)) is not None:
+            handles[name] = handle
             if handle.tier is not None:
-                handle.tier.close()
-        raise
+                opened.callback(handle.tier.close)
     return handles
 
 

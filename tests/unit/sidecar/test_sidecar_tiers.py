@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,6 @@ def test_what_was_opened_is_closed_when_a_later_tier_is_a_mistake(
         raise ConfigError("no such file")
 
     monkeypatch.setitem(tiers.TIERS, "wrong", refuse)
-    with pytest.raises(ConfigError, match="no such file"):
-        open_tiers(Config())
+    with pytest.raises(ConfigError, match="no such file"), ExitStack() as opened:
+        open_tiers(Config(), opened)
     assert "close" in attic.calls
