@@ -63,7 +63,7 @@ class CertificateFiles(Protocol):
 
 
 class RedisProcess(Server):
-    """``with RedisServer() as server:`` starts a redis-server with no persistence; options as for redis.conf.
+    """``with RedisProcess() as server:`` starts a redis-server without persistence; options: redis.conf's.
 
     It listens on a port of the OS's choice, with ``tls`` by TLS, and on a UNIX socket. Both stay the same
     over ``kill`` and ``restart``; the contents don't. LMCACHE_TEST_SERVER may name a valkey-server instead.

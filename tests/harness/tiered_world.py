@@ -32,7 +32,7 @@ def content(key: bytes, column: int) -> bytes:
 
 
 class FaultyTier:
-    """A ``LowerTier`` that is held, sick or well as tests say; operations in ``held`` wait at the gate."""
+    """A ``LowerTier`` that is held or unhealthy as tests say; operations in ``held`` wait at the gate."""
 
     address = "nowhere"
     used_bytes = None
@@ -44,7 +44,7 @@ class FaultyTier:
         self.held = {"probe", "load", "store"}
         self.open = threading.Event()
         self.open.set()
-        self.is_sick = False
+        self.is_unhealthy = False
         self.is_full = False
         self.refused: frozenset[bytes] = frozenset()  # keys of rows that it does not take
         self.num_waiting = 0
@@ -55,7 +55,7 @@ class FaultyTier:
             self.num_waiting += 1
             assert self.open.wait(20)
             self.num_waiting -= 1
-        if self.is_sick:
+        if self.is_unhealthy:
             raise self.health.failure("unhealthy")
 
     def _takes(self, key: bytes) -> bool:
@@ -66,7 +66,7 @@ class FaultyTier:
 
     def _probe(self) -> None:
         self.calls["health probe"] += 1
-        if self.is_sick:
+        if self.is_unhealthy:
             raise TierUnavailableError("unhealthy")
 
 

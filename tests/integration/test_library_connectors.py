@@ -1,4 +1,4 @@
-"""The library's connectors on real servers: alone, behind Sentinel, as a Cluster, by TLS, and sick."""
+"""The library's connectors on real servers: alone, behind Sentinel, as a Cluster, by TLS, and unhealthy."""
 
 from __future__ import annotations
 

@@ -89,10 +89,10 @@ def test_a_lost_shard_costs_its_own_rows_only_until_it_is_available(remote, serv
     assert remote.probe(KEYS, 2) == hits.index(False)
     gone, kept = KEYS[hits.index(False)], KEYS[hits.index(True)]
     assert not remote.store(ObjectId(gone, 0), memoryview(payload_of(gone, 0)))
-    assert remote.stats.refused == {"away": 1}
+    assert remote.stats.refused == {"unavailable": 1}
     assert remote.store(ObjectId(kept, 0), memoryview(payload_of(kept, 0)))
     remote.touch(KEYS, 2)
-    # Not a matter of speed: each of these would wait for a deadline if the sick shard were asked.
+    # Not a matter of speed: each of these would wait for a deadline if the unhealthy shard were asked.
     assert time.monotonic() - start < 1.0
     servers[0].start() if fault == "kill" else servers[0].thaw()
     # The tier as a whole is available meanwhile: the shard's own circuit brings it back.
@@ -175,7 +175,7 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
         try:
             for _ in range(3):
                 servers[0].kill()
-                until(lambda: remote.stats.refused["away"] or remote.health.is_open)
+                until(lambda: remote.stats.refused["unavailable"] or remote.health.is_open)
                 remote.set_shards(left, all_of_them, time.time() + 900)
                 servers[0].start()
                 until(lambda: servers[0].client.dbsize())

@@ -1,4 +1,4 @@
-"""The remote tier by TLS: whom it trusts, what it says when it does not, and sick servers."""
+"""The remote tier by TLS: whom it trusts, what it says when it does not, and unhealthy servers."""
 
 from __future__ import annotations
 

@@ -8,21 +8,14 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TypeVar
 
 from lmcache.keys import namespace
-from lmcache.logging import init_logger
 from lmcache.server.server_storage_backend.abstract_backend import LMSBackendInterface
 from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import HeaderError, TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES, Buffer, Header, checksum, parse
-
-T = TypeVar("T")
-
-logger = init_logger(__name__)
 
 _OVERHEAD_BYTES = 512  # of one object beside its bytes: key, entry, allocation
 _NAMESPACE = namespace({"what": "objects of lm://"})
@@ -94,25 +87,27 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         """See LMSBackendInterface. Done when the object would outlive this process."""
         row, payload = _row_key(key), memoryview(kv_chunk_bytes)
 
-        def replace() -> None:
+        with contextlib.suppress(TierUnavailableError):  # the circuit has said it
             # The tier keeps what has the name already: right for the same bytes, which is the usual case.
             header = self._header(row)
             if header is not None and header.checksum != checksum(payload):
                 self._tier.remove(ObjectId(row, 0))
             self._tier.store(ObjectId(row, 0), payload, key.encode())
 
-        self._guarded(replace, None)
-
     def contains(self, key: str) -> bool:
         """See LMSBackendInterface."""
-        return self._guarded(lambda: self._tier.contains(ObjectId(_row_key(key), 0)), False)
+        with contextlib.suppress(TierUnavailableError):
+            return self._tier.contains(ObjectId(_row_key(key), 0))
+        return False
 
     def get(self, key: str) -> Buffer | None:
         """See LMSBackendInterface."""
         # Only reserved: the kernel gives pages for what is read. Aligned, so that O_DIRECT can be used.
         target = memoryview(mmap.mmap(-1, self._max_object_bytes, flags=_RESERVED))
-        loaded = self._guarded(lambda: self._tier.load(ObjectId(_row_key(key), 0), target), None)
-        return None if loaded is None else target[: loaded.length]
+        with contextlib.suppress(TierUnavailableError):
+            loaded = self._tier.load(ObjectId(_row_key(key), 0), target)
+            return None if loaded is None else target[: loaded.length]
+        return None
 
     def list_keys(self) -> list[str]:
         """See LMSBackendInterface. Reads the head of every file, after a start once the index is built."""
@@ -130,14 +125,6 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         with contextlib.suppress(OSError, HeaderError), open(path, "rb") as file:
             return parse(file.read(HEADER_BYTES))
         return None
-
-    def _guarded(self, operation: Callable[[], T], otherwise: T) -> T:
-        """Run it; ``otherwise`` while the directory is unavailable."""
-        try:
-            return operation()
-        except TierUnavailableError as error:
-            logger.debug("%s", error)  # the tier has said it once
-            return otherwise
 
 
 def _cost(payload: Buffer) -> int:

@@ -24,10 +24,9 @@ from lmcache.recent import Recent
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import JointHealth
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
-from lmcache.tiers.remote import objects as parts
+from lmcache.tiers.remote import objects
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, parse_endpoints
 from lmcache.tiers.remote.cluster import RedisCluster
-from lmcache.tiers.remote.objects import num_parts, redis_name
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
@@ -98,7 +97,7 @@ class RemoteTier:
         loaded = None
         for server in self._candidates(object_id):
             try:
-                loaded = self._run(server, lambda connection: parts.load(connection, object_id, into, length))
+                loaded = self._run(server, lambda c: objects.load(c, object_id, into, length))
             except InvalidObjectError as invalid:
                 self._note_invalid(object_id, str(invalid))
                 return None
@@ -123,7 +122,7 @@ class RemoteTier:
         except ServerError as error:
             is_new, reason = None, error.code
         else:
-            reason = "away"
+            reason = "unavailable"
         with self._lock:
             if is_new is None:
                 self.stats.refused[reason] += 1
@@ -141,14 +140,14 @@ class RemoteTier:
             assert isinstance(key, bytes), "more lengths than keys"
             for column in range(num_columns):
                 object_id = ObjectId(key, column)
-                names = [self._name(object_id, part) for part in range(num_parts(length))]
+                names = [self._name(object_id, part) for part in range(objects.num_parts(length))]
                 for position, server in enumerate(self._topology.owners(object_id)):
-                    commands[server] += [(None if position else key, part) for part in names]
+                    commands[server] += [(None if position else key, name) for name in names]
         absent: set[RowKey] = set()
         for server, asked in commands.items():
             for start in range(0, len(asked), _MAX_NAMES):
                 some = asked[start : start + _MAX_NAMES]
-                replies = self._call_all(server, [("TOUCH", part) for _, part in some])
+                replies = self._call_all(server, [("TOUCH", name) for _, name in some])
                 absent |= {
                     owned for (owned, _), reply in zip(some, replies, strict=False) if owned and reply == 0
                 }
@@ -172,7 +171,7 @@ class RemoteTier:
             try:
                 return self._run(
                     server,
-                    lambda c: parts.store(c, object_id, payload, label, digests, is_rewrite=is_rewrite),
+                    lambda c: objects.store(c, object_id, payload, label, digests, is_rewrite=is_rewrite),
                 )
             except ServerError as error:
                 if not self._topology.learn(error):
@@ -229,7 +228,7 @@ class RemoteTier:
             return None
 
     def _name(self, object_id: ObjectId, part: int) -> str:
-        return redis_name(self.address.prefix, object_id, part)
+        return objects.redis_name(self.address.prefix, object_id, part)
 
     def _note_invalid(self, object_id: ObjectId, reason: str) -> None:
         with self._lock:

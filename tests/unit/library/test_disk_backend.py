@@ -207,27 +207,27 @@ def test_defect_08_a_file_that_somebody_deleted_is_a_miss(tmp_path):
     backend.close()
 
 
-def test_defect_12_a_sick_disk_is_misses_and_comes_back(backend, monkeypatch):
+def test_defect_12_an_unhealthy_disk_is_misses_and_comes_back(backend, monkeypatch):
     backend.put(make_key("a"), make_chunk())
-    is_sick, load = threading.Event(), backend._tier.load
-    is_sick.set()
+    is_unhealthy, load = threading.Event(), backend._tier.load
+    is_unhealthy.set()
 
-    def sick_load(*arguments):
-        if is_sick.is_set():
+    def unhealthy_load(*arguments):
+        if is_unhealthy.is_set():
             raise backend._tier.health.failure("EIO")
         return load(*arguments)
 
     def probe():
-        if is_sick.is_set():
+        if is_unhealthy.is_set():
             raise OSError("EIO")
 
-    monkeypatch.setattr(backend._tier, "load", sick_load)
+    monkeypatch.setattr(backend._tier, "load", unhealthy_load)
     monkeypatch.setattr(backend._tier.health, "_probe", probe)
     assert backend.get(make_key("a")) is None
     assert not backend.contains(make_key("a"))
     backend.put(make_key("b"), make_chunk())
     assert backend.num_faults >= 2
-    is_sick.clear()
+    is_unhealthy.clear()
     wait_until(lambda: backend.contains(make_key("a")))
     assert torch.equal(backend.get(make_key("a")), make_chunk())
 

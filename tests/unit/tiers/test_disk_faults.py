@@ -189,7 +189,7 @@ class TestWrongFiles:
         assert load(tier, 1) == content(1, PAGE)
 
 
-class TestSickVolume:
+class TestUnhealthyVolume:
     @pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EMFILE])
     @pytest.mark.parametrize("function", ["pwritev", "rename", "open"])
     def test_a_store_that_fails_opens_the_circuit(self, path, tier, function, error):

@@ -1,4 +1,4 @@
-"""The tiered store: what is looked up, brought and verified, and what a sick remote tier does to it."""
+"""The tiered store: what is looked up, brought and verified, and what an unhealthy remote tier does to it."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ async def test_a_held_remote_holds_no_lookup(world):
 
 
 @run
-async def test_a_sick_remote_is_left_alone_until_it_is_well(world):
+async def test_an_unhealthy_remote_is_left_alone_until_it_is_well(world):
     world.remote.fill(chain(2))
-    world.remote.is_sick = True
+    world.remote.is_unhealthy = True
     assert world.lookup(chain(2)).is_probing
     await until(lambda: not world.lower.is_healthy)
     num_probes = world.remote.calls["probe"]
@@ -121,7 +121,7 @@ async def test_a_sick_remote_is_left_alone_until_it_is_well(world):
     await until(lambda: world.remote.calls["health probe"] > 3)
     assert world.remote.calls["probe"] == num_probes
     assert not await world.store.drain(0.01)
-    world.remote.is_sick = False
+    world.remote.is_unhealthy = False
     assert await world.store.drain(20)
     assert world.lower.stats.written == 2
     world.now += 2
@@ -136,24 +136,24 @@ async def test_a_probe_that_ends_with_an_error_is_not_the_last(world):
 
     working, world.remote._probe = world.remote._probe, broken
     world.remote.fill(chain(2))
-    world.remote.is_sick = True
+    world.remote.is_unhealthy = True
     assert world.lookup(chain(2)).is_probing
     await until(lambda: not world.lower.is_healthy)
-    world.remote.is_sick = False
+    world.remote.is_unhealthy = False
     await until(lambda: world.lower.is_healthy)
 
 
 @run
-async def test_sickness_in_the_middle_of_a_promotion_leaves_nothing(world):
+async def test_outage_in_the_middle_of_a_promotion_leaves_nothing(world):
     world.remote.fill(chain(4))
     world.remote.held = {"load"}
     world.remote.open.clear()
     assert world.lookup(chain(4)).is_probing
     await until(lambda: world.remote.num_waiting)
-    world.remote.is_sick = True
+    world.remote.is_unhealthy = True
     world.remote.open.set()
     await until(lambda: world.lower.stats.promotions_failed >= 2 and not world.store._promotions._pending)
-    world.remote.is_sick = False
+    world.remote.is_unhealthy = False
     await until(lambda: world.lower.is_healthy)
     assert world.store.memory.num_used == world.lower.stats.promoted
 

@@ -39,12 +39,12 @@ async def hit_until_written(world: World, keys: list[bytes]) -> None:
 async def test_what_a_restarted_tier_lost_is_written_when_it_is_hit(world):
     world.put(chain(3))
     assert await world.store.drain(20)
-    world.remote.is_sick = True
+    world.remote.is_unhealthy = True
     world.now += REFRESH_SECONDS
     await hit(world, chain(1))
     await until(lambda: not world.lower.is_healthy)
     world.remote.objects.clear()
-    world.remote.is_sick = False
+    world.remote.is_unhealthy = False
     await until(lambda: world.lower.is_healthy)
     await hit_until_written(world, chain(3))
     assert world.remote.objects == {(key, c): content(key, c) for key in chain(3) for c in range(2)}
@@ -89,17 +89,17 @@ async def test_a_row_that_is_always_refused_keeps_nobody_back(world):
 
 
 @run
-async def test_a_row_that_makes_the_tier_sick_keeps_nobody_back(world):
+async def test_a_row_that_makes_the_tier_unhealthy_keeps_nobody_back(world):
     """The server closes the connection over it, and answers probes: it is not tried at the head for ever."""
     bad = chain(1)[0]
     store = world.remote.store
 
     def poisoned(object_id, *rest):
-        world.remote.is_sick = object_id.row_key == bad
+        world.remote.is_unhealthy = object_id.row_key == bad
         try:
             return store(object_id, *rest)
         finally:
-            world.remote.is_sick = False
+            world.remote.is_unhealthy = False
 
     world.remote.store = poisoned
     world.put(chain(4))

@@ -25,15 +25,15 @@ async def test_hits_make_the_copies_below_younger_now_and_then(world):
 
 
 @run
-async def test_a_sick_tier_is_not_touched_and_hits_go_on(world):
+async def test_an_unhealthy_tier_is_not_touched_and_hits_go_on(world):
     world.put(chain(2))
     assert await world.store.drain(20)
     world.now += REFRESH_SECONDS
-    world.remote.is_sick = True
+    world.remote.is_unhealthy = True
     world.lookup(chain(2))
     await until(lambda: not world.lower.is_healthy)
     assert world.lookup(chain(2)).num_resident == 2
-    world.remote.is_sick = False
+    world.remote.is_unhealthy = False
     await until(lambda: world.lower.is_healthy)
     world.now += REFRESH_SECONDS
     world.lookup(chain(2))

@@ -45,7 +45,7 @@ COLUMNS = (0, 1)
 
 parts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 6)).map(lambda p: KEYS[p[0] : p[0] + p[1]])
 tiers = st.sampled_from(["disk", "remote"])
-states = st.sampled_from(["well", "sick", "held", "full"])
+states = st.sampled_from(["well", "unhealthy", "held", "full"])
 
 
 class Errors(logging.Handler):
@@ -201,7 +201,7 @@ class Tiered(RuleBasedStateMachine):
     @rule(name=tiers, state=states)
     def change(self, name, state):
         tier = self.tiers[name]
-        tier.is_sick = state == "sick"
+        tier.is_unhealthy = state == "unhealthy"
         tier.is_full = state == "full"
         (tier.open.clear if state == "held" else tier.open.set)()
 

@@ -156,15 +156,15 @@ def test_a_held_tier_holds_no_write_to_the_other(first):
     asyncio.run(main())
 
 
-def test_a_sick_disk_is_passed_by():
+def test_an_unhealthy_disk_is_passed_by():
     async def main() -> None:
         async with world_of_two() as world:
             world.remote.fill(chain(3))
-            world.disk.is_sick = True
+            world.disk.is_unhealthy = True
             await world.until_resident(chain(3))
             assert not world.store.lower["disk"].is_healthy
             assert not await world.store.drain(0.01)
-            world.disk.is_sick = False
+            world.disk.is_unhealthy = False
             assert await world.store.drain(20)
             assert len(world.disk.objects) == 6  # what came from afar waited for it
 
@@ -221,12 +221,12 @@ async def test_what_is_not_written_is_counted_by_its_reason(world):
 
 @run
 async def test_an_unavailable_tier_gets_later_what_was_stored_meanwhile(world):
-    world.remote.is_sick = True
+    world.remote.is_unhealthy = True
     world.put(chain(1))
     await until(lambda: not world.lower.is_healthy)  # found out by this very write
     world.put(chain(1, start=1))
     assert not await world.store.drain(0.01)
-    world.remote.is_sick = False
+    world.remote.is_unhealthy = False
     assert await world.store.drain(20)
     assert len(world.remote.objects) == 4
 

@@ -47,7 +47,7 @@ async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
 
 
 @run
-async def test_a_full_remote_refuses_and_is_not_sick(world):
+async def test_a_full_remote_refuses_and_is_not_unhealthy(world):
     world.remote.is_full = True
     world.put(chain(2))
     assert await world.store.drain(20)

@@ -166,7 +166,7 @@ def test_a_server_that_nobody_reaches_is_away_and_tried_in_the_background():
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, ".cache", "a\0b"])
-def test_a_name_that_no_host_can_have_is_a_sickness(scheme, host):
+def test_a_name_that_no_host_can_have_is_an_outage(scheme, host):
     remote = RemoteTier(Address.parse(f"{scheme}://{host}:1"), timeout_seconds=0.2)
     with pytest.raises(TierUnavailableError):
         remote.probe(KEYS[:1], 1)
@@ -174,7 +174,7 @@ def test_a_name_that_no_host_can_have_is_a_sickness(scheme, host):
     remote.close()
 
 
-def test_an_error_while_connecting_is_a_sickness():
+def test_an_error_while_connecting_is_an_outage():
     """ROLE, or SELECT, that this user may not say: no answer is to be had, whatever is asked."""
 
     def connect():

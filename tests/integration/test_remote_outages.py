@@ -1,4 +1,4 @@
-"""What a sick server does to the remote tier: down, frozen, full, guarded, or no Redis at all."""
+"""What an unhealthy server does to the remote tier: down, frozen, full, guarded, or no Redis at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def remote(request, server):
     tier.close()
 
 
-class TestSickness:
+class TestOutages:
     def test_down_from_the_start(self, tmp_path):
         remote = RemoteTier(Address.parse(f"unix://{tmp_path}/nobody.sock"))
         with pytest.raises(TierUnavailableError, match=r"nobody\.sock"):
@@ -72,11 +72,11 @@ class TestSickness:
             raise TimeoutError
 
         server.freeze()
-        with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
-            load(remote)
         with monkeypatch.context() as patch:
             asked: list[object] = []
             patch.setattr(remote._topology.servers()[0].circuit, "_probe", frozen)
+            with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
+                load(remote)
             patch.setattr(RedisServer, "_attempt", lambda _, operation, **__: asked.append(operation))
             for _ in range(100):
                 with pytest.raises(TierUnavailableError, match="is unavailable"):
@@ -135,7 +135,7 @@ class TestSickness:
         assert load(remote) == b"x"
         assert remote.probe([KEY], 1) == 1
         remote.touch([KEY], 1)
-        # Refused, and that is no sickness.
+        # Refused, and that is no outage.
         assert not other.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(other) is None
         assert other.probe([KEY], 1) == 0
@@ -157,7 +157,7 @@ class TestSickness:
         assert load(remote) == pattern(size)
 
     def test_a_server_of_a_cluster_by_the_wrong_scheme(self):
-        """It names another server; without redis-cluster:// it is as good as sick, and the log says so."""
+        """It names another server; without redis-cluster:// it is unhealthy, and the log says so."""
         with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as server:
             remote = RemoteTier(Address.parse(server.url))
             with pytest.raises(TierUnavailableError, match="CLUSTERDOWN"):
@@ -182,7 +182,7 @@ class TestSickness:
         assert remote.stats.refused == {"ERR": 5}
         assert not remote.stats.failures
 
-    def test_a_command_that_a_server_does_not_know_is_no_sickness_either(self, server, tmp_path):
+    def test_a_command_that_a_server_does_not_know_is_no_outage_either(self, server, tmp_path):
         (tmp_path / "conf").write_text('rename-command TOUCH ""\n')
         with RedisProcess(include=tmp_path / "conf") as limited:
             remote = RemoteTier(Address.parse(limited.url))
