@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from lmcache_operator.components.base import Probed, Sidecar
 from lmcache_operator.components.pods import is_ready
 from lmcache_operator.specs import Object
+from lmcache_operator.specs.names import SIDECAR
 
 ReadStats = Callable[[str], Awaitable[Any]]
 """Answers the /stats of the sidecar at an IP address; None where none is to be had within a second or so."""
@@ -48,8 +49,8 @@ class SidecarProber:
         self._last: dict[str, _Last] = {}
 
     async def probe(self, pods: Sequence[Object]) -> Probed:
-        """Ask those of the pods that run. Raises nothing that comes from them."""
-        running = {pod["metadata"]["uid"]: pod for pod in pods if _is_running(pod)}
+        """Ask those in pods that run; other pods have none. Raises nothing that comes from them."""
+        running = {pod["metadata"]["uid"]: pod for pod in pods if _has_running_sidecar(pod)}
         self._last = {uid: self._last.get(uid, _Last()) for uid in running}
         now, slots = self.monotonic(), asyncio.Semaphore(_MAX_AT_ONCE)
         due = [
@@ -74,10 +75,11 @@ class SidecarProber:
             yield said._replace(pod=str(pod["metadata"]["name"]), is_engine_ready=is_ready(pod))
 
 
-def _is_running(pod: Object) -> bool:
-    status = pod.get("status", {})
+def _has_running_sidecar(pod: Object) -> bool:
+    status, containers = pod.get("status", {}), pod["spec"].get("initContainers") or ()
     is_there = status.get("phase") == "Running" and status.get("podIP")
-    return bool(is_there) and "deletionTimestamp" not in pod["metadata"]
+    has_sidecar = any(container["name"] == SIDECAR for container in containers)
+    return bool(is_there) and has_sidecar and "deletionTimestamp" not in pod["metadata"]
 
 
 def _is_certain(last: _Last) -> bool:

@@ -78,6 +78,18 @@ def test_a_component_on_its_way_makes_the_cluster_unready() -> None:
     assert rig.message("Progressing") == rig.message("Ready") == ""
 
 
+def test_only_pods_with_a_sidecar_are_asked_how_it_is() -> None:
+    rig = Rig(replicas=2)
+    rig.settle()
+    for number, pod in enumerate(rig.world.pods.values()):
+        pod["status"] |= {"phase": "Running", "podIP": f"10.0.0.{number}"}
+        rig.world.stats[f"10.0.0.{number}"] = {"is_ready": True, "num_clients": {"attached": 1}}
+    rig.run()
+    assert len(rig.world.pods) == 3
+    assert rig.world.num_asked == 2
+    assert rig.message("SidecarAttached") == "2 of 2 engines use their sidecars"
+
+
 def test_what_is_not_wanted_any_more_is_deleted_dependents_first() -> None:
     rig = Rig(replicas=2)
     rig.settle()
