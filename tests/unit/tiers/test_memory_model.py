@@ -385,10 +385,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def tenants_agree(self):
         counts = Counter(row.tenant for row in self.rows.values())
         uses, others = self.tier.stats.tenants.largest()
-        row_bytes = NUM_COLUMNS * SLOT_BYTES
-        assert {use.name: (use.num_rows, use.num_bytes) for use in uses} == {
-            name: (count, count * row_bytes) for name, count in counts.items()
-        }
+        used = {use.name: (use.num_rows, use.num_bytes) for use in uses}
+        assert used == {name: (n, n * NUM_COLUMNS * SLOT_BYTES) for name, n in counts.items()}
         assert others.num_rows == 0
 
     @invariant()
