@@ -188,7 +188,8 @@ class Rows:
             self.stats.refused += 1
             return None
         row = self.open_rows[number] = OpenRow(key, Slot(number, self.next_generation), request)
-        self._name(number, key, self.next_generation, tenant)
+        use = self.stats.tenants.enter(tenant, num_slots * self._bytes_per_slot)
+        self._name(number, key, self.next_generation, use)
         self.next_generation += 1
         self.depths[number] = min(depth, _MAX_DEPTH)
         return row
@@ -253,7 +254,7 @@ class Rows:
         index from now on, to be verified before use; else it is for the caller to open as invalid."""
         number, generation = slot
         self.allocator.allocate_at(number)
-        self._name(number, key, generation, b"")
+        self._name(number, key, generation, self.stats.tenants.enter(b"", self._bytes_per_slot))
         if not is_whole or self.row_by_key.setdefault(key, number) != number:
             return False
         self.unverified[number] = 1
@@ -363,13 +364,12 @@ class Rows:
         self._free(number)
         self.stats.removed[Removal.EVICTED] += 1
 
-    def _name(self, number: int, key: RowKey, generation: int, tenant: bytes) -> None:
+    def _name(self, number: int, key: RowKey, generation: int, use: TenantUse) -> None:
         if (missing := number + 1 - len(self._keys)) > 0:
             self._keys.extend(itertools.repeat(b"", missing))
-            self._tenants.extend(itertools.repeat(TenantUse(b""), missing))
+            self._tenants.extend(itertools.repeat(use, missing))
         self._keys[number], self._generations[number] = key, generation
-        num_bytes = self.allocator.size(number) * self._bytes_per_slot
-        self._tenants[number] = self.stats.tenants.enter(tenant, num_bytes)
+        self._tenants[number] = use
 
     def _publish_key(self, key: RowKey, number: int) -> None:
         if self._shared is not None:
