@@ -285,8 +285,8 @@ class TierWorker:
                 why: WriteSkipped | None = WriteSkipped.EVICTED
                 while self._refused and why is WriteSkipped.EVICTED:
                     slot, write = next(iter(self._refused.items()))
-                    self._offer = slot, asyncio.get_running_loop().create_future()
-                    ended = self._offer[1]
+                    ended = self._loop.create_future()
+                    self._offer = slot, ended
                     self.write(write)
                     why = await ended
                 pause = min(2 * pause, _MAX_OFFER_SECONDS) if why is WriteSkipped.REFUSED else _OFFER_SECONDS
