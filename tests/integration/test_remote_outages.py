@@ -13,7 +13,6 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES, PART_BYTES
 from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port
 from testing.processes import RedisProcess
@@ -74,10 +73,11 @@ class TestOutages:
         server.freeze()
         with monkeypatch.context() as patch:
             asked: list[object] = []
-            patch.setattr(remote._topology.servers()[0].circuit, "_probe", frozen)
+            (asked_server,) = remote._topology.servers()
+            patch.setattr(asked_server.circuit, "_probe", frozen)
             with pytest.raises(TierUnavailableError, match=r"within 1\.0 s"):
                 load(remote)
-            patch.setattr(RedisServer, "_attempt", lambda _, operation, **__: asked.append(operation))
+            patch.setattr(asked_server, "_attempt", lambda operation, **_: asked.append(operation))
             for _ in range(100):
                 with pytest.raises(TierUnavailableError, match="is unavailable"):
                     load(remote)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import binascii
+import contextlib
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import pytest
@@ -90,18 +92,23 @@ class TestShards:
         with pytest.raises(ValueError, match="needs a shard"):
             shards.change(ShardList(()))
         assert stays in shards.servers()
+        shards.close()
 
 
 class TestCluster:
-    def cluster(self) -> RedisCluster:
+    @contextlib.contextmanager
+    def cluster(self) -> Iterator[RedisCluster]:
         self.now = 0.0
 
         def connect(endpoint):
-            self.num_connects += 1
+            self.num_connects += threading.current_thread() is threading.main_thread()  # no probe's
             raise ConnectionRefusedError("nobody there")
 
         self.num_connects = 0
-        return RedisCluster(ENDPOINTS[:2], connect, lambda _: None, lambda: self.now)
+        with contextlib.closing(
+            RedisCluster(ENDPOINTS[:2], connect, lambda _: None, lambda: self.now)
+        ) as made:
+            yield made
 
     def test_the_hash_slot_is_that_of_the_specification(self):
         """The check value of CRC16, https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/."""
@@ -112,29 +119,32 @@ class TestCluster:
         assert name.partition("{")[2].partition("}")[0] == hash_tag(ObjectId(KEYS[1], 7))
 
     def test_without_a_map_nobody_owns_anything_and_the_seeds_stand_for_all(self):
-        cluster = self.cluster()
-        assert not cluster.owners(ObjectId(KEYS[0], 0))
-        assert [server.name for server in cluster.servers()] == ["shard-0.cache:6379", "shard-1.cache:6379"]
-        assert all(server.circuit.is_open for server in cluster.servers())
-        assert self.num_connects == 2
-        cluster.owners(ObjectId(KEYS[0], 0))
-        assert self.num_connects == 2  # once a second
+        with self.cluster() as cluster:
+            assert not cluster.owners(ObjectId(KEYS[0], 0))
+            assert [server.name for server in cluster.servers()] == [
+                "shard-0.cache:6379",
+                "shard-1.cache:6379",
+            ]
+            assert all(server.circuit.is_open for server in cluster.servers())
+            assert self.num_connects == 2
+            cluster.owners(ObjectId(KEYS[0], 0))
+            assert self.num_connects == 2  # once a second
 
     def test_a_slot_that_moved_is_learned_from_the_answer(self):
-        cluster = self.cluster()
-        slot = binascii.crc_hqx(hash_tag(ObjectId(KEYS[0], 3)).encode(), 0) % 16384
-        assert cluster.learn(ServerError(f"MOVED {slot} 10.0.0.7:7001"))
-        assert [server.name for server in cluster.owners(ObjectId(KEYS[0], 3))] == ["10.0.0.7:7001"]
-        assert not cluster.learn(ServerError("OOM command not allowed"))
+        with self.cluster() as cluster:
+            slot = binascii.crc_hqx(hash_tag(ObjectId(KEYS[0], 3)).encode(), 0) % 16384
+            assert cluster.learn(ServerError(f"MOVED {slot} 10.0.0.7:7001"))
+            assert [server.name for server in cluster.owners(ObjectId(KEYS[0], 3))] == ["10.0.0.7:7001"]
+            assert not cluster.learn(ServerError("OOM command not allowed"))
 
     @given(st.text(max_size=40))
     @example("")
     @example("\N{SUPERSCRIPT TWO} h:1")  # a digit, but no number
     def test_a_moved_that_says_nothing_is_harmless(self, text):
-        cluster = self.cluster()
-        assert cluster.learn(ServerError("MOVED"))
-        assert cluster.learn(ServerError(f"MOVED {text}"))
-        cluster.learn(ServerError(text))
+        with self.cluster() as cluster:
+            assert cluster.learn(ServerError("MOVED"))
+            assert cluster.learn(ServerError(f"MOVED {text}"))
+            cluster.learn(ServerError(text))
 
 
 @pytest.mark.parametrize(
