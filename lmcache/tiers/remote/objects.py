@@ -110,8 +110,7 @@ def store(
     payload: memoryview,
     label: bytes,
     part_digests: bytes = b"",
-    *,
-    is_rewrite: bool,
+    is_rewrite: bool = False,
 ) -> bool:
     """Return False when all of it was there already, and was touched. Raises ServerError when it is refused.
 

@@ -117,12 +117,18 @@ class RemoteTier:
     ) -> bool:
         """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
         say), or is unavailable while others are healthy."""
-        try:
-            is_new = self._store(object_id, payload, label, digests)
-        except ServerError as error:
-            is_new, reason = None, error.code
-        else:
-            reason = "unavailable"
+        is_rewrite = object_id in self._rewrite
+        is_new, reason = None, "unavailable"
+        for server in self._candidates(object_id):
+            try:
+                is_new = self._run(
+                    server, lambda c: objects.store(c, object_id, payload, label, digests, is_rewrite)
+                )
+            except ServerError as error:
+                if self._topology.learn(error):
+                    continue
+                reason = error.code
+            break
         with self._lock:
             if is_new is None:
                 self.stats.refused[reason] += 1
@@ -163,20 +169,6 @@ class RemoteTier:
     def close(self) -> None:
         """Close all connections; the threads that used them must have ended."""
         self._topology.close()
-
-    def _store(self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes) -> bool | None:
-        """Return whether it was not there yet; None: its owner is unavailable."""
-        is_rewrite = object_id in self._rewrite
-        for server in self._candidates(object_id):
-            try:
-                return self._run(
-                    server,
-                    lambda c: objects.store(c, object_id, payload, label, digests, is_rewrite=is_rewrite),
-                )
-            except ServerError as error:
-                if not self._topology.learn(error):
-                    raise
-        return None
 
     def _are_present(self, ids: Sequence[ObjectId]) -> list[bool]:
         """One pipelined round trip per server, and another one for what is absent and may be elsewhere. What

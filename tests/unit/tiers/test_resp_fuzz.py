@@ -82,7 +82,7 @@ OPERATIONS = [
     lambda connection: connection.call("PING"),
     lambda connection: connection.call_all([("EXISTS", "a"), ("EXISTS", "b")]),
     lambda connection: parts.load(connection, OBJECT, memoryview(bytearray(len(PAYLOAD)))),
-    lambda connection: parts.store(connection, OBJECT, memoryview(PAYLOAD), b"", is_rewrite=False),
+    lambda connection: parts.store(connection, OBJECT, memoryview(PAYLOAD), b""),
 ]
 
 
