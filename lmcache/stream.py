@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lmcache.tiers.header import Buffer
-
 S = TypeVar("S", int, bytes)
 
 
@@ -39,7 +37,7 @@ class Stream:
         self._seconds = self._timeout + more_seconds
         self._deadline = time.monotonic() + self._seconds
 
-    def send_all(self, buffers: Sequence[Buffer]) -> None:
+    def send_all(self, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
         """Send all of the buffers, without joining them."""
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         while views:
