@@ -110,7 +110,7 @@ class OutputPool:
         # A finalizer may run at any point of any thread, this class's own code included: who finds the lock
         # taken does without, and the memory goes to the kernel.
         self._lock = threading.Lock()  # protects _kept
-        self._kept: list[mmap.mmap] = []  # the youngest last
+        self._kept: list[mmap.mmap] = []  # the newest last
 
     @property
     def num_bytes(self) -> int:

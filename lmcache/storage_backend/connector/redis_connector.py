@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _redis: Any = redis  # many of its signatures are untyped
 
-_PATIENCE = {
+_TIMEOUTS = {
     "socket_connect_timeout": 2.0,
     "socket_timeout": 3.0,  # seconds, of one read or write
     # Once more for a connection that broke while idle, but not after a time-out: that costs a request enough.
@@ -99,7 +99,7 @@ class RedisConnector(_ClientConnector):
     """One server; ``options`` are further arguments of ``redis.Redis`` (db, username, password, ssl)."""
 
     def __init__(self, host: str, port: int, **options: Any) -> None:
-        options = _taken_by(_redis.Redis, _PATIENCE) | options
+        options = _taken_by(_redis.Redis, _TIMEOUTS) | options
         client = _redis.Redis(host=host, port=port, **options)
         super().__init__(lambda: client)
 
@@ -115,8 +115,8 @@ class RedisSentinelConnector(_ClientConnector):
         timeout = float(os.environ.get("REDIS_TIMEOUT") or 1)
         sentinel = _redis.Sentinel(list(hosts_and_ports), socket_timeout=timeout)
         service = os.environ.get("REDIS_SERVICE_NAME") or "mymaster"
-        patience = _taken_by(sentinel.master_for, _PATIENCE) | {"socket_timeout": timeout}
-        client = sentinel.master_for(service, **patience, **options)
+        timeouts = _taken_by(sentinel.master_for, _TIMEOUTS) | {"socket_timeout": timeout}
+        client = sentinel.master_for(service, **timeouts, **options)
         super().__init__(lambda: client)
 
 
@@ -128,8 +128,8 @@ class RedisClusterConnector(_ClientConnector):
 
     def __init__(self, hosts_and_ports: Sequence[tuple[str, int]], **options: Any) -> None:
         nodes = [_redis.cluster.ClusterNode(host, port) for host, port in hosts_and_ports]
-        patience = _PATIENCE | {"retry": Retry(NoBackoff(), 0)}
-        super().__init__(lambda: _redis.RedisCluster(startup_nodes=nodes, **patience, **options))
+        timeouts = _TIMEOUTS | {"retry": Retry(NoBackoff(), 0)}
+        super().__init__(lambda: _redis.RedisCluster(startup_nodes=nodes, **timeouts, **options))
 
     def _scan(self) -> Iterable[bytes | str]:
         yield from self.connection.scan_iter(**_SCAN)  # a cursor per node

@@ -34,7 +34,7 @@ class Connection:
     """One connection to one server, used by one thread at a time.
 
     Raises TimeoutError and ConnectionError (both OSError), and ServerError for error replies. Afterwards it
-    may be used again if it ``is_settled``.
+    may be used again if it ``is_reusable``.
     """
 
     asking = False
@@ -57,7 +57,7 @@ class Connection:
             raise
 
     @property
-    def is_settled(self) -> bool:
+    def is_reusable(self) -> bool:
         """Has all been read that was asked for? If not, it would be taken for the next answer."""
         return self._num_due == 0 and not self._line
 

@@ -104,7 +104,7 @@ class RedisServer:
 
     def _give_back(self, connection: Connection) -> None:
         with self._lock:
-            if connection.is_settled and not self._is_closed:
+            if connection.is_reusable and not self._is_closed:
                 self._idle.append(connection)
                 return
         connection.close()

@@ -156,7 +156,7 @@ def test_jitter_leaves_something_off_and_adds_nothing(jitter, failures):
 class StaleConnection:
     """Answers once; when it was idle, it ends with ``error``."""
 
-    is_settled = True
+    is_reusable = True
     asking = False
 
     def __init__(self, error: Exception) -> None:
@@ -168,7 +168,7 @@ class StaleConnection:
         return "answer"
 
     def close(self) -> None:
-        self.is_settled = False
+        self.is_reusable = False
 
 
 @pytest.mark.parametrize(

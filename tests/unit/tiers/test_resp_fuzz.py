@@ -133,7 +133,7 @@ def test_a_length_alone_takes_no_memory(peer, said, length):
 )
 def test_replies_of_every_kind(connection, reply):
     assert connection.call("PING") == reply
-    assert connection.is_settled
+    assert connection.is_reusable
 
 
 @pytest.mark.parametrize("connection", [b"-ERR no\r\n:1\r\n", b":1\r\n:2\r\n"], indirect=True)
@@ -141,13 +141,13 @@ def test_errors_are_values_in_a_pipeline(connection):
     first, second = connection.call_all([("EXISTS", "a"), ("EXISTS", "b")])
     assert second in (1, 2)
     assert first == 1 or first.code == "ERR"
-    assert connection.is_settled
+    assert connection.is_reusable
 
 
 @pytest.mark.parametrize("connection", [b"+OK\r\n+more"], indirect=True)
 def test_more_than_was_asked_for_is_never_taken_for_an_answer(connection):
     connection.call("PING")
-    assert not connection.is_settled
+    assert not connection.is_reusable
 
 
 @pytest.mark.parametrize("connection", [b"*2\r\n-ERR no\r\n" + b":1\r\n" * 40], indirect=True)
@@ -155,7 +155,7 @@ def test_the_rest_of_an_array_is_never_taken_for_an_answer(connection):
     with pytest.raises(ServerError, match="ERR no"):
         connection.call("ROLE")
     connection._line.clear()  # as if the rest were still under way
-    assert not connection.is_settled
+    assert not connection.is_reusable
 
 
 @pytest.mark.parametrize("connection", [b"+OK\r\n:1\r\n+OK\r\n-ASK no\r\n"], indirect=True)
@@ -164,4 +164,4 @@ def test_asking_takes_a_reply_of_its_own(connection):
     replies = connection.call_all([("EXISTS", "a"), ("EXISTS", "b")])
     assert replies[0] == 1
     assert replies[1].code == "ASK"
-    assert connection.is_settled
+    assert connection.is_reusable
