@@ -75,6 +75,9 @@ class LMCLocalDiskBackend(EvictingBackend):
         chunk = None if loaded is None else _chunk_in(room[: loaded.length])
         if chunk is None:
             self._forget(key)
+            if loaded is not None:  # of another version, say: who sees that it is there would never put it
+                self._faults.note("A file can't be read as a chunk, and is removed")
+                self._guard.call("A removal", lambda: self._remove(name), None)
             return None
         self._remember(name, key)
         return chunk.to(self.dst_device)
@@ -83,6 +86,11 @@ class LMCLocalDiskBackend(EvictingBackend):
         """Yield one answer per key, in their order, each read only when it is asked for."""
         self._num_calls += 1
         return map(self.get, keys)
+
+    def remove(self, key: CacheEngineKey) -> None:
+        """See EvictingBackend; a fault is counted."""
+        self._puts.supersede(key)  # also while the disk is unavailable
+        self._guard.call("A removal", lambda: super(LMCLocalDiskBackend, self).remove(key), None)
 
     def buffer_sweeper(self) -> None:
         """Give memory that is kept for the next results back to the system. (No put holds memory beyond its
@@ -200,7 +208,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         return self._evict_to(self._capacity - num_bytes - _FILE_OVERHEAD_BYTES, unknown)
 
     def _remove(self, name: RowKey) -> None:
-        self._guard.call("A removal", lambda: self._tier.remove(ObjectId(name, 0)), False)
+        self._tier.remove(ObjectId(name, 0))
 
 
 def save_disk(path: str, kv_chunk: torch.Tensor) -> None:

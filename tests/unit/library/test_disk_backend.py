@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import threading
 
 import pytest
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend, save_disk
+from lmcache.tiers.base import ObjectId
 from testing.child_process import wait_until
 from tests.harness.kv_cache import (
     CHUNK,
@@ -113,6 +116,44 @@ def test_foreign_files_are_left_alone(tmp_path):
     backend.close()
     assert torch.equal(load_file(legacy)["kv_chunk"], make_chunk())
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("num_tokens", [3, CHUNK])
+def test_what_can_not_be_read_as_a_chunk_is_there_no_more(backend, num_tokens):
+    """A file of another version, say: as long as it counted as there, nobody would put the chunk again."""
+    chunk = make_chunk(num_tokens, seed=1)
+    payload = bytearray(chunk.nbytes) + b"float16 4 2 3 2 32".ljust(128)
+    assert backend._tier.store(ObjectId(backend._names(make_key("a")), 0), memoryview(payload))
+    assert backend.contains(make_key("a"))
+    assert backend.get(make_key("a")) is None
+    assert not backend.contains(make_key("a"))
+    backend.put(make_key("a"), chunk)
+    assert torch.equal(backend.get(make_key("a")), chunk)
+
+
+def test_a_put_where_nothing_can_be_removed_is_one_fault_and_leaves_what_is_there(backend, monkeypatch):
+    """A store keeps what has the name: after a removal that failed, the old chunk would pass for the new."""
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "immutable")
+
+    backend.put(make_key("a"), make_chunk(seed=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        backend.put(make_key("a"), make_chunk(seed=2))
+        assert backend.num_faults == 1
+    wait_until(lambda: backend.contains(make_key("a")))
+
+
+def test_a_removal_that_fails_is_a_fault_and_no_error(backend, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "immutable")
+
+    backend.put(make_key("a"), make_chunk())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        backend.remove(make_key("a"))
+    assert backend.num_faults == 1
 
 
 def test_save_disk_replaces_at_once_or_not_at_all(tmp_path):
