@@ -70,7 +70,7 @@ class Health(ABC):
     """Whether a medium may be asked, as those see it who use it."""
 
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []
+        self._listeners: tuple[Listener, ...] = ()
 
     @property
     @abstractmethod
@@ -84,7 +84,11 @@ class Health(ABC):
 
     def subscribe(self, listener: Listener) -> None:
         """Have changes told from now on."""
-        self._listeners.append(listener)
+        self._listeners += (listener,)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Have nothing told any more; a tier outlives those who use it."""
+        self._listeners = tuple(other for other in self._listeners if other != listener)
 
     def notify(self, failed: bool) -> None:
         """Tell those who subscribed."""

@@ -299,6 +299,7 @@ class TierWorker:
 
     async def close(self, timeout_seconds: float | None = None) -> bool:
         """Stop all work. True: no thread uses the tier, or the arena for it, any more."""
+        self._tier.health.unsubscribe(self._on_health)
         await self._tasks.cancel()
         self.stats.writes_skipped[WriteSkipped.DROPPED] += len(self._unwritten)
         self._unwritten.clear()

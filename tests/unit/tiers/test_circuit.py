@@ -115,6 +115,29 @@ class TestCircuit:
         circuit.failure()
         assert not circuit.is_open
 
+    def test_who_unsubscribed_is_told_nothing_more(self):
+        told: list[bool] = []
+        self.circuit.subscribe(told.append)
+        self.circuit.failure()
+        self.circuit.unsubscribe(told.append)
+        self.circuit.failure()
+        assert told == [True]
+        assert self.changes == [True, True]
+
+    def test_a_probe_that_is_broken_does_not_fill_the_log(self, caplog):
+        def probe() -> None:
+            raise RuntimeError("what nobody thought of")
+
+        circuit = Circuit("medium", probe, clock=lambda: self.now)
+        for _ in range(9):
+            circuit.probe()
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert caplog.records[0].exc_info
+        self.now += 61
+        circuit.probe()
+        assert len(caplog.records) == 2
+        circuit.end()
+
     def test_where_no_thread_can_start_the_next_operation_is_the_probe(self, monkeypatch):
         def refuse(_):
             raise RuntimeError("can't start new thread")

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 from lmcache.tiers.memory.contracts import Geometry, LookupResult
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import Removal
 from lmcache.tiers.tiered.store import TieredStore
-from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, SIZE, World, chain, content, run, until
+from tests.harness.tiered_world import (
+    LEASE,
+    NAMESPACE,
+    OWNER,
+    SIZE,
+    FakeTier,
+    World,
+    chain,
+    content,
+    run,
+    until,
+)
 
 
 def test_namespaces_that_nobody_shares_stay_in_memory():
@@ -223,6 +236,23 @@ def test_adopted_rows_are_verified_before_they_are_offered():
             assert world.store.memory.stats.removed[Removal.INVALID] == 1
 
     asyncio.run(main())
+
+
+def test_a_closed_store_is_let_go_by_tiers_that_outlive_it():
+    """The arena gets a store of another format; the tiers stay, and must not keep the old one's index."""
+
+    async def main() -> weakref.ref[object]:
+        async with World(remote=tier) as world:
+            world.put(chain(2))
+            assert await world.store.drain(20)
+            return weakref.ref(world.store.memory)
+
+    tier = FakeTier()
+    memory = asyncio.run(main())
+    gc.collect()
+    assert memory() is None
+    assert tier.health.failure("it burns") is not None
+    tier.health.end()
 
 
 def test_close_waits_for_threads_as_long_as_it_may():
