@@ -104,11 +104,10 @@ class Circuit(Health):
         try:
             self._probe()
         except Exception as error:  # whatever it is: nobody but the probe asks again
-            is_known = isinstance(error, (OSError, TierError))
-            logger.log(
-                logging.DEBUG if is_known else logging.ERROR,
-                "%s is still unavailable: %s", self._name, error, exc_info=not is_known,
-            )  # fmt: skip
+            if isinstance(error, (OSError, TierError)):
+                logger.debug("%s is still unavailable: %s", self._name, error)
+            else:
+                self._log(repr(error), bug=error)
             self._open()
             return False
         if self.is_open:
@@ -156,13 +155,14 @@ class Circuit(Health):
                     self._prober = None
                     return
 
-    def _log(self, problem: str) -> None:
+    def _log(self, problem: str, bug: Exception | None = None) -> None:
         said, when = self._logged
         if problem == said and self._clock() < when + _QUIET_SECONDS:
             logger.debug("%s: %s", self._name, problem)
         else:
             self._logged, self._is_recovery_due = (problem, self._clock()), True
-            logger.warning("%s: %s", self._name, problem)
+            level = logging.ERROR if bug else logging.WARNING
+            logger.log(level, "%s: %s", self._name, problem, exc_info=bug)
 
 
 class JointHealth(Health):
