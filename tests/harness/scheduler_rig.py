@@ -51,6 +51,10 @@ def num_chunks(job):
     return len(store.keys) // ROW_KEY_BYTES
 
 
+def job_ids(meta):
+    return {job.job_id for job in meta.stores}
+
+
 def chunk_ranges(meta):
     return [(job.first_chunk, job.first_chunk + num_chunks(job)) for job in meta.stores]
 

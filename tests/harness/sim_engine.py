@@ -125,9 +125,11 @@ class SimEngine:
             self.weights = new_weights
         return bool(is_reset)
 
-    def forget(self) -> None:
+    def forget(self, *, also_of_running: bool = False) -> None:
         """Empty the engine's own prefix cache, so that only the connector can bring KV."""
-        assert self.scheduler.reset_prefix_cache()
+        while also_of_running and self._batches:  # vLLM pauses first
+            self._update(*self._batches.popleft())
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=also_of_running)
 
     def run(self, *names: str, timeout: float = 20.0) -> None:
         """Step until these requests ended; without names, until nothing is left to do: no block is held."""

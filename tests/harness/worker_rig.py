@@ -78,8 +78,8 @@ class WorkerRig:
         job = LoadJob(request_id, (GroupLoad(0, blocks, found(*slots), blocks_per_chunk=size),))
         self.worker.start_loads(StepMeta(loads=[job]))
 
-    def reclaim(self, *blocks):
-        self.worker.handle_preemptions(StepMeta(reclaimed=set(blocks)))
+    def reclaim(self, *job_ids):
+        self.worker.handle_preemptions(StepMeta(reclaimed=set(job_ids)))
 
     def collect(self, held, is_idle):
         return self.collect_meta(StepMeta(held=list(held), is_idle=is_idle))

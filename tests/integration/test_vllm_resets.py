@@ -100,6 +100,27 @@ def test_in_mid_load(world, settings):
         assert len(engine.results[name].tokens) == 10
 
 
+@every_runner
+def test_of_the_engine_alone_in_mid_store(world, settings):
+    """vLLM preempts all requests between two steps, and gives their blocks to others in the next one."""
+    settings = replace(settings, num_blocks=40)
+    prompts = [make_tokens(4 * CHUNK) for _ in range(4)]
+    with world.engines(settings) as (engine,):
+        world.store_gate.shut()
+        for prompt in prompts[:2]:
+            engine.add(prompt, max_tokens=20)
+        while not world.store_gate.num_waiting:
+            engine.step()
+        engine.forget(also_of_running=True)
+        for prompt in prompts[2:]:
+            engine.add(prompt, max_tokens=20)
+        for _ in range(4):
+            engine.step()
+        world.store_gate.open()
+        assert_idle(engine)
+    world.audit(settings, prompts)
+
+
 def test_engines_with_different_new_weights_share_nothing(world):
     settings = SimSettings()
     prompt = make_tokens(3 * CHUNK + 5)

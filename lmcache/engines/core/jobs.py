@@ -117,10 +117,6 @@ class StoreJob:
     groups: tuple[GroupStore, ...]
     tenant: bytes = b""
 
-    def reads(self, blocks: set[int]) -> bool:
-        """Does it copy from one of these?"""
-        return any(not blocks.isdisjoint(store.blocks) for store in self.groups)
-
 
 @dataclass
 class StepMeta:
@@ -129,7 +125,8 @@ class StepMeta:
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     reclaimed: set[int] = field(default_factory=set)
-    """Blocks that may be given to others in this step: what is read from them later is not committed."""
+    """Ids of StoreJobs whose blocks may be given to others in this step: what they read later is not
+    committed."""
     held: list[str] = field(default_factory=list)
     """Requests that finished and whose blocks wait for our stores."""
     is_idle: bool = False

@@ -31,7 +31,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 from lmcache import keys
@@ -351,9 +350,14 @@ class SchedulerSide:
             self._lookups.release(state.ticket)
 
     def _reclaim(self, state: RequestState) -> None:
-        """Its stores, if any are under way, must not be committed from now on."""
+        """Its stores, if any are under way, must not be committed from now on.
+
+        By job: the table may be that of its next life by now, and its blocks may be others' as well, who keep
+        them.
+        """
         if state.num_stores:
-            self._next.reclaimed.update(chain.from_iterable(state.tables))
+            jobs = (job_id for job_id, (owner, *_) in self._jobs.items() if owner is state)
+            self._next.reclaimed.update(jobs)
 
     def _store(self, state: RequestState, num_computed_tokens: int) -> None:
         ticket, grid, hashes = state.ticket, self._grid, state.request.block_hashes

@@ -97,7 +97,7 @@ class WorkerSide:
         """Blocks are about to be overwritten: end what reads them, or abort it."""
         if not (reclaimed := _step(meta).reclaimed):
             return
-        transfers = [transfer for transfer in self._stores.values() if transfer.job.reads(reclaimed)]
+        transfers = [self._stores[job_id] for job_id in reclaimed if job_id in self._stores]
         deadline = self._clock() + PREEMPTION_SECONDS
         for transfer in transfers:
             if transfer not in self._waiting:

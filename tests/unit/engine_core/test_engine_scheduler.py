@@ -4,7 +4,7 @@ import pytest
 
 from lmcache import keys
 from lmcache.engines.core.scheduler import SchedulerSide
-from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, hashes, make_request
+from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, hashes, job_ids, make_request
 from tests.harness.wire import NAMESPACE
 
 
@@ -141,8 +141,9 @@ def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (0, False)
     rig.allocate(request, blocks(7), 0)
-    assert chunk_ranges(rig.step(new=[("r", blocks(4), 0, 100)])) == [(0, 1)]
-    assert rig.step(preempted=["r"]).reclaimed == set(blocks(4)), "its copies read them"
+    meta = rig.step(new=[("r", blocks(4), 0, 100)])
+    assert chunk_ranges(meta) == [(0, 1)]
+    assert rig.step(preempted=["r"]).reclaimed == job_ids(meta)
     rig.stored(1)
     assert rig.match(request) == (None, False)
     rig.drain_lookups()
@@ -158,6 +159,33 @@ def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
         meta = rig.step(new=[("r", table, 64, 136)])
     assert chunk_ranges(meta) == [(1, 3)]
     assert meta.stores[0].groups[0].blocks == tuple(table[2:6])
+
+
+def test_a_request_that_is_preempted_between_two_steps_gives_up_its_stores(rig):
+    """vLLM resets its prefix cache: the request is asked for again before its preemption is announced."""
+    request = rig.arrive(make_request(200))
+    rig.match(request)
+    rig.allocate(request, blocks(7), 0)
+    under_way = job_ids(rig.step(new=[("r", blocks(7), 0, 200)]))
+    rig.match(request)
+    rig.drain_lookups()
+    assert rig.match(request) == (0, False)
+    rig.allocate(request, blocks(7, 200), 0)
+    meta = rig.step(preempted=["r"], cached=[("r", blocks(7, 200), 0, 200, True)])
+    assert under_way == meta.reclaimed
+    assert chunk_ranges(meta) == [(0, 3)]
+
+
+def test_a_preemption_leaves_stores_of_those_who_share_its_blocks(rig):
+    """Both have the engine's own hit, which ends inside a chunk."""
+    for name in "one", "other":
+        request = rig.arrive(make_request(200, name))
+        rig.match(request, computed=32)
+        rig.allocate(request, blocks(7), 0)
+    metas = [rig.step(new=[(name, blocks(7), 32, 168)]) for name in ("one", "other")]
+    one, other = map(job_ids, metas)
+    assert one != other
+    assert rig.step(preempted=["one"]).reclaimed == one
 
 
 def test_a_resumed_request_has_a_new_block_table_also_when_its_preemption_was_not_announced(rig):
@@ -300,8 +328,8 @@ def test_offline_takes_back_the_blocks_of_stores_under_way(rig):
     """The engine frees them when the request ends, since nobody holds them: a later commit would be torn."""
     request = rig.arrive(make_request(200))
     rig.arrive(make_request(200, "without stores"))
-    rig.step(new=[("r", blocks(7), 0, 200)])
+    under_way = job_ids(rig.step(new=[("r", blocks(7), 0, 200)]))
     rig.scheduler.go_offline()
     assert rig.scheduler.finish(request) is False
-    assert rig.step(preempted=["another"]).reclaimed == set(blocks(7))
+    assert rig.step(preempted=["another"]).reclaimed == under_way
     assert rig.step().reclaimed == set()

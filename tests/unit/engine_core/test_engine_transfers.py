@@ -130,7 +130,7 @@ def test_blocks_taken_back_during_a_copy_are_never_committed(rig):
     rig.copier.gate.clear()
     rig.store()
     assert rig.copier.in_copy.wait(10)
-    rig.reclaim(4, 77)
+    rig.reclaim(1, 77)
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # the engine writes another request's KV
     rig.copier.gate.set()
     rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
@@ -144,14 +144,14 @@ def test_preemption_waits_for_a_copy_that_is_about_to_end(rig, monkeypatch):
     rig.store()
     assert rig.copier.in_copy.wait(10)
     threading.Timer(0.05, rig.copier.gate.set).start()
-    rig.reclaim(4, 77)
+    rig.reclaim(1, 77)
     assert len(rig.session.committed) == 2
 
 
 def test_preemption_of_others_leaves_a_store_alone(rig):
     rig.copier.gate.clear()
     rig.store()
-    rig.reclaim(5, 77)
+    rig.reclaim(2, 77)
     rig.copier.gate.set()
     rig.collect_until(committed(rig, 2))
 
@@ -161,7 +161,7 @@ def test_preemption_waits_no_longer_than_it_may(rig):
     for number in range(50):
         rig.store(names=(b"%d" % number, b"%d+" % number))
     began = time.monotonic()
-    rig.reclaim(4, 77)
+    rig.reclaim(*range(1, 51))
     assert time.monotonic() - began < 1, "the bound is for all copies together"
 
 
@@ -250,7 +250,7 @@ def test_a_store_that_a_rank_does_not_begin_begins_with_the_next_step(rig):
 def test_a_store_that_was_not_begun_before_its_blocks_are_given_away_never_begins(rig):
     rig.collect_meta(StepMeta(stores=[rig.job()]))
     began = time.monotonic()
-    rig.reclaim(4, 77)
+    rig.reclaim(1, 77)
     assert time.monotonic() - began < module.PREEMPTION_SECONDS, "there is no copy to wait for"
     rig.collect_until(lambda *_: not rig.worker._stores)
     assert rig.copier.fences == []
