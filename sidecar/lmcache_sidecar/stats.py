@@ -117,7 +117,10 @@ def declared(kind: type[Any]) -> tuple[Figure[Any], ...]:
 
 def _plain(value: Any) -> Any:
     """Text in place of members of an enumeration, which label some counters."""
-    return {getattr(key, "value", key): n for key, n in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    present = dict(value)  # at once: threads count on
+    return {getattr(key, "value", key): number for key, number in present.items()}
 
 
 def _num_clients(sessions: Sessions) -> dict[str, int]:

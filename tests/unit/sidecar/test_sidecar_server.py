@@ -21,7 +21,7 @@ from lmcache.rpc.service import LOOKUP, RELEASE
 from lmcache.tiers.memory.rows import Removal
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.stats import DiskStats, MemoryStats, TieredStats, counter, counters
+from lmcache.tiers.stats import DiskStats, MemoryStats, ObjectStats, TieredStats, counter, counters
 
 
 class BrokenSessions:
@@ -167,6 +167,21 @@ def test_a_tier_s_counts_by_reason_are_json():
     part = tier_part("remote", TierHandle("nowhere", remote), None)
     found = json.loads(json.dumps(document([part])))["remote"]
     assert (found["invalid"], found["refused"]) == ({"checksum": 2}, {"OOM": 1})
+
+
+def test_reasons_that_threads_add_meanwhile_do_not_break_a_page():
+    """A tier's threads count while the loop reads."""
+
+    class Reason(str):
+        @property
+        def value(self) -> str:
+            stats.refused[f"{self} again"] += 1
+            return str(self)
+
+    stats = ObjectStats()
+    stats.refused[Reason("OOM")] += 1
+    (refused,) = (figure for figure in declared(ObjectStats) if figure.name == "refused")
+    assert read([refused], stats) == {refused: {"OOM": 1}}
 
 
 def test_every_count_of_the_tiers_is_shown():
