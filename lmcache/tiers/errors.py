@@ -18,6 +18,9 @@ A caller that only wants to go on without a tier catches ``TierUnavailableError`
 
 from __future__ import annotations
 
+import re
+
+_CODE = re.compile("[A-Z][A-Z0-9_]{0,31}")
 _MAX_MESSAGE = 200
 
 
@@ -55,10 +58,11 @@ class HeaderError(TierError):
 
 
 class ServerError(TierError):
-    """An error reply; ``code`` is its first word (``LOADING``, ``OOM``, ...). What it repeats of the command
-    is cut off: that may be anything, and the message goes to the log."""
+    """An error reply; ``code`` is its first word (``LOADING``, ``OOM``, ...), or ``ERR`` where that is none.
+    What it repeats of the command is cut off: that may be anything, and the message goes to the log."""
 
     def __init__(self, message: str) -> None:
         message = message.partition(", with args beginning with")[0]
         super().__init__(message[:_MAX_MESSAGE])
-        self.code = message.split(" ", 1)[0]
+        code = message.split(" ", 1)[0]
+        self.code = code if _CODE.fullmatch(code) else "ERR"

@@ -16,6 +16,7 @@ from typing import Any
 from lmcache.recent import Recent
 
 _MAX_COUNTED = 4096  # chains that are remembered
+_MAX_REASONS = 32
 
 
 def counter(about: str) -> Any:
@@ -26,6 +27,12 @@ def counter(about: str) -> Any:
 def counters(label: str, about: str) -> Any:
     """Declare one such number for each value of ``label``."""
     return field(default_factory=Counter, metadata={"about": about, "label": label})
+
+
+def count_reason(counts: Counter[str], reason: str) -> None:
+    """Count by a reason that somebody else named: from a certain number on, new ones are ``other``."""
+    is_few = reason in counts or len(counts) < _MAX_REASONS
+    counts[reason if is_few else "other"] += 1
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from lmcache.tiers.remote.cluster import RedisCluster
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
-from lmcache.tiers.stats import ObjectStats
+from lmcache.tiers.stats import ObjectStats, count_reason
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class RemoteTier:
             break
         with self._lock:
             if is_new is None:
-                self.stats.refused[reason] += 1
+                count_reason(self.stats.refused, reason)
                 return False
             self.stats.stored += is_new
             self.stats.touched += not is_new
@@ -224,7 +224,7 @@ class RemoteTier:
 
     def _note_invalid(self, object_id: ObjectId, reason: str) -> None:
         with self._lock:
-            self.stats.invalid[reason] += 1
+            count_reason(self.stats.invalid, reason)
             self._rewrite[object_id] = None
 
     def _note(self, failed: bool) -> None:

@@ -17,6 +17,8 @@ from lmcache.tiers.header import Header, checksum
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint
 from lmcache.tiers.remote.resp import Connection
+from lmcache.tiers.remote.server import RedisServer
+from lmcache.tiers.remote.tier import RemoteTier
 
 OBJECT = ObjectId(bytes(64), 0)
 PAYLOAD = b"payload!" * 100
@@ -165,3 +167,23 @@ def test_asking_takes_a_reply_of_its_own(connection):
     assert replies[0] == 1
     assert replies[1].code == "ASK"
     assert connection.is_reusable
+
+
+def test_reasons_of_a_hostile_server_are_few_and_short(monkeypatch):
+    """They become keys of /stats, and labels of metrics."""
+
+    def answer(*_, **__):
+        raise errors.pop()
+
+    monkeypatch.setattr(RedisServer, "run", answer)
+    remote = RemoteTier(Address.parse("unix:///nowhere"))
+    for number in range(1000):
+        errors = [ServerError(f"CODE{number} x" if number else "\N{FIRE}" * 3000) for _ in range(2)]
+        assert not remote.store(OBJECT, memoryview(b"x"))
+        assert remote.load(OBJECT, memoryview(bytearray(1))) is None
+    for counts in (remote.stats.refused, remote.stats.invalid):
+        assert counts.total() == 1000
+        assert len(counts) <= 33
+        assert counts["other"] > 900
+        assert counts["ERR"] == 1
+    remote.close()
