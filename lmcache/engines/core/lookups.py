@@ -157,6 +157,8 @@ class LookupThread:
                 answer = self._look_up(ticket)
         finally:
             now = self._clock()
+            if ticket.keys is None:  # what raised would do so again: it is not cached, nor waited for
+                ticket.keys = tuple([] for _ in self._groups)
             ticket.answer, ticket.answered_at = answer, now
             ticket.is_asking = False
             self._adapt(now - ticket.asked_at)

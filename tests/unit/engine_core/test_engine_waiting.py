@@ -66,6 +66,16 @@ def test_until_answered_the_engine_asks_again_and_then_takes_what_is_in_memory(r
     assert rig.session.leased == set()
 
 
+def test_a_request_whose_extra_keys_can_t_be_found_is_computed_while_others_are_answered(rig):
+    """Something in it raises, whatever it is. The sidecar is not silent: it was never asked."""
+    request = rig.arrive(make_request(200, "odd", lora_request="raises"))
+    rig.now = 0.5
+    rig.arrive(make_request(200, "another"))
+    assert rig.match(request) == (0, False)
+    rig.allocate(request, blocks(7), 0)
+    assert rig.step(new=[("odd", blocks(7), 0, 200)]).stores == []
+
+
 def test_with_memory_alone_no_answer_is_waited_for(rig):
     gate = threading.Event()
     rig.session.memory_only, rig.session.before_lookup = True, gate.wait
