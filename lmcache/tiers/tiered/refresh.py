@@ -36,6 +36,7 @@ class RefreshQueue:
         self._write = write
         self._touch = touch
         self._clock = clock
+        # By lease and first key: a request has a chain per KV group, and asks for a long one by pieces.
         self._latest: dict[Hashable, tuple[Sequence[RowKey], Sequence[Slot]]] = {}
         self._has_some = asyncio.Event()
         self._fresh_since = array("d", [-math.inf]) * num_rows  # by row: its copies were written or touched
@@ -44,7 +45,7 @@ class RefreshQueue:
 
     def add(self, lease_id: Hashable, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
         """A lookup found the leading keys in these slots. O(1): this is the hot path."""
-        self._latest[lease_id] = keys, slots
+        self._latest[lease_id, keys[0]] = keys, slots
         self._has_some.set()
 
     def mark_fresh(self, slot: Slot) -> None:

@@ -63,6 +63,17 @@ async def test_what_was_lost_in_silence_is_written_within_the_refresh_period(wor
 
 
 @run
+async def test_a_hit_of_every_group_of_a_request_is_followed_up(world):
+    """They are looked up one after the other, under one lease."""
+    one, other = chain(2), chain(2, start=50)
+    world.put([*one, *other])
+    assert await world.store.drain(20)
+    world.now += REFRESH_SECONDS
+    assert world.lookup(one).num_resident == world.lookup(other).num_resident == 2
+    await until(lambda: set(world.remote.touched) == {*one, *other})
+
+
+@run
 async def test_what_was_refused_is_written_when_there_is_room_and_nobody_hits_it(world):
     world.remote.is_full = True
     world.put(chain(4))
