@@ -132,7 +132,7 @@ def test_defect_12_a_server_that_dies_is_an_error_and_comes_back():
 
 
 def test_defect_12_a_frozen_server_is_an_error_within_its_deadline(monkeypatch):
-    monkeypatch.setitem(redis_connector._PATIENCE, "socket_timeout", 0.2)
+    monkeypatch.setitem(redis_connector._TIMEOUTS, "socket_timeout", 0.2)
     with RedisProcess() as server:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         connector.set(KEYS[0], b"x")
