@@ -10,6 +10,7 @@ from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
 from lmcache_sidecar.clients.validation import RefusedError
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
 from lmcache.rpc.client import KVGroup, Role
 from tests.harness.world import FakeLock, new_uuid, world
 
@@ -47,6 +48,14 @@ def test_what_arrives_late_on_a_stream_that_was_replaced_frees_nothing(world):
     with pytest.raises(RefusedError, match="attach again"):
         world.drain(first)  # said before the reservation, which may be copied into now
     assert world.sessions.store.memory.num_quarantined == 1
+
+
+def test_slots_are_counted_before_they_are_unpacked(world, monkeypatch):
+    """Else one message of 4 MiB would hold all clients up for a tenth of a second."""
+    client = world.attach(new_uuid())
+    monkeypatch.setattr(service, "unpack_slots", lambda packed: pytest.fail("they are too many"))
+    with pytest.raises(RefusedError, match="at most 256"):
+        world.commit(client, bytes(257 * service.SLOT_BYTES))
 
 
 def test_leases_outlive_a_stream_and_end_with_the_last_client_of_the_engine(world):
