@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from lmcache.logging import init_logger
 
 logger = init_logger(__name__)
 
-_UNSET = ("", "~", "null", "Null", "NULL", None)
+_YAML_NULLS = ("~", "null", "Null", "NULL")
 _SWITCH_WORDS = {"1": "true", "yes": "true", "on": "true", "0": "false", "no": "false", "off": "false"}
 _MANY = 1 << 40
 _REMOTE_URL = re.compile(r".+://.+:\d+")
@@ -103,7 +104,7 @@ class LMCacheEngineConfig:
         base = LMCacheEngineConfig.from_defaults(
             local_device=None, max_local_cache_size=20, remote_url=None, remote_serde=None
         )
-        return _replaced(base, options.Source(lambda name: f"{file_path}: {name}", content))
+        return _replaced(base, options.Source(lambda name: f"{file_path}: {name}", content), _YAML_NULLS)
 
     @staticmethod
     def from_env() -> LMCacheEngineConfig:
@@ -158,12 +159,14 @@ class GlobalConfig:
         return cls.enable_debug
 
 
-def _replaced(base: LMCacheEngineConfig, source: options.Source) -> LMCacheEngineConfig:
-    """Read what a source says into the fields. Empty, or null in YAML, is as if it said nothing.
+def _replaced(
+    base: LMCacheEngineConfig, source: options.Source, nulls: Collection[str] = ()
+) -> LMCacheEngineConfig:
+    """Read what a source says into the fields. Empty, or one of ``nulls``, is as if it said nothing.
 
     Raises ValueError, which names all that can't be used.
     """
-    said = {name: value for name, value in source.values.items() if value not in _UNSET}
+    said = {name: value for name, value in source.values.items() if value not in ("", None, *nulls)}
     values, mistakes = options.read_values(_READERS, [source._replace(values=said)])
     if mistakes:
         raise ValueError("; ".join(mistakes))

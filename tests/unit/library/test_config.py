@@ -253,6 +253,15 @@ def test_a_local_device_that_is_none_is_refused_and_makes_no_directory(text, tmp
 def test_a_home_directory_is_meant_as_everywhere(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert parse_local_device("~/kv") == "/home/me/kv"
+    monkeypatch.setenv("LMCACHE_LOCAL_DEVICE", "~")
+    assert LMCacheEngineConfig.from_env().local_device == "/home/me"
+
+
+def test_null_is_nothing_in_yaml_only(from_text, monkeypatch):
+    assert from_text("remote_url: null\nlocal_device: ~").local_device is None
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "null")
+    with pytest.raises(ValueError, match="LMCACHE_REMOTE_URL"):
+        LMCacheEngineConfig.from_env()
 
 
 @pytest.mark.parametrize("backend", ["", "gpu", "file://", "localhost:6379", "redis://localhost"])
