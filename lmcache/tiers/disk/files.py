@@ -96,8 +96,9 @@ class Directory:
         return root
 
     def close(self) -> None:
-        """Let another process have the directory."""
-        os.close(self._root)
+        """Let another process have the directory. What a thread that hung still does here fails."""
+        root, self._root = self._root, -1  # its number may be another file's from now on
+        os.close(root)
 
     def check(self) -> None:
         """Write a page, read it and delete it; raise OSError if that fails. A full volume is healthy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -71,6 +72,23 @@ def test_stores_are_refused_in_the_end(tier, monkeypatch):
     monkeypatch.setattr(tier, "_wait_ends", 0.0)
     assert not store(tier, 3)
     assert tier.stats.refused == {"indexing": 1}
+
+
+def test_a_thread_that_outlives_the_tier_meets_no_file_of_others(tmp_path):
+    """A probe that hung over a closing, say."""
+    directory = Directory(str(tmp_path / "ours"))
+    directory.close()
+    others = tmp_path / "others"
+    others.mkdir()
+    same_number = os.open(others, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for late in (directory.check, lambda: directory.reopen(0), lambda: list(directory.scan())):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                late()
+        assert os.path.samestat(os.fstat(same_number), others.stat())
+    finally:
+        os.close(same_number)
+    assert not list(others.iterdir())
 
 
 def test_closing_does_not_wait_for_the_index(tier, go_on):
