@@ -63,7 +63,7 @@ class LMCServerConnector(RemoteBytesConnector):
 
     def close(self) -> None:
         """See RemoteConnector."""
-        self._circuit.end(0)
+        self._circuit.end()  # else a probe would connect again
         with self._lock:
             self._hang_up()
 
@@ -79,9 +79,9 @@ class LMCServerConnector(RemoteBytesConnector):
         return self._exchange(*request, num_replies=1)[0]
 
     def _exchange(self, *requests: bytes, num_replies: int) -> Sequence[bytes | None]:
+        self._check()
         with self._lock:
-            if self._circuit.is_open:
-                raise ConnectionError("the server is unavailable since a failure a moment ago")
+            self._check()  # who had the lock may have found out
             try:
                 stream = self._connected()
                 stream.send(*requests)
@@ -92,6 +92,10 @@ class LMCServerConnector(RemoteBytesConnector):
                 raise ConnectionError(f"lm server {self._address[0]}:{self._address[1]}: {error}") from error
             self._circuit.success()
             return answers
+
+    def _check(self) -> None:
+        if self._circuit.is_open:
+            raise ConnectionError("the server is unavailable since a failure a moment ago")
 
     def _probe(self) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -145,3 +146,30 @@ def test_answers_that_nobody_asked_for_are_not_taken_for_ours():
     with false_server(stray, struct.pack("ii", 200, 4) + b"mine") as connector:
         assert connector.get(key(1)) is None
         assert connector.get(key(2)) == b"mine"
+
+
+def test_while_a_probe_connects_calls_fail_at_once(monkeypatch):
+    """A host that drops packets keeps who connects to it waiting, and nobody else."""
+    go_on, has_begun = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        has_begun.set()
+        assert go_on.wait(20)
+        raise TimeoutError("timed out")
+
+    connector = LMCServerConnector(HOST, 1)
+    try:
+        with pytest.raises(ConnectionError):
+            connector.exists("key")
+        monkeypatch.setattr(socket, "create_connection", hang)
+        assert has_begun.wait(20)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(connector.exists, "key")
+            try:
+                with pytest.raises(ConnectionError, match="unavailable"):
+                    call.result(5)
+            finally:
+                go_on.set()
+    finally:
+        connector.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == f"probe lm server {HOST}:1"]
