@@ -43,7 +43,8 @@ def test_rest_is_what_the_api_server_made_of_what_was_applied(plane, operator, n
     resource = example()
     resource["spec"]["engine"]["podTemplate"] = {"spec": ZERO_VALUES}
     plane.api.create(CLUSTERS, resource, namespace)
-    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", ENGINE, namespace))
+    # There is no claim "x": what the scheduler says of that is news, whenever it comes.
+    plane.wait(lambda: condition(plane, namespace, "Ready").get("reason") == "Unschedulable")
     wait_quiet(plane, operator, namespace)
     mark = plane.mark()
     assert operator.terminate() == 0

@@ -197,6 +197,16 @@ def test_an_error_while_connecting_is_an_outage():
     server.close()
 
 
+def resolve_cache_example(monkeypatch, resolve):
+    """By ``resolve``, that name alone: other tests' circuits may be probing in the background."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host, *arguments, **options):
+        return (resolve if host == "cache.example" else real)(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
 def test_a_resolver_that_never_answers_costs_a_deadline_and_one_thread(monkeypatch):
     answering, asked = threading.Event(), []
 
@@ -205,7 +215,7 @@ def test_a_resolver_that_never_answers_costs_a_deadline_and_one_thread(monkeypat
         assert answering.wait(20)
         raise socket.gaierror("too late")
 
-    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    resolve_cache_example(monkeypatch, hang)
     remote = RemoteTier(Address.parse("redis://cache.example:1"), timeout_seconds=0.1)
     with pytest.raises(TierUnavailableError, match=r"cache\.example was not resolved within 0\.1 s"):
         remote.probe(KEYS[:1], 1)
@@ -220,5 +230,5 @@ def test_the_next_address_of_a_name_is_tried(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         found = [(socket.AF_INET, 0, 0, "", ("127.0.0.1", 1)), (socket.AF_INET, 0, 0, "", address)]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        resolve_cache_example(monkeypatch, lambda *_, **__: found)
         stream.open_stream(Endpoint("cache.example", 1), 5, None).close()
