@@ -17,13 +17,16 @@ Reader: TypeAlias = Callable[[str], Any]
 
 ENV_PREFIX = "LMCACHE_"
 
+_NUMBER = re.compile(r"-?[0-9]*\.?[0-9]*(e[-+]?[0-9]+)?")
+"""Its signs only: Python would also take ``1_0``, blanks and the digits of any script."""
+
 
 def number(kind: type[int] | type[float], low: float, high: float, what: str) -> Reader:
     """Make a reader of numbers from ``low`` to ``high``; ``what`` completes "… is not"."""
 
     def read_number(text: str) -> float:
         try:
-            value = kind(text)
+            value = kind(text) if _NUMBER.fullmatch(text) else kind(low) - 1
         except ValueError:
             value = kind(low) - 1
         if not low <= value <= high:  # NaN neither

@@ -35,6 +35,12 @@ def test_sizes(text, num_bytes):
     assert parse_size(text) == num_bytes
 
 
+@pytest.mark.parametrize("text", ["", "-1", "65536", "1_0", " 3 ", "+5", "٣", "0x10", "80.0"])
+def test_a_port_that_is_no_plain_number_is_refused(text):
+    with pytest.raises(ConfigError, match=r"--http-port: .* is not a port"):
+        load({"memory_size": "4Gi", "http_port": text}, {})
+
+
 @pytest.mark.parametrize("text", ["", "0", "4Gb", "4GiB", "-1", "Gi", "4 Gi", "1e9", "0x10", "nan", "٣Gi"])
 def test_what_is_not_a_size(text):
     with pytest.raises(ValueError, match="not a size"):
