@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.core.copier import CudaCopier
+from lmcache.engines.core.cuda_copier import CudaCopier
 from lmcache.engines.core.layout import Layout
 
 pytestmark = [

@@ -7,22 +7,16 @@ moves all blocks of a chunk, without the GIL; there is no Python loop over block
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lmcache import streaming
 from lmcache.engines.core.layout import Layout
-
-logger = logging.getLogger(__name__)
 
 Fence = Any
 """A point of the engine's compute stream: copies wait until the work before it is done. None on the CPU."""
@@ -47,7 +41,7 @@ class EngineCopier(Protocol):
         """Fill the slot from ``blocks``, which are one full chunk."""
 
 
-def _by_layer(layers: Iterable[Any], blocks_per_chunk: int, slot: Any) -> Iterator[tuple[Any, Any]]:
+def by_layer(layers: Iterable[Any], blocks_per_chunk: int, slot: Any) -> Iterator[tuple[Any, Any]]:
     """Pair each layer's pages with its part ``[blocks_per_chunk, page_bytes]`` of a slot."""
     start = 0
     for pages in layers:
@@ -107,7 +101,7 @@ class CpuCopier:
             to, from_ = (in_kv, in_slot) if is_load else (in_slot, in_kv)
             self._stream(to, from_, sizes)
             return
-        for layer, part in _by_layer(self._layers, self._blocks_per_chunk, slot):
+        for layer, part in by_layer(self._layers, self._blocks_per_chunk, slot):
             if is_load:
                 layer[ids] = part[first_block : first_block + len(ids)]
             else:
@@ -131,107 +125,6 @@ class CpuCopier:
         return in_slot.ravel(), in_kv.ravel(), sizes.ravel()
 
 
-class CudaCopier:
-    """KV in device memory: gathers a chunk there, one DMA to or from the arena. Not yet verified on a GPU.
-
-    Loads and stores have a side stream and a staging buffer each; every call is a few kernels and one copy.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._device = layout.pages[0].device
-        chunk_bytes = layout.chunk_bytes
-        self._cuda: Any = torch.cuda  # untyped
-        self._load_stream, self._store_stream = (self._cuda.Stream(self._device) for _ in range(2))
-        self._load_staging, self._store_staging = (
-            torch.empty(chunk_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
-        )
-        self._pins = Pins(self._register, self._unregister)
-
-    def fence(self) -> Fence:
-        """Record an event on the stream that the engine computes on."""
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(self._device))
-        return event
-
-    def share(self, work: Callable[[], None]) -> None:
-        """One thread fills the bus."""
-        work()
-
-    def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
-        """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
-        self._pins.pin(slot)
-        host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
-        try:
-            with self._cuda.stream(self._load_stream):
-                self._load_stream.wait_event(fence)
-                ids = torch.tensor(blocks, device=self._device)
-                self._load_staging.copy_(host, non_blocking=True)
-                for pages, part in self._staged(self._load_staging):
-                    pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)])
-        finally:  # also a load that failed has ended only when nothing writes to its blocks any more
-            self._load_stream.synchronize()
-
-    def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
-        """See ``EngineCopier``."""
-        self._pins.pin(slot)
-        host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
-        try:
-            with self._cuda.stream(self._store_stream):
-                self._store_stream.wait_event(fence)
-                ids = torch.tensor(blocks, device=self._device)
-                for pages, part in self._staged(self._store_staging):
-                    torch.index_select(pages, 0, ids, out=part)
-                host.copy_(self._store_staging, non_blocking=True)
-        finally:  # also a store that failed may not write to a slot that is given back
-            self._store_stream.synchronize()
-
-    def _staged(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return _by_layer(self._layout.pages, self._layout.blocks_per_chunk, staging)
-
-    def _register(self, slot: Bytes) -> None:
-        with self._cuda.device(self._device):  # else every rank makes a context on the first GPU
-            status = int(self._cuda.cudart().cudaHostRegister(slot.ctypes.data, slot.nbytes, 0))
-        if status:
-            logger.warning("Can't pin a slot of the arena (CUDA error %d): its copies are slow", status)
-
-    def _unregister(self, address: int) -> None:
-        with self._cuda.device(self._device):
-            self._cuda.cudart().cudaHostUnregister(address)
-
-
-class Pins:
-    """Pins slots on first use: rows become ready one by one, and pinning all would take seconds.
-
-    A new session maps the arena again. What is pinned of the old mapping is unpinned when nothing refers to
-    it any more: neither the session nor a copy that goes on.
-    """
-
-    def __init__(self, pin: Callable[[Bytes], None], unpin: Callable[[int], None]) -> None:
-        """``pin`` takes a slot, ``unpin`` its address."""
-        self._pin, self._unpin = pin, unpin
-        self._lock = threading.Lock()  # protects against pinning twice
-        self._addresses: dict[int, set[int]] = {}  # of pinned slots, by id of their mapping
-
-    def pin(self, slot: Bytes) -> None:
-        """Pin a slot, if it is not yet."""
-        mapping = slot.base
-        with self._lock:
-            if id(mapping) not in self._addresses:
-                self._addresses[id(mapping)] = set()
-                # At exit the device is gone before.
-                weakref.finalize(mapping, self._unpin_all, id(mapping)).atexit = False
-            addresses = self._addresses[id(mapping)]
-            if slot.ctypes.data not in addresses:
-                addresses.add(slot.ctypes.data)
-                self._pin(slot)
-
-    def _unpin_all(self, mapping: int) -> None:
-        """The memory is still mapped. Takes no lock: any thread may come here, also one that pins."""
-        for address in self._addresses.pop(mapping):
-            self._unpin(address)
-
-
 def make_copier(layout: Layout, num_threads: int | None = None) -> EngineCopier:
     """Choose by where the KV is. Raises ValueError when no copier fits.
 
@@ -241,6 +134,8 @@ def make_copier(layout: Layout, num_threads: int | None = None) -> EngineCopier:
     if kind == "cpu":
         return CpuCopier(layout, num_threads or min(2, len(allowed_cores())))
     if kind == "cuda":
+        from lmcache.engines.core.cuda_copier import CudaCopier  # only an engine with a GPU needs the driver
+
         return CudaCopier(layout)
     raise ValueError(f"no copier for KV on a {kind} device")
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.core.copier import CpuCopier, Pins, allowed_cores, make_copier, spread
+from lmcache.engines.core.copier import CpuCopier, allowed_cores, make_copier, spread
+from lmcache.engines.core.cuda_copier import Pins
 from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnsupportedError
 from tests.harness.kv_layouts import ORDERS, B, C, H, N, kv_caches
