@@ -14,10 +14,10 @@ from tests.harness.session_double import SessionDouble
 from tests.harness.wire import make_hello
 
 
-def make_identity(*groups, chunk_tokens=64):
+def make_identity(*groups, chunk_tokens=64, **hello):
     """An engine that hashes every 32 tokens; with one group of full attention unless told otherwise."""
     groups = groups or (KVGroup(0, 32, 4096),)
-    return EngineIdentity(make_hello(chunk_tokens=chunk_tokens, groups=groups), 32)
+    return EngineIdentity(make_hello(chunk_tokens=chunk_tokens, groups=groups, **hello), 32)
 
 
 IDENTITY = make_identity()
@@ -60,13 +60,11 @@ def chunk_ranges(meta):
 
 
 class Rig:
-    def __init__(self, num_ranks=1, identity=IDENTITY):
+    def __init__(self, identity=IDENTITY):
         self.now = 0.0
         self.session = SessionDouble()
         self.extra_keys = {None: ()}
-        self.scheduler = VLLMScheduler(
-            num_ranks, lambda _: self.session, self._extra_keys_of, clock=lambda: self.now
-        )
+        self.scheduler = VLLMScheduler(lambda _: self.session, self._extra_keys_of, clock=lambda: self.now)
         self.scheduler.adopt(["another connector's message", identity])
         self.lookups = self.scheduler._lookups
 

@@ -142,6 +142,8 @@ class EngineIdentity:
     hello: ClientHello
     """As a worker says it."""
     hash_tokens: int
+    is_replica: bool = False
+    """Another rank holds the same KV, and stores it."""
 
     @property
     def grid(self) -> Grid:
@@ -154,7 +156,7 @@ class WorkerReport:
     """From the worker sides to the scheduler side, once per engine step when there is something to say."""
 
     stores_ended: Counter[int] = field(default_factory=Counter)
-    """Job id -> ranks that ended it."""
+    """Job id -> ranks that ended it, of those that store."""
     failed_loads: set[str] = field(default_factory=set)
     timed_step: int = 0
     identity: EngineIdentity | None = None

@@ -67,7 +67,6 @@ class SchedulerSide:
 
     def __init__(
         self,
-        num_ranks: int,
         connect: Callable[[EngineIdentity], SidecarClient],
         extra_keys_of: Callable[[Any, int], FindExtraKeys | None],
         answer_seconds: float = 0.0,
@@ -78,7 +77,6 @@ class SchedulerSide:
 
         A question that is not answered within ``answer_seconds`` is not waited for; 0.0: as measured.
         """
-        self._num_ranks = num_ranks
         self._connect = connect
         self._extra_keys_of = extra_keys_of
         self._answer_seconds = answer_seconds
@@ -86,10 +84,11 @@ class SchedulerSide:
         self._lookups: LookupThread | None = None
         self._is_offline = False
         self._grid = Grid(1, 1, ())
+        self._num_columns = 1
         self._tenant_secret = b""
         self._namespace = b""  # the engine's, or of the last reset
         self._states: dict[str, RequestState] = {}
-        # Job id -> (request, ranks that did not end it, chunks).
+        # Job id -> (request, columns whose ranks did not end it, chunks).
         self._jobs: dict[int, tuple[RequestState, int, slice]] = {}
         self._num_jobs = 0
         self._computing = Computing()
@@ -105,6 +104,7 @@ class SchedulerSide:
         for message in messages:
             if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
                 self._grid, self._tenant_secret = message.grid, message.hello.namespace
+                self._num_columns = message.hello.num_columns
                 self._namespace = self._namespace or message.hello.namespace
                 self._lookups = LookupThread(
                     self._connect(message),
@@ -379,6 +379,6 @@ class SchedulerSide:
         self._num_jobs += 1
         job = StoreJob(self._num_jobs, ticket.request_id, first, tuple(groups), ticket.tenant)
         self._next.stores.append(job)
-        self._jobs[self._num_jobs] = (state, self._num_ranks, slice(first, end))
+        self._jobs[self._num_jobs] = (state, self._num_columns, slice(first, end))
         state.num_stores += 1
         state.num_stored_chunks = end

@@ -175,6 +175,8 @@ class WorkerSide:
             return
         self._begin_waiting()
         self._step = step
+        if self.identity is not None and self.identity.is_replica:
+            return
         for job in step.stores:
             self._stores[job.job_id] = transfer = StoreTransfer(job)
             self._waiting.append(transfer)

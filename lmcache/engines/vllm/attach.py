@@ -18,7 +18,7 @@ from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import files, fingerprint
-from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
+from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id, num_replicas
 from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
 from lmcache.rpc.service import DEFAULT_SOCKET
 
@@ -79,21 +79,25 @@ def attach_worker(
         (layer, _content_id(vllm_config, layer, kv_caches[layer], num_blocks)) for layer in group.layer_names
     ]
     copier = make_copier(layout, settings.copy_threads)
-    namespace, reason = _namespace(vllm_config, contents, (chunk_tokens, block_tokens, hash_tokens))
     parallel = vllm_config.parallel_config
+    replicas = num_replicas(parallel.tensor_parallel_size, kv_cache_config)
+    shards = parallel.tensor_parallel_size // replicas
+    stage, rank = _place()
+    namespace, reason = _namespace(vllm_config, contents, shards, (chunk_tokens, block_tokens, hash_tokens))
     hello = ClientHello(
         role=Role.WORKER,
         engine_uuid=_engine_uuid(vllm_config),
         namespace=namespace,
         chunk_tokens=chunk_tokens,
         groups=(KVGroup(0, block_tokens, _largest_column_bytes(vllm_config, layout)),),
-        num_columns=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-        column=_column(vllm_config),
+        num_columns=shards * parallel.pipeline_parallel_size,
+        column=stage * shards + rank // replicas,
         private_reason=reason,
         model=vllm_config.model_config.model,
         gpu_uuid=_gpu_uuid(layout.pages[0].device),
     )
-    return start_client(settings.socket, hello), copier, EngineIdentity(hello, hash_tokens)
+    identity = EngineIdentity(hello, hash_tokens, is_replica=bool(rank % replicas))
+    return start_client(settings.socket, hello), copier, identity
 
 
 def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClient:
@@ -109,7 +113,7 @@ def start_client(socket: str, hello: ClientHello) -> SidecarClient:
 
 
 def _namespace(
-    vllm_config: Any, contents: list[tuple[str, str]], grid_tokens: tuple[int, int, int]
+    vllm_config: Any, contents: list[tuple[str, str]], shards: int, grid_tokens: tuple[int, int, int]
 ) -> tuple[bytes, str]:
     """Name the engine's KV; with a reason why nobody else has KV of that name, or none."""
     from vllm.v1.core import kv_cache_utils
@@ -123,7 +127,7 @@ def _namespace(
             ).result()
         except UnnamedError as error:
             reason = f"the weights can't be fingerprinted: {error}"
-    listing = fingerprint.listing(vllm_config, weights, contents, grid_tokens)
+    listing = fingerprint.listing(vllm_config, weights, contents, shards, grid_tokens)
     if reason:
         listing["private_to"] = _engine_uuid(vllm_config)
         logger.warning("Cached KV stays private to this engine: %s", reason)
@@ -138,11 +142,11 @@ def _content_id(vllm_config: Any, layer: str, kv: torch.Tensor, num_blocks: int)
     return content_id(kv, num_blocks, backend, getattr(attention, "isa", ""), vllm.__version__)
 
 
-def _column(vllm_config: Any) -> int:
+def _place() -> tuple[int, int]:
+    """This rank's pipeline stage, and its tensor-parallel rank there."""
     from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-    tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
-    return int(get_pp_group().rank_in_group * tensor_parallel + get_tensor_model_parallel_rank())
+    return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
 
 
 def _gpu_uuid(device: torch.device) -> str:

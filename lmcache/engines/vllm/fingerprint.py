@@ -68,11 +68,13 @@ def listing(
     vllm_config: Any,
     weights: str | None,
     contents: Sequence[tuple[str, str]],
+    shards: int,
     grid_tokens: tuple[int, int, int],
 ) -> dict[str, Listed]:
     """List what makes the bytes of chunks comparable. The engine's version is not in it, see ``layouts``.
 
-    ``contents``: name and content id of this rank's layers in the order of their bytes. All ranks must make
+    ``contents``: name and content id of this rank's layers in the order of their bytes; ``shards``: parts
+    that tensor parallelism makes of a layer's KV. All ranks must make
     the same listing, so with pipeline stages the names give way to where the stages are cut.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
@@ -89,7 +91,7 @@ def listing(
         "draft_model": _draft_model(vllm_config),
         "media": _media_options(model),
         "grid": list(grid_tokens),
-        "tensor_parallel": parallel.tensor_parallel_size,
+        "tensor_parallel": shards,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "hash": cache.prefix_caching_hash_algo,
         "hash_seed": os.environ.get("PYTHONHASHSEED"),

@@ -25,17 +25,42 @@ The id of any other content holds the engine's version: its bytes are shared wit
 """
 
 
+LATENTS = "MLAAttentionSpec"
+"""vLLM's name for KV that is one latent per token, whatever the number of heads (DeepSeek, Kimi)."""
+
+
+def num_replicas(tensor_parallel: int, kv_cache_config: Any) -> int:
+    """Count the consecutive tensor-parallel ranks that hold the same KV: latents are not split by heads, and
+    there may be more ranks than KV heads.
+
+    vLLM says it since 0.31; before, latents alone are known to be the same.
+    """
+    known: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if known is not None:
+        return known
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
+    return tensor_parallel if all(type(spec).__name__ == LATENTS for spec in specs) else 1
+
+
+def layer_specs(spec: Any) -> list[Any]:
+    """Those of a group whose layers differ, else the group's own."""
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    return list(by_layer.values()) if by_layer else [spec]
+
+
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise UnsupportedError unless all KV is one group of full attention whose blocks can be shared."""
+    """Raise UnsupportedError unless all KV is one group of full attention whose blocks can be shared.
+
+    DeepSeek V4's latents are not: their groups are compressed, and a hit of them replays tokens.
+    """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedError(
             f"the model has {len(groups)} KV cache groups; one group of full attention can be cached"
         )
     group = groups[0]
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    for spec in specs.values() if specs else [group.kv_cache_spec]:
-        if type(spec).__name__ != "FullAttentionSpec":
+    for spec in layer_specs(group.kv_cache_spec):
+        if type(spec).__name__ not in ("FullAttentionSpec", LATENTS) or getattr(spec, "model_version", None):
             raise UnsupportedError(f"KV of kind {type(spec).__name__} can't be cached yet")
     if group.is_eagle_group or getattr(group, "host_resident", False):
         raise UnsupportedError("KV of draft layers and of host-resident groups can't be cached yet")

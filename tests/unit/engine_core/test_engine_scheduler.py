@@ -4,7 +4,15 @@ import pytest
 
 from lmcache import keys
 from lmcache.engines.core.scheduler import SchedulerSide
-from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, hashes, job_ids, make_request
+from tests.harness.scheduler_rig import (
+    Rig,
+    blocks,
+    chunk_ranges,
+    hashes,
+    job_ids,
+    make_identity,
+    make_request,
+)
 from tests.harness.wire import NAMESPACE
 
 
@@ -197,7 +205,7 @@ def test_a_resumed_request_has_a_new_block_table_also_when_its_preemption_was_no
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_blocks_are_held_until_all_ranks_ended_their_stores(num_ranks):
-    rig = Rig(num_ranks)
+    rig = Rig(make_identity(num_columns=num_ranks))
     request = rig.arrive(make_request(200))
     (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
     request.num_computed_tokens = 200
@@ -277,7 +285,7 @@ def test_offline_ends_all_leases(rig):
 
 
 def test_without_workers_nothing_is_known_of_requests():
-    scheduler = SchedulerSide(1, None, None)
+    scheduler = SchedulerSide(None, None)
     request = make_request(200)
     scheduler.add(request)
     assert scheduler.num_loadable(request, 0) == 0

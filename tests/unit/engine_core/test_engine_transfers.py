@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -306,3 +307,12 @@ def test_a_slot_of_an_older_arena_is_not_even_read(rig, slot, caplog):
     assert rig.worker.take_bad_blocks() == {11, 12, 13, 14}
     assert rig.copier.fences == []
     assert caplog.text == ""
+
+
+def test_a_rank_whose_kv_another_one_stores_copies_nothing_and_gives_blocks_back(rig):
+    rig.worker.identity = replace(IDENTITY, is_replica=True)
+    rig.store()
+    sent, _ = rig.collect_until(lambda sent, loaded: sent, held=["r"])
+    assert sent == ["r"]
+    assert rig.copier.fences == []
+    assert rig.session.rows == {}

@@ -67,10 +67,10 @@ LAYERS = (("l0", "x"), ("l1", "y"))
 def test_the_listing_is_canonical_and_complete(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
-    def namespace(change=lambda config: None, weights="w", contents=LAYERS, grid=(256, 32, 32)):
+    def namespace(change=lambda config: None, weights="w", contents=LAYERS, shards=1, grid=(256, 32, 32)):
         config = engine()
         change(config)
-        return keys.namespace(fingerprint.listing(config, weights, contents, grid))
+        return keys.namespace(fingerprint.listing(config, weights, contents, shards, grid))
 
     def set_(part, name, value):
         return lambda config: setattr(getattr(config, part), name, value)
@@ -84,6 +84,7 @@ def test_the_listing_is_canonical_and_complete(monkeypatch):
     base = namespace()
     assert namespace(set_("model_config", "max_model_len", 50)) == base
     assert namespace(draft(".", "ngram")) == base, "it has no layers of its own"
+    assert namespace(set_("parallel_config", "tensor_parallel_size", 2)) == base, "both ranks hold the same"
     others = [
         namespace(weights="v"),
         namespace(contents=(("l0", "y"), ("l1", "x"))),
@@ -96,7 +97,7 @@ def test_the_listing_is_canonical_and_complete(monkeypatch):
         namespace(set_("model_config", "dtype", "bfloat16")),
         namespace(set_("model_config", "quantization", "awq")),
         namespace(set_("model_config", "multimodal_config", media)),
-        namespace(set_("parallel_config", "tensor_parallel_size", 2)),
+        namespace(shards=2),
         namespace(set_("model_config", "hf_config", SimpleNamespace(to_dict=lambda: {"hidden_size": 9}))),
         namespace(draft("org/draft")),
     ]
@@ -111,7 +112,7 @@ def test_all_pipeline_stages_make_one_listing(monkeypatch):
     first, last = (("l0", "x"), ("l1", "x")), (("l2", "x"), ("l3", "x"))
 
     def namespace(contents):
-        return keys.namespace(fingerprint.listing(config, "w", contents, (256, 32, 32)))
+        return keys.namespace(fingerprint.listing(config, "w", contents, 1, (256, 32, 32)))
 
     before = namespace(first)
     assert namespace(last) == before

@@ -7,7 +7,7 @@ import torch
 
 from lmcache.engines.core.layout import Layout
 from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
+from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id, num_replicas
 from tests.harness.kv_layouts import ORDERS, B, kv_caches
 
 
@@ -32,6 +32,10 @@ class MambaSpec(FullAttentionSpec):
     pass
 
 
+class MLAAttentionSpec(FullAttentionSpec):
+    model_version = None
+
+
 def engine(*specs, policy="recompute", dcp=1, eagle=False, sleep=False):
     groups = [SimpleNamespace(kv_cache_spec=spec, is_eagle_group=eagle) for spec in specs]
     parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1)
@@ -44,6 +48,32 @@ def engine(*specs, policy="recompute", dcp=1, eagle=False, sleep=False):
 def test_plain_full_attention_is_supported():
     check_supported(*engine(FullAttentionSpec()))
     check_supported(*engine(SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec()})))
+
+
+def test_latents_are_supported_but_those_that_are_compressed():
+    check_supported(*engine(MLAAttentionSpec()))
+    spec = MLAAttentionSpec()
+    spec.model_version = "deepseek_v4"
+    with pytest.raises(UnsupportedError, match="MLAAttentionSpec"):
+        check_supported(*engine(spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said", "replicas"),
+    [
+        (FullAttentionSpec(), None, 1),
+        (FullAttentionSpec(), 2, 2),
+        (MLAAttentionSpec(), 8, 8),
+        (MLAAttentionSpec(), None, 8),
+        (SimpleNamespace(kv_cache_specs={"a": MLAAttentionSpec(), "b": MLAAttentionSpec()}), None, 8),
+        (SimpleNamespace(kv_cache_specs={"a": MLAAttentionSpec(), "b": MambaSpec()}), None, 1),
+    ],
+)
+def test_ranks_that_hold_the_same_kv_are_counted_also_where_vllm_does_not_say_it(spec, said, replicas):
+    _, config = engine(spec)
+    if said is not None:
+        config.kv_tp_replicas = said
+    assert num_replicas(8, config) == replicas
 
 
 @pytest.mark.parametrize(
