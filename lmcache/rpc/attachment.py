@@ -167,8 +167,10 @@ class Attachment:
 
 def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
     """As it goes over the wire."""
-    kind = pb.KVGroup.SLIDING_WINDOW, pb.KVGroup.FULL_ATTENTION
-    groups = [pb.KVGroup(kind=kind[not group.window_tokens], **asdict(group)) for group in hello.groups]
+    groups = [
+        pb.KVGroup(**asdict(group) | {"kind": pb.KVGroup.Kind.Name(group.kind.value)})
+        for group in hello.groups
+    ]
     return pb.Hello(
         protocol_version=service.PROTOCOL_VERSION,
         client_version=lmcache.__version__,

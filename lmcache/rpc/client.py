@@ -25,10 +25,11 @@ from collections.abc import Callable
 import grpc
 
 from lmcache.backoff import Backoff
+from lmcache.kv_groups import KVGroup
 from lmcache.rpc import service
 from lmcache.rpc.attachment import Attachment, hello_message
 from lmcache.rpc.errors import SidecarError
-from lmcache.rpc.hello import ClientHello, KVGroup, Role
+from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.lockfile import LockFile
 from lmcache.rpc.session import Copies, Session, bounded
 

@@ -5,24 +5,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from lmcache.kv_groups import KVGroup
+
 
 class Role(enum.Enum):
     """What a client does; the values are those of ``kvcache.proto``."""
 
     SCHEDULER = 1  # looks up and releases, maps nothing
     WORKER = 2  # one rank: reserves, copies, commits
-
-
-@dataclass(frozen=True)
-class KVGroup:
-    """Layers whose KV lives and is dropped together."""
-
-    group: int
-    block_tokens: int
-    chunk_bytes: int
-    """Of one column."""
-    window_tokens: int = 0
-    """0: full attention, else a sliding window of so many tokens."""
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,13 @@ class KVGroup(_message.Message):
         KIND_UNSPECIFIED: _ClassVar[KVGroup.Kind]
         FULL_ATTENTION: _ClassVar[KVGroup.Kind]
         SLIDING_WINDOW: _ClassVar[KVGroup.Kind]
+        CHUNKED_ATTENTION: _ClassVar[KVGroup.Kind]
+        STATE: _ClassVar[KVGroup.Kind]
     KIND_UNSPECIFIED: KVGroup.Kind
     FULL_ATTENTION: KVGroup.Kind
     SLIDING_WINDOW: KVGroup.Kind
+    CHUNKED_ATTENTION: KVGroup.Kind
+    STATE: KVGroup.Kind
     GROUP_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]

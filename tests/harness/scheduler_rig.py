@@ -7,7 +7,7 @@ from lmcache import keys
 from lmcache.engines.core.jobs import EngineIdentity, WorkerReport
 from lmcache.engines.core.requests import Ticket
 from lmcache.engines.vllm.scheduler import VLLMScheduler
-from lmcache.rpc.hello import KVGroup
+from lmcache.kv_groups import KVGroup
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Slot
 from tests.harness.session_double import SessionDouble

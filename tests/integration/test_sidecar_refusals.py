@@ -7,9 +7,10 @@ import re
 import grpc
 import pytest
 
+from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.rpc.client import KVGroup, Role, SidecarClient
+from lmcache.rpc.client import Role, SidecarClient
 from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, pack_slots
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -172,9 +173,9 @@ def test_a_bad_hello_is_refused(busy_client, change, code, sentence):
     ("group", "code", "sentence"),
     [
         (
-            KVGroup(0, 16, 4096, window_tokens=512),
+            KVGroup(0, 16, 4096, 512, GroupKind.SLIDING_WINDOW),
             PRECONDITION,
-            "sliding window groups come with a later version",
+            "this sidecar serves full attention only",
         ),
         (KVGroup(0, 24, 4096), INVALID, "256, must be a multiple of the block_tokens of group 0, 24"),
         (KVGroup(0, 0, 4096), INVALID, "must be a multiple"),

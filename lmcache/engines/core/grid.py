@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lmcache.rpc.hello import KVGroup
+from lmcache.kv_groups import KVGroup
 
 BlockTables = Sequence[Sequence[int]]
 """A request's blocks from its start, as ids in the engine's KV: a list per KV group of the engine."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 import lmcache
+from lmcache.kv_groups import GroupKind
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
@@ -170,12 +171,12 @@ def _check_protocol(hello: pb.Hello) -> None:
 
 
 def _check_group(group: pb.KVGroup, chunk_tokens: int) -> None:
-    if group.kind == pb.KVGroup.SLIDING_WINDOW:
+    _require(group.kind in {kind.value for kind in GroupKind}, f"group {group.group} must say its kind")
+    if group.kind != pb.KVGroup.FULL_ATTENTION:
         raise precondition(
-            f"group {group.group} is a sliding window: this sidecar serves full attention only,"
-            " sliding window groups come with a later version"
+            f"group {group.group} is {pb.KVGroup.Kind.Name(group.kind)}: this sidecar serves full attention"
+            " only, other kinds come with a later version"
         )
-    _require(group.kind == pb.KVGroup.FULL_ATTENTION, f"group {group.group} must say its kind")
     _require(
         0 < group.block_tokens <= chunk_tokens and chunk_tokens % group.block_tokens == 0,
         f"chunk_tokens, {chunk_tokens}, must be a multiple of the block_tokens of group {group.group},"

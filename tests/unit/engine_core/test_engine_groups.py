@@ -7,7 +7,7 @@ from lmcache import keys
 from lmcache.engines.core.grid import Grid
 from lmcache.engines.core.jobs import GroupLoad, GroupStore, LoadJob, Offer, Piece, StoreJob
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
-from lmcache.rpc.hello import KVGroup
+from lmcache.kv_groups import KVGroup
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Slot
 from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request
