@@ -60,11 +60,13 @@ def chunk_ranges(meta):
 
 
 class Rig:
-    def __init__(self, identity=IDENTITY):
+    def __init__(self, identity=IDENTITY, **settings):
         self.now = 0.0
         self.session = SessionDouble()
         self.extra_keys = {None: ()}
-        self.scheduler = VLLMScheduler(lambda _: self.session, self._extra_keys_of, clock=lambda: self.now)
+        self.scheduler = VLLMScheduler(
+            lambda _: self.session, self._extra_keys_of, clock=lambda: self.now, **settings
+        )
         self.scheduler.adopt(["another connector's message", identity])
         self.lookups = self.scheduler._lookups
 

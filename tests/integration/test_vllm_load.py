@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 BLOCK, CHUNK = 32, 256
 SALTS = map("salt {}".format, itertools.count())
 SEEDS = itertools.count()
-ANSWER_SECONDS = 1.0  # a machine with one core for all may keep a sidecar from answering for more than 200 ms
+PATIENCE = {"answer_seconds": 30, "prefill_tokens_per_second": 1}
+"""What is on its way is waited for, however busy the machine is: else computing is the right answer to a
+stall, and these tests are about what queueing loses."""
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -42,9 +44,7 @@ def sidecar(tmp_path_factory):
 @pytest.fixture(scope="module")
 def busy(sidecar, tmp_path_factory):
     log = tmp_path_factory.mktemp("busy") / "log"
-    with EngineProcess(
-        log, connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS), max_num_seqs=2
-    ) as engine:
+    with EngineProcess(log, connector_config(sidecar.socket_path, **PATIENCE), max_num_seqs=2) as engine:
         yield wait_hit(engine.wait_ready())
 
 
@@ -53,7 +53,7 @@ def drafting(sidecar, tmp_path_factory):
     log = tmp_path_factory.mktemp("drafting") / "log"
     with EngineProcess(
         log,
-        connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
+        connector_config(sidecar.socket_path, **PATIENCE),
         speculative_config=DRAFTS,
         enable_prefix_caching=True,
         max_num_batched_tokens=512,
@@ -96,6 +96,10 @@ def settle(sidecar):
     sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
 
 
+def num_on_disk(sidecar):
+    return sidecar.stats()["disk"]["written"]
+
+
 def forget_memory(engine, sidecar):
     settle(sidecar)
     sidecar.terminate()
@@ -107,12 +111,16 @@ def forget_memory(engine, sidecar):
 def test_queued_requests_are_hit_as_those_of_an_idle_engine(busy, sidecar):
     """Two run at a time: most wait for long after their lookup, and what is in memory comes from disk."""
     prompts = [make_prompt(4 * CHUNK + 50) for _ in range(12)]
+    num_before = num_on_disk(sidecar)
     stored = busy.generate(*prompts)
+    settle(sidecar)
+    num_chunks = num_on_disk(sidecar) - num_before
+    assert num_chunks >= 0.9 * len(prompts) * 4
     forget_memory(busy, sidecar)
     hits = busy.generate(*prompts)
     assert_same(hits, stored)
     assert_loaded(hits, stored)
-    assert sum(hit.num_cached_tokens for hit in hits) >= 0.9 * len(prompts) * 4 * CHUNK
+    assert sum(hit.num_cached_tokens for hit in hits) >= 0.95 * num_chunks * CHUNK, sidecar.stats()
 
 
 def test_what_a_queued_request_waits_for_is_hit_when_it_runs(busy):
@@ -163,7 +171,7 @@ def test_64_clients_that_stream(tmp_path, sidecar):
     with ServedEngine(
         tmp_path / "log",
         free_port(),
-        connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
+        connector_config(sidecar.socket_path, **PATIENCE),
         *("--max-num-seqs=4", "--speculative-config", json.dumps(DRAFTS)),
     ) as engine:
         engine.wait_ready()

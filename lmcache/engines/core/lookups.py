@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CALL_SECONDS = 0.5
+"""Of one call, unless answers may take longer."""
 
 _PAUSE_SECONDS = 1.0
 """No calls for so long after one without an answer: a frozen sidecar must cost requests nothing."""
@@ -59,6 +60,7 @@ class LookupThread:
         self._rate = rate
         self._clock = clock
         self._fixed_seconds = answer_seconds
+        self._call_seconds = max(_CALL_SECONDS, answer_seconds)
         self.answer_seconds = answer_seconds or MIN_ANSWER_SECONDS
         """The sidecar may be silent for so long: twice the 99th percentile of its answers, within bounds."""
         self._heard_at = -math.inf  # the sidecar's last answer, whatever it was about
@@ -197,7 +199,7 @@ class LookupThread:
             tenant=ticket.tenant,
             prefill_tokens_per_second=self._rate(),
             hint=is_hint,
-            timeout=_CALL_SECONDS,
+            timeout=self._call_seconds,
         )
         return min(found, key=lambda result: result.num_expected)
 
@@ -211,7 +213,7 @@ class LookupThread:
         """End these leases, and those that could not be ended before."""
 
         def release(session: Session) -> bool:
-            session.release(request_ids, timeout=_CALL_SECONDS)
+            session.release(request_ids, timeout=self._call_seconds)
             return True
 
         if self._session() is None:

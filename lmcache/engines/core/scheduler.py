@@ -70,12 +70,14 @@ class SchedulerSide:
         connect: Callable[[EngineIdentity], SidecarClient],
         extra_keys_of: Callable[[Any, int], FindExtraKeys | None],
         answer_seconds: float = 0.0,
+        prefill_tokens_per_second: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``connect`` starts a client; ``extra_keys_of`` takes a request and the size of chunks and returns
         what finds its extra keys, on the lookup thread; None for a request without any.
 
-        A question that is not answered within ``answer_seconds`` is not waited for; 0.0: as measured.
+        The sidecar may be silent for ``answer_seconds`` before it answers, and between rows that it brings;
+        0.0: as measured. So is the prefill rate.
         """
         self._connect = connect
         self._extra_keys_of = extra_keys_of
@@ -92,7 +94,7 @@ class SchedulerSide:
         self._jobs: dict[int, tuple[RequestState, int, slice]] = {}
         self._num_jobs = 0
         self._computing = Computing()
-        self._rate = PrefillRate()
+        self._rate = PrefillRate(prefill_tokens_per_second)
         self._arrivals = Arrivals()
         self._num_waiting = 0  # requests that wait for an answer, or for rows, in this step
         self._num_waited = 1  # of the step before
@@ -332,7 +334,7 @@ class SchedulerSide:
         if now - ticket.asked_at >= ASK_AGAIN_SECONDS * self._num_waited and not ticket.is_asking:
             lookups.ask(ticket)
         if state.wait is None:
-            state.wait = RowWait(num_found, now, self._num_steps)
+            state.wait = RowWait(num_found, now, self._num_steps, self._answer_seconds)
         if not answer.is_probing:
             num_missing = answer.num_expected - num_found
         return not state.wait.is_over(

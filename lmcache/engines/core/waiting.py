@@ -38,10 +38,12 @@ class RowWait:
     machine's, which is as busy for who computes.
     """
 
-    def __init__(self, num_found: int, now: float, num_steps: int) -> None:
+    def __init__(self, num_found: int, now: float, num_steps: int, silence_seconds: float = 0.0) -> None:
+        """``silence_seconds``: silence that may be tolerated at most, if more than ``FIRST_ROW_SECONDS``."""
         self._began_at = self._looked_at = now
         self._num_found = num_found
         self._num_steps = num_steps
+        self._silence_seconds = max(FIRST_ROW_SECONDS, silence_seconds)
         self._has_some = False
         self._is_excused = False
 
@@ -71,8 +73,8 @@ class RowWait:
         if self._has_some and 0 < chunk_seconds < pace and now - self._began_at >= missing_seconds:
             return True
         has_begun = self._has_some or arrivals.at >= self._began_at
-        stall = max(STALL_SECONDS, 4 * pace, min(missing_seconds, FIRST_ROW_SECONDS))
-        return now - max(self._began_at, arrivals.at) >= (stall if has_begun else FIRST_ROW_SECONDS)
+        stall = max(STALL_SECONDS, 4 * pace, min(missing_seconds, self._silence_seconds))
+        return now - max(self._began_at, arrivals.at) >= (stall if has_begun else self._silence_seconds)
 
 
 class PrefillRate:
@@ -81,16 +83,18 @@ class PrefillRate:
     MIN_STEP_TOKENS = 256
     """Smaller steps are dominated by fixed costs."""
 
-    def __init__(self) -> None:
-        self.tokens_per_second = 0.0
+    def __init__(self, fixed_tokens_per_second: float = 0.0) -> None:
+        """``fixed_tokens_per_second``: said by the user, not measured; 0.0: measure it."""
+        self.tokens_per_second = fixed_tokens_per_second
         """0: not known yet."""
+        self._is_fixed = fixed_tokens_per_second > 0
         self._steps: dict[int, tuple[int, float]] = {}  # step -> (tokens, time it was scheduled)
         self._num_steps = 0
         self._last_end = 0.0
 
     def begin(self, num_tokens: int, now: float) -> int:
         """Time a step of ``num_tokens``; returns its number, 0 when it is too small to tell something."""
-        if num_tokens < self.MIN_STEP_TOKENS:
+        if self._is_fixed or num_tokens < self.MIN_STEP_TOKENS:
             return 0
         self._num_steps += 1
         self._steps[self._num_steps] = (num_tokens, now)

@@ -29,6 +29,7 @@ _READERS: dict[str, options.Reader] = {
     "socket": str,
     "chunk_tokens": options.number(int, 1, math.inf, "a positive number"),
     "answer_seconds": options.number(float, 0, math.inf, "a number of seconds"),
+    "prefill_tokens_per_second": options.number(float, 0, math.inf, "a number of tokens per second"),
     "copy_threads": options.number(int, 1, 64, "a number from 1 to 64"),
 }
 
@@ -39,7 +40,9 @@ class Settings(NamedTuple):
     socket: str = DEFAULT_SOCKET
     chunk_tokens: int = 256
     answer_seconds: float = 0.0
-    """Bound of waiting for an answer; 0: as measured."""
+    """The sidecar may be silent for so long, before an answer and between rows; 0: as measured."""
+    prefill_tokens_per_second: float = 0.0
+    """What loading is compared with; 0: as measured."""
     copy_threads: int | None = None
 
     @classmethod

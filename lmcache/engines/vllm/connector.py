@@ -191,7 +191,12 @@ def _make_scheduler(vllm_config: Any) -> VLLMScheduler:
 
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     connect = partial(start_scheduler_client, settings.socket)
-    return VLLMScheduler(connect, ExtraKeyFinder().extra_keys_of, settings.answer_seconds)
+    return VLLMScheduler(
+        connect,
+        ExtraKeyFinder().extra_keys_of,
+        settings.answer_seconds,
+        settings.prefill_tokens_per_second,
+    )
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:

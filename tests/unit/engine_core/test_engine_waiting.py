@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from lmcache.engines.core.jobs import WorkerReport
 from lmcache.engines.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
 from lmcache.engines.core.requests import Ticket
 from lmcache.engines.core.scheduler import OLD_SECONDS
@@ -220,6 +221,30 @@ def test_rows_slow_to_begin_may_be_fast_to_come(rig):
     rig.stored(3)
     rig.now = 0.11
     assert rig.match(request) == (192, True)
+
+
+def test_silence_is_borne_for_as_long_as_the_user_says():
+    """Before the first row and between rows, as before an answer; computing is as slow as the user says."""
+    rig = Rig(answer_seconds=5.0, prefill_tokens_per_second=1.0)
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    for num_chunks in range(3):
+        assert rig.match(request) == (None, False)
+        rig.drain_lookups()
+        rig.now += 4.999
+        assert rig.match(request) == (None, False), "no row for a long time"
+        rig.stored(num_chunks + 1)
+    assert rig.match(request) == (192, True)
+    rig.scheduler.go_offline()
+
+
+def test_a_rate_that_the_user_says_is_not_measured():
+    rig = Rig(prefill_tokens_per_second=1234.5)
+    assert rig.step([("r", blocks(8), 0, 512)]).timed_step == 0
+    rig.scheduler.take_report(WorkerReport(timed_step=1))
+    rig.drain_lookups()
+    assert rig.scheduler._rate.tokens_per_second == 1234.5
+    rig.scheduler.go_offline()
 
 
 def test_one_long_step_of_the_engine_is_no_silence_of_rows(rig):

@@ -135,6 +135,7 @@ def test_settings(monkeypatch):
         "/s",
         64,
         0.0,
+        0.0,
         None,
     )
     monkeypatch.setenv("LMCACHE_SOCKET", "/env")
@@ -143,6 +144,7 @@ def test_settings(monkeypatch):
         ({"lmcache.sokcet": "/s"}, "lmcache.sokcet"),
         ({"lmcache.chunk_tokens": 0}, "chunk_tokens"),
         ({"lmcache.answer_seconds": "soon"}, "answer_seconds"),
+        ({"lmcache.prefill_tokens_per_second": -1}, "prefill_tokens_per_second"),
         ({"lmcache.copy_threads": 0}, "copy_threads"),
     ]:
         with pytest.raises(UnsupportedError, match=said):
