@@ -32,8 +32,8 @@ def slots(layout):
 
 
 def chunk_of(layout):
-    """What a slot must hold: layer after layer, the blocks in order."""
-    return torch.stack([pages[TABLE] for pages in layout.pages]).cpu().numpy().reshape(-1)
+    """What a slot must hold: the blocks in order, each with its layers."""
+    return torch.stack([pages[TABLE] for pages in layout.pages], dim=1).cpu().numpy().reshape(-1)
 
 
 def test_a_stored_chunk_is_the_blocks_in_order(layout, slots):

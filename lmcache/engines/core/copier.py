@@ -1,14 +1,15 @@
 """Copy whole chunks between the engine's paged KV and a slot of the arena.
 
-A slot holds, layer after layer, the blocks of a chunk in order: ``[layer][block][page bytes]``. One call
-moves all blocks of a chunk, without the GIL; there is no Python loop over blocks.
+A slot holds the blocks of a chunk in order, each with its layers: ``[block][layer][page bytes]``. So an
+engine that keeps all layers of a block together (``BLHNC``) has one run of bytes per block on both sides. One
+call moves all blocks of a chunk, without the GIL; there is no Python loop over blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
@@ -41,13 +42,40 @@ class EngineCopier(Protocol):
         """Fill the slot from ``blocks``, which are one full chunk."""
 
 
-def by_layer(layers: Iterable[Any], blocks_per_chunk: int, slot: Any) -> Iterator[tuple[Any, Any]]:
-    """Pair each layer's pages with its part ``[blocks_per_chunk, page_bytes]`` of a slot."""
-    start = 0
-    for pages in layers:
-        end = start + blocks_per_chunk * pages.shape[1]
-        yield pages, slot[start:end].reshape(blocks_per_chunk, pages.shape[1])
-        start = end
+class Places:
+    """Where the pages of blocks lie, in the engine's KV and in a slot."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._num_blocks = len(layout.pages[0])
+        self._blocks_per_chunk, self._chunk_bytes = layout.blocks_per_chunk, layout.chunk_bytes
+        self._bases = np.array([pages.data_ptr() for pages in layout.pages], np.uint64)
+        self._strides = np.array([pages.stride(0) for pages in layout.pages], np.uint64)
+        self.sizes = np.array([pages.shape[1] for pages in layout.pages], np.uint64)
+        self.starts = np.cumsum(self.sizes) - self.sizes
+        """Of each layer within a block of a slot."""
+        self._block_bytes = np.uint64(layout.block_bytes)
+
+    def of(
+        self, slot: Bytes, first_block: int, blocks: Sequence[int]
+    ) -> tuple[streaming.Words, streaming.Words, streaming.Words]:
+        """Addresses in the slot and in the KV, and bytes, of each page, block after block.
+
+        Raises ValueError when a place is not within both: nobody checks addresses later.
+        """
+        ids = self.checked(slot, first_block, blocks).astype(np.uint64)[:, None]
+        offsets = np.arange(first_block, first_block + len(ids), dtype=np.uint64)[:, None]
+        in_slot = np.uint64(slot.ctypes.data) + self._block_bytes * offsets + self.starts
+        in_kv = self._bases + self._strides * ids
+        return in_slot.ravel(), in_kv.ravel(), np.broadcast_to(self.sizes, in_kv.shape).ravel()
+
+    def checked(self, slot: Bytes, first_block: int, blocks: Sequence[int]) -> Ids:
+        """The blocks' numbers. Raises ValueError."""
+        ids = np.asarray(blocks, np.int64)
+        if not 0 <= ids.min() <= ids.max() < self._num_blocks:
+            raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all blocks of the KV")
+        if first_block + len(ids) > self._blocks_per_chunk or self._chunk_bytes > slot.nbytes:
+            raise ValueError("the blocks are not all blocks of the slot")
+        return ids
 
 
 class CpuCopier:
@@ -59,16 +87,14 @@ class CpuCopier:
 
     def __init__(self, layout: Layout, num_threads: int = 1) -> None:
         """Raises ValueError when a layer's blocks are not adjacent: ``np.take`` would copy it first."""
-        self._blocks_per_chunk, self._chunk_bytes = layout.blocks_per_chunk, layout.chunk_bytes
         self._layers: list[Bytes] = [pages.numpy() for pages in layout.pages]
         if not all(layer.flags.c_contiguous for layer in self._layers):
             raise ValueError("the blocks of a layer are not adjacent in host memory")
-        pages = np.array([layer.shape[1] for layer in self._layers], np.uint64)
-        bases = np.array([layer.ctypes.data for layer in self._layers], np.uint64)
-        can_stream = not (pages % streaming.PIECE_BYTES).any() and not (bases % streaming.LINE).any()
+        self._places, self._block_bytes = Places(layout), layout.block_bytes
+        can_stream = not (self._places.sizes % streaming.PIECE_BYTES).any() and not any(
+            layer.ctypes.data % streaming.LINE for layer in self._layers
+        )
         self._stream = streaming.make_copy() if can_stream else None
-        self._bases, self._pages = bases[:, None], pages[:, None]
-        self._starts = (np.cumsum(pages) - pages)[:, None] * np.uint64(self._blocks_per_chunk)
         self._num_threads = num_threads
         self._others = futures.ThreadPoolExecutor(max(1, num_threads - 1), "lmcache-copy", spread)
 
@@ -95,34 +121,20 @@ class CpuCopier:
         self._copy(slot, 0, blocks, is_load=False)
 
     def _copy(self, slot: Bytes, first_block: int, blocks: Sequence[int], *, is_load: bool) -> None:
-        ids = self._checked(slot, first_block, blocks)
         if self._stream is not None and not slot.ctypes.data % streaming.LINE:
-            in_slot, in_kv, sizes = self._places(slot, first_block, ids)
+            in_slot, in_kv, sizes = self._places.of(slot, first_block, blocks)
             to, from_ = (in_kv, in_slot) if is_load else (in_slot, in_kv)
             self._stream(to, from_, sizes)
             return
-        for layer, part in by_layer(self._layers, self._blocks_per_chunk, slot):
+        ids = self._places.checked(slot, first_block, blocks)
+        start, size = first_block * self._block_bytes, len(ids) * self._block_bytes
+        rows = slot[start : start + size].reshape(len(ids), -1)
+        for layer, at in zip(self._layers, self._places.starts.tolist(), strict=True):
+            part = rows[:, at : at + layer.shape[1]]
             if is_load:
-                layer[ids] = part[first_block : first_block + len(ids)]
+                layer[ids] = part
             else:
-                np.take(layer, ids, axis=0, out=part, mode="clip")  # any other mode would buffer
-
-    def _checked(self, slot: Bytes, first_block: int, blocks: Sequence[int]) -> Ids:
-        """Addresses are not checked later. Raises ValueError."""
-        ids = np.asarray(blocks, np.int64)
-        if not 0 <= ids.min() <= ids.max() < len(self._layers[0]):
-            raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all blocks of the KV")
-        if first_block + len(ids) > self._blocks_per_chunk or self._chunk_bytes > slot.nbytes:
-            raise ValueError("the blocks are not all blocks of the slot")
-        return ids
-
-    def _places(self, slot: Bytes, first_block: int, ids: Ids) -> tuple[streaming.Words, ...]:
-        """Addresses in the slot and in the KV, and sizes, of each page, layer after layer."""
-        offsets = np.arange(first_block, first_block + len(ids), dtype=np.uint64)
-        in_slot = np.uint64(slot.ctypes.data) + self._starts + self._pages * offsets
-        in_kv = self._bases + self._pages * ids.astype(np.uint64)
-        sizes = np.broadcast_to(self._pages, in_kv.shape)
-        return in_slot.ravel(), in_kv.ravel(), sizes.ravel()
+                part[...] = layer[ids]
 
 
 def make_copier(layout: Layout, num_threads: int | None = None) -> EngineCopier:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lmcache.engines.core.copier import Bytes, Fence, by_layer
+from lmcache.engines.core.copier import Bytes, Fence
 from lmcache.engines.core.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class CudaCopier:
                 ids = torch.tensor(blocks, device=self._device)
                 self._load_staging.copy_(host, non_blocking=True)
                 for pages, part in self._staged(self._load_staging):
-                    pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)])
+                    pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)].contiguous())
         finally:  # also a load that failed has ended only when nothing writes to its blocks any more
             self._load_stream.synchronize()
 
@@ -66,13 +66,15 @@ class CudaCopier:
                 self._store_stream.wait_event(fence)
                 ids = torch.tensor(blocks, device=self._device)
                 for pages, part in self._staged(self._store_staging):
-                    torch.index_select(pages, 0, ids, out=part)
+                    part.copy_(torch.index_select(pages, 0, ids))
                 host.copy_(self._store_staging, non_blocking=True)
         finally:  # also a store that failed may not write to a slot that is given back
             self._store_stream.synchronize()
 
     def _staged(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return by_layer(self._layout.pages, self._layout.blocks_per_chunk, staging)
+        blocks, start = staging.view(self._layout.blocks_per_chunk, -1), 0
+        for pages in self._layout.pages:
+            yield pages, blocks[:, start : (start := start + pages.shape[1])]
 
     def _register(self, slot: Bytes) -> None:
         with self._cuda.device(self._device):  # else every rank makes a context on the first GPU

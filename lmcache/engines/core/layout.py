@@ -22,9 +22,14 @@ class Layout:
     blocks_per_chunk: int
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of this rank, all layers."""
+        return sum(pages.shape[1] for pages in self.pages)
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk of this rank."""
-        return self.blocks_per_chunk * sum(pages.shape[1] for pages in self.pages)
+        return self.blocks_per_chunk * self.block_bytes
 
 
 def page_views(

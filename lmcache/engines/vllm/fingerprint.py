@@ -86,6 +86,7 @@ def listing(
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
         "kv_dtype_skip_layers": list(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
+        "slot": "block, layer",  # the order of bytes that ``engines/core/copier`` keeps
         "contents": sorted({content for _, content in contents}) if cuts else list(map(list, contents)),
         "stages": cuts,
         "draft_model": _draft_model(vllm_config),

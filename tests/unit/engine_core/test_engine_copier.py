@@ -60,11 +60,11 @@ def make_slot(num_bytes):
 
 
 def test_golden_slot_bytes():
-    """[layer][block][page]: whoever changes this must change the content ids."""
+    """[block][layer][page]: whoever changes this must change what the namespace lists."""
     pages = tuple(torch.tensor([[10 * layer + block] * 2 for block in range(4)]).byte() for layer in range(2))
     slot = np.zeros(16, np.uint8)
     make_copier(Layout(pages, blocks_per_chunk=2)).store(slot, [3, 1], None)
-    assert slot.tolist() == [3, 3, 1, 1, 13, 13, 11, 11] + [0] * 8
+    assert slot.tolist() == [3, 3, 13, 13, 1, 1, 11, 11] + [0] * 8
 
 
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
@@ -113,7 +113,7 @@ def test_a_slot_has_the_same_bytes_however_it_was_written(pages):
     copier = CpuCopier(source)
     copier.store(slot, [8, 2, 5, 0], None)
     copier.store(unaligned, [8, 2, 5, 0], None)
-    expected = torch.cat([kv[[8, 2, 5, 0]].view(-1) for kv in source.pages]).numpy()
+    expected = torch.cat([kv[[8, 2, 5, 0]] for kv in source.pages], dim=1).view(-1).numpy()
     np.testing.assert_array_equal(slot, expected)
     np.testing.assert_array_equal(unaligned[: len(expected)], expected)
 
