@@ -126,6 +126,9 @@ class LowerTier(Protocol):
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""
 
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Say of each object whether it is here: for those who need others than a chain's head."""
+
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
         miss (contents of ``into`` undefined)."""

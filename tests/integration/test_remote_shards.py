@@ -63,6 +63,9 @@ def test_every_row_is_on_one_shard_and_found_again(remote, servers):
     assert remote.probe(KEYS, 2) == len(KEYS)
     assert remote.probe([*KEYS[:30], b"x" * 64, *KEYS], 2) == 30
     assert all(is_loaded(remote, key, 1) for key in KEYS)
+    absent = [b"x" * 64, b"y" * 64]
+    mixed = [absent[0], *KEYS[5:25], absent[1], KEYS[0]]
+    assert remote.find_each([ObjectId(key, 1) for key in mixed]) == [key not in absent for key in mixed]
 
 
 def test_a_probe_costs_one_round_trip_per_shard_and_window(remote, servers):

@@ -97,6 +97,11 @@ class DiskTier:
                     return position
             return len(keys)
 
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Say of each object whether it is here."""
+        with self._watching():
+            return list(map(self._contains, ids))
+
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
         miss (contents undefined)."""

@@ -85,12 +85,30 @@ class RemoteTier:
         present, window = 0, _FIRST_WINDOW
         while present < len(keys):
             asked = keys[present : present + window]
-            found = self._are_present([ObjectId(key, c) for key in asked for c in range(num_columns)])
+            found = self.find_each([ObjectId(key, c) for key in asked for c in range(num_columns)])
             if False in found:
                 return present + found.index(False) // num_columns
             present += len(asked)
             window = min(2 * window, _MAX_WINDOW)
         return present
+
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Say of each object whether it is here: one pipelined round trip per server, and another one for
+        what is absent and may be elsewhere. What a cluster is just moving (ASK) counts as absent."""
+        present = [False] * len(ids)
+        candidates = [self._candidates(object_id) for object_id in ids]
+        while True:
+            asked: dict[RedisServer, list[int]] = defaultdict(list)
+            for index, servers in enumerate(candidates):
+                server = None if present[index] else next(servers, None)
+                if server is not None:
+                    asked[server].append(index)
+            if not asked:
+                return present
+            for server, indices in asked.items():
+                replies = self._call_all(server, [("EXISTS", self._name(ids[index], 0)) for index in indices])
+                for index, reply in zip(indices, replies, strict=False):
+                    present[index] = reply == 1
 
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one column of a row into a slot. None: a miss (slot contents undefined)."""
@@ -169,24 +187,6 @@ class RemoteTier:
     def close(self) -> None:
         """Close all connections; the threads that used them must have ended."""
         self._topology.close()
-
-    def _are_present(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """One pipelined round trip per server, and another one for what is absent and may be elsewhere. What
-        a cluster is just moving (ASK) counts as absent."""
-        present = [False] * len(ids)
-        candidates = [self._candidates(object_id) for object_id in ids]
-        while True:
-            asked: dict[RedisServer, list[int]] = defaultdict(list)
-            for index, servers in enumerate(candidates):
-                server = None if present[index] else next(servers, None)
-                if server is not None:
-                    asked[server].append(index)
-            if not asked:
-                return present
-            for server, indices in asked.items():
-                replies = self._call_all(server, [("EXISTS", self._name(ids[index], 0)) for index in indices])
-                for index, reply in zip(indices, replies, strict=False):
-                    present[index] = reply == 1
 
     def _call_all(self, server: RedisServer, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
         """In one round trip; no replies when the server is unavailable."""

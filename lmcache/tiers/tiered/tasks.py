@@ -67,12 +67,21 @@ class Workers:
 
     async def run(self, operation: Callable[[], T]) -> T:
         """Do this in a thread, in its turn."""
+        return await asyncio.wrap_future(self.submit(operation))
+
+    def submit(self, operation: Callable[[], T]) -> Future[T]:
+        """Do this in a thread, in its turn; for those who have no event loop."""
         future: Future[T] = Future()
         self._work.put((future, operation))
-        return await asyncio.wrap_future(future)
+        return future
 
     async def close(self, timeout_seconds: float | None = None) -> bool:
         """Do nothing more, and wait for what is being done. False: it goes on."""
+        self.stop()
+        return await asyncio.to_thread(self.join, timeout_seconds)
+
+    def stop(self) -> None:
+        """Do nothing more; what is being done goes on to its end."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._work.get_nowait()
@@ -80,14 +89,13 @@ class Workers:
                     item[0].cancel()
         for _ in self._threads:
             self._work.put(None)
+
+    def join(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for what was being done when it was stopped. False: it goes on."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-
-        def join() -> bool:
-            for thread in self._threads:
-                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            return not any(thread.is_alive() for thread in self._threads)
-
-        return await asyncio.to_thread(join)
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run_all(self) -> None:
         thread = threading.get_native_id()

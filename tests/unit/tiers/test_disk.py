@@ -82,6 +82,12 @@ class TestObjects:
         assert tier.probe([key_of(number) for number in range(4)], 2) == 2
         assert tier.probe([], 2) == 0
 
+    def test_each_object_is_found_by_itself(self, tier):
+        for number, column in [(0, 0), (2, 0), (2, 1)]:
+            store(tier, number, column=column)
+        asked = [ObjectId(key_of(number), column) for number in range(4) for column in range(2)]
+        assert tier.find_each(asked) == [True, False, False, False, True, True, False, False]
+
     def test_what_is_there_is_only_refreshed(self, tmp_path, tier):
         store(tier, 1)
         before = file_of(tmp_path, 1).stat()
