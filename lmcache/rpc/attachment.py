@@ -20,8 +20,8 @@ import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailableError
-from lmcache.rpc.hello import ClientHello
-from lmcache.rpc.session import Copies, Session
+from lmcache.rpc.hello import ClientHello, TransferOffer
+from lmcache.rpc.session import Copies, Session, StoreCopier
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache.tiers.memory.slots import ENTRY_BYTES
@@ -84,7 +84,10 @@ class Attachment:
                 try:
                     on_session(session)
                     for reply in stream:
-                        self._extend(reply.extents.ready_rows)
+                        if reply.WhichOneof("message") == "copier":
+                            session.store_copier = StoreCopier.of(reply.copier)
+                        else:
+                            self._extend(reply.extents.ready_rows)
                 finally:
                     self._copies.finish(session)
             except grpc.RpcError as error:
@@ -184,5 +187,19 @@ def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
         geometry=pb.Geometry(chunk_tokens=hello.chunk_tokens, num_columns=hello.num_columns, groups=groups),
         column=hello.column,
         model=hello.model,
-        transfer=pb.TransferOffer(gpu_uuid=hello.gpu_uuid),
+        transfer=_offer_message(hello.transfer),
+    )
+
+
+def _offer_message(offer: TransferOffer) -> pb.TransferOffer:
+    return pb.TransferOffer(
+        gpu_uuid=offer.gpu_uuid,
+        allocations=[pb.DeviceAllocation(**allocation._asdict()) for allocation in offer.allocations],
+        groups=[
+            pb.GroupPages(
+                **pages._asdict() | {"layers": [pb.LayerPages(**at._asdict()) for at in pages.layers]}
+            )
+            for pages in offer.groups
+        ],
+        refusal=offer.refusal,
     )

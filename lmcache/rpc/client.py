@@ -29,11 +29,11 @@ from lmcache.kv_groups import KVGroup
 from lmcache.rpc import service
 from lmcache.rpc.attachment import Attachment, hello_message
 from lmcache.rpc.errors import SidecarError
-from lmcache.rpc.hello import ClientHello, Role
+from lmcache.rpc.hello import ClientHello, Role, TransferOffer
 from lmcache.rpc.lockfile import LockFile
 from lmcache.rpc.session import Copies, Session, bounded
 
-__all__ = ["ClientHello", "KVGroup", "Role", "Session", "SidecarClient"]
+__all__ = ["ClientHello", "KVGroup", "Role", "Session", "SidecarClient", "TransferOffer"]
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@
     ├── SidecarUnavailableError   no answer: the call may or may not have been done
     ├── StaleSessionError         the session's epoch is over: take the client's present session
     └── RpcRefusedError           the sidecar said no and changed nothing; the message says what to do
+        └── EngineCopiesError     the sidecar does not copy stores (any more): copy them yourself
 
 A caller that only wants to go on without the cache catches ``SidecarError``.
 """
@@ -34,3 +35,8 @@ class RpcRefusedError(SidecarError):
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message
+
+
+class EngineCopiesError(RpcRefusedError):
+    """The sidecar can't read this client's GPU memory, and the message says why: the engine copies from now
+    on, these slots, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lmcache.kv_groups import KVGroup
 
@@ -13,6 +14,50 @@ class Role(enum.Enum):
 
     SCHEDULER = 1  # looks up and releases, maps nothing
     WORKER = 2  # one rank: reserves, copies, commits
+
+
+class Allocation(NamedTuple):
+    """One allocation of device memory; the fields are those of ``kvcache.proto``, here and below."""
+
+    ipc_handle: bytes
+    """64 bytes, as the driver gave them."""
+    num_bytes: int
+    """From the allocation's base on."""
+
+
+class LayerPages(NamedTuple):
+    """Where one layer's pages are: block ``n``'s begins at ``offset + n * block_stride``."""
+
+    allocation: int
+    """Its position among the offer's allocations."""
+    offset: int
+    page_bytes: int
+    block_stride: int
+
+
+class GroupPages(NamedTuple):
+    """Where the blocks of one KV group are."""
+
+    group: int
+    num_blocks: int
+    blocks_per_row: int
+    """That a stored row of this group holds."""
+    layers: tuple[LayerPages, ...]
+    """In the order in which a slot holds the pages of a block."""
+
+
+@dataclass(frozen=True)
+class TransferOffer:
+    """Where a worker's KV lies, for the sidecar to read."""
+
+    gpu_uuid: str = ""
+    """``GPU-...`` or ``MIG-...``; empty: the KV is in host memory."""
+    allocations: tuple[Allocation, ...] = ()
+    """None: the memory can't be shared."""
+    groups: tuple[GroupPages, ...] = ()
+    """Each group that stores something."""
+    refusal: str = ""
+    """Why the memory can't be shared."""
 
 
 @dataclass(frozen=True)
@@ -33,5 +78,5 @@ class ClientHello:
     private_reason: str = ""
     """Not empty: keys mean nothing outside this engine process; memory tier only."""
     model: str = ""
-    gpu_uuid: str = ""
-    """Empty: the engine's KV is in host memory."""
+    transfer: TransferOffer = TransferOffer()
+    """A worker's; what the sidecar may read of the KV."""

@@ -45,12 +45,14 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("attached", "extents")
+    __slots__ = ("attached", "extents", "copier")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    COPIER_FIELD_NUMBER: _ClassVar[int]
     attached: Attached
     extents: Extents
-    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ...) -> None: ...
+    copier: StoreCopier
+    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., copier: _Optional[_Union[StoreCopier, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer")
@@ -119,12 +121,16 @@ class KVGroup(_message.Message):
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[_Union[KVGroup.Kind, str]] = ..., block_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., window_tokens: _Optional[int] = ...) -> None: ...
 
 class TransferOffer(_message.Message):
-    __slots__ = ("gpu_uuid", "allocations")
+    __slots__ = ("gpu_uuid", "allocations", "groups", "refusal")
     GPU_UUID_FIELD_NUMBER: _ClassVar[int]
     ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     gpu_uuid: str
     allocations: _containers.RepeatedCompositeFieldContainer[DeviceAllocation]
-    def __init__(self, gpu_uuid: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[DeviceAllocation, _Mapping]]] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[GroupPages]
+    refusal: str
+    def __init__(self, gpu_uuid: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[DeviceAllocation, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class DeviceAllocation(_message.Message):
     __slots__ = ("ipc_handle", "num_bytes")
@@ -133,6 +139,30 @@ class DeviceAllocation(_message.Message):
     ipc_handle: bytes
     num_bytes: int
     def __init__(self, ipc_handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class GroupPages(_message.Message):
+    __slots__ = ("group", "num_blocks", "blocks_per_row", "layers")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    num_blocks: int
+    blocks_per_row: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerPages]
+    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., blocks_per_row: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPages, _Mapping]]] = ...) -> None: ...
+
+class LayerPages(_message.Message):
+    __slots__ = ("allocation", "offset", "page_bytes", "block_stride")
+    ALLOCATION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    allocation: int
+    offset: int
+    page_bytes: int
+    block_stride: int
+    def __init__(self, allocation: _Optional[int] = ..., offset: _Optional[int] = ..., page_bytes: _Optional[int] = ..., block_stride: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only")
@@ -171,6 +201,14 @@ class Extents(_message.Message):
     READY_ROWS_FIELD_NUMBER: _ClassVar[int]
     ready_rows: int
     def __init__(self, ready_rows: _Optional[int] = ...) -> None: ...
+
+class StoreCopier(_message.Message):
+    __slots__ = ("store_copier", "reason")
+    STORE_COPIER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    store_copier: Copier
+    reason: str
+    def __init__(self, store_copier: _Optional[_Union[Copier, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Drained(_message.Message):
     __slots__ = ("epoch",)
@@ -261,6 +299,32 @@ class ReserveReply(_message.Message):
     results: _containers.RepeatedScalarFieldContainer[Reservation]
     slots: bytes
     def __init__(self, results: _Optional[_Iterable[_Union[Reservation, str]]] = ..., slots: _Optional[bytes] = ...) -> None: ...
+
+class CopyBlocksRequest(_message.Message):
+    __slots__ = ("epoch", "client_uuid", "groups")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_uuid: bytes
+    groups: _containers.RepeatedCompositeFieldContainer[GroupCopies]
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupCopies, _Mapping]]] = ...) -> None: ...
+
+class GroupCopies(_message.Message):
+    __slots__ = ("group", "slots", "blocks")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    slots: bytes
+    blocks: bytes
+    def __init__(self, group: _Optional[int] = ..., slots: _Optional[bytes] = ..., blocks: _Optional[bytes] = ...) -> None: ...
+
+class CopyBlocksReply(_message.Message):
+    __slots__ = ("copied",)
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    copied: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, copied: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("epoch", "client_uuid", "slots")

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.memory.contracts import Slot
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Changes when an old peer would misread a message; fields are otherwise only ever added."""
 
 SERVICE = "lmcache.kvcache.v1.KVCache"
@@ -41,6 +41,9 @@ REASON_METADATA = "lmcache-reason"
 REASON_ATTACH_AGAIN = "attach-again"
 """The epoch is over or the client is not attached: only a new Attach helps."""
 
+REASON_ENGINE_COPIES = "engine-copies"
+"""The sidecar can't read the client's GPU memory (any more): the engine's own copier takes over at once."""
+
 REASON_PROTOCOL = "protocol"
 """The peers' protocol versions differ: only an upgrade helps, so there is no hurry to try again."""
 
@@ -48,6 +51,9 @@ REASON_PROTOCOL = "protocol"
 _SLOT = struct.Struct("<QQ")
 SLOT_BYTES = _SLOT.size
 """Of a slot in a message: row and generation."""
+
+BLOCK_BYTES = 4
+"""Of a block's number in a message."""
 
 
 class Method(NamedTuple):
@@ -67,8 +73,9 @@ LOOKUP = Method("Lookup", pb.LookupRequest, pb.LookupReply)
 RESERVE = Method("Reserve", pb.ReserveRequest, pb.ReserveReply)
 COMMIT = Method("Commit", pb.CommitRequest, pb.CommitReply)
 ABORT = Method("Abort", pb.AbortRequest, pb.AbortReply)
+COPY_BLOCKS = Method("CopyBlocks", pb.CopyBlocksRequest, pb.CopyBlocksReply)
 RELEASE = Method("Release", pb.ReleaseRequest, pb.ReleaseReply)
-UNARY_METHODS = (LOOKUP, RESERVE, COMMIT, ABORT, RELEASE)
+UNARY_METHODS = (LOOKUP, RESERVE, COPY_BLOCKS, COMMIT, ABORT, RELEASE)
 ATTACH_PATH = f"/{SERVICE}/Attach"
 
 

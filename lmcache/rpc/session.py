@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -17,7 +18,13 @@ from google.protobuf.message import Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.rpc.errors import RpcRefusedError, SidecarError, SidecarUnavailableError, StaleSessionError
+from lmcache.rpc.errors import (
+    EngineCopiesError,
+    RpcRefusedError,
+    SidecarError,
+    SidecarUnavailableError,
+    StaleSessionError,
+)
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
@@ -37,6 +44,27 @@ _REFUSALS = {
 
 
 _STORE_METHODS = (service.RESERVE, service.COMMIT, service.ABORT)
+
+
+class StoreCopier(NamedTuple):
+    """Who copies stores, and why."""
+
+    is_sidecar: bool
+    reason: str
+
+    @classmethod
+    def of(cls, message: pb.StoreCopier) -> StoreCopier:
+        """As the sidecar says it."""
+        return cls(message.store_copier == pb.COPIER_SIDECAR, message.reason)
+
+
+class BlockCopy(NamedTuple):
+    """One slot for the sidecar to fill from the engine's blocks."""
+
+    group: int
+    slot: Slot
+    blocks: Sequence[int]
+    """All that a row of the group holds, in their order."""
 
 
 class Copies:
@@ -103,6 +131,8 @@ class Session:
         """What is in memory, to be read without a call."""
         self.memory_only = attached.memory_only
         """True when the index shows all there is: no call would find more."""
+        self.store_copier = StoreCopier(attached.store_copier == pb.COPIER_SIDECAR, attached.copier_reason)
+        """As it is now: the sidecar may begin or end to copy stores at any time."""
         self._client_uuid = client_uuid
         self._column = column
         self._copies = copies
@@ -199,6 +229,26 @@ class Session:
             ]
         return reservations
 
+    def copy_blocks(
+        self, copies: Sequence[BlockCopy], timeout: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> list[bool]:
+        """Have the sidecar fill reserved slots from the engine's GPU memory: is each filled?
+
+        The work that writes these blocks must be done, on the GPU. Raises EngineCopiesError when the sidecar
+        can't do it (any more): none is filled then by it, and ``store_copier`` says why. After any other
+        error a copy may be under way still; commit none of these slots, abort them.
+        """
+        copied: list[bool] = []
+        for first in range(0, len(copies), service.MAX_KEYS_PER_CALL):
+            part = copies[first : first + service.MAX_KEYS_PER_CALL]
+            groups = [
+                _group_copies(group, list(members))
+                for group, members in itertools.groupby(part, lambda copy: copy.group)
+            ]
+            reply = self._call(service.COPY_BLOCKS, timeout, groups=groups)
+            copied += reply.copied
+        return copied
+
     def commit(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         """Say that the bytes of reserved slots are complete. Refused if one is not held; none, or (of very
         many) only the first ones are committed then."""
@@ -265,7 +315,17 @@ class Session:
         if service.reason_of(error) == service.REASON_ATTACH_AGAIN:
             self._on_stale(details)
             return StaleSessionError(details)
+        if service.reason_of(error) == service.REASON_ENGINE_COPIES:
+            self.store_copier = StoreCopier(False, details)
+            return EngineCopiesError(code, details)
         return RpcRefusedError(code, details)
+
+
+def _group_copies(group: int, copies: Sequence[BlockCopy]) -> pb.GroupCopies:
+    blocks = np.array([copy.blocks for copy in copies], "<u4")
+    return pb.GroupCopies(
+        group=group, slots=service.pack_slots(copy.slot for copy in copies), blocks=blocks.tobytes()
+    )
 
 
 def _joined(known: LookupResult, found: pb.GroupResult) -> LookupResult:

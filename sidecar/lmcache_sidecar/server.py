@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import stat
 import time
@@ -54,7 +55,7 @@ class Server:
         """Listen. Raises ConfigError when the socket can't be made."""
         server = grpc.aio.server(options=_OPTIONS)
         methods = {
-            method.name: self._unary(method, getattr(self._sessions, method.name.lower()))
+            method.name: self._unary(method, getattr(self._sessions, _snake_case(method.name)))
             for method in service.UNARY_METHODS
         }
         methods["Attach"] = grpc.stream_stream_rpc_method_handler(
@@ -143,6 +144,10 @@ class Server:
                 ready_rows = arena.ready_rows
                 await context.write(pb.AttachReply(extents=pb.Extents(ready_rows=ready_rows)))
             await grown.wait()
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 async def _read(context: _Context) -> pb.AttachRequest | None:

@@ -13,7 +13,7 @@ from lmcache.tiers.errors import ArenaError, StaleSlotError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry, Slot
 from lmcache.tiers.tiered.store import TieredStore
-from lmcache_sidecar.clients import validation
+from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition
 
@@ -51,6 +51,7 @@ class Sessions:
     async def attach(self, hello: pb.Hello) -> Client:
         """Admit a client under a new epoch. Raises RefusedError."""
         peer = validation.parse_hello(hello)
+        offers.check_offer(peer)
         probe = self.clients.probe(peer)
         try:
             async with self._forming:
@@ -121,6 +122,12 @@ class Sessions:
             results=[pb.Reservation.Name(reservation.result.value) for reservation in reserved],
             slots=service.pack_slots(reservation.slot for reservation in reserved if reservation.slot),
         )
+
+    def copy_blocks(self, request: pb.CopyBlocksRequest) -> pb.CopyBlocksReply:
+        """Fill reserved slots from the client's GPU memory."""
+        client = self.clients.caller(request)
+        offers.parse_copies(request, client.peer, self.arena.num_rows)
+        raise precondition(client.copier_reason, service.REASON_ENGINE_COPIES)
 
     def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
         """The bytes of reserved slots are complete."""

@@ -110,9 +110,9 @@ def test_bytes_that_are_no_message_are_an_invalid_argument_and_few_lines(sidecar
         channel = grpc.insecure_channel(f"unix:{sidecar.socket_path}")
         calls = [channel.unary_unary(method.path) for method in UNARY_METHODS]
         stream = channel.stream_stream(service.ATTACH_PATH)
-        for number in range(200):
+        for call in calls * 40:
             with pytest.raises(grpc.RpcError) as caught:
-                calls[number % len(calls)](b"\xff\xff\xff", timeout=5)
+                call(b"\xff\xff\xff", timeout=5)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.RpcError) as caught:
             next(stream(iter([b"\xff\xff\xff"]), timeout=5))

@@ -19,7 +19,7 @@ from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import files, fingerprint
 from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id, num_replicas
-from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
+from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient, TransferOffer
 from lmcache.rpc.service import DEFAULT_SOCKET
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def attach_worker(
         column=stage * shards + rank // replicas,
         private_reason=reason,
         model=vllm_config.model_config.model,
-        gpu_uuid=_gpu_uuid(layout.pages[0].device),
+        transfer=TransferOffer(gpu_uuid=_gpu_uuid(layout.pages[0].device)),
     )
     identity = EngineIdentity(hello, hash_tokens, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello), copier, identity
@@ -105,7 +105,9 @@ def attach_worker(
 
 def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClient:
     """Attach the scheduler side of the engine that a worker told of."""
-    return start_client(socket, replace(identity.hello, role=Role.SCHEDULER, column=0, gpu_uuid=""))
+    return start_client(
+        socket, replace(identity.hello, role=Role.SCHEDULER, column=0, transfer=TransferOffer())
+    )
 
 
 def start_client(socket: str, hello: ClientHello) -> SidecarClient:

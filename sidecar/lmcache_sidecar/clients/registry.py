@@ -22,7 +22,14 @@ from lmcache_sidecar.clients.validation import Peer, precondition
 
 logger = logging.getLogger(__name__)
 
-Request = pb.LookupRequest | pb.ReserveRequest | pb.CommitRequest | pb.AbortRequest | pb.ReleaseRequest
+Request = (
+    pb.LookupRequest
+    | pb.ReserveRequest
+    | pb.CopyBlocksRequest
+    | pb.CommitRequest
+    | pb.AbortRequest
+    | pb.ReleaseRequest
+)
 
 
 @dataclass

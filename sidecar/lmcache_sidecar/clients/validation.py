@@ -21,8 +21,8 @@ from lmcache.tiers.pages import PAGE_BYTES
 from lmcache.units import round_up
 
 _UUID_BYTES = 16
-_MAX_TEXT_BYTES = 512
-_MAX_GROUPS = 64
+MAX_TEXT_BYTES = 512
+MAX_GROUPS = 64
 _MAX_COLUMNS = 1024
 _MAX_CHUNK_BYTES = 1 << 40
 
@@ -92,22 +92,20 @@ def parse_hello(hello: pb.Hello) -> Peer:
         ("namespace", KEY_BYTES),
     ):
         length = len(getattr(hello, name))
-        _require(length == num_bytes, f"{name} must have {num_bytes} bytes, it has {length}")
-    _require(hello.role in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER), "role must be ROLE_SCHEDULER or ROLE_WORKER")
+        require(length == num_bytes, f"{name} must have {num_bytes} bytes, it has {length}")
+    require(hello.role in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER), "role must be ROLE_SCHEDULER or ROLE_WORKER")
     for name in ("client_version", "private_reason", "model"):
-        _check_length(name, getattr(hello, name).encode(), _MAX_TEXT_BYTES)
+        check_length(name, getattr(hello, name).encode(), MAX_TEXT_BYTES)
     num_columns, num_groups = hello.geometry.num_columns, len(hello.geometry.groups)
-    _require(
-        1 <= num_columns <= _MAX_COLUMNS, f"num_columns must be 1 to {_MAX_COLUMNS}, it is {num_columns}"
-    )
-    _require(hello.column < num_columns, f"column {hello.column} is not below num_columns, {num_columns}")
-    _require(
-        1 <= num_groups <= _MAX_GROUPS, f"geometry must have 1 to {_MAX_GROUPS} groups, it has {num_groups}"
+    require(1 <= num_columns <= _MAX_COLUMNS, f"num_columns must be 1 to {_MAX_COLUMNS}, it is {num_columns}")
+    require(hello.column < num_columns, f"column {hello.column} is not below num_columns, {num_columns}")
+    require(
+        1 <= num_groups <= MAX_GROUPS, f"geometry must have 1 to {MAX_GROUPS} groups, it has {num_groups}"
     )
     for group in hello.geometry.groups:
         _check_group(group, hello.geometry.chunk_tokens)
     chunk_bytes = {group.group: group.chunk_bytes for group in hello.geometry.groups}
-    _require(len(chunk_bytes) == num_groups, "every group must have a number of its own")
+    require(len(chunk_bytes) == num_groups, "every group must have a number of its own")
     slot_bytes = round_up(max(chunk_bytes.values()), PAGE_BYTES)
     return Peer(hello, Geometry(slot_bytes, num_columns), chunk_bytes)
 
@@ -120,9 +118,9 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[tuple[int, list[
     groups = [group.group for group in request.groups]
     if sorted(groups) != sorted(peer.chunk_bytes):
         raise invalid(
-            f"groups must be each of {sorted(peer.chunk_bytes)} once, they are {groups[:_MAX_GROUPS]}"
+            f"groups must be each of {sorted(peer.chunk_bytes)} once, they are {groups[:MAX_GROUPS]}"
         )
-    _check_length("tenant", request.tenant, _MAX_TEXT_BYTES)
+    check_length("tenant", request.tenant, MAX_TEXT_BYTES)
     _check_num_keys(sum(len(group.keys) for group in request.groups))
     return [(group.group, _split_keys(group.keys)) for group in request.groups]
 
@@ -133,7 +131,7 @@ def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
         raise invalid(f"group {request.group} is unknown: the Hello had {sorted(peer.chunk_bytes)}")
     if request.request_id:
         parse_request_id(request.request_id)
-    _check_length("tenant", request.tenant, _MAX_TEXT_BYTES)
+    check_length("tenant", request.tenant, MAX_TEXT_BYTES)
     _check_num_keys(len(request.keys))
     return _split_keys(request.keys)
 
@@ -155,7 +153,7 @@ def parse_request_id(request_id: str) -> str:
     """A request id of a bearable length."""
     if not request_id:
         raise invalid("request_id must not be empty")
-    _check_length("request_id", request_id.encode(), service.MAX_REQUEST_ID_BYTES)
+    check_length("request_id", request_id.encode(), service.MAX_REQUEST_ID_BYTES)
     return request_id
 
 
@@ -171,18 +169,18 @@ def _check_protocol(hello: pb.Hello) -> None:
 
 
 def _check_group(group: pb.KVGroup, chunk_tokens: int) -> None:
-    _require(group.kind in {kind.value for kind in GroupKind}, f"group {group.group} must say its kind")
+    require(group.kind in {kind.value for kind in GroupKind}, f"group {group.group} must say its kind")
     if group.kind != pb.KVGroup.FULL_ATTENTION:
         raise precondition(
             f"group {group.group} is {pb.KVGroup.Kind.Name(group.kind)}: this sidecar serves full attention"
             " only, other kinds come with a later version"
         )
-    _require(
+    require(
         0 < group.block_tokens <= chunk_tokens and chunk_tokens % group.block_tokens == 0,
         f"chunk_tokens, {chunk_tokens}, must be a multiple of the block_tokens of group {group.group},"
         f" {group.block_tokens}",
     )
-    _require(
+    require(
         1 <= group.chunk_bytes <= _MAX_CHUNK_BYTES,
         f"chunk_bytes of group {group.group} is out of range: {group.chunk_bytes}",
     )
@@ -203,11 +201,13 @@ def _check_multiple(name: str, value: bytes, item_bytes: int) -> None:
         raise invalid(f"{name} must have {item_bytes} bytes each, {len(value)} bytes are no multiple of that")
 
 
-def _check_length(name: str, value: bytes, limit: int) -> None:
+def check_length(name: str, value: bytes, limit: int) -> None:
+    """Refuse a longer one."""
     if len(value) > limit:
         raise invalid(f"{name} has {len(value)} bytes, at most {limit} are taken")
 
 
-def _require(is_so: bool, sentence: str) -> None:
+def require(is_so: bool, sentence: str) -> None:
+    """Refuse what is not so."""
     if not is_so:
         raise invalid(sentence)

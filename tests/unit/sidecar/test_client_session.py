@@ -5,12 +5,14 @@ import itertools
 from types import SimpleNamespace
 
 import grpc
+import numpy as np
 import pytest
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
 from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import SidecarUnavailableError
-from lmcache.rpc.session import Copies, Session
+from lmcache.rpc.errors import EngineCopiesError, SidecarUnavailableError
+from lmcache.rpc.session import BlockCopy, Copies, Session, StoreCopier
 from lmcache.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.wire import make_hello
 
@@ -23,19 +25,35 @@ class NoAnswer(grpc.RpcError):
         return ""
 
 
+class EngineCopies(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.FAILED_PRECONDITION
+
+    def details(self):
+        return "the GPU is not visible here"
+
+    def trailing_metadata(self):
+        return ((service.REASON_METADATA, service.REASON_ENGINE_COPIES),)
+
+
 class Channel:
     """Notes the ids that are released, and answers unless it is told not to."""
 
     def __init__(self):
         self.released = []
-        self.is_silent = False
+        self.error = None
         self.resident = {}  # by group: numbers of keys
         self.num_lookups = 0
+        self.copies = []
 
     def unary_unary(self, path, request_serializer, response_deserializer):
         def call(request, timeout):
-            if self.is_silent:
-                raise NoAnswer
+            if self.error is not None:
+                raise self.error
+            if isinstance(request, pb.CopyBlocksRequest):
+                self.copies.append(request)
+                num_slots = sum(len(copies.slots) // service.SLOT_BYTES for copies in request.groups)
+                return pb.CopyBlocksReply(copied=[True] * num_slots)
             if isinstance(request, pb.ReleaseRequest):
                 self.released += request.request_ids
             if isinstance(request, pb.LookupRequest):
@@ -56,12 +74,12 @@ def client():
     return SidecarClient("/nonexistent/kvcache.sock", make_hello())
 
 
-def attach(client, channel, column=None):
+def attach(client, channel, column=None, store_copier=pb.COPIER_ENGINE):
     copies = Copies(lambda: None)
     session = Session(
         channel,
         b"c" * 16,
-        pb.Attached(epoch=1),
+        pb.Attached(epoch=1, store_copier=store_copier),
         column,
         None,
         copies,
@@ -86,10 +104,10 @@ def test_a_late_release_does_not_end_a_lease_that_was_taken_again(client):
     """A preempted request is looked up once more under its id; its old release may still be owed."""
     channel = Channel()
     session = attach(client, channel)
-    channel.is_silent = True
+    channel.error = NoAnswer()
     with pytest.raises(SidecarUnavailableError):
         session.release(["preempted", "other"])
-    channel.is_silent = False
+    channel.error = None
     session.lookup("preempted", [(0, b"k" * 64)])
     session.release([])
     assert channel.released == ["other"]
@@ -112,3 +130,35 @@ def test_a_slot_beyond_a_smaller_arena_is_not_held(client):
     session = attach(client, Channel(), column)
     assert session.holds(Slot(3, 1))
     assert not session.holds(Slot(4, 1))
+
+
+def test_many_slots_of_several_groups_are_copied_in_bounded_calls(client):
+    channel = Channel()
+    session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
+    assert session.store_copier.is_sidecar
+    copies = [BlockCopy(row // 200, Slot(row, 7), (row, row + 1)) for row in range(300)]
+    assert session.copy_blocks(copies) == [True] * 300
+    sent = [groups for request in channel.copies for groups in request.groups]
+    assert [(groups.group, len(groups.slots) // 16) for groups in sent] == [(0, 200), (1, 56), (1, 44)]
+    assert service.unpack_slots(b"".join(groups.slots for groups in sent)) == [copy.slot for copy in copies]
+    blocks = np.frombuffer(b"".join(groups.blocks for groups in sent), "<u4").reshape(-1, 2)
+    assert blocks.tolist() == [list(copy.blocks) for copy in copies]
+
+
+def test_a_sidecar_that_can_t_read_the_gpu_leaves_copying_to_the_engine(client):
+    channel = Channel()
+    session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
+    channel.error = EngineCopies()
+    with pytest.raises(EngineCopiesError, match="not visible here"):
+        session.copy_blocks([BlockCopy(0, Slot(1, 1), (1,))])
+    assert session.store_copier == StoreCopier(False, "the GPU is not visible here")
+
+
+def test_a_copy_without_an_answer_is_no_reason_for_a_new_epoch(client):
+    """The sidecar keeps slots whose copy is under way from everybody, also when they are aborted."""
+    channel = Channel()
+    session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
+    channel.error = NoAnswer()
+    with pytest.raises(SidecarUnavailableError):
+        session.copy_blocks([BlockCopy(0, Slot(1, 1), (1,))])
+    assert session.store_copier.is_sidecar

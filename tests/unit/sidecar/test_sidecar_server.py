@@ -30,7 +30,7 @@ class BrokenSessions:
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         raise RuntimeError("boom")
 
-    reserve = commit = abort = lookup
+    reserve = copy_blocks = commit = abort = lookup
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         return pb.ReleaseReply()
