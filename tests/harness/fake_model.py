@@ -58,9 +58,9 @@ def answer(prompt: Sequence[int], num_tokens: int, weights: bytes = b"") -> list
     return sequence.tokens[len(prompt) :]
 
 
-def layer_cells(cells: Cells, layer: int) -> Cells:
+def layer_cells(cells: Cells, layer: int, group: int = 0) -> Cells:
     """The same tokens' KV in another layer."""
-    return cells ^ np.uint8(layer * 0x35)
+    return cells ^ np.uint8(layer * 0x35 & 0xFF) ^ np.uint8(group * 0x4B & 0xFF)
 
 
 def _extend(digests: list[bytes], tokens: Sequence[int], weights: bytes) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import math
 import os
 import tempfile
 import uuid
@@ -22,15 +24,45 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from testing.engine.process import connector_config
 from testing.engine.tiny_model import tiny_model
 
 BLOCK, CHUNK, NUM_LAYERS = 16, 64, 2
-LAYERS = [f"layer{number}" for number in range(NUM_LAYERS)]
 
 CONNECTOR = {"chunk_tokens": CHUNK, "answer_seconds": 1.0}  # a busy machine must not turn hits into misses
+
+
+@dataclass(frozen=True)
+class SimGroup:
+    """Layers of one kind, which share a block table."""
+
+    kind: str = "full"
+    """Of attention: full, mla, window, chunked; or state: a snapshot of everything so far per block."""
+    span: int = 0
+    """Tokens of a sliding window, itself included, or of an attention chunk."""
+    block_tokens: int = BLOCK
+    num_layers: int = NUM_LAYERS
+
+    def read_from(self, num_computed: int) -> int:
+        """The first token whose KV the computation of the next one reads."""
+        starts = {
+            "window": max(0, num_computed - self.span + 1),
+            "chunked": num_computed // max(1, self.span) * self.span,
+            "state": max(0, num_computed - 1),
+        }
+        return starts.get(self.kind, 0)
 
 
 @dataclass(frozen=True)
@@ -45,6 +77,25 @@ class SimSettings:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 128
     head_size: int = 1  # times CELL are a token's bytes per layer; the model fills the first CELL of them
+    groups: tuple[SimGroup, ...] = (SimGroup(),)
+    retention: int | None = 0  # tokens between what vLLM's own cache keeps of windows and states; None: all
+    layout: str = "LBNHC"  # the physical order, by vLLM's name for it
+
+    @property
+    def has_one_full_group(self) -> bool:
+        return len(self.groups) == 1 and self.groups[0].kind in ("full", "mla")
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.kind == "state" for group in self.groups)
+
+    @property
+    def layers(self) -> list[list[str]]:
+        """Names, per group."""
+        return [
+            [f"group{number}.layer{layer}" for layer in range(group.num_layers)]
+            for number, group in enumerate(self.groups)
+        ]
 
 
 @contextmanager
@@ -66,24 +117,51 @@ def make_configs(settings: SimSettings, socket: str):
     config.kv_transfer_config = KVTransferConfig(**connector_config(socket, **CONNECTOR))
     config.kv_transfer_config.engine_id = config.instance_id = uuid.uuid4().hex
     config.cache_config.num_gpu_blocks = settings.num_blocks
-    spec = FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=settings.head_size, dtype=torch.float32
-    )
-    page_bytes = spec.page_size_bytes
-    layer_bytes = settings.num_blocks * page_bytes
-    tensor = KVCacheTensor(
-        size=NUM_LAYERS * layer_bytes, layers=LAYERS, layer_stride=layer_bytes, block_stride=page_bytes
-    )
+    specs = [_spec(group, settings) for group in settings.groups]
+    (page_bytes,) = {spec.page_size_bytes for spec in specs}
+    outer = max(group.num_layers for group in settings.groups)
+    by_layer = settings.layout.startswith("L")
     cache = KVCacheConfig(
         num_blocks=settings.num_blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(LAYERS, spec)],
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=outer * settings.num_blocks * page_bytes,
+                layers=names,
+                layer_stride=settings.num_blocks * page_bytes if by_layer else page_bytes,
+                block_stride=page_bytes if by_layer else outer * page_bytes,
+            )
+            for names in settings.layers  # groups lie over each other
+        ],
+        kv_cache_groups=list(map(KVCacheGroupSpec, settings.layers, specs)),
+        prefix_cache_retention_interval=settings.retention,
     )
     block, hash_block = resolve_kv_cache_block_sizes(cache, config)
     cache.hash_block_size = hash_block
     cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(cache, config, block, hash_block)
     _join_world(config)
     return config, cache, block, hash_block
+
+
+def _spec(group: SimGroup, settings: SimSettings) -> KVCacheSpec:
+    """All groups have pages of one size, as vLLM unifies them."""
+    size = settings.head_size * BLOCK // group.block_tokens
+    assert size, "blocks of more tokens need a larger head_size"
+    if group.kind == "state":
+        return MambaSpec(
+            block_size=group.block_tokens,
+            shapes=((2 * size * group.block_tokens,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align" if settings.has_prefix_caching else "none",
+        )
+    common = {"block_size": group.block_tokens, "num_kv_heads": 1, "dtype": torch.float32}
+    if group.kind == "mla":
+        return MLAAttentionSpec(head_size=2 * size, **common)
+    common["head_size"] = size
+    if group.kind == "window":
+        return SlidingWindowSpec(sliding_window=group.span, **common)
+    if group.kind == "chunked":
+        return ChunkedLocalAttentionSpec(attention_chunk_size=group.span, **common)
+    return FullAttentionSpec(**common)
 
 
 @functools.cache
@@ -100,13 +178,19 @@ def _vllm_config(settings: SimSettings):
             max_num_batched_tokens=settings.max_num_batched_tokens,
             enable_prefix_caching=settings.has_prefix_caching,
             prefix_caching_hash_algo="sha256_cbor",
+            prefix_cache_retention_interval=settings.retention,
             kv_cache_memory_bytes=1 << 20,
             kv_transfer_config=KVTransferConfig(**connector_config("unused")),
             speculative_config=drafts if settings.num_drafts else None,
         ).create_engine_config()
-    config.cache_config.block_size = BLOCK
+    config.cache_config.block_size = math.lcm(*(group.block_tokens for group in settings.groups))
+    if settings.has_states:
+        config.cache_config.mamba_cache_mode = "align" if settings.has_prefix_caching else "none"
+        config.cache_config.mamba_block_size = config.cache_config.block_size
     config.scheduler_config.async_scheduling = settings.is_async  # the CPU's platform forbids it
-    config.compilation_config.static_forward_context = dict.fromkeys(LAYERS, _Attention())
+    config.compilation_config.static_forward_context = dict.fromkeys(
+        itertools.chain(*settings.layers), _Attention()
+    )
     return config
 
 

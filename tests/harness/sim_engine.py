@@ -5,7 +5,7 @@ EngineCore does in one. The connector's two sides are the real ones and attach t
 differs between vLLM's two model runners, the order of the connector's hooks, is run by vLLM's own classes.
 
 Every step compares all KV that attention would read with what the tokens say (``wrong_reads``), and
-overwrites every block that nobody owns: a copy that comes too late shows.
+overwrites the blocks that others may have from then on: a copy that comes too late shows.
 """
 
 from __future__ import annotations
@@ -15,29 +15,34 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache.engines.vllm.connector import LMCacheClusterConnector
 from tests.harness.fake_model import CELL, Cells, TokenChain, layer_cells
-from tests.harness.sim_config import BLOCK, LAYERS, NUM_LAYERS, SimSettings, make_configs, model_runner
+from tests.harness.sim_config import SimGroup, SimSettings, make_configs, model_runner
 
 POISON = 0xA5
+NULL_BLOCK = 0
+Tables = tuple[list[int], ...]
 _NAMES = itertools.count()
 
 
@@ -52,10 +57,11 @@ class Result:
 
 @dataclass
 class _Batch:
-    """A step that was scheduled: each request's block table at that time."""
+    """A step that was scheduled: each request's block tables at that time."""
 
     output: SchedulerOutput
-    tables: dict[str, list[int]]
+    tables: dict[str, Tables]
+    """Per KV group."""
 
 
 class SimEngine:
@@ -82,12 +88,17 @@ class SimEngine:
                 config, cache, StructuredOutputManager(config), block, hash_block, log_stats=True
             )
             self._num_batches = config.max_concurrent_batches
-        memory = torch.empty(NUM_LAYERS, settings.num_blocks, 1, BLOCK, settings.head_size * CELL // 4)
-        memory.view(torch.uint8).fill_(POISON)
-        pages = memory.view(torch.uint8).numpy().reshape(NUM_LAYERS, settings.num_blocks, BLOCK, -1)
-        self._memory: Cells = pages[..., :CELL]
+        self._handed_out: list[int] = []
+        self._watch_blocks()
+        kv_caches = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[settings.layout])
+        self._pages = _pages(cache, kv_caches)
+        self._pages[:] = POISON
+        self._memory = [
+            [_cells(self._pages[layer], group) for layer in range(group.num_layers)]
+            for group in settings.groups
+        ]
         self.worker = LMCacheClusterConnector(config, KVConnectorRole.WORKER, cache)
-        self._start_worker(dict(zip(LAYERS, memory, strict=True)))
+        self._start_worker(kv_caches)
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -177,7 +188,7 @@ class SimEngine:
     def _schedule(self) -> _Batch:
         output = self.scheduler.schedule()
         manager = self.scheduler.kv_cache_manager
-        tables = {name: manager.get_block_ids(name)[0] for name in output.num_scheduled_tokens}
+        tables = {name: manager.get_block_ids(name) for name in output.num_scheduled_tokens}
         self.num_preemptions += len(output.preempted_req_ids or ())
         return _Batch(output, tables)
 
@@ -201,6 +212,10 @@ class SimEngine:
 
     def _start_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        self._bind, self.worker.bind_connector_metadata = (
+            self.worker.bind_connector_metadata,
+            self._begin_step,
+        )
         self._hooks: ActiveKVConnector | None = None
         if self.settings.runner == 2:
             self._hooks = ActiveKVConnector(self._config, kv_caches)
@@ -208,6 +223,24 @@ class SimEngine:
             self.worker.register_kv_caches(kv_caches)
         metadata = self.worker.get_handshake_metadata()
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+
+    def _watch_blocks(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        allocate = pool.get_new_blocks
+
+        def watched(num_blocks: int) -> list[KVCacheBlock]:
+            blocks = allocate(num_blocks)
+            self._handed_out += [block.block_id for block in blocks]
+            return blocks
+
+        pool.get_new_blocks = watched
+
+    def _begin_step(self, metadata: KVConnectorMetadata) -> None:
+        """The connector knows of the step, and the last one's copies are over or fenced: from here on blocks
+        are their new owners'."""
+        handed_out, self._handed_out = self._handed_out, []
+        self._pages[:, handed_out] = POISON
+        self._bind(metadata)
 
     def _execute(self, batch: _Batch) -> ModelRunnerOutput:
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
@@ -244,20 +277,26 @@ class SimEngine:
         return ran(sampled, hooks.post_forward(output.finished_req_ids))
 
     def _forward(self, batch: _Batch) -> dict[str, list[int]]:
-        """Read and write KV as attention does, then sample and draft; tokens by request."""
+        """Read and write KV as the model does, then sample and draft; tokens by request."""
         self._poison_free_blocks()
         output = batch.output
+        for source, destination in output.kv_cache_block_copies or ():
+            self._pages[:, destination] = self._pages[:, source]
         for name in output.finished_req_ids:
             self._chains.pop(name, None)
             self._drafts.pop(name, None)
         self._begin_requests(output)
         starts = {name: self._chains[name].num_computed for name in output.num_scheduled_tokens}
+        for name, start in starts.items():  # states are written over by what reads them
+            self._check_reads(name, batch.tables[name], start, of_states=True)
         sampled = {
             name: self._compute(name, batch.tables[name], num_tokens, output)
             for name, num_tokens in output.num_scheduled_tokens.items()
         }
         for name, start in starts.items():  # attention also reads what others compute in the same step
-            self._check_reads(name, batch.tables[name], start)
+            self._check_reads(name, batch.tables[name], start, of_states=False)
+        if (self._pages[:, NULL_BLOCK] != POISON).any():
+            self.wrong_reads.append("something was written to the null block")
         return sampled
 
     def _begin_requests(self, output: SchedulerOutput) -> None:
@@ -277,17 +316,22 @@ class SimEngine:
             self._chains[name].num_computed = num_computed
             self._drafts.pop(name, None)
 
-    def _check_reads(self, name: str, table: list[int], num_computed: int) -> None:
-        expected = self._chains[name].cells()[:num_computed]
-        blocks, offsets = _places(table, 0, len(expected))
-        self.num_reads += len(expected)
-        for layer, memory in enumerate(self._memory):
-            wrong = (memory[blocks, offsets] != layer_cells(expected, layer)).any(axis=1)
-            if wrong.any():
-                where = f"from {int(wrong.argmax())} on"
-                self.wrong_reads.append(f"{name} layer {layer}: {wrong.sum()} of {len(wrong)} tokens {where}")
+    def _check_reads(self, name: str, tables: Tables, num_computed: int, *, of_states: bool) -> None:
+        cells = self._chains[name].cells()
+        for number, (group, table) in enumerate(zip(self.settings.groups, tables, strict=True)):
+            first = group.read_from(num_computed)
+            if (group.kind == "state") is not of_states or first == num_computed:
+                continue
+            self.num_reads += num_computed - first
+            places = _places(group, table, first, num_computed)
+            for layer, memory in enumerate(self._memory[number]):
+                expected = layer_cells(cells[first:num_computed], layer, number)
+                wrong = (memory[places] != expected[:, None]).any(axis=(1, 2))
+                if wrong.any():
+                    where = f"{wrong.sum()} of {len(wrong)} tokens from {first + int(wrong.argmax())} on"
+                    self.wrong_reads.append(f"{name} {group.kind} group {number} layer {layer}: {where}")
 
-    def _compute(self, name: str, table: list[int], num_tokens: int, output: SchedulerOutput) -> list[int]:
+    def _compute(self, name: str, tables: Tables, num_tokens: int, output: SchedulerOutput) -> list[int]:
         chain, start = self._chains[name], self._chains[name].num_computed
         drafts = output.scheduled_spec_decode_tokens.get(name, [])
         if (
@@ -296,10 +340,13 @@ class SimEngine:
             drafts = (self._drafts.get(name, []) + [0] * len(drafts))[: len(drafts)]
         end = start + num_tokens
         is_sampling = end - len(drafts) >= len(chain.tokens)
-        cells = chain.cells(drafts)[start:end]
-        blocks, offsets = _places(table, start, end)
-        for layer, memory in enumerate(self._memory):
-            memory[blocks, offsets] = layer_cells(cells, layer)
+        cells = chain.cells(drafts)
+        for number, (group, table) in enumerate(zip(self.settings.groups, tables, strict=True)):
+            first = end - 1 if group.kind == "state" else start
+            places = _places(group, table, first, end)
+            assert NULL_BLOCK not in places[0], f"{name}: no block to write group {number}'s KV to"
+            for layer, memory in enumerate(self._memory[number]):
+                memory[places] = layer_cells(cells[first:end], layer, number)[:, None]
         chain.num_computed = end - len(drafts)
         if not is_sampling:
             return []
@@ -311,10 +358,13 @@ class SimEngine:
         return sampled
 
     def _poison_free_blocks(self) -> None:
-        """The engine may give a block that nobody owns to anybody: nothing may rely on what is in it."""
-        pool = self.scheduler.kv_cache_manager.block_pool
-        free = [block.block_id for block in pool.blocks if not block.ref_cnt and block.block_hash is None]
-        self._memory[:, free] = POISON
+        """With one group of full attention blocks are given back when no copy reads them, so nothing may rely
+        on what is in a free one; the blocks of others slide out under copies, see ``_begin_step``.
+        """
+        if self.settings.has_one_full_group:
+            pool = self.scheduler.kv_cache_manager.block_pool
+            free = [block.block_id for block in pool.blocks if not block.ref_cnt and block.block_hash is None]
+            self._pages[:, free] = POISON
 
 
 def right_drafts(chain: TokenChain, num_drafts: int) -> list[int]:
@@ -325,9 +375,28 @@ def right_drafts(chain: TokenChain, num_drafts: int) -> list[int]:
     return ahead.tokens[len(chain.tokens) :]
 
 
-def _places(table: list[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+def _pages(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> Cells:
+    """All of the engine's KV; ``[layers, blocks, bytes of a page]``, the same memory for all groups."""
+    tensor = max(cache.kv_cache_tensors, key=lambda tensor: len(tensor.layers))
+    page_bytes = cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    raw = torch.empty(0, dtype=torch.uint8).set_(kv_caches[tensor.layers[0]].untyped_storage())
+    shape = len(tensor.layers), cache.num_blocks, page_bytes
+    pages = np.lib.stride_tricks.as_strided(raw.numpy(), shape, (tensor.layer_stride, tensor.block_stride, 1))
+    return cast("Cells", pages)
+
+
+def _cells(page: Cells, group: SimGroup) -> Cells:
+    """Where a layer's KV is; ``[blocks, tokens, times, CELL]``. A state fills its block."""
+    if group.kind == "state":
+        return page.reshape(len(page), 1, -1, CELL)
+    return page.reshape(len(page), group.block_tokens, -1, CELL)[:, :, :1]
+
+
+def _places(group: SimGroup, table: list[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens' blocks and the place within."""
     positions = np.arange(start, end)
-    return np.asarray(table, np.int64)[positions // BLOCK], positions % BLOCK
+    offsets = positions % group.block_tokens * (group.kind != "state")
+    return np.asarray(table, np.int64)[positions // group.block_tokens], offsets
 
 
 def ran(sampled: dict[str, list[int]], transferred: KVConnectorOutput | None) -> ModelRunnerOutput:

@@ -78,7 +78,7 @@ class SimWorld:
         self.sidecar = sidecar
         self.load_gate, self.store_gate = Gate(), Gate()
         self._engines: list[SimEngine] = []
-        self._auditors: dict[bool, SimEngine] = {}
+        self._auditors: dict[SimSettings, SimEngine] = {}
         self._methods = CpuCopier.load, CpuCopier.store
         CpuCopier.load = self.load_gate.gated(CpuCopier.load)  # type: ignore[method-assign]
         CpuCopier.store = self.store_gate.gated(CpuCopier.store)  # type: ignore[method-assign]
@@ -108,11 +108,12 @@ class SimWorld:
 
         Nothing may be under way: what is committed later is not seen.
         """
-        auditor = self._auditor(settings.num_drafts > 0)
+        auditor = self._auditor(settings)
         names = []
         for prompt in prompts:
             names.append(auditor.add(prompt))
-            auditor.run(names[-1])
+            auditor.run()
+            auditor.forget()
         wrong, auditor.wrong_reads = auditor.wrong_reads, []
         assert not wrong, f"committed under a wrong name: {wrong}"
         return sum(auditor.results[name].num_cached_tokens for name in names)
@@ -123,12 +124,18 @@ class SimWorld:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         CpuCopier.load, CpuCopier.store = self._methods  # type: ignore[method-assign]
 
-    def _auditor(self, is_speculative: bool) -> SimEngine:
-        if is_speculative not in self._auditors:
-            settings = SimSettings(num_drafts=3 * is_speculative, num_blocks=256)
-            self._auditors[is_speculative] = SimEngine(self.sidecar.socket_path, settings)
-            wait_attached(self._auditors[is_speculative])
-        return self._auditors[is_speculative]
+    def _auditor(self, settings: SimSettings) -> SimEngine:
+        wanted = SimSettings(
+            num_drafts=settings.num_drafts,
+            num_blocks=256,
+            head_size=settings.head_size,
+            groups=settings.groups,
+            has_prefix_caching=settings.has_states,  # else there are none
+        )
+        if wanted not in self._auditors:
+            self._auditors[wanted] = SimEngine(self.sidecar.socket_path, wanted)
+            wait_attached(self._auditors[wanted])
+        return self._auditors[wanted]
 
 
 @pytest.fixture(scope="module")

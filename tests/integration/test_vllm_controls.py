@@ -65,7 +65,7 @@ def test_an_engine_that_gives_held_blocks_to_others(world):
         name = engine.add(prompt, max_tokens=5)
         engine.run(name)
         world.store_gate.wait_arrived()
-        engine._memory[:] = POISON
+        engine._pages[:] = POISON
         world.store_gate.open()
         engine.run()
     with pytest.raises(AssertionError, match=WRONG):
