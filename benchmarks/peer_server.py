@@ -49,7 +49,7 @@ class OurPath:
     def __init__(self, engine: EngineClients) -> None:
         self._engine = engine
         self._kv = make_kv()
-        self._copiers = {threads: CpuCopier(self._kv, threads) for threads in (1, 2)}
+        self._copiers = {threads: CpuCopier({0: self._kv}, threads) for threads in (1, 2)}
         self._lookups = ThreadPoolExecutor(1)  # leases are messages
         self._random = np.random.default_rng(0)
 

@@ -81,15 +81,15 @@ def copies(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Ways:
 
         def work() -> None:
             for slot, blocks in todo:
-                copier.load(slot, 0, blocks, None)
+                copier.load(0, slot, 0, blocks, None)
 
         copier.share(work)
 
     def store(copier: CpuCopier) -> None:
         for slot, blocks in zip(slots, tables, strict=True):
-            copier.store(slot, blocks, None)
+            copier.store(0, slot, blocks, None)
 
-    one, two = CpuCopier(kv, 1), CpuCopier(kv, 2)
+    one, two = CpuCopier({0: kv}, 1), CpuCopier({0: kv}, 2)
     return {"load, 1": lambda: load(one), "store, 1": lambda: store(one), "load, 2": lambda: load(two)}
 
 

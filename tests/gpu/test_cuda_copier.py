@@ -28,7 +28,7 @@ def layout():
 
 @pytest.fixture
 def slots(layout):
-    return np.zeros((2, layout.chunk_bytes), np.uint8)
+    return np.zeros((2, layout.row_bytes), np.uint8)
 
 
 def chunk_of(layout):
@@ -37,28 +37,28 @@ def chunk_of(layout):
 
 
 def test_a_stored_chunk_is_the_blocks_in_order(layout, slots):
-    copier = CudaCopier(layout)
-    copier.store(slots[1], TABLE, copier.fence())
+    copier = CudaCopier({0: layout})
+    copier.store(0, slots[1], TABLE, copier.fence())
     np.testing.assert_array_equal(slots[1], chunk_of(layout))
     assert not slots[0].any()
 
 
 def test_a_load_brings_back_only_its_blocks(layout, slots):
-    copier = CudaCopier(layout)
-    copier.store(slots[0], TABLE, copier.fence())
+    copier = CudaCopier({0: layout})
+    copier.store(0, slots[0], TABLE, copier.fence())
     before = [pages.clone() for pages in layout.pages]
     for pages in layout.pages:
         pages[TABLE] = 0
-    copier.load(slots[0], 4, TABLE[4:], copier.fence())
+    copier.load(0, slots[0], 4, TABLE[4:], copier.fence())
     for pages, old in zip(layout.pages, before, strict=True):
         assert torch.equal(pages[TABLE[4:]], old[TABLE[4:]])
         assert not pages[TABLE[:4]].any()
 
 
 def test_a_store_waits_for_the_work_before_its_fence(layout, slots):
-    copier = CudaCopier(layout)
+    copier = CudaCopier({0: layout})
     torch.cuda._sleep(200_000_000)  # cycles: the write below has not begun when the store is asked for
     for pages in layout.pages:
         pages[TABLE] = 7
-    copier.store(slots[0], TABLE, copier.fence())
+    copier.store(0, slots[0], TABLE, copier.fence())
     assert (slots[0] == 7).all()

@@ -34,7 +34,7 @@ class CopierDouble:
     def fence(self):
         return "fence"
 
-    def store(self, slot, blocks, fence):
+    def store(self, group, slot, blocks, fence):
         self._copy(fence)
         slot[: len(blocks)] = [self.kv[block] for block in blocks]
         self.after_copy()
@@ -42,7 +42,7 @@ class CopierDouble:
     def share(self, work):
         work()
 
-    def load(self, slot, first_block, blocks, fence):
+    def load(self, group, slot, first_block, blocks, fence):
         self._copy(fence)
         self.kv |= dict(zip(blocks, slot[first_block:], strict=False))
         self.after_copy()

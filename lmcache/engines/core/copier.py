@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
@@ -35,19 +35,19 @@ class EngineCopier(Protocol):
     def share(self, work: Callable[[], None]) -> None:
         """Run ``work`` on as many threads at once as loads gain from; returns when all have ended."""
 
-    def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
-        """Fill ``blocks`` of the KV from the slot's blocks ``first_block`` and following."""
+    def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+        """Fill ``blocks`` of a KV group from the slot's blocks ``first_block`` and following."""
 
-    def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
-        """Fill the slot from ``blocks``, which are one full chunk."""
+    def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
+        """Fill the slot from ``blocks``, which are one full row of a KV group."""
 
 
 class Places:
-    """Where the pages of blocks lie, in the engine's KV and in a slot."""
+    """Where the pages of a KV group's blocks lie, in the engine's KV and in a slot."""
 
     def __init__(self, layout: Layout) -> None:
         self._num_blocks = len(layout.pages[0])
-        self._blocks_per_chunk, self._chunk_bytes = layout.blocks_per_chunk, layout.chunk_bytes
+        self._blocks_per_row, self._row_bytes = layout.blocks_per_row, layout.row_bytes
         self._bases = np.array([pages.data_ptr() for pages in layout.pages], np.uint64)
         self._strides = np.array([pages.stride(0) for pages in layout.pages], np.uint64)
         self.sizes = np.array([pages.shape[1] for pages in layout.pages], np.uint64)
@@ -73,7 +73,7 @@ class Places:
         ids = np.asarray(blocks, np.int64)
         if not 0 <= ids.min() <= ids.max() < self._num_blocks:
             raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all blocks of the KV")
-        if first_block + len(ids) > self._blocks_per_chunk or self._chunk_bytes > slot.nbytes:
+        if first_block + len(ids) > self._blocks_per_row or self._row_bytes > slot.nbytes:
             raise ValueError("the blocks are not all blocks of the slot")
         return ids
 
@@ -85,16 +85,8 @@ class CpuCopier:
     computes meanwhile.
     """
 
-    def __init__(self, layout: Layout, num_threads: int = 1) -> None:
-        """Raises ValueError when a layer's blocks are not adjacent: ``np.take`` would copy it first."""
-        self._layers: list[Bytes] = [pages.numpy() for pages in layout.pages]
-        if not all(layer.flags.c_contiguous for layer in self._layers):
-            raise ValueError("the blocks of a layer are not adjacent in host memory")
-        self._places, self._block_bytes = Places(layout), layout.block_bytes
-        can_stream = not (self._places.sizes % streaming.PIECE_BYTES).any() and not any(
-            layer.ctypes.data % streaming.LINE for layer in self._layers
-        )
-        self._stream = streaming.make_copy() if can_stream else None
+    def __init__(self, layouts: Mapping[int, Layout], num_threads: int = 1) -> None:
+        self._groups = {group: _CpuGroup(layout) for group, layout in layouts.items()}
         self._num_threads = num_threads
         self._others = futures.ThreadPoolExecutor(max(1, num_threads - 1), "lmcache-copy", spread)
 
@@ -112,19 +104,32 @@ class CpuCopier:
         for other in others:
             other.result()
 
-    def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+    def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
-        self._copy(slot, first_block, blocks, is_load=True)
+        self._groups[group].copy(slot, first_block, blocks, is_load=True)
 
-    def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
+    def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
-        self._copy(slot, 0, blocks, is_load=False)
+        self._groups[group].copy(slot, 0, blocks, is_load=False)
 
-    def _copy(self, slot: Bytes, first_block: int, blocks: Sequence[int], *, is_load: bool) -> None:
-        if self._stream is not None and not slot.ctypes.data % streaming.LINE:
+
+class _CpuGroup:
+    """Copies of one KV group in host memory."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layers: list[Bytes] = [pages.numpy() for pages in layout.pages]
+        self._places, self._block_bytes = Places(layout), layout.block_bytes
+        can_stream = not (self._places.sizes % streaming.PIECE_BYTES).any() and not any(
+            (layer.ctypes.data | layer.strides[0]) % streaming.LINE for layer in self._layers
+        )
+        self.stream = streaming.make_copy() if can_stream else None
+        """None: the pages are not made for it."""
+
+    def copy(self, slot: Bytes, first_block: int, blocks: Sequence[int], *, is_load: bool) -> None:
+        if self.stream is not None and not slot.ctypes.data % streaming.LINE:
             in_slot, in_kv, sizes = self._places.of(slot, first_block, blocks)
             to, from_ = (in_kv, in_slot) if is_load else (in_slot, in_kv)
-            self._stream(to, from_, sizes)
+            self.stream(to, from_, sizes)
             return
         ids = self._places.checked(slot, first_block, blocks)
         start, size = first_block * self._block_bytes, len(ids) * self._block_bytes
@@ -137,18 +142,18 @@ class CpuCopier:
                 part[...] = layer[ids]
 
 
-def make_copier(layout: Layout, num_threads: int | None = None) -> EngineCopier:
+def make_copier(layouts: Mapping[int, Layout], num_threads: int | None = None) -> EngineCopier:
     """Choose by where the KV is. Raises ValueError when no copier fits.
 
-    ``num_threads`` of a load; by default 2 where there is more than one core.
+    ``layouts`` by KV group; ``num_threads`` of a load; by default 2 where there is more than one core.
     """
-    kind = layout.pages[0].device.type
+    kind = next(iter(layouts.values())).pages[0].device.type
     if kind == "cpu":
-        return CpuCopier(layout, num_threads or min(2, len(allowed_cores())))
+        return CpuCopier(layouts, num_threads or min(2, len(allowed_cores())))
     if kind == "cuda":
         from lmcache.engines.core.cuda_copier import CudaCopier  # only an engine with a GPU needs the driver
 
-        return CudaCopier(layout)
+        return CudaCopier(layouts)
     raise ValueError(f"no copier for KV on a {kind} device")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,14 @@ class CudaCopier:
     Loads and stores have a side stream and a staging buffer each; every call is a few kernels and one copy.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._device = layout.pages[0].device
-        chunk_bytes = layout.chunk_bytes
+    def __init__(self, layouts: Mapping[int, Layout]) -> None:
+        self._layouts = layouts
+        self._device = next(iter(layouts.values())).pages[0].device
+        row_bytes = max(layout.row_bytes for layout in layouts.values())
         self._cuda: Any = torch.cuda  # untyped
         self._load_stream, self._store_stream = (self._cuda.Stream(self._device) for _ in range(2))
         self._load_staging, self._store_staging = (
-            torch.empty(chunk_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+            torch.empty(row_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
         )
         self._pins = Pins(self._register, self._unregister)
 
@@ -43,37 +43,40 @@ class CudaCopier:
         """One thread fills the bus."""
         work()
 
-    def load(self, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+    def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
         self._pins.pin(slot)
-        host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
+        layout = self._layouts[group]
+        host = torch.from_numpy(slot)[: layout.row_bytes]
         try:
             with self._cuda.stream(self._load_stream):
                 self._load_stream.wait_event(fence)
                 ids = torch.tensor(blocks, device=self._device)
-                self._load_staging.copy_(host, non_blocking=True)
-                for pages, part in self._staged(self._load_staging):
+                self._load_staging[: layout.row_bytes].copy_(host, non_blocking=True)
+                for pages, part in self._staged(layout, self._load_staging):
                     pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)].contiguous())
         finally:  # also a load that failed has ended only when nothing writes to its blocks any more
             self._load_stream.synchronize()
 
-    def store(self, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
+    def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
         self._pins.pin(slot)
-        host = torch.from_numpy(slot)[: self._layout.chunk_bytes]
+        layout = self._layouts[group]
+        host = torch.from_numpy(slot)[: layout.row_bytes]
         try:
             with self._cuda.stream(self._store_stream):
                 self._store_stream.wait_event(fence)
                 ids = torch.tensor(blocks, device=self._device)
-                for pages, part in self._staged(self._store_staging):
+                for pages, part in self._staged(layout, self._store_staging):
                     part.copy_(torch.index_select(pages, 0, ids))
-                host.copy_(self._store_staging, non_blocking=True)
+                host.copy_(self._store_staging[: layout.row_bytes], non_blocking=True)
         finally:  # also a store that failed may not write to a slot that is given back
             self._store_stream.synchronize()
 
-    def _staged(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        blocks, start = staging.view(self._layout.blocks_per_chunk, -1), 0
-        for pages in self._layout.pages:
+    @staticmethod
+    def _staged(layout: Layout, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        blocks, start = staging[: layout.row_bytes].view(layout.blocks_per_row, -1), 0
+        for pages in layout.pages:
             yield pages, blocks[:, start : (start := start + pages.shape[1])]
 
     def _register(self, slot: Bytes) -> None:

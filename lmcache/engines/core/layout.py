@@ -16,10 +16,12 @@ from lmcache.engines.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's KV as bytes: per layer uint8 ``[num_blocks, page_bytes]`` over the engine's own memory."""
+    """One rank's KV of one KV group as bytes: per layer uint8 ``[num_blocks, page_bytes]`` over the engine's
+    memory. A layer's blocks need not be adjacent: others' pages or padding may lie between them."""
 
     pages: tuple[torch.Tensor, ...]
-    blocks_per_chunk: int
+    blocks_per_row: int
+    """Of a chunk, its last, that its row holds."""
 
     @property
     def block_bytes(self) -> int:
@@ -27,9 +29,9 @@ class Layout:
         return sum(pages.shape[1] for pages in self.pages)
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk of this rank."""
-        return self.blocks_per_chunk * self.block_bytes
+    def row_bytes(self) -> int:
+        """Bytes of one row of this rank."""
+        return self.blocks_per_row * self.block_bytes
 
 
 def page_views(

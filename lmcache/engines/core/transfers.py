@@ -57,7 +57,7 @@ class LoadTransfer:
         """Return whether the bytes are good."""
         if session.slots is None or not session.holds(piece.slot):
             return False  # from an older arena: its row may not even exist
-        copier.load(session.slots[piece.slot.row], piece.first_block, piece.blocks, self._fence)
+        copier.load(piece.group, session.slots[piece.slot.row], piece.first_block, piece.blocks, self._fence)
         return session.holds(piece.slot)
 
 
@@ -94,7 +94,7 @@ class StoreTransfer:
                 for store in self.job.groups:
                     reserved += self._reserve(session, store)
                 for piece in reserved:
-                    copier.store(session.slots[piece.slot.row], piece.blocks, self.fence)
+                    copier.store(piece.group, session.slots[piece.slot.row], piece.blocks, self.fence)
                     if not self.note_copied(piece.slot):
                         break
             finally:

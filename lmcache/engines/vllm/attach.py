@@ -81,7 +81,7 @@ def attach_worker(
     contents = [
         (layer, _content_id(vllm_config, layer, kv_caches[layer], num_blocks)) for layer in group.layer_names
     ]
-    copier = make_copier(layout, settings.copy_threads)
+    copier = make_copier({0: layout}, settings.copy_threads)
     parallel = vllm_config.parallel_config
     replicas = num_replicas(parallel.tensor_parallel_size, kv_cache_config)
     shards = parallel.tensor_parallel_size // replicas
@@ -162,9 +162,9 @@ def _largest_column_bytes(vllm_config: Any, layout: Layout) -> int:
     """Pipeline stages may differ in layers; all columns of a row have the size of the largest."""
     stages = fingerprint.stages(vllm_config)
     if not stages:
-        return layout.chunk_bytes
+        return layout.row_bytes
     most = max(end - start for start, end in stages)
-    return layout.blocks_per_chunk * layout.pages[0].shape[1] * most
+    return layout.blocks_per_row * layout.pages[0].shape[1] * most
 
 
 def _engine_uuid(vllm_config: Any) -> bytes:

@@ -46,9 +46,9 @@ def test_kernel_blocks_are_joined_and_shared_layers_count_once():
     assert view[1].numpy().tobytes() == kv[2:4].numpy().tobytes()
 
 
-def layout(num_blocks=9, pages=(64, 64, 64), blocks_per_chunk=4):
+def layout(num_blocks=9, pages=(64, 64, 64), blocks_per_row=4):
     kv = [torch.randint(0, 255, (num_blocks, page), dtype=torch.uint8) for page in pages]
-    return Layout(tuple(kv), blocks_per_chunk)
+    return Layout(tuple(kv), blocks_per_row)
 
 
 PAGES = {"by numpy": (64, 64, 64), "streamed": (512, 4096, 512)}
@@ -63,7 +63,7 @@ def test_golden_slot_bytes():
     """[block][layer][page]: whoever changes this must change what the namespace lists."""
     pages = tuple(torch.tensor([[10 * layer + block] * 2 for block in range(4)]).byte() for layer in range(2))
     slot = np.zeros(16, np.uint8)
-    make_copier(Layout(pages, blocks_per_chunk=2)).store(slot, [3, 1], None)
+    make_copier({0: Layout(pages, blocks_per_row=2)}).store(0, slot, [3, 1], None)
     assert slot.tolist() == [3, 3, 13, 13, 1, 1, 11, 11] + [0] * 8
 
 
@@ -73,14 +73,14 @@ def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count, pages):
     source, target = layout(pages=pages), layout(pages=pages)
     slot = make_slot(32 << 10)
     slot[:] = 7
-    CpuCopier(source).store(slot, [8, 2, 5, 0], None)
+    CpuCopier({0: source}).store(0, slot, [8, 2, 5, 0], None)
     before = [kv.clone() for kv in target.pages]
     destination = [6, 1, 4, 3][:count]
-    CpuCopier(target).load(slot, first, destination, None)
+    CpuCopier({0: target}).load(0, slot, first, destination, None)
     for layer, expected in enumerate(before):
         expected[destination] = source.pages[layer][[8, 2, 5, 0][first : first + count]]
         assert torch.equal(target.pages[layer], expected)
-    assert (slot[source.chunk_bytes :] == 7).all()
+    assert (slot[source.row_bytes :] == 7).all()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -91,7 +91,7 @@ def test_work_is_shared_among_threads_and_the_last_one_is_waited_for(num_threads
         everybody.wait(10)
         ended.append(threading.get_ident())
 
-    CpuCopier(layout(pages=PAGES["streamed"]), num_threads).share(work)
+    CpuCopier({0: layout(pages=PAGES["streamed"])}, num_threads).share(work)
     assert len(set(ended)) == num_threads
 
 
@@ -103,16 +103,16 @@ def test_a_fault_in_any_thread_is_raised():
             raise ValueError("in the other thread")
 
     with pytest.raises(ValueError, match="in the other thread"):
-        CpuCopier(layout(pages=PAGES["streamed"]), 2).share(work)
+        CpuCopier({0: layout(pages=PAGES["streamed"])}, 2).share(work)
 
 
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
 def test_a_slot_has_the_same_bytes_however_it_was_written(pages):
     source = layout(pages=pages)
-    slot, unaligned = make_slot(source.chunk_bytes), make_slot(source.chunk_bytes + 4096)[16:]
-    copier = CpuCopier(source)
-    copier.store(slot, [8, 2, 5, 0], None)
-    copier.store(unaligned, [8, 2, 5, 0], None)
+    slot, unaligned = make_slot(source.row_bytes), make_slot(source.row_bytes + 4096)[16:]
+    copier = CpuCopier({0: source})
+    copier.store(0, slot, [8, 2, 5, 0], None)
+    copier.store(0, unaligned, [8, 2, 5, 0], None)
     expected = torch.cat([kv[[8, 2, 5, 0]] for kv in source.pages], dim=1).view(-1).numpy()
     np.testing.assert_array_equal(slot, expected)
     np.testing.assert_array_equal(unaligned[: len(expected)], expected)
@@ -120,18 +120,18 @@ def test_a_slot_has_the_same_bytes_however_it_was_written(pages):
 
 def test_every_vllm_can_stream():
     """By the compiler that it brings along; without one copies are only slower."""
-    assert CpuCopier(layout(pages=PAGES["streamed"]))._stream is not None
-    assert CpuCopier(layout(pages=PAGES["by numpy"]))._stream is None
+    assert CpuCopier({0: layout(pages=PAGES["streamed"])})._groups[0].stream is not None
+    assert CpuCopier({0: layout(pages=PAGES["by numpy"])})._groups[0].stream is None
 
 
 @pytest.mark.parametrize("blocks", [[9], [-1], [0, 1, 2, 3, 4]])
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
 def test_no_byte_is_written_beyond_the_kv_or_the_slot(pages, blocks):
-    copier, slot = CpuCopier(layout(pages=pages)), make_slot(32 << 10)
+    copier, slot = CpuCopier({0: layout(pages=pages)}), make_slot(32 << 10)
     with pytest.raises((ValueError, IndexError)):
-        copier.load(slot, 0, blocks, None)
+        copier.load(0, slot, 0, blocks, None)
     with pytest.raises((ValueError, IndexError)):
-        copier.store(slot[: 4 << 10], blocks, None)
+        copier.store(0, slot[: 4 << 10], blocks, None)
 
 
 def test_slots_are_unpinned_after_the_last_copy_of_their_mapping():
@@ -167,16 +167,23 @@ def test_threads_of_ours_may_leave_the_core_of_the_thread_that_starts_them():
         assert bound.submit(start_bound).result() >= os.sched_getaffinity(os.getppid())
 
 
-def test_a_layer_with_gaps_is_refused_on_the_cpu():
-    pages = torch.zeros(4, 128, dtype=torch.uint8)[:, :64]
-    with pytest.raises(ValueError, match="not adjacent"):
-        CpuCopier(Layout((pages,), 2))
+@pytest.mark.parametrize("page", [64, 512])
+def test_what_lies_between_the_blocks_of_a_layer_is_left_alone(page):
+    """Padding, or the pages of other layers; and every KV group has its own pages."""
+    memory = torch.randint(0, 255, (2, 9, 2 * page), dtype=torch.uint8)
+    groups = {group: Layout((memory[group, :, :page],), 2) for group in range(2)}
+    copier, slot, before = CpuCopier(groups), make_slot(2 * page), memory.clone()
+    copier.store(1, slot, [8, 3], None)
+    assert slot.tobytes() == memory[1, [8, 3], :page].numpy().tobytes()
+    copier.load(0, slot, 0, [5, 2], None)
+    before[0, [5, 2], :page] = before[1, [8, 3], :page]
+    assert torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_copies_release_the_gil(direction):
     big = Layout((torch.zeros(64, 1 << 20, dtype=torch.uint8),), 64)
-    copier, slot = CpuCopier(big), make_slot(64 << 20)
+    copier, slot = CpuCopier({0: big}), make_slot(64 << 20)
     progress, is_over = [], threading.Event()
 
     def count():
@@ -185,12 +192,12 @@ def test_copies_release_the_gil(direction):
             time.sleep(0)
 
     ids = list(range(64))
-    copier.store(slot, ids, None)  # touches the pages first
+    copier.store(0, slot, ids, None)  # touches the pages first
     thread = threading.Thread(target=count)
     thread.start()
     began = time.perf_counter()
     for _ in range(4):
-        copier.load(slot, 0, ids, None) if direction == "load" else copier.store(slot, ids, None)
+        copier.load(0, slot, 0, ids, None) if direction == "load" else copier.store(0, slot, ids, None)
     ended = time.perf_counter()
     is_over.set()
     thread.join()

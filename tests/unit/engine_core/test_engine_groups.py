@@ -120,10 +120,10 @@ class Copies:
     def __init__(self):
         self.stored, self.loaded = [], []
 
-    def store(self, slot, blocks, fence):
-        self.stored.append(tuple(blocks))
+    def store(self, group, slot, blocks, fence):
+        self.stored.append((group, *blocks))
 
-    def load(self, slot, first_block, blocks, fence):
+    def load(self, group, slot, first_block, blocks, fence):
         self.loaded.append((first_block, tuple(blocks)))
 
     def share(self, work):
@@ -139,7 +139,7 @@ def test_a_fault_in_one_group_fails_what_follows_in_all(rig):
         (GroupStore(0, row_keys(0, b"p1"), (1, 2, 3, 4)), GroupStore(2, row_keys(2, b"p1"), (8, 9))),
     )
     StoreTransfer(job).run(session, copier)
-    assert copier.stored == [(1, 2, 3, 4), (8, 9)]
+    assert copier.stored == [(0, 1, 2, 3, 4), (2, 8, 9)]
     assert session.committed == [Slot(0, 1), Slot(1, 1)]
     parts = (GroupLoad(0, (1, 2, 3, 4), found(0), 0, 4), GroupLoad(2, (8, 9), found(1), 0, 2))
     good = LoadTransfer(LoadJob("r", parts), None)
