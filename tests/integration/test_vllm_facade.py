@@ -12,13 +12,15 @@ vllm = pytest.importorskip("vllm")
 
 import torch  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
-from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.config import CacheConfig, KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer import kv_transfer_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
@@ -232,3 +234,42 @@ def test_golden_content_of_the_cpu_backend():
         assert torch.equal(page[:half].view(head_size, tokens).T, key[:, head])
         assert torch.equal(page[half:].view(tokens, head_size), value[:, head])
     assert hashlib.sha256(kv[1].numpy().tobytes()).hexdigest()[:16] == "6657e881a1eeb097"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "supported", "given"),
+    [
+        ("BLHNC", ["LBNHC", "BLHNC"], "BLHNC"),
+        ("BLHNC", ["LBNHC"], "LBNHC"),
+        (None, ["LBNHC", "BLHNC"], "LBNHC"),
+        ("NHD", ["LBNHC", "BLHNC"], "LBNHC"),
+    ],
+)
+def test_the_engine_is_asked_for_the_layout_that_is_set(monkeypatch, wanted, supported, given):
+    """A backend that can't have it, and a setting that is wrong, leave an engine that runs."""
+    config = layout_config({} if wanted is None else {"lmcache.kv_cache_layout": wanted})
+    assert LMCacheClusterConnector.get_required_kvcache_layout(config) is None, "a CPU has one layout"
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    assert resolve_kv_cache_layout(config, [supported]).name == given
+
+
+def test_a_layout_that_is_not_set_leaves_other_connectors_theirs(monkeypatch):
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    ours = {
+        "kv_connector": "LMCacheClusterConnector",
+        "kv_connector_module_path": "lmcache.engines.vllm.connector",
+        "kv_role": "kv_both",
+    }
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    config = layout_config({"connectors": [ours, other]})
+    config.kv_transfer_config.kv_connector = "MultiConnector"
+    config.kv_transfer_config.kv_connector_module_path = None
+    assert resolve_kv_cache_layout(config, [["LBNHC", "LBHNC"]]).name == "LBHNC"
+
+
+def layout_config(extra):
+    config = make_config()
+    config.kv_transfer_config.kv_connector_extra_config = extra
+    config.cache_config = CacheConfig()
+    config.attention_config = SimpleNamespace(hisparse_config=None)
+    return config

@@ -31,6 +31,7 @@ _READERS: dict[str, options.Reader] = {
     "answer_seconds": options.number(float, 0, math.inf, "a number of seconds"),
     "prefill_tokens_per_second": options.number(float, 0, math.inf, "a number of tokens per second"),
     "copy_threads": options.number(int, 1, 64, "a number from 1 to 64"),
+    "kv_cache_layout": options.one_of("LBHNC", "LBNHC", "BLHNC", "BLNHC"),
 }
 
 
@@ -44,6 +45,9 @@ class Settings(NamedTuple):
     prefill_tokens_per_second: float = 0.0
     """What loading is compared with; 0: as measured."""
     copy_threads: int | None = None
+    kv_cache_layout: str | None = None
+    """Order of KV in device memory to ask the engine for: layers, blocks, heads, tokens, content. With blocks
+    before layers a block is one piece. None: whatever the engine prefers."""
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:

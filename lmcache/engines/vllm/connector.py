@@ -63,6 +63,18 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         """A best-effort cache: a dropped store is a future miss."""
         return False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """What is asked for; an attention that can't have it makes vLLM take another one, with a warning.
+
+        Only if it is set: in a MultiConnector, layouts that differ from another child's end the engine.
+        """
+        try:
+            return _wanted_layout(vllm_config)
+        except Exception as error:  # a wrong setting: the worker says so
+            logger.debug("No layout of KV is asked for: %s", error)
+            return None
+
     def shutdown(self) -> None:
         """End the threads and detach."""
         _call(self._scheduler, "go_offline", None)
@@ -197,6 +209,16 @@ def _make_scheduler(vllm_config: Any) -> VLLMScheduler:
         settings.answer_seconds,
         settings.prefill_tokens_per_second,
     )
+
+
+def _wanted_layout(vllm_config: Any) -> str | None:
+    from vllm.platforms import current_platform
+
+    from lmcache.engines.vllm.attach import Settings
+
+    if current_platform.is_cpu():  # its attention knows one layout
+        return None
+    return Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:

@@ -25,6 +25,7 @@ def test_the_engine_loads_our_connector() -> None:
     assert config["kv_connector_extra_config"] == {
         "lmcache.socket": "/run/lmcache/kvcache.sock",
         "lmcache.chunk_tokens": 512,
+        "lmcache.kv_cache_layout": "BLHNC",
     }
 
 

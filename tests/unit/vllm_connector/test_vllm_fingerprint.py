@@ -137,6 +137,7 @@ def test_settings(monkeypatch):
         0.0,
         0.0,
         None,
+        None,
     )
     monkeypatch.setenv("LMCACHE_SOCKET", "/env")
     assert Settings.read({"lmcache.socket": "/s"}).socket == "/env"
@@ -146,6 +147,7 @@ def test_settings(monkeypatch):
         ({"lmcache.answer_seconds": "soon"}, "answer_seconds"),
         ({"lmcache.prefill_tokens_per_second": -1}, "prefill_tokens_per_second"),
         ({"lmcache.copy_threads": 0}, "copy_threads"),
+        ({"lmcache.kv_cache_layout": "NHD"}, "kv_cache_layout"),
     ]:
         with pytest.raises(UnsupportedError, match=said):
             Settings.read(bad)

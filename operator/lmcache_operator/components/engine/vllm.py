@@ -123,6 +123,8 @@ def _kv_transfer_config(cluster: Cluster) -> str:
         "kv_connector_extra_config": {
             "lmcache.socket": SOCKET_PATH,
             "lmcache.chunk_tokens": cluster.spec.sidecar.chunk_tokens,
+            # All layers of a block in one piece: short pieces don't fill the bus of a GPU.
+            "lmcache.kv_cache_layout": "BLHNC",
         },
     }
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
