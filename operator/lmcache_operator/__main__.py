@@ -42,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
         rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
     about = "namespace of the operator's pod, which may reach the sidecars' metrics port (default: none)"
     rendering.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
+    about = "where no claim shares the engine's GPUs, let sidecars see all of their nodes (default: none)"
+    rendering.add_argument("--allow-all-gpus-sidecar", action="store_true", help=about)
 
     about = "watch a Kubernetes cluster and reconcile its LMCacheClusters"
     run = commands.add_parser("run", parents=[rendering], help=about)
@@ -66,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _context(arguments: argparse.Namespace) -> Context:
     images = {ENGINE: arguments.engine_image, SIDECAR: arguments.sidecar_image}
-    return Context(images, arguments.operator_namespace)
+    return Context(images, arguments.operator_namespace, arguments.allow_all_gpus_sidecar)
 
 
 def _run(arguments: argparse.Namespace) -> int:

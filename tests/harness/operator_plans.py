@@ -12,7 +12,7 @@ from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs import Images
-from lmcache_operator.specs.kinds import Ref, ref_of
+from lmcache_operator.specs.kinds import BY_NAME, Ref, ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import World, cluster
@@ -44,6 +44,9 @@ def carry_out(world: World, due: Plan) -> None:
         for wanted in due.apply:
             live = world.objects.get(ref_of(wanted))
             await world.apply(wanted, live and live["metadata"]["uid"])
+        for ref in due.delete:
+            uid = world.objects[ref]["metadata"]["uid"]
+            await world.delete(BY_NAME[ref.kind], "", ref.name, uid)
         for pod in due.evict:
             await world.evict("", pod["metadata"]["name"], pod["metadata"]["uid"])
 
@@ -83,10 +86,15 @@ specs = st.fixed_dictionaries(
             optional={
                 "args": st.lists(st.sampled_from(["--a=1", "--b"]), max_size=2),
                 "image": st.sampled_from(["e:1", "e:2"]),
-                "gpu": st.sampled_from([{"count": 0}, {"runtimeClassName": "nvidia"}]),
+                "gpu": st.sampled_from(
+                    [{"count": 0}, {"runtimeClassName": "nvidia"}, {"deviceClassName": "gpu.nvidia.com"}]
+                ),
             },
         ),
-        "sidecar": st.fixed_dictionaries({"chunkTokens": st.sampled_from([64, 256])}),
+        "sidecar": st.fixed_dictionaries(
+            {"chunkTokens": st.sampled_from([64, 256])},
+            optional={"transfer": st.sampled_from(["Auto", "SharedMemory"])},
+        ),
         "tiers": st.fixed_dictionaries(
             {"memory": st.fixed_dictionaries({"size": st.sampled_from(["1Gi", "1024Mi", "3Gi"])})},
             optional={"remote": st.just({"external": {"url": "redis://h:1"}})},

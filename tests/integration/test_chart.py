@@ -125,6 +125,8 @@ def test_pod_is_admitted_where_only_restricted_pods_are(plane):
     [
         ("patch", "statefulsets.apps", True),
         ("create", "pods/eviction", True),
+        ("delete", "resourceclaimtemplates.resource.k8s.io", True),
+        ("create", "resourceclaims.resource.k8s.io", False),
         ("patch", "lmcacheclusters.lmcache.io/status", True),
         ("create", "events", True),
         ("list", "events", True),
@@ -202,6 +204,7 @@ def test_with_a_list_of_namespaces_only_these_are_served(plane, tmp_path):
         ("metrics.service.port=8080", "port"),
         ("watchNamespaces={Bad_Name}", "watchNamespaces"),
         ("crds.enabled=perhaps", "enabled"),
+        ("allowAllGpusSidecar=perhaps", "allowAllGpusSidecar"),
         ("extraArgs={positional}", "extraArgs"),
     ],
 )
@@ -216,12 +219,13 @@ def test_deployment_flags_are_understood_by_the_operator(plane):
 
     settings = [
         "watchNamespaces={a,b}", "defaults.engineImage=e:1", "defaults.sidecarImage=s:1",
-        "extraArgs={--log-format=json}",
+        "extraArgs={--log-format=json}", "allowAllGpusSidecar=true",
     ]  # fmt: skip
     deployment = {obj["kind"]: obj for obj in rendered(plane, *settings)}["Deployment"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     parsed = _parser().parse_args(container["args"])
     assert parsed.namespace == ["a", "b"]
+    assert parsed.allow_all_gpus_sidecar is True
     # By these the sidecars' NetworkPolicies let it in.
     assert parsed.operator_namespace == deployment["metadata"]["namespace"]
     assert OPERATOR_LABELS.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
@@ -262,8 +266,9 @@ def test_schemas_are_those_of_the_control_plane(plane):
     assert json.loads(schemas.SCHEMAS.read_text()) == current
 
 
-def test_operators_children_fit_the_schemas(plane):
-    argv = [sys.executable, "-m", "lmcache_operator", "render", "-f", str(EXAMPLE)]
+@pytest.mark.parametrize("file", [EXAMPLE, EXAMPLE.with_name("gpu-claims.yaml")], ids=lambda file: file.stem)
+def test_operators_children_fit_the_schemas(plane, file):
+    argv = [sys.executable, "-m", "lmcache_operator", "render", "-f", str(file)]
     manifests = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
     assert schemas.validate(manifests) == []
 

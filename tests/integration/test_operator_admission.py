@@ -48,6 +48,9 @@ REFUSED = [
     ({"engine": {"args": ["--nnodes", "2"]}}, "engine.replicas for more engines"),
     ({"engine": {"args": ["--x=\0"]}}, r"spec.engine.args\[0\]"),
     ({"model": {"name": "org/mo\0del"}}, "spec.model.name"),
+    ({"sidecar": {"transfer": "cuda"}}, 'supported values: "Auto", "CudaIPC", "SharedMemory"'),
+    ({"engine": {"gpu": {"deviceClassName": "a", "resourceName": "b/c"}}}, "exclude each other"),
+    ({"engine": {"gpu": {"deviceClassName": "No_Class"}}}, "spec.engine.gpu.deviceClassName"),
     (pod(priorityClassName=5), "spec.engine.podTemplate.spec.priorityClassName"),
     (pod(containers=[{"name": "engine", "env": [{"name": "A", "value": 5}]}]), r"env\[0\].value"),
     (pod(tolerations={}), "spec.engine.podTemplate.spec.tolerations"),
@@ -68,6 +71,8 @@ def test_what_could_never_run_is_refused(plane, admission, spec, message):
     [
         remote("rediss-sentinel://a:1,[fd00::1]/master/3?prefix=x&verify=ca"),
         {"tiers": {"memory": {"size": "0.5Ti"}}},
+        {"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}, "sidecar": {"transfer": "CudaIPC"}},
+        {"engine": {"gpu": {"resourceName": "amd.com/gpu"}}, "sidecar": {"transfer": "SharedMemory"}},
         {"engine": {"image": "ghcr.io/a/b:c@sha256:" + "0" * 64}},
         {"engine": {"args": ["--max-model-len", "8192", "--chat-template=\U0001f999\n{}"]}},
         {"model": {"volume": {"persistentVolumeClaim": {"claimName": "models"}}}},

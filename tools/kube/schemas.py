@@ -23,6 +23,7 @@ SCHEMAS = Path(__file__).with_name("schemas.json")
 KINDS = (
     "v1/ConfigMap", "v1/Service", "v1/ServiceAccount", "apps/v1/Deployment", "apps/v1/StatefulSet",
     "policy/v1/PodDisruptionBudget", "networking.k8s.io/v1/NetworkPolicy",
+    "resource.k8s.io/v1/ResourceClaimTemplate",
     "rbac.authorization.k8s.io/v1/ClusterRole", "rbac.authorization.k8s.io/v1/ClusterRoleBinding",
     "rbac.authorization.k8s.io/v1/Role", "rbac.authorization.k8s.io/v1/RoleBinding",
     "apiextensions.k8s.io/v1/CustomResourceDefinition",
@@ -33,7 +34,7 @@ VALUES: tuple[tuple[str, ...], ...] = (
     (
         "image.digest=sha256:" + "0" * 64, "imagePullSecrets[0].name=x",
         "defaults.sidecarImage=i:1", "podLabels.a=b", "nodeSelector.a=b", "tolerations[0].key=x",
-        "serviceAccount.annotations.a=b", "priorityClassName=high",
+        "serviceAccount.annotations.a=b", "priorityClassName=high", "allowAllGpusSidecar=true",
     ),
 )  # fmt: skip
 """Values that between them turn every part of the templates on and off."""

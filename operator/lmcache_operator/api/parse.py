@@ -26,6 +26,7 @@ _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "maximum": (lambda value, limit: value <= limit, "must be at most {limit}, not {value}"),
     "multipleOf": (lambda value, unit: value % unit == 0, "must be a multiple of {limit}, not {value}"),
     "maxLength": (lambda value, limit: len(value) <= limit, "is too long: more than {limit} characters"),
+    "enum": (lambda value, known: value in known, "must be one of {limit}, not {value!r}"),
     "maxItems": (lambda value, limit: len(value) <= limit, "is too long: more than {limit} items"),
 }
 """The keywords of OpenAPI that restrict a value, each with its check and with what to say if it fails."""

@@ -13,6 +13,7 @@ _NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-
 _SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+_PLUGIN_RESOURCE = "nvidia.com/gpu"
 _LEAST_MEMORY, _MOST_MEMORY = "64Mi", "16Ti"
 _PARALLEL_SIZE = "^(--(tensor|pipeline|data)[-_]parallel[-_]size|--nnodes|-tp|-pp|-dp)(=|$)"
 # The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
@@ -60,14 +61,27 @@ class Model(Part):
 
 
 class Gpu(Part):
-    """The GPUs of one engine pod."""
+    """The GPUs of one engine pod: by a device plugin, or by a claim (dynamic resource allocation)."""
+
+    RULES = (
+        Rule(
+            f"!has(self.deviceClassName) || self.resourceName == '{_PLUGIN_RESOURCE}'",
+            "deviceClassName and resourceName exclude each other: GPUs come by claims or by a device plugin",
+            lambda gpu: gpu.device_class_name is None or gpu.resource_name == _PLUGIN_RESOURCE,
+        ),
+    )
 
     count: int = field("GPUs of one pod; 0 for an engine on CPUs.", default=1, minimum=0, maximum=64)
     resource_name: str = field(
-        "Extended resource a device plugin offers.",
-        default="nvidia.com/gpu",
+        "Extended resource a device plugin offers; of no meaning beside deviceClassName.",
+        default=_PLUGIN_RESOURCE,
         maxLength=253,
         pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
+    )
+    device_class_name: str | None = field(
+        "DeviceClass, e.g. gpu.nvidia.com: GPUs come by a claim that engine and sidecar share (Kubernetes >= "
+        "1.34). Default: a device plugin's resourceName.",
+        **_NAME,
     )
     runtime_class_name: str | None = field("RuntimeClass of the pods, e.g. nvidia.", **_NAME)
 
@@ -131,6 +145,14 @@ class Sidecar(Part):
         minimum=16,
         maximum=8192,
         multipleOf=16,
+    )
+    transfer: str = field(
+        "Who copies KV out of the GPUs. CudaIPC: the sidecar, which needs to see the engine's: by "
+        "gpu.deviceClassName, or by an operator that runs with --allow-all-gpus-sidecar. SharedMemory: the "
+        "engine. Auto: the sidecar where it can. Where CudaIPC can't be had the engine copies, and Degraded "
+        "says why.",
+        default="Auto",
+        enum=["Auto", "CudaIPC", "SharedMemory"],
     )
 
 
@@ -247,6 +269,15 @@ class Condition(Part):
     last_transition_time: str = field("When `status` last flipped.", format="date-time")
 
 
+class TransferStatus(Part):
+    """Who copies KV out of the GPUs."""
+
+    requested: str | None = field("What spec.sidecar.transfer asks for.")
+    mode: str | None = field("CudaIPC: the sidecars of all pods. SharedMemory: the engine, in one at least.")
+    reason: str | None = field("CamelCase cause, for programs.")
+    message: str | None = field("The same for people.")
+
+
 class Status(Part):
     """What the operator sees."""
 
@@ -254,4 +285,5 @@ class Status(Part):
     replicas: int | None = field("Engine pods that exist.")
     ready_replicas: int | None = field("Engine pods that are Ready.")
     selector: str | None = field("Label selector of the engine pods, for autoscalers.")
+    transfer: TransferStatus | None = field("Who copies KV out of the GPUs.")
     conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

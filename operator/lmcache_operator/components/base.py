@@ -26,6 +26,8 @@ class Context(NamedTuple):
     """By container, for clusters that name none."""
     operator_namespace: str = ""
     """Whose operator may reach the sidecars' metrics port; empty: no one's."""
+    allow_all_gpus: bool = False
+    """Whether sidecars may see all GPUs of their nodes, those of other pods included."""
 
 
 class Problem(NamedTuple):
@@ -56,6 +58,10 @@ class Sidecar(NamedTuple):
     """Whether its engine uses it."""
     is_remote_reachable: bool | None = None
     """None: it has no remote tier, or does not say."""
+    transfer: str = ""
+    """Who copies its engine's KV: CudaIPC or SharedMemory; empty: it has no engine, or does not say."""
+    transfer_reason: str = ""
+    """Why it is that."""
 
 
 class Probed(NamedTuple):
@@ -109,6 +115,8 @@ class Plan:
     """Pods that still are what the user declared before."""
     note: str = ""
     """What reaches no pod before it is replaced for another reason: a sentence for the user."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the status that follow from what is declared."""
 
 
 _COMPLETE = Condition("False", "Complete", "")

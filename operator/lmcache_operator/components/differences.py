@@ -27,6 +27,8 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         missing = _lost(declared, live)
         if () in contested and () in missing:
             problems.append(_contest(f"deleting or taking over {ref}"))
+        elif live is not None and _must_go(declared, live):
+            unwanted[ref] = live
         elif live is None or missing or _rendered_hash(live) != _rendered_hash(declared):
             due.append(declared)
             lost[ref] = missing
@@ -37,6 +39,12 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         delete=tuple(ref for ref, live in reversed(unwanted.items()) if _is_deletable(live)),
         problems=(*problems, *pod_problems(observed)),
     )
+
+
+def _must_go(declared: Object, live: Object) -> bool:
+    """Whether a child is to be made anew, the next time: the API server lets nobody change its spec."""
+    is_fixed = declared["kind"] == "ResourceClaimTemplate"
+    return is_fixed and _rendered_hash(live) != _rendered_hash(declared) and _is_deletable(live)
 
 
 def _is_deletable(live: Object) -> bool:

@@ -155,6 +155,8 @@ def error_of(what: str, status: int, body: bytes) -> ApiError:
         message, is_explained = answer["message"], "reason" in answer
     except (ValueError, KeyError, TypeError):
         message, is_explained = body[:200].decode(errors="replace") or f"HTTP {status}", True
+        if status == HTTPStatus.NOT_FOUND:  # an object that is missing is explained
+            message = "the API server does not know this kind of object: it needs a newer Kubernetes"
     if status == 0:
         return NoAnswerError(what, message)
     # Server-side apply answers what does not fit the schema by 500 without a reason.

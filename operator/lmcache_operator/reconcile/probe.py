@@ -91,20 +91,23 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
         num_misses = last.num_misses + 1
         return _Last(last.sidecar if num_misses == 1 else None, now, num_misses)
     said = _read(stats)
-    # A reason whose figures change, as of free bytes, is reported once.
-    if last.sidecar and _without_figures(last.sidecar.reason) == _without_figures(said.reason):
-        said = said._replace(reason=last.sidecar.reason)
+    if former := last.sidecar:
+        reason = _steady(said.reason, former.reason)
+        transfer_reason = _steady(said.transfer_reason, former.transfer_reason)
+        said = said._replace(reason=reason, transfer_reason=transfer_reason)
     return _Last(said, now)
 
 
 def _read(stats: dict[str, Any]) -> Sidecar:
-    clients, remote = stats.get("num_clients"), stats.get("remote")
-    clients, remote = (value if isinstance(value, dict) else {} for value in (clients, remote))
+    found = (stats.get(name) for name in ("num_clients", "remote", "transfer"))
+    clients, remote, transfer = (value if isinstance(value, dict) else {} for value in found)
     num_attached, is_remote_reachable = clients.get("attached"), remote.get("is_reachable")
     reason = _plain(stats.get("not_ready_reason")) or "it does not say why"
     return Sidecar(
         reason="" if stats.get("is_ready") is True else reason,
         is_attached=isinstance(num_attached, int) and num_attached > 0,
+        transfer=_plain(transfer.get("mode")),
+        transfer_reason=_plain(transfer.get("reason")) or "it does not say why",
         is_remote_reachable=is_remote_reachable if isinstance(is_remote_reachable, bool) else None,
     )
 
@@ -113,6 +116,11 @@ def _plain(text: Any) -> str:
     """One printable line of bounded length."""
     cut = text[:_MAX_REASON] if isinstance(text, str) else ""
     return " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+
+
+def _steady(reason: str, former: str) -> str:
+    """A reason whose figures change, as of free bytes, is reported once."""
+    return former if _without_figures(former) == _without_figures(reason) else reason
 
 
 def _without_figures(reason: str) -> str:

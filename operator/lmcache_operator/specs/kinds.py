@@ -55,6 +55,7 @@ CHILDREN = (
     Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),
+    Kind("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
 )
 BY_NAME = {kind.kind: kind for kind in (CLUSTER, *CHILDREN)}
 

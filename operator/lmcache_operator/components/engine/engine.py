@@ -14,6 +14,12 @@ import yaml
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.components.base import Component, Context, Observed, Plan, Status
 from lmcache_operator.components.differences import differences
+from lmcache_operator.components.engine.gpus import (
+    Transfer,
+    claim_spec,
+    planned_transfer,
+    transfer_fields,
+)
 from lmcache_operator.components.engine.pod import pod_template
 from lmcache_operator.components.engine.status import engine_status
 from lmcache_operator.components.pods import is_outdated, next_eviction
@@ -40,8 +46,8 @@ class Engine(Component):
         """The StatefulSet last, as in all that follows."""
         engine = names.engine_name(cluster_name)
         others = Ref("ConfigMap", names.config_name(cluster_name)), Ref("Service", cluster_name)
-        kinds = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet")
-        return (*others, *(Ref(kind, engine) for kind in kinds))
+        kinds = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "ResourceClaimTemplate")
+        return (*others, *(Ref(kind, engine) for kind in (*kinds, "StatefulSet")))
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """What the pods need comes before them."""
@@ -49,7 +55,9 @@ class Engine(Component):
         config, policy = {"sidecar.yaml": _sidecar_yaml(cluster)}, _network_policy(cluster, context)
         client_service = {"ports": [_HTTP_PORT], "selector": _selector(cluster)}
         recorded = {names.DEFAULT_IMAGES: json.dumps(context.images, sort_keys=True)}
-        stateful_set = _stateful_set(cluster, context.images)
+        transfer = planned_transfer(cluster, context.allow_all_gpus)
+        stateful_set = _stateful_set(cluster, context.images, transfer)
+        claim = claim_spec(cluster)
         return [
             # An identity of its own, without a token: engine and sidecar never talk to the API server.
             child("ServiceAccount", engine, automountServiceAccountToken=False),
@@ -58,6 +66,7 @@ class Engine(Component):
             child("Service", cluster.name, spec=client_service),
             child("NetworkPolicy", engine, spec=policy),
             child("PodDisruptionBudget", engine, spec=_disruption_budget(cluster)),
+            *([child("ResourceClaimTemplate", engine, spec=claim)] if claim else []),
             child("StatefulSet", engine, recorded, spec=stateful_set),
         ]
 
@@ -75,6 +84,9 @@ class Engine(Component):
             evict=() if ref_of(stateful_set) in due.lost else next_eviction(live, observed.pods, template),
             num_outdated=len(observed.pods) - len(others),
             note=f"{num_former} {_FORMER_SIZE}" if num_former else "",
+            fields=transfer_fields(
+                cluster.spec.sidecar.transfer, planned_transfer(cluster, context.allow_all_gpus)
+            ),
         )
 
     def status(self, observed: Observed, plan: Plan) -> Status:
@@ -135,7 +147,7 @@ def _selector(cluster: Cluster) -> dict[str, str]:
     return names.selector(cluster.name, names.ENGINE)
 
 
-def _stateful_set(cluster: Cluster, default_images: Images) -> Object:
+def _stateful_set(cluster: Cluster, default_images: Images, transfer: Transfer) -> Object:
     images, hashed = resolved_images(cluster, default_images), spec_hash(cluster, default_images)
     return {
         # The operator replaces pods itself: one at a time, by eviction, when the user changed something.
@@ -144,7 +156,7 @@ def _stateful_set(cluster: Cluster, default_images: Images) -> Object:
         "replicas": cluster.spec.engine.replicas,
         "selector": {"matchLabels": _selector(cluster)},
         "serviceName": names.engine_name(cluster.name),
-        "template": pod_template(cluster, images, hashed),
+        "template": pod_template(cluster, images, hashed, transfer),
     }
 
 
@@ -156,6 +168,8 @@ def _sidecar_yaml(cluster: Cluster) -> str:
     """
     config: Object = {"arena": paths.ARENA_PATH, "socket": paths.SOCKET_PATH}
     config |= {"http_port": names.SIDECAR_PORT, "log_format": "json"}
+    if (transfer := cluster.spec.sidecar.transfer) != "Auto":
+        config["transfer"] = transfer
     if external := cluster.spec.tiers.external:
         config["remote_url"] = external.url
     if auth := cluster.spec.tiers.remote_auth:

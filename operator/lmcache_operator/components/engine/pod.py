@@ -15,6 +15,16 @@ from typing import Any, NamedTuple
 
 from lmcache.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
+from lmcache_operator.components.engine.gpus import (
+    CLAIM,
+    CONTEXT_BYTES,
+    CUDA_IPC,
+    Transfer,
+    engine_resources,
+    has_claim,
+    pod_claims,
+    sidecar_env,
+)
 from lmcache_operator.components.engine.vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Images, Object, names, paths
@@ -40,16 +50,17 @@ _WRITE_OUT_SECONDS = 55
 """For the end of the engine's processes, and then for the sidecar's queue (20 s)."""
 
 
-def sidecar_memory(memory_bytes: int) -> int:
+def sidecar_memory(memory_bytes: int, num_gpus: int = 0) -> int:
     """Bytes of the sidecar's memory request and limit.
 
     The arena (tmpfs is charged to who touches it first), 512 MiB for the process, and 1/32 of the tier for
-    its index, for what the kernel keeps about its pages, and for objects on their way to or from other tiers.
+    its index, for what the kernel keeps about its pages, and for objects on their way to or from other tiers;
+    and a process for each GPU that the sidecar copies out of.
     """
-    return memory_bytes + _SIDECAR_BASE_BYTES + memory_bytes // 32
+    return memory_bytes + _SIDECAR_BASE_BYTES + memory_bytes // 32 + num_gpus * CONTEXT_BYTES
 
 
-def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
+def pod_template(cluster: Cluster, images: Images, spec_hash: str, transfer: Transfer) -> Object:
     """The template of the StatefulSet, with the user's ``engine.podTemplate`` merged in.
 
     Raises:
@@ -57,14 +68,14 @@ def pod_template(cluster: Cluster, images: Images, spec_hash: str) -> Object:
     """
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
     metadata = {"annotations": annotations, "labels": names.labels(cluster, names.ENGINE)}
-    base = {"metadata": metadata, "spec": _pod_spec(cluster, images)}
+    base = {"metadata": metadata, "spec": _pod_spec(cluster, images, transfer)}
     merged: Object = merge(base, cluster.spec.engine.pod_template)
     if broken := first_difference(_needed(base), merged):
         raise InvalidSpecError("spec.engine.podTemplate", f"changes {broken}, which the cache depends on")
     return merged
 
 
-def _pod_spec(cluster: Cluster, images: Images) -> Object:
+def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer) -> Object:
     sidecar_image = images[names.SIDECAR]
     ending = _ending(cluster)
     spec: Object = {
@@ -72,11 +83,12 @@ def _pod_spec(cluster: Cluster, images: Images) -> Object:
         "containers": [_engine(cluster, images[names.ENGINE], ending)],
         # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
         "enableServiceLinks": False,
-        "initContainers": [_sidecar(cluster, sidecar_image), _payload(cluster, sidecar_image)],
+        "initContainers": [_sidecar(cluster, sidecar_image, transfer), _payload(cluster, sidecar_image)],
         "securityContext": _POD_SECURITY,
         "serviceAccountName": names.engine_name(cluster.name),
         "terminationGracePeriodSeconds": ending.grace,
         "volumes": [{"name": volume.name, **volume.source} for volume in _volumes(cluster)],
+        **pod_claims(cluster),
     }
     if (runtime_class := cluster.spec.engine.gpu.runtime_class_name) is not None:
         spec["runtimeClassName"] = runtime_class
@@ -142,17 +154,17 @@ def _engine_resources(cluster: Cluster) -> Object:
     sidecar where CPUs do, and be refused where a quota counts requests. There is no limit: it depends on the
     model.
     """
-    gpu, num_workers = cluster.spec.engine.gpu, cluster.spec.engine.parallelism.num_ranks
+    num_workers = cluster.spec.engine.parallelism.num_ranks
     requests = {"cpu": f"{num_workers}", "memory": f"{4 * num_workers}Gi"}
-    limits = {"limits": {gpu.resource_name: str(gpu.count)}} if gpu.count else {}
-    return limits | {"requests": _unlimited(cluster, names.ENGINE, requests)}
+    return engine_resources(cluster) | {"requests": _unlimited(cluster, names.ENGINE, requests)}
 
 
-def _sidecar(cluster: Cluster, image: str) -> Object:
-    # No GPUs is said aloud: some images default to all of them.
-    env = {"HOME": paths.SOCKET_DIR, "NVIDIA_VISIBLE_DEVICES": "void"}
-    memory_bytes = cluster.spec.tiers.memory.num_bytes
-    memory = format_mebibytes(sidecar_memory(memory_bytes))
+def _sidecar(cluster: Cluster, image: str, transfer: Transfer) -> Object:
+    env = {"HOME": paths.SOCKET_DIR} | sidecar_env(transfer)
+    memory_bytes, has_gpus = cluster.spec.tiers.memory.num_bytes, transfer.mode == CUDA_IPC
+    num_gpus = cluster.spec.engine.gpu.count if has_gpus else 0
+    memory = format_mebibytes(sidecar_memory(memory_bytes, num_gpus))
+    claims = {"claims": [{"name": CLAIM}]} if has_gpus and has_claim(cluster) else {}
     return _container(cluster, names.SIDECAR, image, env) | {
         # The size is an argument, not a key of the shared file: a pod keeps the one its volume was made for.
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"--memory-size={memory_bytes}"],
@@ -162,6 +174,7 @@ def _sidecar(cluster: Cluster, image: str) -> Object:
             "limits": {"memory": memory},
             # A tenth of an engine's: where CPUs are short, copies for later wait for requests.
             "requests": _unlimited(cluster, names.SIDECAR, {"cpu": "100m"}) | {"memory": memory},
+            **claims,
         },
         "restartPolicy": "Always",
         "securityContext": {**_CONTAINER_SECURITY, "readOnlyRootFilesystem": True},
@@ -267,7 +280,9 @@ def _needed(base: Object) -> Object:
         kept = {key: value for key, value in container.items() if key not in _FREE_TO_CHANGE}
         if container["name"] == names.SIDECAR:
             # Less memory than the arena needs would kill the sidecar as soon as it is full.
-            kept["resources"] = {"limits": {"memory": container["resources"]["limits"]["memory"]}}
+            own = container["resources"]
+            kept["resources"] = {"limits": {"memory": own["limits"]["memory"]}}
+            kept["resources"] |= {"claims": own["claims"]} if "claims" in own else {}
         return kept
 
     spec = {key: value for key, value in base["spec"].items() if key not in _FREE_TO_CHANGE}

@@ -13,7 +13,9 @@ from lmcache_operator.components.base import (
     Status,
     former_conditions,
 )
+from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
 from lmcache_operator.components.pods import is_ready
+from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE, selector_text
 
 _DEADLINE = "ProgressDeadlineExceeded"
@@ -26,18 +28,29 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
     desired = (observed.resource.get("spec", {}).get("engine") or {}).get("replicas", 1)
     count = f"{num_ready} of {desired} engine pods are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
-    of_sidecars = _of_sidecars(observed)
+    of_sidecars, transfer = _of_sidecars(observed), _transfer(observed, plan)
+    degraded = tuple(Problem(c.reason, c.message) for c in of_sidecars.values() if c.status == "False")
     return Status(
         summary=summary,
         progressing=_progressing(plan, num_pods, desired, num_ready, count),
         conditions={"EngineAvailable": _engine_available(desired, num_ready, summary), **of_sidecars},
-        degraded=tuple(Problem(c.reason, c.message) for c in of_sidecars.values() if c.status == "False"),
+        degraded=degraded + transfer_problems(transfer),
         fields={
             "readyReplicas": num_ready,
             "replicas": num_pods,
             "selector": selector_text(observed.name, ENGINE),
+            **({"transfer": transfer} if transfer else {}),
         },
     )
+
+
+def _transfer(observed: Observed, plan: Plan) -> Object:
+    """As it was while nothing is known of it: the spec is invalid, or no sidecar was asked."""
+    former = (observed.resource.get("status") or {}).get("transfer") or {}
+    planned = plan.fields.get("transfer")
+    if planned is None or (observed.probed is None and former):
+        return dict(former)
+    return transfer_in_use(planned, observed.probed.sidecars if observed.probed else ())
 
 
 def _progressing(plan: Plan, num_pods: int, desired: int, num_ready: int, count: str) -> Condition:

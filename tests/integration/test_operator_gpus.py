@@ -1,0 +1,106 @@
+"""GPUs by claims, on a real API server, scheduler and claim controller; devices are only said to exist."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from testing.kube.api import Object
+from testing.kube.cluster import Cluster
+from tests.harness.clusters import ENGINE, condition, pods, wait_quiet, wait_ready
+from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+
+pytestmark = pytest.mark.kube
+
+DEVICE_CLASS = "gpu.test"
+TEMPLATES, CLAIMS = "resource.k8s.io/v1/resourceclaimtemplates", "resource.k8s.io/v1/resourceclaims"
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+
+
+@pytest.fixture
+def devices(plane: Cluster) -> Iterator[None]:
+    """Four devices on each node, and a class for them, as a DRA driver publishes them."""
+    selector = {"cel": {"expression": f'device.driver == "{DEVICE_CLASS}"'}}
+    kinds = {"resource.k8s.io/v1/deviceclasses": [DEVICE_CLASS], "resource.k8s.io/v1/resourceslices": []}
+    device_class = {"metadata": {"name": DEVICE_CLASS}, "spec": {"selectors": [selector]}}
+    plane.api.create("resource.k8s.io/v1/deviceclasses", device_class)
+    for node in (found["metadata"]["name"] for found in plane.api.objects("v1/nodes")):
+        pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+        names = [{"name": f"gpu-{number}"} for number in range(4)]
+        spec = {"driver": DEVICE_CLASS, "nodeName": node, "pool": pool, "devices": names}
+        body = {"metadata": {"name": f"{node}-gpus"}, "spec": spec}
+        plane.api.create("resource.k8s.io/v1/resourceslices", body)
+        kinds["resource.k8s.io/v1/resourceslices"].append(f"{node}-gpus")
+    yield
+    for kind, names_ in kinds.items():
+        for name in names_:
+            plane.api.delete(kind, name)
+
+
+def transfer(plane: Cluster, namespace: str) -> Object:
+    found: Object = plane.api.get(CLUSTERS, NAME, namespace)["status"]["transfer"]
+    return found
+
+
+def num_devices(plane: Cluster, namespace: str) -> list[int]:
+    """By claim of a pod that runs."""
+    claims = plane.api.objects(CLAIMS, namespace)
+    results = [claim.get("status", {}).get("allocation", {}).get("devices", {}) for claim in claims]
+    return [len(found.get("results", [])) for found in results]
+
+
+def change(plane: Cluster, namespace: str, **spec: Object) -> None:
+    plane.api.patch(CLUSTERS, NAME, {"spec": spec}, namespace)
+
+
+def test_engine_and_sidecar_share_a_claim_that_comes_changes_and_goes(plane, operator, devices):
+    with new_namespace(plane, "claims", **RESTRICTED) as namespace:
+        engine = {"replicas": 2, "gpu": {"deviceClassName": DEVICE_CLASS}}
+        plane.api.create(CLUSTERS, example(engine=engine), namespace)
+        wait_ready(plane, namespace)
+        found = transfer(plane, namespace)
+        assert (found["requested"], found["reason"]) == ("Auto", "DRAClaimShared")
+        assert num_devices(plane, namespace) == [1, 1]
+        for pod in pods(plane, namespace).values():
+            (status,) = pod["status"]["resourceClaimStatuses"]
+            claim = plane.api.get(CLAIMS, status["resourceClaimName"], namespace)
+            assert [user["uid"] for user in claim["status"]["reservedFor"]] == [pod["metadata"]["uid"]]
+            users = [*pod["spec"]["containers"], pod["spec"]["initContainers"][0]]
+            assert [user["resources"]["claims"] for user in users] == [[{"name": "gpu"}]] * 2
+        # At rest nothing is written: what the API server completes is not taken for somebody's change.
+        wait_quiet(plane, operator, namespace)
+        first = plane.api.get(TEMPLATES, ENGINE, namespace)["metadata"]["uid"]
+
+        change(plane, namespace, engine={"gpu": {"count": 2}, "parallelism": {"tensor": 2}})
+        plane.wait(lambda: num_devices(plane, namespace) == [2, 2], 60)
+        wait_ready(plane, namespace)
+        assert plane.api.get(TEMPLATES, ENGINE, namespace)["metadata"]["uid"] != first
+
+        gone = {"count": 1, "deviceClassName": None}
+        change(plane, namespace, engine={"gpu": gone, "parallelism": {"tensor": 1}})
+        plane.wait(lambda: num_devices(plane, namespace) == [], 60)
+        wait_ready(plane, namespace)
+        assert plane.api.find(TEMPLATES, ENGINE, namespace) is None
+        assert transfer(plane, namespace)["reason"] == "GPUNotShared"
+        wait_quiet(plane, operator, namespace)
+
+
+def test_cuda_ipc_without_a_shared_gpu_is_told_and_pods_serve(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(sidecar={"transfer": "CudaIPC"}), namespace)
+    plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True", 60)
+    found = transfer(plane, namespace)
+    assert (found["requested"], found["mode"], found["reason"]) == ("CudaIPC", "SharedMemory", "GPUNotShared")
+    degraded = condition(plane, namespace, "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "CudaIPCUnavailable")
+    assert "spec.engine.gpu.deviceClassName" in degraded["message"]
+    # Not to copy by the sidecar is what every pod does already, and yet it was declared otherwise.
+    before = set(pods(plane, namespace))
+    change(plane, namespace, sidecar={"transfer": "SharedMemory"})
+    plane.wait(lambda: len(pods(plane, namespace)) == 2 and not before & set(pods(plane, namespace)), 60)
+    plane.wait(lambda: condition(plane, namespace, "Degraded")["status"] == "False", 60)
+
+
+def test_a_claim_of_a_class_that_is_not_there_is_told_by_the_scheduler(plane, operator, namespace):
+    engine = {"replicas": 1, "gpu": {"deviceClassName": "no-such-class"}}
+    plane.api.create(CLUSTERS, example(engine=engine), namespace)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "Unschedulable", 60)
+    assert "no-such-class" in condition(plane, namespace, "Degraded")["message"]
