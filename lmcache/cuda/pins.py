@@ -1,0 +1,120 @@
+"""Pinned memory of the host, so that copies need no staging and don't hold up who asks for them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from lmcache.cuda.copies import Words
+from lmcache.cuda.driver import Context
+from lmcache.cuda.errors import CudaError
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+EXTENT_BYTES = 1 << 30
+"""Registering takes some 0.1 s per GiB: between two extents the thread can be told to stop."""
+
+
+class Pins:
+    """Registers a stretch of memory extent by extent, in a thread of its own, as it becomes ready.
+
+    Copies need not wait for it: what is not registered yet, or can't be, is copied more slowly. Close it
+    before the memory is unmapped.
+    """
+
+    def __init__(
+        self, context: Context, address: int, num_bytes: int, extent_bytes: int = EXTENT_BYTES
+    ) -> None:
+        """``extent_bytes`` is a multiple of the page."""
+        self._context = context
+        begin = -(-address // PAGE_BYTES) * PAGE_BYTES
+        end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
+        self._begin, self._end = address, end
+        bounds = [*range(begin, end, extent_bytes), end] if begin < end else []
+        self.edges: Words = np.array(bounds, np.uint64)
+        """Addresses that no copied piece may lie across; always the same."""
+        self.failures = 0
+        """Extents that could not be registered."""
+        self.pinned_bytes = 0
+        self._changed = threading.Condition()  # protects what follows
+        self._ready = address
+        self._pinned: dict[int, int] = {}  # first address to end, of extents
+        self._refused: set[int] = set()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def set_ready(self, num_bytes: int) -> None:
+        """The first so many bytes may be touched now; later ones, if they were registered, are unregistered.
+
+        Returns at once where it is more than before.
+        """
+        with self._changed:
+            self._ready = self._begin + num_bytes
+            while gone := [start for start, end in self._pinned.items() if end > self._ready]:
+                for start in gone:
+                    self._unpin(start)
+            self._changed.notify_all()
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._work, name="lmcache-pin", daemon=True)
+                self._thread.start()
+
+    def wait(self, timeout: float) -> bool:
+        """Is everything that is ready registered, or known to be refused, within ``timeout`` seconds?"""
+        with self._changed:
+            return self._changed.wait_for(lambda: next(self._wanted(), None) is None, timeout)
+
+    def close(self) -> None:
+        """Unregister everything; waits for the extent that is being registered."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            for start in list(self._pinned):
+                self._unpin(start)
+
+    def _wanted(self) -> Iterator[tuple[int, int]]:
+        """Extents that are to be registered next."""
+        bounds = self.edges.tolist()
+        for start, end in itertools.pairwise(bounds):
+            if end <= self._ready and start not in self._pinned and start not in self._refused:
+                yield start, end
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or next(self._wanted(), None) is not None)
+                if self._is_closed:
+                    return
+                start, end = next(self._wanted())
+            is_pinned = self._register(start, end - start)
+            with self._changed:
+                if is_pinned:
+                    self._pinned[start] = end
+                    self.pinned_bytes += end - start
+                    if end > self._ready:
+                        self._unpin(start)
+                else:
+                    self._refused.add(start)
+                    self.failures += 1
+                self._changed.notify_all()
+
+    def _register(self, start: int, num_bytes: int) -> bool:
+        try:
+            self._context.call("cuMemHostRegister", start, num_bytes, 0)
+        except CudaError as error:
+            logger.warning("Can't pin %d MiB of the arena: its copies are slow: %s", num_bytes >> 20, error)
+            return False
+        return True
+
+    def _unpin(self, start: int) -> None:
+        self.pinned_bytes -= self._pinned.pop(start) - start
+        with contextlib.suppress(CudaError):  # of a broken context: the process's end does it
+            self._context.call("cuMemHostUnregister", start)

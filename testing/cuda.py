@@ -1,0 +1,93 @@
+"""The simulated CUDA driver (``tools/cudasim``) for child processes: build, orders, counters."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.cache import cache_root
+
+SOURCES = Path(__file__).parent.parent / "tools" / "cudasim"
+GPU = "GPU-11111111-1111-1111-1111-111111111111"
+OTHER_GPU = "GPU-22222222-2222-2222-2222-222222222222"
+MIG_SLICE = "MIG-33333333-3333-3333-3333-333333333333"
+_FLAGS = "-std=gnu11 -O2 -g -Wall -Wextra -pthread -shared -fPIC -fvisibility=hidden -Wl,-soname,libcuda.so.1"
+_ENTRY = struct.Struct("24sq")
+
+
+@functools.cache
+def build() -> Path:
+    """The folder that holds ``libcuda.so.1``. Raises FileNotFoundError when there is no C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("the simulated CUDA driver is C and there is no compiler here: install gcc")
+    files = sorted(SOURCES.glob("*.[ch]"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    folder = cache_root() / f"cudasim-{digest}"
+    if not (folder / "libcuda.so.1").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = folder / f"libcuda.{os.getpid()}"
+        sources = [str(file) for file in files if file.suffix == ".c"]
+        subprocess.run([compiler, *_FLAGS.split(), "-o", str(fresh), *sources, "-ldl"], check=True)
+        fresh.rename(folder / "libcuda.so.1")
+    return folder
+
+
+class Node:
+    """The simulated GPUs of one node: what all its processes share lies in ``path``."""
+
+    def __init__(self, path: Path, devices: Sequence[str] = (GPU,)) -> None:
+        self.path, self.devices = path, devices
+        path.mkdir(parents=True, exist_ok=True)
+
+    def environment(self, role: str = "any", **settings: object) -> dict[str, str]:
+        """Variables that put a child process on this node. ``settings``: ``orders="stall"``,
+        ``memory=2**30``, ``driver_version=12040`` and so on, see docs/reference/simulated-driver.md.
+        """
+        own = {f"CUDASIM_{name.upper()}": str(value) for name, value in settings.items()}
+        return {
+            "LD_LIBRARY_PATH": os.pathsep.join(
+                filter(None, [str(build()), os.environ.get("LD_LIBRARY_PATH")])
+            ),
+            "CUDASIM_NODE": str(self.path),
+            "CUDASIM_DEVICES": ",".join(self.devices),
+            "CUDASIM_ROLE": role,
+            **own,
+        }
+
+    def order(self, text: str) -> None:
+        """Orders for all processes from now on, instead of those before; "" takes them back."""
+        fresh = self.path / f"orders.{os.getpid()}"
+        fresh.write_text(text)
+        fresh.rename(self.path / "orders")
+
+    def processes(self, role: str | None = None) -> list[dict[str, int]]:
+        """The counters of each live process that has loaded the driver."""
+        found = []
+        for record in self.path.glob(f"process-{role or '*'}-*"):
+            with contextlib.suppress(FileNotFoundError), record.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:  # its process lives and holds it
+                    found.append({n.rstrip(b"\0").decode(): v for n, v in _ENTRY.iter_unpack(file.read())})
+        return found
+
+    def count(self, counter: str, role: str | None = None) -> int:
+        """The sum of a counter over all live processes of a role."""
+        return sum(process[counter] for process in self.processes(role))
+
+
+@contextlib.contextmanager
+def node(devices: Sequence[str] = (GPU,)) -> Iterator[Node]:
+    """A node of its own, which leaves nothing behind."""
+    with tempfile.TemporaryDirectory(prefix="cudasim-", dir="/dev/shm") as folder:
+        yield Node(Path(folder), devices)

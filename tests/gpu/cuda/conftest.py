@@ -1,0 +1,44 @@
+"""The driver that these tests run on: a real one, or the simulated one, where tests/unit/cuda runs them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lmcache.cuda.driver import Device, Stream
+from lmcache.cuda.errors import CudaUnavailableError
+from testing.cuda import Node
+
+
+@pytest.fixture(scope="session")
+def device():
+    try:
+        return Device.visible()[0]
+    except CudaUnavailableError as error:
+        pytest.skip(f"no GPU here ({error})")
+
+
+@pytest.fixture
+def context(device):
+    context = device.primary_context()
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def stream(context):
+    stream = Stream(context)
+    yield stream
+    stream.close()
+
+
+@pytest.fixture
+def simulated(device):
+    """The simulated node; what needs one is skipped on a real GPU."""
+    if "CUDASIM_NODE" not in os.environ:
+        pytest.skip("this is no simulated driver")
+    node = Node(Path(os.environ["CUDASIM_NODE"]))
+    yield node
+    node.order("")

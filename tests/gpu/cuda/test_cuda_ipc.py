@@ -1,0 +1,77 @@
+"""Device memory of another process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lmcache.cuda import ipc
+from lmcache.cuda.errors import CudaError
+from tests.harness import cuda_peers
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 4 << 20
+DATA = os.urandom(SIZE)
+
+
+def test_another_process_reads_what_was_exported(context):
+    address = cuda_peers.allocate(context, DATA)
+    exported = ipc.export(context, address + 4096)
+    assert (exported.base, exported.offset, len(exported.handle)) == (address, 4096, 64)
+    with cuda_peers.peer() as peer:
+        peer.call(cuda_peers.open_context)
+        assert peer.call(cuda_peers.read, exported.handle, exported.offset, 1000) == DATA[4096:5096]
+    context.call("cuMemFree", address)
+
+
+def test_a_handle_is_of_the_whole_allocation_and_its_size_is_the_drivers_word(context):
+    with cuda_peers.peer() as peer:
+        peer.call(cuda_peers.open_context)
+        exported = peer.call(cuda_peers.export_content, DATA, 12345)
+        mappings = ipc.Mappings(context)
+        mapping = mappings.open(exported.handle)
+        assert (mapping.num_bytes, exported.num_bytes) == (SIZE, SIZE)
+        assert cuda_peers.content(context, mapping.base, SIZE) == DATA
+        again = mappings.open(exported.handle)
+        assert again is mapping
+        again.close()
+        assert cuda_peers.content(context, mapping.base, 10) == DATA[:10]
+        mapping.close()
+        assert not len(mappings)
+        with pytest.raises(CudaError):
+            context.call("cuMemGetAddressRange", mapping.base)
+
+
+def test_the_process_that_exported_it_can_not_open_it(context):
+    address = cuda_peers.allocate(context, DATA)
+    with pytest.raises(CudaError) as error:
+        ipc.Mappings(context).open(ipc.export(context, address).handle)
+    assert error.value.code == CudaError.SAME_PID
+    assert not error.value.is_sticky
+    context.call("cuMemFree", address)
+
+
+@pytest.mark.parametrize("length", [0, 63, 65])
+def test_what_has_another_length_is_no_handle(context, length):
+    with pytest.raises(ValueError, match="64 bytes"):
+        ipc.Mappings(context).open(bytes(length))
+
+
+def test_a_handle_of_freed_memory_is_refused(context):
+    with cuda_peers.peer() as peer:
+        peer.call(cuda_peers.open_context)
+        exported = peer.call(cuda_peers.export_content, DATA)
+        peer.call(cuda_peers.free)
+        with pytest.raises(CudaError) as error:
+            ipc.Mappings(context).open(exported.handle)
+    assert not error.value.is_sticky
+
+
+def test_a_mapping_outlives_its_owner(context):
+    with cuda_peers.peer() as peer:
+        peer.call(cuda_peers.open_context)
+        mapping = ipc.Mappings(context).open(peer.call(cuda_peers.export_content, DATA).handle)
+    assert cuda_peers.content(context, mapping.base, SIZE) == DATA
+    mapping.close()

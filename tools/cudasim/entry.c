@@ -1,0 +1,44 @@
+/* Names of errors, and how a program finds the entry points. */
+#include "sim.h"
+#include <dlfcn.h>
+#include <stdio.h>
+
+API CUresult cuGetErrorName(CUresult error, const char **name) {
+    static const struct { CUresult error; const char *name; } NAMES[] = {
+        {OK, "CUDA_SUCCESS"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+        {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"}, {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"},
+        {DEVICE_UNAVAILABLE, "CUDA_ERROR_DEVICE_UNAVAILABLE"}, {NO_DEVICE, "CUDA_ERROR_NO_DEVICE"},
+        {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"}, {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
+        {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"}, {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
+        {NOT_READY, "CUDA_ERROR_NOT_READY"}, {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+        {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+        {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+        {719, "CUDA_ERROR_LAUNCH_FAILED"}, {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+    };
+    for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++)
+        if (NAMES[i].error == error) return *name = NAMES[i].name, OK;
+    return *name = NULL, INVALID_VALUE;
+}
+
+API CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetErrorName(error, text); }
+
+/* A newer form of a function is told by its suffix. `version` is the newest CUDA that the caller knows. */
+API CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
+    (void)flags;
+    static void *self;
+    static const int BATCHES_SINCE = 12080, NEW_BATCHES_SINCE = 13000;
+    const char *suffixes[] = {"_v2", ""};
+    int driver = atoi(setting("CUDASIM_DRIVER_VERSION", "13000")), is_batch = !strcmp(name, "cuMemcpyBatchAsync");
+    Dl_info info;
+    if (!self && dladdr((void *)cuGetErrorName, &info)) self = dlopen(info.dli_fname, RTLD_NOW);
+    if (version > driver) version = driver;
+    *function = NULL;
+    for (int i = is_batch && version < NEW_BATCHES_SINCE; i < 2 && !*function; i++) {
+        char symbol[128];
+        snprintf(symbol, sizeof symbol, "%s%s", name, suffixes[i]);
+        *function = dlsym(self, symbol);
+    }
+    if (is_batch && version < BATCHES_SINCE) *function = NULL;
+    if (status) *status = *function ? 0 : 1;
+    return *function ? OK : NOT_FOUND;
+}
