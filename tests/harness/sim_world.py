@@ -72,10 +72,10 @@ class Gate:
 
 
 class SimWorld:
-    """See the module. ``load_gate`` and ``store_gate`` are those of all engines."""
+    """See the module. ``load_gate`` and ``store_gate`` are those of all engines, ``settings`` are typical."""
 
-    def __init__(self, sidecar: SidecarProcess) -> None:
-        self.sidecar = sidecar
+    def __init__(self, sidecar: SidecarProcess, settings: SimSettings = SimSettings()) -> None:  # noqa: B008
+        self.sidecar, self.settings = sidecar, settings
         self.load_gate, self.store_gate = Gate(), Gate()
         self._engines: list[SimEngine] = []
         self._auditors: dict[SimSettings, SimEngine] = {}
