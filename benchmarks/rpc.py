@@ -130,7 +130,7 @@ def echo(engine: EngineClients, names: bytes) -> Iterator[Callable[[], object]]:
         epoch=engine.scheduler.epoch, client_uuid=bytes(16), request_id="request", hint=True,
         groups=[pb.GroupKeys(group=0, keys=names)],
     )  # fmt: skip
-    reply = pb.LookupReply(groups=[pb.GroupResult(num_resident=NUM_KEYS)])
+    reply = pb.LookupReply(num_resident=NUM_KEYS)
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         socket = str(Path(folder) / "echo.sock")
@@ -154,7 +154,7 @@ def ways(engine: EngineClients, names: bytes) -> dict[str, Callable[[], object]]
 
     def lease() -> None:
         request = f"lease-{next(numbers)}"
-        if engine.scheduler.lookup(request, [(0, names)])[0].num_leased != NUM_KEYS:
+        if engine.scheduler.lookup(request, [(0, names)]).num_leased != NUM_KEYS:
             raise RuntimeError("not all rows were leased")
         engine.scheduler.release([request])
 
@@ -178,7 +178,7 @@ def run() -> Report:
             lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["capacity_rows"] > 0
         )
         engine.fill(names)
-        (held,) = engine.scheduler.lookup("held", [(0, names)])  # or they would be evicted under load
+        held = engine.scheduler.lookup("held", [(0, names)])  # or they would be evicted under load
         assert held.num_leased == NUM_KEYS, held
         idle: Seconds = {}
         with echo(engine, names) as bare:

@@ -119,7 +119,9 @@ class Attachment:
         num_rows, table = attached.num_rows, attached.table_offset
         column = None
         if self._hello.role == pb.ROLE_WORKER:
-            column = MappedColumn(path, table, attached.column_offset, attached.slot_bytes, num_rows)
+            column = MappedColumn(
+                path, table, attached.column_offset, attached.slot_bytes, num_rows, attached.slots_per_frame
+            )
         first_table = table - self._hello.column * num_rows * ENTRY_BYTES  # the index speaks of column 0
         index = MappedIndex(path, first_table, num_rows, attached.index_offset, attached.index_buckets)
         with self._changed:

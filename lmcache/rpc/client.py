@@ -6,7 +6,7 @@
     client.start()                      # returns at once; attaches and re-attaches in the background
     session = client.session            # None while detached
     if session is not None:
-        [found] = session.lookup("request-1", [(0, row_keys)])
+        found = session.lookup("request-1", [(0, row_keys)])
 
 Nothing here blocks longer than its deadline, and every failure is a ``SidecarError``.
 """

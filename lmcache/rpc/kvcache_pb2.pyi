@@ -165,7 +165,7 @@ class LayerPages(_message.Message):
     def __init__(self, allocation: _Optional[int] = ..., offset: _Optional[int] = ..., page_bytes: _Optional[int] = ..., block_stride: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only")
+    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only", "slots_per_frame")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +180,7 @@ class Attached(_message.Message):
     INDEX_OFFSET_FIELD_NUMBER: _ClassVar[int]
     INDEX_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_PER_FRAME_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     epoch: int
@@ -194,7 +195,8 @@ class Attached(_message.Message):
     index_offset: int
     index_buckets: int
     memory_only: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ...) -> None: ...
+    slots_per_frame: int
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ..., slots_per_frame: _Optional[int] = ...) -> None: ...
 
 class Extents(_message.Message):
     __slots__ = ("ready_rows",)
@@ -243,12 +245,6 @@ class GroupKeys(_message.Message):
     def __init__(self, group: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("groups",)
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    groups: _containers.RepeatedCompositeFieldContainer[GroupResult]
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupResult, _Mapping]]] = ...) -> None: ...
-
-class GroupResult(_message.Message):
     __slots__ = ("num_resident", "num_leased", "num_pending", "probing")
     NUM_RESIDENT_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASED_FIELD_NUMBER: _ClassVar[int]

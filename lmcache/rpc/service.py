@@ -33,6 +33,10 @@ MAX_KEYS_PER_CALL = 256
 """Handlers take time in proportion to their keys (a Reserve of so many about 4 ms) while all others wait: who
 has more makes several calls."""
 
+MAX_KEYS_PER_LOOKUP = 4096
+"""Of all groups together: whether a window's rows are there depends on where the hit ends, so a Lookup is not
+cut into several. They take about 1 ms; what is beyond is not looked up."""
+
 MAX_REQUEST_ID_BYTES = 256
 
 REASON_METADATA = "lmcache-reason"

@@ -156,6 +156,18 @@ class Session:
         """
         return self._column.slots if self._column is not None else None
 
+    def view(self, row: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """The first ``num_bytes`` of this worker's column of a row, flat; ``chunk_bytes`` of its group.
+
+        Raises StaleSessionError for a row that this arena can't have: it is from an older session.
+        """
+        if self._column is None:
+            raise SidecarUnavailableError("only a worker maps rows: this client attached as the scheduler")
+        try:
+            return self._column.view(row, num_bytes)
+        except IndexError as error:
+            raise StaleSessionError(str(error)) from error
+
     def lookup(
         self,
         request_id: str,
@@ -165,36 +177,27 @@ class Session:
         prefill_tokens_per_second: float = 0.0,
         hint: bool = False,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
-    ) -> list[LookupResult]:
-        """Lease the leading chunks that are in memory: one answer per (group, row keys). A ``hint`` leases
-        nothing: it only says what is where, and has lower tiers bring theirs.
+    ) -> LookupResult:
+        """Lease the rows in memory that a hit of all these chunks needs: row keys of the same chunks in every
+        group (those that store something). A ``hint`` leases nothing: it only says what is there, and has
+        lower tiers bring theirs. Of very many keys only the first ``MAX_KEYS_PER_LOOKUP`` are looked up.
 
         Repeating it with the same id extends the lease. Release the id in the end, also after an error: a
         call whose answer was lost may have leased.
         """
         if not hint:
             self._pending_releases.discard(bounded(request_id))  # or a late release would end this lease
-        results = [LookupResult()] * len(group_keys)
-        num_keys = max((len(keys) // ROW_KEY_BYTES for _, keys in group_keys), default=0)
-        step = service.MAX_KEYS_PER_CALL // max(1, len(group_keys))
-        for first in range(0, max(1, num_keys), step):
-            part = slice(first * ROW_KEY_BYTES, (first + step) * ROW_KEY_BYTES)
-            reply = self._call(
-                service.LOOKUP,
-                timeout,
-                request_id=bounded(request_id),
-                groups=[pb.GroupKeys(group=group, keys=keys[part]) for group, keys in group_keys],
-                tenant=tenant,
-                prefill_tokens_per_second=prefill_tokens_per_second,
-                hint=hint,
-            )
-            results = [
-                _joined(known, found) if known.num_expected == first else known
-                for known, found in zip(results, reply.groups, strict=True)
-            ]
-            if all(result.num_expected < first + step for result in results):
-                break
-        return results
+        part = slice(service.MAX_KEYS_PER_LOOKUP // max(1, len(group_keys)) * ROW_KEY_BYTES)
+        reply = self._call(
+            service.LOOKUP,
+            timeout,
+            request_id=bounded(request_id),
+            groups=[pb.GroupKeys(group=group, keys=keys[part]) for group, keys in group_keys],
+            tenant=tenant,
+            prefill_tokens_per_second=prefill_tokens_per_second,
+            hint=hint,
+        )
+        return LookupResult(reply.num_resident, reply.num_leased, reply.num_pending, reply.probing)
 
     def reserve(
         self,
@@ -325,17 +328,6 @@ def _group_copies(group: int, copies: Sequence[BlockCopy]) -> pb.GroupCopies:
     blocks = np.array([copy.blocks for copy in copies], "<u4")
     return pb.GroupCopies(
         group=group, slots=service.pack_slots(copy.slot for copy in copies), blocks=blocks.tobytes()
-    )
-
-
-def _joined(known: LookupResult, found: pb.GroupResult) -> LookupResult:
-    """Append the answer about the keys that follow; what comes after a gap does not count."""
-    is_resident = not known.num_pending
-    return LookupResult(
-        known.num_resident + (found.num_resident if is_resident else 0),
-        known.num_leased + (found.num_leased if known.num_leased == known.num_resident else 0),
-        known.num_pending + found.num_pending + (0 if is_resident else found.num_resident),
-        found.probing,
     )
 
 

@@ -78,6 +78,7 @@ class Sessions:
             table_offset=arena.table_offset(column),
             column_offset=arena.column_offset(column),
             slot_bytes=client.peer.geometry.slot_bytes,
+            slots_per_frame=client.peer.geometry.slots_per_frame,
             num_rows=arena.num_rows,
             ready_rows=arena.ready_rows,
             index_offset=index_offset,
@@ -92,19 +93,23 @@ class Sessions:
         client = self.clients.caller(request)
         groups = validation.parse_lookup(request, client.peer)
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
-        reply = pb.LookupReply()
-        for group, keys in groups:
-            num_resident, num_leased, num_pending, is_probing = self._present_store.lookup(
+        found = [
+            self._present_store.lookup(
                 (client.peer.engine, request.request_id),
                 keys,
                 length=client.peer.chunk_bytes[group],
                 row_seconds=client.chunk_seconds / len(groups),
                 is_hint=request.hint,
             )
-            reply.groups.add(
-                num_resident=num_resident, num_leased=num_leased, num_pending=num_pending, probing=is_probing
-            )
-        return reply
+            for group, keys in groups
+        ]
+        num_resident = min(result.num_resident for result in found)
+        return pb.LookupReply(
+            num_resident=num_resident,
+            num_leased=min(result.num_leased for result in found),
+            num_pending=min(result.num_expected for result in found) - num_resident,
+            probing=any(result.is_probing for result in found),
+        )
 
     def reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
         """Give out slots of the client's column."""
@@ -168,9 +173,8 @@ class Sessions:
             num_clients = len(self.clients.by_uuid) or len(self.clients.previous)
             if present is not None and num_clients:
                 raise precondition(
-                    f"the arena has slots of {present.slot_bytes} bytes in {present.num_columns} columns for"
-                    f" {num_clients} live clients, this one needs {geometry.slot_bytes} in"
-                    f" {geometry.num_columns}: stop those engines, or give this one a sidecar of its own"
+                    f"the arena has {present} for {num_clients} live clients, this one needs {geometry}: stop"
+                    " those engines, or give this one a sidecar of its own"
                 )
             try:
                 self.arena.check(geometry)

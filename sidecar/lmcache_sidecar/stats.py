@@ -161,10 +161,10 @@ ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("ready_bytes", "Bytes of these rows", lambda arena: arena.ready_rows * _row_bytes(arena)),
 )
 MEMORY: tuple[Figure[MemoryTier], ...] = (
-    Figure("usable_rows", "Rows that may be given out or leased", lambda memory: memory.usable_rows),
+    Figure("usable_rows", "Rows that may be given out or leased", lambda memory: memory.usable_slots),
     Figure("used_rows", "Rows in use", lambda memory: memory.num_used),
     Figure("used_bytes", "Bytes of these rows",
-        lambda memory: memory.num_used * _row_bytes(memory.arena)),
+        lambda memory: memory.used_bytes),
     Figure("leased_rows", "Rows under a lease", lambda memory: memory.num_leased),
     Figure("quarantined_slots", "Slots whose reuse is not proven safe",
         lambda memory: memory.num_quarantined),

@@ -62,7 +62,7 @@ def store(session: Session, *numbers: int) -> None:
 def load(scheduler: Session, worker: Session, request_id: str, *numbers: int) -> list[np.ndarray]:
     """Lease, copy, check, release."""
     keys = make_keys(*numbers)
-    [found] = scheduler.lookup(request_id, [(0, keys)])
+    found = scheduler.lookup(request_id, [(0, keys)])
     slots = slots_of(scheduler, keys)[: found.num_leased]
     with worker.copying():
         copies = [worker.slots[slot.row, :CHUNK_BYTES].copy() for slot in slots]

@@ -12,7 +12,7 @@ import numpy as np
 from lmcache.rpc.errors import SidecarUnavailableError
 from lmcache.rpc.session import LookupResult
 from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Found, Reservation, Reserved, Slot
+from lmcache.tiers.memory.contracts import Found, Located, Reservation, Reserved, Slot
 from tests.harness.wire import NAMESPACE
 
 
@@ -55,6 +55,18 @@ class SessionDouble:
         rows, generations = [slot.row for slot in slots], [slot.generation for slot in slots]
         return Found(np.array(rows, np.int64), np.array(generations, np.uint64))
 
+    def find_each(self, row_keys: Any) -> Located:
+        """As ``MappedIndex`` does."""
+        slots = [self.rows.get(key) for key in _split(row_keys.tobytes())]
+        there = [slot if slot in self.committed else None for slot in slots]
+        rows = np.array([slot.row if slot else 0 for slot in there], np.int64)
+        generations = np.array([slot.generation if slot else 0 for slot in there], np.uint64)
+        return Located(np.array([slot is not None for slot in there], np.bool_), rows, generations)
+
+    def view(self, row: int, num_bytes: int) -> Any:
+        """As ``Session`` does, with a row of one slot each."""
+        return self.slots[row][:num_bytes]
+
     def lookup(
         self,
         request_id: str,
@@ -62,14 +74,14 @@ class SessionDouble:
         *,
         hint: bool = False,
         **_: Any,
-    ) -> list[LookupResult]:
+    ) -> LookupResult:
         self.before_lookup()
         self._check_up()
-        found = [len(self._leading(_split(keys))) for _, keys in group_keys]
+        number = min(len(self._leading(_split(keys))) for _, keys in group_keys)
         self.num_hints += hint
         if not hint:
             self.leased.add(request_id)
-        return [LookupResult(number, 0 if hint else number, self.num_pending) for number in found]
+        return LookupResult(number, 0 if hint else number, self.num_pending)
 
     def _leading(self, keys: Iterable[bytes]) -> list[Slot]:
         slots = itertools.takewhile(lambda slot: slot in self.committed, map(self.rows.get, keys))

@@ -140,12 +140,11 @@ class World:
             pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys)
         )
 
-    def lookup(self, client: Client, request_id: str, *numbers: int) -> pb.GroupResult:
+    def lookup(self, client: Client, request_id: str, *numbers: int) -> pb.LookupReply:
         keys = b"".join(bytes([number]) * 64 for number in numbers)
         request = pb.LookupRequest(epoch=client.epoch, client_uuid=client.peer.uuid, request_id=request_id)
         request.groups.add(group=0, keys=keys)
-        (found,) = self.sessions.lookup(request).groups
-        return found
+        return self.sessions.lookup(request)
 
     def commit(self, client: Client, slots: bytes) -> None:
         self.sessions.commit(pb.CommitRequest(epoch=client.epoch, client_uuid=client.peer.uuid, slots=slots))

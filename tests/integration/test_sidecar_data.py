@@ -36,9 +36,9 @@ def test_a_row_is_visible_when_all_ranks_committed(sidecar, connect):
     ranks = [attached(connect(num_columns=2, column=column)) for column in range(2)]
     usable(sidecar)
     store(ranks[0], 1)
-    assert scheduler.lookup("r", [(0, make_keys(1))])[0].num_resident == 0
+    assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
     store(ranks[1], 1)
-    assert scheduler.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
+    assert scheduler.lookup("r", [(0, make_keys(1))]).num_leased == 1
     (slot,) = slots_of(scheduler, make_keys(1))
     assert [slots_of(rank, make_keys(1)) for rank in ranks] == [[slot]] * 2
     for rank in ranks:
@@ -53,13 +53,13 @@ def test_more_keys_than_one_call_takes_are_sent_in_several(sidecar, connect):
     with worker.copying():
         reserved = worker.reserve(0, keys)
         worker.commit([reservation.slot for reservation in reserved])
-    (found,) = scheduler.lookup("r", [(0, keys + make_keys(10**6))])
+    found = scheduler.lookup("r", [(0, keys + make_keys(10**6))])
     assert found.num_resident == found.num_leased == len(reserved)
     assert slots_of(scheduler, keys) == [reservation.slot for reservation in reserved]
     reserved = worker.reserve(0, make_keys(*range(10**6, 10**6 + service.MAX_KEYS_PER_CALL + 1)))
     with worker.copying():
         worker.abort([reservation.slot for reservation in reserved])
-    assert scheduler.lookup("other", [(0, make_keys(10**6))], hint=True)[0].num_pending == 0
+    assert scheduler.lookup("other", [(0, make_keys(10**6))], hint=True).num_pending == 0
 
 
 def test_a_scheduler_reads_what_is_in_memory_without_a_call(sidecar, connect):
@@ -79,8 +79,8 @@ def test_what_a_reset_engine_stores_is_of_no_namespace_that_others_ask(sidecar, 
     (reserved,) = worker.reserve(0, make_keys(1, namespace=b"r" * 32))
     with worker.copying():
         worker.commit([reserved.slot])
-    assert scheduler.lookup("r", [(0, make_keys(1))])[0].num_resident == 0
-    assert scheduler.lookup("r", [(0, make_keys(1, namespace=b"r" * 32))])[0].num_resident == 1
+    assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
+    assert scheduler.lookup("r", [(0, make_keys(1, namespace=b"r" * 32))]).num_resident == 1
 
 
 def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connect):
@@ -97,7 +97,7 @@ def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connec
         put("long", first, first + 8)
     sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)  # what is read can't be evicted
     put("other", 100, 100 + num_rows - 32 + 5)  # five more than are free
-    assert session.lookup("r", [(0, make_keys(*range(32)))])[0].num_resident == 32 - 5
+    assert session.lookup("r", [(0, make_keys(*range(32)))]).num_resident == 32 - 5
 
 
 def test_releases_that_did_not_arrive_are_sent_after_the_next_attach(sidecar, connect):
@@ -105,7 +105,7 @@ def test_releases_that_did_not_arrive_are_sent_after_the_next_attach(sidecar, co
     usable(sidecar)
     store(worker, 1)
     old = attached(scheduler)
-    assert old.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
+    assert old.lookup("r", [(0, make_keys(1))]).num_leased == 1
     scheduler._attachment.cancel()
     wait_until(lambda: old.is_over)
     with pytest.raises(StaleSessionError):
@@ -120,7 +120,7 @@ def test_any_request_id_can_be_leased_and_released(sidecar, connect, request_id)
     usable(sidecar)
     store(session, 1)
     for name in (request_id, "another"):
-        assert session.lookup(name, [(0, make_keys(1))])[0].num_leased == 1
+        assert session.lookup(name, [(0, make_keys(1))]).num_leased == 1
     session.release([request_id, "another"])
     assert sidecar.stats()["memory"]["leased_rows"] == 0
 
@@ -146,7 +146,7 @@ def test_a_killed_worker_leaves_nothing_visible_and_its_slots_come_back_only_aft
         victim.kill()
         killed = time.monotonic()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 3)
-    assert scheduler.lookup("r", [(0, make_keys(1, 2, 3))])[0].num_resident == 0
+    assert scheduler.lookup("r", [(0, make_keys(1, 2, 3))]).num_resident == 0
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
     assert time.monotonic() - killed >= 2.0
     assert sidecar.stats()["memory"]["used_rows"] == 0
@@ -209,9 +209,9 @@ def test_leases_of_a_dead_engine_end(sidecar, connect):
         other.attach()
         sidecar.wait_until(
             lambda stats: (
-                other.call(LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=make_keys(1))])
-                .groups[0]
-                .num_leased
+                other.call(
+                    LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=make_keys(1))]
+                ).num_leased
             )
         )
         other.break_stream()

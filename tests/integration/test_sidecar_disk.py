@@ -20,7 +20,7 @@ def forget_memory(sidecar: SidecarProcess) -> None:
 
 
 def brought(session: Session, *numbers: int) -> None:
-    wait_until(lambda: session.lookup("r", [(0, make_keys(*numbers))])[0].num_leased == len(numbers))
+    wait_until(lambda: session.lookup("r", [(0, make_keys(*numbers))]).num_leased == len(numbers))
     assert_stored(load(session, session, "r", *numbers), *numbers)
 
 
@@ -69,7 +69,7 @@ def test_what_is_found_after_sigkill_is_right(tmp_path):
             brought(session, *range(10))
             session.lookup("more", [(0, make_keys(*range(10, 60)))])
             sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
-            wait_until(lambda: not session.lookup("more", [(0, make_keys(*range(10, 60)))])[0].is_probing)
+            wait_until(lambda: not session.lookup("more", [(0, make_keys(*range(10, 60)))]).is_probing)
             for slot, number in zip(
                 slots_of(session, make_keys(*range(10, 60))), range(10, 60), strict=False
             ):
@@ -91,7 +91,7 @@ def test_a_disk_that_can_not_be_used_is_off_and_the_sidecar_is_not(tmp_path, rea
         assert 'lmcache_tier_reachable{tier="disk"} 0.0' in sidecar.get("/metrics")
         with session_of(sidecar) as session:
             store(session, 1)
-            assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
+            assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
 
 
 def test_on_reuse_only_what_was_hit_is_written(tmp_path):

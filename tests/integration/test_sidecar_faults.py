@@ -86,7 +86,7 @@ def test_a_frozen_sidecar_costs_a_deadline_and_recovers(sidecar, connect):
     wait_until(lambda: "did not answer within 2 s: is it frozen?" in late.detached_reason)
     assert late.session is None
     sidecar.thaw()
-    assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
+    assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
     attached(late)
     late.close()
 
@@ -108,7 +108,7 @@ def test_leases_whose_release_was_not_answered_end_with_the_next_one(sidecar, co
     session = attached(connect())
     usable(sidecar)
     store(session, 1)
-    assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
+    assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
     sidecar.freeze()
     with pytest.raises(SidecarUnavailableError):
         session.release(["r"], timeout=0.1)

@@ -34,9 +34,9 @@ BAD_CALLS = [
     ),
     (
         LOOKUP,
-        {"request_id": "r", "groups": [pb.GroupKeys(keys=b"k" * 257 * 64)]},
+        {"request_id": "r", "groups": [pb.GroupKeys(keys=b"k" * 4097 * 64)]},
         INVALID,
-        f"at most {service.MAX_KEYS_PER_CALL} keys",
+        f"at most {service.MAX_KEYS_PER_LOOKUP} keys",
     ),
     (LOOKUP, {"request_id": "r", "groups": ONE_GROUP, "tenant": b"t" * 513}, INVALID, "tenant has 513 bytes"),
     (RESERVE, {"keys": make_keys(9), "tenant": b"t" * 513}, INVALID, "tenant has 513 bytes"),
@@ -239,7 +239,7 @@ def test_another_geometry_waits_for_the_last_engine_to_be_gone(sidecar, connect)
     assert session.slots.shape[1] == 200_704
     usable(sidecar)
     store(session, 1)
-    assert sidecar.stats()["geometry"] == {"slot_bytes": 200_704, "num_columns": 1}
+    assert sidecar.stats()["geometry"] == {"slot_bytes": 200_704, "num_columns": 1, "slots_per_frame": 1}
 
 
 def test_a_chunk_larger_than_the_arena_is_refused_and_the_sidecar_lives(sidecar, connect):

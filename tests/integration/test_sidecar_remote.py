@@ -27,7 +27,7 @@ def test_sigterm_writes_through_what_is_queued():
         sidecar.arena_path.unlink()
         sidecar.start()
         with session_of(sidecar) as session:
-            wait_until(lambda: session.lookup("r", [(0, make_keys(*range(20)))])[0].num_leased == 20)
+            wait_until(lambda: session.lookup("r", [(0, make_keys(*range(20)))]).num_leased == 20)
             assert_stored(load(session, session, "r", *range(20)), *range(20))
 
 
@@ -63,7 +63,7 @@ def test_an_unreachable_remote_tier_is_no_mistake():
         with session_of(sidecar) as session:
             store(session, 1)
             sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-            assert session.lookup("r", [(0, make_keys(1))])[0].num_leased == 1
+            assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
 
 
 @pytest.mark.redis

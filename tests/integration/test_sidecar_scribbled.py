@@ -43,9 +43,9 @@ def entries_of(path) -> np.memmap:
 
 def offered(session) -> int:
     """Leading rows that are there once all that was asked for has been compared with its seal."""
-    (found,) = session.lookup("offered", [(0, make_keys(*range(NUM_ROWS)))])
+    found = session.lookup("offered", [(0, make_keys(*range(NUM_ROWS)))])
     while found.num_pending:
-        (found,) = session.lookup("offered", [(0, make_keys(*range(NUM_ROWS)))])
+        found = session.lookup("offered", [(0, make_keys(*range(NUM_ROWS)))])
     session.release(["offered"])
     return found.num_resident
 

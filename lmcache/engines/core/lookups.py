@@ -191,9 +191,9 @@ class LookupThread:
     def _lookup(
         self, session: Session, ticket: Ticket, num_chunks: int | None = None, *, is_hint: bool = False
     ) -> LookupResult:
-        """Ask for the first chunks of all groups; of the answers the one that has least of them."""
+        """Ask for the first chunks in all groups together."""
         keys = [b"".join(part[:num_chunks]) for part in ticket.keys or ()]
-        found = session.lookup(
+        return session.lookup(
             ticket.request_id,
             list(zip(self._groups, keys, strict=True)),
             tenant=ticket.tenant,
@@ -201,7 +201,6 @@ class LookupThread:
             hint=is_hint,
             timeout=self._call_seconds,
         )
-        return min(found, key=lambda result: result.num_expected)
 
     def _release(self, ticket: Ticket) -> None:
         if not ticket.may_be_leased:

@@ -29,14 +29,16 @@ that nobody touches is never taken. With one slot per frame, row and slot are th
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from functools import lru_cache
 
-from lmcache.units import ceil_div
+from lmcache.units import ceil_div, round_up
 
 SLOTS_PER_FRAME = 16
 """Slots of a full chunk in an arena whose rows take several."""
 
 _LEAF_BITS = 1024
+_PACKED_ROWS = 4  # of each size, when sizes of slots are compared
 
 
 class FrameSet:
@@ -73,7 +75,7 @@ class FrameSet:
 
 
 class FrameAllocator:
-    """Free slots of ``num_slots``; the last frame may be short. ``slots_per_frame``: a power of two <= 16."""
+    """Free slots of ``num_slots``; the last frame may be short. ``slots_per_frame``: at most 16."""
 
     def __init__(self, num_slots: int, slots_per_frame: int = 1) -> None:
         self.num_slots = num_slots
@@ -109,9 +111,14 @@ class FrameAllocator:
                 return offset * self.num_frames + frame
         return None
 
-    def allocate_at(self, row: int) -> None:
-        """Take the row of one slot that has this number and is free."""
-        self._occupy(row % self.num_frames, row // self.num_frames, 1)
+    def allocate_at(self, row: int, num_slots: int) -> bool:
+        """Take the row that has this number. False: one of its slots is not free, or there are fewer."""
+        frame, offset = row % self.num_frames, row // self.num_frames
+        slots = _bits(offset, num_slots)
+        is_free = slots & self._free[frame] == slots
+        if is_free:
+            self._occupy(frame, offset, num_slots)
+        return is_free
 
     def free(self, row: int) -> None:
         """Give a row back."""
@@ -124,11 +131,13 @@ class FrameAllocator:
 
     def size(self, row: int) -> int:
         """Slots of a row."""
+        if self.slots_per_frame == 1:
+            return 1
         return _lowest_bit(self._last[row % self.num_frames] >> row // self.num_frames) + 1
 
     def first_slot(self, row: int) -> int:
         """Return where the row begins."""
-        return row % self.num_frames * self.slots_per_frame + row // self.num_frames
+        return first_slot(row, self.num_frames, self.slots_per_frame)
 
     def rows_in(self, frame: int) -> list[int]:
         """Rows of one frame."""
@@ -170,6 +179,39 @@ class FrameAllocator:
             self._frames[before].remove(frame)
         if after and before != after:
             self._frames[after].add(frame)
+
+
+def first_slot(row: int, num_frames: int, slots_per_frame: int) -> int:
+    """Return the slot at which the row of this number begins."""
+    return row % num_frames * slots_per_frame + row // num_frames
+
+
+def best_slots_per_frame(row_sizes: Sequence[int], unit: int) -> tuple[int, int]:
+    """Return how many slots of which size (a multiple of ``unit``) make a frame, so that rows of these sizes,
+    as many of each, take the least memory; a frame holds the largest. All in bytes."""
+    largest = max(row_sizes)
+    best_bytes, best = 0, (1, round_up(largest, unit))
+    for slots_per_frame in range(1, SLOTS_PER_FRAME + 1):
+        slot_bytes = round_up(ceil_div(largest, slots_per_frame), unit)
+        sizes = [ceil_div(size, slot_bytes) for size in row_sizes] * _PACKED_ROWS
+        num_bytes = _num_frames(sizes, slots_per_frame) * slots_per_frame * slot_bytes
+        if num_bytes < best_bytes or not best_bytes:
+            best_bytes, best = num_bytes, (slots_per_frame, slot_bytes)
+    return best
+
+
+def _num_frames(sizes: Sequence[int], slots_per_frame: int) -> int:
+    """Frames for rows of so many slots: the largest first, each where it fits tightest."""
+    num_frames = 0
+    rests = [0] * (slots_per_frame + 1)  # frames by the slots that are left of them
+    for size in sorted(sizes, reverse=True):
+        room = next((room for room in range(size, slots_per_frame + 1) if rests[room]), 0)
+        if room:
+            rests[room] -= 1
+        else:
+            num_frames, room = num_frames + 1, slots_per_frame
+        rests[room - size] += 1
+    return num_frames
 
 
 def _bits(offset: int, count: int) -> int:

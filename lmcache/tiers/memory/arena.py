@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.allocator import first_slot
 from lmcache.tiers.memory.capacity import check_capacity
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.kernel_pages import (
@@ -83,7 +84,7 @@ class ArenaFile:
         if numa_node is not None:
             check_node(numa_node)
         self.path = Path(path)
-        self.num_rows = 0  # when all extents are ready; 0 until formatted
+        self.num_rows = 0  # slots of a column when all extents are ready; 0 until formatted
         self.growth_error: str | None = (
             None  # why growing stopped below capacity; None while nothing is wrong
         )
@@ -93,8 +94,8 @@ class ArenaFile:
         # protected by _changed
         self._layout = ArenaLayout.unformatted(self.size_bytes)
         self._target_bytes = self.size_bytes
-        self._grown = 0  # rows of the layout that are populated
-        self._filled = 0  # rows that may take memory
+        self._grown = 0  # slots of the layout that are populated
+        self._filled = 0  # slots that may take memory
         self._closing = False
         self._thread: threading.Thread | None = None
         try:
@@ -114,7 +115,7 @@ class ArenaFile:
 
     @property
     def ready_rows(self) -> int:
-        """Rows below this number are populated."""
+        """Slots below this number are populated: whole frames."""
         return self._grown if self.num_rows else 0
 
     def start(self, on_growth: Callable[[], None]) -> None:
@@ -146,7 +147,7 @@ class ArenaFile:
         self._write_head(geometry, first_generation)
 
     def rows_within(self, target_bytes: int) -> int:
-        """Rows of the whole extents that fit into ``target_bytes`` beside head and slot table; at least one
+        """Slots of the whole extents that fit into ``target_bytes`` beside head and slot table; at least one
         extent."""
         layout, extent = self._layout, self._extent_rows
         if target_bytes >= self.size_bytes:
@@ -161,9 +162,9 @@ class ArenaFile:
         Raises ArenaError, changing nothing, when a row beyond is in use: the memory tier has to ``vacate``
         them first.
         """
-        self._formatted()
+        layout = self._formatted()
         num_rows = self.rows_within(target_bytes)
-        num_used = self.table.num_used(num_rows)
+        num_used = self.table.num_used(num_rows // layout.geometry.slots_per_frame, layout.num_frames)
         if num_used:
             raise ArenaError(f"{num_used} rows beyond {target_bytes} bytes of the arena are in use")
         with self._changed:
@@ -187,12 +188,12 @@ class ArenaFile:
         return self._formatted().slot_offset(0, column)
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
-        """The first ``length`` writable bytes of one slot; not given: all of it."""
-        layout = self._formatted()
-        if not (0 <= row < layout.num_rows and 0 <= column < layout.geometry.num_columns):
+        """The first ``length`` writable bytes of a row's column; not given: its first slot."""
+        layout, geometry = self._formatted(), self._layout.geometry
+        if not (0 <= row < layout.num_rows and 0 <= column < geometry.num_columns):
             raise IndexError(f"no slot ({row}, {column})")
-        offset = layout.slot_offset(row, column)
-        return self._data[offset : offset + (layout.geometry.slot_bytes if length is None else length)].data
+        offset = layout.slot_offset(first_slot(row, layout.num_frames, geometry.slots_per_frame), column)
+        return self._data[offset : offset + (geometry.slot_bytes if length is None else length)].data
 
     def close(self) -> None:
         """Stop populating and let go of the file; it stays for the next process."""
@@ -276,7 +277,10 @@ class ArenaFile:
 
     @property
     def _extent_rows(self) -> int:
-        return max(1, min(_MAX_EXTENT_BYTES, self.size_bytes // _EXTENTS_PER_ARENA) // self._layout.row_bytes)
+        frame_slots = self._layout.geometry.slots_per_frame
+        frame_bytes = frame_slots * self._layout.row_bytes
+        extent_bytes = min(_MAX_EXTENT_BYTES, self.size_bytes // _EXTENTS_PER_ARENA)
+        return frame_slots * max(1, extent_bytes // frame_bytes)
 
     def _take(self, layout: ArenaLayout, rows: range) -> None:
         for start, end in layout.pieces(rows):

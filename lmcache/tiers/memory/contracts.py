@@ -1,6 +1,7 @@
 """Words and contracts of the memory tier: what a slot is, who answers what, and what an arena must offer.
 
-The arena has one equal partition per column, so a **slot** is (row, column).
+The arena has one equal partition per column, cut into equal **slots**, and these into frames: a row takes as
+many consecutive slots of one frame, in every column, as its bytes need (see ``allocator``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from lmcache.tiers.memory.slots import SlotTable
 
 
 class Slot(NamedTuple):
-    """A row of the arena as it was given to somebody: the generation changes whenever the row is given
-    again."""
+    """A row of the arena as it was given to somebody, by its first slot: the generation changes whenever it
+    is given again."""
 
     row: int
     generation: int
@@ -40,12 +41,14 @@ class Reservation(NamedTuple):
 
 
 class LookupResult(NamedTuple):
-    """What a lookup found of one KV group's chain; the counts are chunks from its first one on."""
+    """What a lookup found of a request, in all its KV groups together: counts of leading chunks at whose end
+    it can resume."""
 
     num_resident: int = 0
     """In memory."""
     num_leased: int = 0
-    """In memory and under the request's lease: they stay where the index says until it ends."""
+    """In memory and under the request's lease: what is read of them stays where the index says until it
+    ends."""
     num_pending: int = 0
     """After ``num_resident``: here when all that is being brought has come."""
     is_probing: bool = False
@@ -55,6 +58,14 @@ class LookupResult(NamedTuple):
     def num_expected(self) -> int:
         """In memory, or on their way there."""
         return self.num_resident + self.num_pending
+
+
+class Located(NamedTuple):
+    """Where each of some keys is; ``rows`` and ``generations`` of those that are not there mean nothing."""
+
+    is_there: NDArray[np.bool_]
+    rows: NDArray[np.int64]
+    generations: NDArray[np.uint64]
 
 
 class Found(NamedTuple):
@@ -77,12 +88,19 @@ class Geometry:
 
     num_columns: int
 
+    slots_per_frame: int = 1
+    """Slots of the longest row, at most 16."""
+
+    def __str__(self) -> str:
+        frames = f", {self.slots_per_frame} per row at most" if self.slots_per_frame > 1 else ""
+        return f"slots of {self.slot_bytes} bytes in {self.num_columns} columns{frames}"
+
 
 class Arena(Protocol):
     """Memory for rows. ``MemoryTier`` decides what is in it; an arena only holds bytes and the slot table."""
 
     num_rows: int
-    """Rows when all extents are ready."""
+    """Slots of a column when all extents are ready, and so the most rows there can be."""
 
     first_generation: int
     """Generations of earlier formats of this arena are below this."""
@@ -100,8 +118,7 @@ class Arena(Protocol):
 
     @property
     def ready_rows(self) -> int:
-        """Rows below this number are populated and may be used."""
+        """Slots below this number are populated and may be used."""
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
-        """The first ``length`` writable bytes from a slot on (rows of several slots); not given: all of the
-        slot."""
+        """The first ``length`` writable bytes of a row's column; not given: its first slot."""

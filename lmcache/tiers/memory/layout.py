@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass
 
 from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, num_buckets
 from lmcache.tiers.memory.slots import ENTRY_BYTES
@@ -34,6 +35,7 @@ class ArenaLayout:
 
     geometry: Geometry
     num_rows: int
+    """Slots of a column: whole frames."""
     data_offset: int
     column_bytes: int
     """Distance between two columns."""
@@ -41,16 +43,18 @@ class ArenaLayout:
     @classmethod
     def plan(cls, capacity_bytes: int, geometry: Geometry) -> ArenaLayout:
         """Lay out as many rows as fit; raises ArenaError when not even one does."""
-        columns, slot_bytes = geometry.num_columns, geometry.slot_bytes
+        columns, slot_bytes, frame_slots = geometry.num_columns, geometry.slot_bytes, geometry.slots_per_frame
         if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES or columns < 1:
             raise ArenaError(f"{columns} columns of {slot_bytes}-byte slots: slots are whole pages")
+        if not 1 <= frame_slots <= SLOTS_PER_FRAME:
+            raise ArenaError(f"{frame_slots} slots per frame: there are 1 to {SLOTS_PER_FRAME}")
         align = HUGE_PAGE_BYTES if capacity_bytes >= _LARGE_ARENA_BYTES else PAGE_BYTES
         fixed = HEAD_BYTES + align * (columns + 1)
-        row_bytes = columns * (slot_bytes + ENTRY_BYTES) + BUCKET_BYTES
-        num_rows = (capacity_bytes - fixed) // row_bytes
+        frame_bytes = frame_slots * (columns * (slot_bytes + ENTRY_BYTES) + BUCKET_BYTES)
+        num_rows = (capacity_bytes - fixed) // frame_bytes * frame_slots
         if num_rows < 1:
             raise ArenaError(
-                f"an arena of {capacity_bytes} bytes holds no row: one needs {fixed + row_bytes} bytes"
+                f"an arena of {capacity_bytes} bytes holds no row: one needs {fixed + frame_bytes} bytes"
             )
         end = HEAD_BYTES + columns * num_rows * ENTRY_BYTES + num_buckets(num_rows) * BUCKET_BYTES
         return cls(geometry, num_rows, round_up(end, align), round_up(num_rows * slot_bytes, align))
@@ -62,7 +66,7 @@ class ArenaLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all columns of one row."""
+        """Bytes of all columns of a row of one slot."""
         return self.geometry.slot_bytes * self.geometry.num_columns
 
     def table_offset(self, column: int) -> int:
@@ -79,16 +83,21 @@ class ArenaLayout:
         """Buckets of the shared index."""
         return num_buckets(self.num_rows)
 
-    def pieces(self, rows: range) -> list[tuple[int, int]]:
-        """Where the slots of these rows begin and end, column by column."""
+    @property
+    def num_frames(self) -> int:
+        """Frames of a column."""
+        return self.num_rows // self.geometry.slots_per_frame
+
+    def pieces(self, slots: range) -> list[tuple[int, int]]:
+        """Where these slots begin and end, column by column."""
         return [
-            (self.slot_offset(rows.start, column), self.slot_offset(rows.stop, column))
+            (self.slot_offset(slots.start, column), self.slot_offset(slots.stop, column))
             for column in range(self.geometry.num_columns)
         ]
 
-    def slot_offset(self, row: int, column: int) -> int:
+    def slot_offset(self, slot: int, column: int) -> int:
         """Byte offset of a slot."""
-        return self.data_offset + column * self.column_bytes + row * self.geometry.slot_bytes
+        return self.data_offset + column * self.column_bytes + slot * self.geometry.slot_bytes
 
 
 @dataclass(frozen=True)
@@ -105,13 +114,13 @@ class Head:
     """None: not formatted."""
 
     _MAGIC = b"LMCarena"
-    _VERSION = 3
-    _FIELDS = struct.Struct("<8sIIQQQQ")
+    _VERSION = 4
+    _FIELDS = struct.Struct("<8sIIQQQQI")
     _CHECKSUM = struct.Struct("<I")
 
     def pack(self) -> bytes:
         """Return the head page's leading bytes."""
-        geometry = self.geometry or Geometry(0, 0)
+        geometry = self.geometry or Geometry(0, 0, 0)
         fields = self._FIELDS.pack(
             self._MAGIC,
             self._VERSION,
@@ -120,6 +129,7 @@ class Head:
             self.epoch,
             self.first_generation,
             geometry.slot_bytes,
+            geometry.slots_per_frame,
         )
         return fields + self._CHECKSUM.pack(zlib.crc32(fields))
 
@@ -127,7 +137,8 @@ class Head:
     def parse(cls, page: bytes) -> Head | None:
         """Read a head page; None when it was never written, is damaged or of another version. ArenaError: not
         an arena."""
-        magic, version, columns, capacity, epoch, generation, slot_bytes = cls._FIELDS.unpack_from(page)
+        fields = cls._FIELDS.unpack_from(page)
+        magic, version, columns, capacity, epoch, generation, slot_bytes, slots_per_frame = fields
         if not any(page):
             return None
         if magic != cls._MAGIC:
@@ -135,5 +146,5 @@ class Head:
         (checksum,) = cls._CHECKSUM.unpack_from(page, cls._FIELDS.size)
         if version != cls._VERSION or checksum != zlib.crc32(page[: cls._FIELDS.size]):
             return None
-        geometry = Geometry(slot_bytes, columns) if slot_bytes else None
+        geometry = Geometry(slot_bytes, columns, slots_per_frame) if slot_bytes else None
         return cls(capacity, epoch, generation, geometry)

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.contracts import Found, Slot
+from lmcache.tiers.memory.allocator import first_slot
+from lmcache.tiers.memory.contracts import Found, Located, Slot
 from lmcache.tiers.memory.kernel_pages import populate
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, hashes
 from lmcache.tiers.memory.slots import ENTRY, State
@@ -25,11 +26,18 @@ class MappedColumn:
     """
 
     slots: NDArray[np.uint8]
-    """[num_rows, slot_bytes]; rows that were not populated yet must not be touched."""
+    """[num_rows, slot_bytes], in the order of memory; those not populated yet must not be touched."""
 
     def __init__(
-        self, path: str | Path, table_offset: int, column_offset: int, slot_bytes: int, num_rows: int
+        self,
+        path: str | Path,
+        table_offset: int,
+        column_offset: int,
+        slot_bytes: int,
+        num_rows: int,
+        slots_per_frame: int = 1,
     ) -> None:
+        self._slots_per_frame = slots_per_frame
         end = max(table_offset + num_rows * ENTRY.itemsize, column_offset + num_rows * slot_bytes)
         self._map = _map(path, end, mmap.ACCESS_WRITE)
         data = np.frombuffer(self._map, np.uint8)
@@ -38,10 +46,19 @@ class MappedColumn:
         self._generations = table["generation"]
         self._states = table["state"]
 
-    def populate(self, first_row: int, last_row: int) -> None:
-        """Fault rows ``first_row`` .. ``last_row - 1`` into this process's page tables, without the GIL."""
-        if first_row < last_row:
-            populate(self.slots[first_row:last_row].reshape(-1))
+    def view(self, row: int, num_bytes: int) -> NDArray[np.uint8]:
+        """The first ``num_bytes`` of a row, flat. Raises IndexError when the row can't have so many."""
+        num_slots, slot_bytes = self.slots.shape
+        first = first_slot(row, num_slots // self._slots_per_frame, self._slots_per_frame)
+        room = (self._slots_per_frame - first % self._slots_per_frame) * slot_bytes
+        if not (0 <= row < num_slots and 0 <= num_bytes <= room):
+            raise IndexError(f"there is no row {row} of {num_bytes} bytes in the arena")
+        return self.slots.reshape(-1)[first * slot_bytes :][:num_bytes]
+
+    def populate(self, first: int, end: int) -> None:
+        """Fault slots ``first`` .. ``end - 1`` into this process's page tables, without the GIL."""
+        if first < end:
+            populate(self.slots[first:end].reshape(-1))
 
     def holds(self, slot: Slot) -> bool:
         """Is the slot committed under this generation now? Ask after the copy: then the copy was good."""
@@ -79,6 +96,21 @@ class MappedIndex:
 
     def find(self, keys: NDArray[np.uint64]) -> Found:
         """Find the leading ones of row keys ``[n, 8]`` (words) that are visible. 128 take about 50 us."""
+        rows, is_shown = self._candidates(keys)
+        rows = rows[: _prefix(is_shown)]
+        is_there, generations = self._check(rows, keys[: len(rows)])
+        num_found = _prefix(is_there)
+        return Found(rows[:num_found], generations[:num_found])
+
+    def find_each(self, keys: NDArray[np.uint64]) -> Located:
+        """Find each of row keys ``[n, 8]`` (words) that is visible."""
+        rows, is_shown = self._candidates(keys)
+        rows[~is_shown] = 0
+        is_there, generations = self._check(rows, keys)
+        return Located(is_shown & is_there, rows, generations)
+
+    def _candidates(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Rows that the index names, and for which of the keys it names one."""
         mixed = hashes(keys)
         home = (mixed & np.uint64(len(self._buckets) - 1)).astype(np.int64)
         after = (home + 1) & (len(self._buckets) - 1)
@@ -89,13 +121,17 @@ class MappedIndex:
         is_match = entries >> _HALF == upper[:, None]
         entry = entries[np.arange(len(keys)), is_match.argmax(axis=1)]
         rows = (entry & _LOWER).astype(np.int64) - 1
-        rows = rows[: _prefix((entry >> _HALF == upper) & (rows >= 0) & (rows < len(self._table)))]
+        return rows, (entry >> _HALF == upper) & (rows >= 0) & (rows < len(self._table))
+
+    def _check(
+        self, rows: NDArray[np.int64], keys: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """Which rows have these keys, by the slot table, and under which generations."""
         before = self._table[rows, _GENERATION_AND_STATE]
         names = self._table[rows, :_KEY]
         since = self._table[rows, _GENERATION_AND_STATE]
         is_whole = (before == since).all(axis=1) & (since[:, 1] == State.COMMITTED)
-        num_found = _prefix(is_whole & (names == keys[: len(rows)]).all(axis=1))
-        return Found(rows[:num_found], since[:num_found, 0])
+        return is_whole & (names == keys).all(axis=1), since[:, 0]
 
     def close(self) -> None:
         """Let go of the mapping; it ends with the last array made from it."""

@@ -91,6 +91,7 @@ class Rows:
         self.open_rows: dict[int, OpenRow] = {}
         self.pin_counts: dict[int, int] = {}  # row -> readers of our own; it stays in the policy
         self.lease_counts: dict[int, int] = {}  # row -> users; it is out of the policy
+        self.num_leased_slots = 0  # of those rows
         # Generations below were given by an earlier process, and so were the rows under them.
         self.next_generation = self.first_generation = arena.first_generation
         self.is_evicting = True  # False: what is full refuses
@@ -140,6 +141,10 @@ class Rows:
                 break
             rows.append(row)
         return rows
+
+    def num_slots(self, rows: Sequence[int]) -> int:
+        """Slots of these rows together."""
+        return len(rows) if self.allocator.slots_per_frame == 1 else sum(map(self.allocator.size, rows))
 
     def key(self, row: int) -> RowKey:
         """Return the key of a row that is not free."""
@@ -249,12 +254,13 @@ class Rows:
 
     # ---- restart ----
 
-    def adopt(self, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
-        """Take a row that an earlier process left. If it is whole, and the first of its key, it is in the
-        index from now on, to be verified before use; else it is for the caller to open as invalid."""
+    def adopt(self, slot: Slot, num_slots: int, key: RowKey, *, is_whole: bool) -> bool:
+        """Take a row that an earlier process left in slots that are free. If it is whole, and the first of
+        its key, it is in the index from now on, to be verified before use; else it is for the caller to open
+        as invalid."""
         number, generation = slot
-        self.allocator.allocate_at(number)
-        self._name(number, key, generation, self.stats.tenants.enter(b"", self._bytes_per_slot))
+        use = self.stats.tenants.enter(b"", num_slots * self._bytes_per_slot)
+        self._name(number, key, generation, use)
         if not is_whole or self.row_by_key.setdefault(key, number) != number:
             return False
         self.unverified[number] = 1
@@ -267,6 +273,7 @@ class Rows:
         """Keep visible rows from eviction, and out of the policy."""
         leases = self.lease_counts
         self.policy.remove(*numbers)
+        self.num_leased_slots += self.num_slots([number for number in numbers if number not in leases])
         for number in numbers:
             leases[number] = leases.get(number, 0) + 1
 
@@ -281,6 +288,7 @@ class Rows:
             else:
                 del leases[number]
                 ended.append(number)
+        self.num_leased_slots -= self.num_slots(ended)
         invalid = self.open_rows.keys() & ended
         for number in invalid:
             self.release_if_unused(number)

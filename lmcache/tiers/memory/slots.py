@@ -120,10 +120,6 @@ class SlotTable:
         """Payload bytes in the slot."""
         return self._quads[(column * self.num_rows + row) * _QUADS + _LENGTH]
 
-    def set_length(self, row: int, column: int, length: int) -> None:
-        """Correct the payload's length of a reserved slot (known only once it was loaded)."""
-        self._quads[(column * self.num_rows + row) * _QUADS + _LENGTH] = length
-
     def checksum(self, row: int, column: int) -> bytes:
         """The recorded checksum of the payload, or NO_CHECKSUM."""
         checksum: bytes = self._checksums[column, row].tobytes()
@@ -133,9 +129,10 @@ class SlotTable:
         """Copy entries of rows ``first_row`` .. ``last_row - 1``, [num_columns, rows]."""
         return self._entries[:, first_row:last_row].copy()
 
-    def num_used(self, first_row: int) -> int:
-        """Count the rows from this one on of which a column is not free."""
-        return int((self._entries["state"][:, first_row:] != State.FREE).any(axis=0).sum())
+    def num_used(self, first_frame: int, num_frames: int) -> int:
+        """Count the rows in frames from this one on, of so many, of which a column is not free."""
+        is_used = (self._entries["state"] != State.FREE).any(axis=0)
+        return int(is_used.reshape(-1, num_frames)[:, first_frame:].sum())
 
     def next_generation(self, first_generation: int) -> int:
         """Return a generation above all that were given out since the arena's format, which began with

@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache.tiers.base import RowKey
-from lmcache.tiers.errors import StaleSlotError
+from lmcache.tiers.errors import ArenaError, StaleSlotError
 from lmcache.tiers.memory.contracts import Arena, Reservation, Reserved, Slot
 from lmcache.tiers.memory.rows import OpenRow, Rows, VacateResult
 from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
 from lmcache.tiers.stats import MemoryStats, Removal
+from lmcache.units import ceil_div
 
 SIDECAR = bytes(16)  # owner of the rows that the tier's own process fills (promotions)
 LeaseId = tuple[bytes, str]  # (engine uuid, request id)
@@ -33,7 +34,7 @@ _ADOPT_SLICE_ROWS = 128
 
 
 class MemoryTier:
-    """Not thread-safe: one event loop owns it. Every row takes one slot per column.
+    """Not thread-safe: one event loop owns it. A row takes the slots that its columns' payloads need.
 
     An ``owner`` of reservations is a client's uuid (16 bytes); leases belong to an engine. Methods that take
     slots raise StaleSlotError, and change nothing, when one of them is not the caller's.
@@ -46,7 +47,11 @@ class MemoryTier:
         stats: MemoryStats | None = None,
     ) -> None:
         self.arena = arena
-        self._rows = Rows(arena, clock, stats=stats)
+        if arena.geometry is None:
+            raise ArenaError("the arena is not formatted yet")
+        self._slot_bytes = arena.geometry.slot_bytes
+        self._slots_per_frame = arena.geometry.slots_per_frame
+        self._rows = Rows(arena, clock, self._slots_per_frame, stats)
         self._rows.is_holding_adopted = True
         self._table = arena.table
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
@@ -72,11 +77,15 @@ class MemoryTier:
             )
             rows.first_generation = rows.next_generation
             is_whole = whole_rows(entries) & is_given.all(axis=0)
+            lengths = np.where(entries["state"] != State.FREE, entries["length"], 0).max(axis=0)
             for offset in np.flatnonzero((entries["state"] != State.FREE).any(axis=0)).tolist():
                 key = entries[0, offset]["key"].tobytes()
                 slot = Slot(first + offset, int(entries[0, offset]["generation"]))
-                if not rows.adopt(slot, key, is_whole=is_whole[offset]):
-                    self._adopt_invalid(first + offset, entries[:, offset])
+                num_slots = self._num_slots(int(lengths[offset]))
+                if not rows.allocator.allocate_at(slot.row, num_slots):
+                    self._table.free(slot.row)  # an engine wrote over this entry, or that of a neighbour
+                elif not rows.adopt(slot, num_slots, key, is_whole=is_whole[offset]):
+                    self._adopt_invalid(slot.row, entries[:, offset])
             yield
         rows.is_holding_adopted = bool(rows.row_by_key or rows.dropped)
 
@@ -119,19 +128,29 @@ class MemoryTier:
             self._rows.remove(key)
             number = None
         row = (
-            self._new_row(key, request, depth, tenant) if number is None else self._rows.open_rows.get(number)
+            self._new_row(key, length, request, depth, tenant)
+            if number is None
+            else self._rows.open_rows.get(number)
         )
         if number is not None and (row is None or column in row.committed):
             return Reservation(Reserved.EXISTS)
         if row is None or column in row.writers or not self._rows.is_usable(row.slot.row):
             return Reservation(Reserved.BUSY)
+        if self._rows.allocator.size(row.slot.row) < self._num_slots(length):
+            return Reservation(Reserved.BUSY)  # made by somebody whose rows of this key are shorter
         self._assign(row, column, owner, length)
         return Reservation(Reserved.SLOT, row.slot)
 
     def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Slot]:
-        """The column's bytes are in these slots (head first). Return the rows that became visible by this."""
+        """The column's bytes are in these slots (head first). Return the rows that became visible by this.
+
+        Those of several KV groups may come together: all of one chunk are evicted before those of the chunk
+        before it.
+        """
         visible = []
-        for row in self._reserved_rows(slots, column, owner):
+        depths = self._rows.depths
+        reserved = self._reserved_rows(slots, column, owner)
+        for row in sorted(reserved, key=lambda row: depths[row.slot.row]):
             number = row.slot.row
             self._table.commit(number, column)
             self._take_back(row, column, owner)
@@ -183,11 +202,7 @@ class MemoryTier:
         """
         lease = self._leases.get(lease_id, {})
         resident, leases = self._rows.prefix(keys), self._rows.lease_counts
-        most = max(0, self.usable_rows // 2 - len(leases))
-        leased = [] if is_hint else resident
-        if len(leased) > most:
-            unleased = [position for position, row in enumerate(resident) if row not in leases]
-            leased = resident[: unleased[most]] if len(unleased) > most else resident
+        leased = [] if is_hint else self._leasable(resident)
         if new := dict.fromkeys(row for row in leased if row not in lease):
             self._rows.lease(new)
             self._leases[lease_id] = lease | new
@@ -253,23 +268,33 @@ class MemoryTier:
         """End one ``pin``."""
         self._rows.unpin(slot.row)
 
+    def payloads(self, slot: Slot) -> list[memoryview]:
+        """Return the payloads of a row's columns, as long as the slot table says."""
+        views = self.views(slot)
+        return [view[: self._table.length(slot.row, column)] for column, view in enumerate(views)]
+
+    def views(self, slot: Slot) -> list[memoryview]:
+        """Return a row's columns: all of their slots."""
+        num_bytes = self._rows.allocator.size(slot.row) * self._slot_bytes
+        return [self.arena.view(slot.row, column, num_bytes) for column in range(self._table.num_columns)]
+
     def describe(self, slot: Slot) -> tuple[RowKey, int]:
         """Return a visible row's key and the position of its chunk in its chain (0: not known)."""
         return self._rows.key(slot.row), self._rows.depths[slot.row]
 
-    def reserve_row(self, key: RowKey, request: Hashable = None) -> Slot | None:
-        """Reserve all columns for this process itself; None when the row exists, or no row can be freed."""
-        row = None if key in self._rows.row_by_key else self._new_row(key, request)
+    def reserve_row(self, key: RowKey, length: int, request: Hashable = None) -> Slot | None:
+        """Reserve all columns, of ``length`` bytes each, for this process itself; None when the row exists,
+        or no row can be freed."""
+        row = None if key in self._rows.row_by_key else self._new_row(key, length, request)
         if row is None:
             return None
         for column in range(self._table.num_columns):
-            self._assign(row, column, SIDECAR, length=0)
+            self._assign(row, column, SIDECAR, length)
         return row.slot
 
-    def commit_row(self, slot: Slot, lengths: Sequence[int], checksums: Sequence[bytes]) -> None:
-        """All columns are in the slots, with these payload lengths and checksums."""
-        for column, (length, checksum) in enumerate(zip(lengths, checksums, strict=True)):
-            self._table.set_length(slot.row, column, length)
+    def commit_row(self, slot: Slot, checksums: Sequence[bytes]) -> None:
+        """All columns are in the slots, with these checksums."""
+        for column, checksum in enumerate(checksums):
             self._table.record_checksum(slot.row, column, checksum)
             self.commit([slot], column, SIDECAR)
 
@@ -281,19 +306,20 @@ class MemoryTier:
     # ---- size and gauges ----
 
     @property
-    def usable_rows(self) -> int:
-        """Only rows below this are given out or leased: unless it was set, those that are populated."""
+    def usable_slots(self) -> int:
+        """Only rows in slots below this are given out or leased: unless it was set, those that are
+        populated."""
         return self._rows.usable_slots
 
-    @usable_rows.setter
-    def usable_rows(self, number: int) -> None:
+    @usable_slots.setter
+    def usable_slots(self, number: int) -> None:
         self._rows.usable_slots = number
 
-    def vacate(self, first_row: int) -> VacateResult:
-        """Use the rows from this one on no more, and evict what is there, as far as nobody uses it: ask again
-        for the rest. Costs O(rows) from there on: go extent by extent."""
-        self.usable_rows = min(self.usable_rows, first_row)
-        return self._rows.vacate(first_row)
+    def vacate(self, first_slot: int) -> VacateResult:
+        """Use the slots from this one on no more, and evict what is there, as far as nobody uses it: ask
+        again for the rest. Costs O(rows) from there on: go extent by extent."""
+        self.usable_slots = min(self.usable_slots, first_slot)
+        return self._rows.vacate(first_slot)
 
     @property
     def stats(self) -> MemoryStats:
@@ -304,6 +330,11 @@ class MemoryTier:
     def num_used(self) -> int:
         """Rows that are not free."""
         return self._rows.allocator.num_rows
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots of these rows, in all columns."""
+        return self._rows.allocator.num_used_slots * self._slot_bytes * self._table.num_columns
 
     @property
     def num_leased(self) -> int:
@@ -317,8 +348,25 @@ class MemoryTier:
 
     # ---- inside ----
 
-    def _new_row(self, key: RowKey, request: Hashable, depth: int = 0, tenant: bytes = b"") -> OpenRow | None:
-        row = self._rows.open_row(key, 1, request, depth=depth, tenant=tenant)
+    def _num_slots(self, length: int) -> int:
+        """Slots of a row whose columns have payloads of so many bytes."""
+        return max(1, ceil_div(length, self._slot_bytes))
+
+    def _leasable(self, rows: list[int]) -> list[int]:
+        """The leading ones of visible rows that can be leased: at most half of the usable slots are."""
+        leases = self._rows.lease_counts
+        room = self.usable_slots // 2 - self._rows.num_leased_slots
+        if len(rows) * self._slots_per_frame <= room:
+            return rows
+        for position, row in enumerate(rows):
+            if row not in leases and (room := room - self._rows.allocator.size(row)) < 0:
+                return rows[:position]
+        return rows
+
+    def _new_row(
+        self, key: RowKey, length: int, request: Hashable, depth: int = 0, tenant: bytes = b""
+    ) -> OpenRow | None:
+        row = self._rows.open_row(key, self._num_slots(length), request, depth=depth, tenant=tenant)
         if row is not None:
             self._rows.row_by_key[key] = row.slot.row
         return row

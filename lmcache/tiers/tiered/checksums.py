@@ -11,14 +11,6 @@ from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.tiered.tasks import NICENESS, Workers
 
 
-def payloads(arena: Arena, slot: Slot) -> list[memoryview]:
-    """Return the payloads of a row's columns, as long as the slot table says."""
-    return [
-        arena.view(slot.row, column)[: arena.table.length(slot.row, column)]
-        for column in range(arena.table.num_columns)
-    ]
-
-
 def checksums_of(key: RowKey, columns: Sequence[memoryview], column_digests: Sequence[bytes]) -> list[bytes]:
     """The checksums of all columns of a row."""
     return [
@@ -45,7 +37,7 @@ class Checksums:
         table = self._memory.arena.table
         key, _ = self._memory.describe(slot)
         try:
-            columns = payloads(self._memory.arena, slot)
+            columns = self._memory.payloads(slot)
             found = await self._digests(columns)
             for column, value in enumerate(checksums_of(key, columns, found)):
                 table.record_checksum(slot.row, column, value)
@@ -59,7 +51,7 @@ class Checksums:
         if key is None:
             return False
         try:
-            columns = payloads(self._memory.arena, slot)
+            columns = self._memory.payloads(slot)
             found = checksums_of(key, columns, await self._digests(columns))
             is_intact = found == recorded_checksums(self._memory.arena, slot)
             self._memory.verified(slot, is_intact=is_intact)

@@ -75,7 +75,7 @@ class Promotions:
             return False
         if keys[0] in self._probing:
             return True
-        room = self._memory.usable_rows // 4 - len(self._pending)
+        room = self._memory.usable_slots // 4 - len(self._pending)
         if room <= 0 or self._is_absent(keys[0], request):
             return False
         self._probing.add(keys[0])

@@ -45,7 +45,7 @@ class TieredStore:
     ``lower``: by name ("disk"), in the order in which they are asked. They stay the caller's, who closes them
     after the store. ``stats`` (of the lower tiers) and ``memory_stats``: to be gone on with. Use: ``await
     store.adopt()`` first; ``await store.close()`` before the arena is formatted again or closed. Quarantine,
-    leases' ends and ``usable_rows`` are the business of ``store.memory``.
+    leases' ends and ``usable_slots`` are the business of ``store.memory``.
     """
 
     def __init__(

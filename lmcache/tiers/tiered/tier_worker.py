@@ -18,7 +18,7 @@ from lmcache.tiers.header import digests
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import TieredStats, WriteSkipped
-from lmcache.tiers.tiered.checksums import checksums_of, payloads, recorded_checksums
+from lmcache.tiers.tiered.checksums import checksums_of, recorded_checksums
 from lmcache.tiers.tiered.load_or_recompute import Rate, should_load
 from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.tasks import NICENESS, Outstanding, Tasks, Workers
@@ -155,10 +155,10 @@ class TierWorker:
         return False
 
     async def _load(self, key: RowKey, length: int, request: str) -> Write | None:
-        slot = self._memory.reserve_row(key, request)
+        slot = self._memory.reserve_row(key, length, request)
         if slot is None:
             return None
-        views = [self._memory.arena.view(slot.row, column) for column in range(self._num_columns)]
+        views = self._memory.views(slot)
         loaded = None
         self._rate.begin(self._clock())
         try:
@@ -170,7 +170,7 @@ class TierWorker:
                 self._memory.abort_row(slot)
             else:
                 checksums = checksums_of(key, [view[:length] for view in views], loaded)
-                self._memory.commit_row(slot, [length] * len(loaded), checksums)
+                self._memory.commit_row(slot, checksums)
         return Write(slot, _DROPPED_FIRST, loaded) if loaded else None
 
     # ---- store ----
@@ -235,7 +235,7 @@ class TierWorker:
         if key is None:
             return WriteSkipped.EVICTED
         label = self._labels.get(split_row_key(key)[0], b"")
-        columns = payloads(self._memory.arena, slot)
+        columns = self._memory.payloads(slot)
         try:
             known = write.digests
             if known is None:  # it was hashed long ago: is it still what it was?

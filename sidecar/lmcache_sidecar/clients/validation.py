@@ -16,9 +16,9 @@ from lmcache.kv_groups import GroupKind
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
+from lmcache.tiers.memory.allocator import best_slots_per_frame
 from lmcache.tiers.memory.contracts import Geometry, Slot
 from lmcache.tiers.pages import PAGE_BYTES
-from lmcache.units import round_up
 
 _UUID_BYTES = 16
 MAX_TEXT_BYTES = 512
@@ -106,8 +106,8 @@ def parse_hello(hello: pb.Hello) -> Peer:
         _check_group(group, hello.geometry.chunk_tokens)
     chunk_bytes = {group.group: group.chunk_bytes for group in hello.geometry.groups}
     require(len(chunk_bytes) == num_groups, "every group must have a number of its own")
-    slot_bytes = round_up(max(chunk_bytes.values()), PAGE_BYTES)
-    return Peer(hello, Geometry(slot_bytes, num_columns), chunk_bytes)
+    slots_per_frame, slot_bytes = best_slots_per_frame(tuple(chunk_bytes.values()), PAGE_BYTES)
+    return Peer(hello, Geometry(slot_bytes, num_columns, slots_per_frame), chunk_bytes)
 
 
 def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[tuple[int, list[RowKey]]]:
@@ -121,7 +121,7 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[tuple[int, list[
             f"groups must be each of {sorted(peer.chunk_bytes)} once, they are {groups[:MAX_GROUPS]}"
         )
     check_length("tenant", request.tenant, MAX_TEXT_BYTES)
-    _check_num_keys(sum(len(group.keys) for group in request.groups))
+    _check_num_keys(sum(len(group.keys) for group in request.groups), service.MAX_KEYS_PER_LOOKUP)
     return [(group.group, _split_keys(group.keys)) for group in request.groups]
 
 
@@ -132,7 +132,7 @@ def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
     if request.request_id:
         parse_request_id(request.request_id)
     check_length("tenant", request.tenant, MAX_TEXT_BYTES)
-    _check_num_keys(len(request.keys))
+    _check_num_keys(len(request.keys), service.MAX_KEYS_PER_CALL)
     return _split_keys(request.keys)
 
 
@@ -186,9 +186,9 @@ def _check_group(group: pb.KVGroup, chunk_tokens: int) -> None:
     )
 
 
-def _check_num_keys(num_bytes: int) -> None:
-    if num_bytes > service.MAX_KEYS_PER_CALL * ROW_KEY_BYTES:
-        raise invalid(f"a call takes at most {service.MAX_KEYS_PER_CALL} keys: ask for fewer at once")
+def _check_num_keys(num_bytes: int, limit: int) -> None:
+    if num_bytes > limit * ROW_KEY_BYTES:
+        raise invalid(f"a call takes at most {limit} keys: ask for fewer at once")
 
 
 def _split_keys(keys: bytes) -> list[RowKey]:

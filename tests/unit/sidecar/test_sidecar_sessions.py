@@ -74,15 +74,15 @@ def test_leases_outlive_a_stream_and_end_with_the_last_client_of_the_engine(worl
     assert memory.num_leased == 0
 
 
-def test_each_group_is_answered_for_itself_under_one_lease(world):
+def test_all_groups_are_answered_together_under_one_lease(world):
     groups = (KVGroup(0, 16, 4096), KVGroup(1, 16, 4096))
     worker = world.attach(new_uuid(), groups=groups)
     world.commit(worker, world.reserve(worker, 1, 2, 3).slots)
     request = pb.LookupRequest(epoch=worker.epoch, client_uuid=worker.peer.uuid, request_id="r")
     for group, numbers in ((1, (1, 9)), (0, (2, 3))):
         request.groups.add(group=group, keys=b"".join(bytes([number]) * 64 for number in numbers))
-    found = world.sessions.lookup(request).groups
-    assert [(group.num_resident, group.num_leased) for group in found] == [(1, 1), (2, 2)]
+    found = world.sessions.lookup(request)
+    assert (found.num_resident, found.num_leased, found.num_pending) == (1, 1, 0)
     assert world.sessions.store.memory.num_leased == 3
     world.sessions.release(
         pb.ReleaseRequest(epoch=worker.epoch, client_uuid=worker.peer.uuid, request_ids=["r"])

@@ -143,7 +143,7 @@ def test_a_third_tier_is_one_line_in_the_table(
 
     (tmp_path / "arena").unlink()
     with Running(tmp_path) as sidecar, sidecar.session() as session:
-        wait_until(lambda: session.lookup("r", [(0, make_keys(1, 2, 3))])[0].num_leased == 3)
+        wait_until(lambda: session.lookup("r", [(0, make_keys(1, 2, 3))]).num_leased == 3)
         assert_stored(load(session, session, "r", 1, 2, 3), 1, 2, 3)
         found = sidecar.stats()["attic"]
         assert (found["promoted"], found["hits"]) == (3, 3)

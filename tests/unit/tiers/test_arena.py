@@ -172,7 +172,7 @@ class TestFile:
         arena = opened()
         arena.format(GEOMETRY)
         tier = MemoryTier(arena)
-        tier.usable_rows = 1
+        tier.usable_slots = 1
         list(tier.adopt())
         mapped = MappedColumn(path, arena.table_offset(1), arena.column_offset(1), 64 << 10, arena.num_rows)
         slots = [tier.reserve(b"k" * 64, column, OWNER, length=1).slot for column in range(2)]
@@ -252,7 +252,7 @@ class TestFile:
                 arena.format(geometry)
             epochs.append(arena.epoch)
             tier = MemoryTier(arena)
-            tier.usable_rows = arena.num_rows
+            tier.usable_slots = arena.num_rows
             list(tier.adopt())
             tier.release_adopted()
             slot = tier.reserve(bytes([len(epochs)]) * 64, 0, OWNER, length=1).slot
@@ -337,7 +337,7 @@ def test_another_file_gives_no_slot_that_the_last_one_gave(opened, path):
         memory = MemoryTier(arena)
         for _ in memory.adopt():
             pass
-        memory.usable_rows = arena.num_rows
+        memory.usable_slots = arena.num_rows
         slots.append(memory.reserve(b"k" * 64, 0, OWNER, length=1).slot)
         arena.close()
         path.unlink()

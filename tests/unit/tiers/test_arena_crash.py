@@ -37,7 +37,7 @@ arena = ArenaFile(sys.argv[1], 2 << 20)
 if arena.geometry is None:
     arena.format(Geometry(4096, 2))
 tier = MemoryTier(arena)
-tier.usable_rows = 60
+tier.usable_slots = 60
 for _ in tier.adopt():
     pass
 tier.end_quarantine(owner)
@@ -73,7 +73,7 @@ def test_killed_between_any_two_stores_no_wrong_row_is_adopted(path):
 def check_adopted(path: Path) -> int:
     arena = ArenaFile(path, 2 << 20)
     tier = MemoryTier(arena)
-    tier.usable_rows = 60
+    tier.usable_slots = 60
     list(tier.adopt())
     entries = arena.table.snapshot(0, arena.num_rows)
     num_adopted = 0

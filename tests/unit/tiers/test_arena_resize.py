@@ -56,12 +56,12 @@ def growing(tmp_path):
 def tier(growing):
     tier = MemoryTier(growing.arena)
     list(tier.adopt())
-    tier.usable_rows = growing.arena.num_rows
+    tier.usable_slots = growing.arena.num_rows
     return tier
 
 
 def fill(tier: MemoryTier) -> None:
-    for number in range(tier.usable_rows):
+    for number in range(tier.usable_slots):
         for column in range(2):
             slot = tier.reserve(number.to_bytes(64, "big"), column, OWNER, length=4).slot
             tier.arena.view(slot.row, column)[:4] = number.to_bytes(4, "big")

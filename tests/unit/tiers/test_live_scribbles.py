@@ -29,7 +29,7 @@ def tier(arena):
     tier = MemoryTier(arena)
     for _ in tier.adopt():
         pass
-    tier.usable_rows = arena.num_rows
+    tier.usable_slots = arena.num_rows
     return tier
 
 
@@ -92,7 +92,7 @@ def test_a_row_that_one_rank_can_not_read_is_stored_anew_by_all(tmp_path, order)
     arena = ArenaFile(tmp_path / "arena", CAPACITY)
     arena.format(Geometry(SLOT_BYTES, 2))
     tier = MemoryTier(arena)
-    tier.usable_rows = arena.num_rows
+    tier.usable_slots = arena.num_rows
     tier.release_adopted()
     for _ in range(2):
         slots = [tier.reserve(KEY, column, OWNER, length=SLOT_BYTES).slot for column in order]

@@ -298,11 +298,11 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.tier.vacate(first) == (len(evicted), blocked)
         for number in evicted:
             self.take(number)
-        assert self.tier.usable_rows == first
+        assert self.tier.usable_slots == first
         # A key whose row was spoilt may have another one below.
         beyond = [row for number, row in self.rows.items() if number >= first and not row.spoilt]
         assert not any(self.tier.is_resident(row.key) for row in beyond)
-        self.tier.usable_rows = NUM_ROWS
+        self.tier.usable_slots = NUM_ROWS
 
     # ---- restart ----
 
@@ -340,7 +340,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if not self.order.victims() and not self.dropped:
             self.holding = False
         self.start()
-        self.tier.usable_rows = NUM_ROWS
+        self.tier.usable_slots = NUM_ROWS
 
     @rule()
     def old_clients_gone(self):

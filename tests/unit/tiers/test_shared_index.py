@@ -81,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.tier = MemoryTier(self.arena)
-        self.tier.usable_rows = self.arena.num_rows
+        self.tier.usable_slots = self.arena.num_rows
         list(self.tier.adopt())
         self.tier.end_quarantine(OWNER)
         self.tier.release_adopted()
@@ -127,7 +127,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert len(self.reader.find(words(*KEYS)).rows) <= first or self.is_scribbled
         self.tier.release((b"e" * 16, "r"))
         self.tier.vacate(first)
-        self.tier.usable_rows = self.arena.num_rows
+        self.tier.usable_slots = self.arena.num_rows
 
     @rule(place=st.integers(0, 10**6), value=st.binary(min_size=8, max_size=8))
     def scribble(self, place, value):
@@ -187,7 +187,7 @@ def tier(tmp_path):
     arena = ArenaFile(tmp_path / "arena", 8 << 20)
     arena.format(Geometry(SLOT_BYTES, 1))
     tier = MemoryTier(arena)
-    tier.usable_rows = arena.num_rows
+    tier.usable_slots = arena.num_rows
     yield tier
     arena.close()
 

@@ -23,9 +23,9 @@ class TestUsableRows:
 
     def test_rows_beyond_are_neither_given_nor_leased(self):
         tier = self.tier()
-        tier.usable_rows = 2
+        tier.usable_slots = 2
         assert [self.store(tier, name) for name in (1, 2)] == [Reserved.SLOT] * 2
-        tier.usable_rows = 1
+        tier.usable_slots = 1
         assert tier.lookup((b"e" * 16, "r"), [bytes([1]) * 64])[0] == 1
         assert tier.lookup((b"e" * 16, "r"), [bytes([2]) * 64])[0] == 0
         assert self.store(tier, 3) is Reserved.SLOT
@@ -35,11 +35,11 @@ class TestUsableRows:
         tier = self.tier()
         for name in range(8):
             self.store(tier, name)
-        tier.usable_rows = 2
+        tier.usable_slots = 2
         assert self.store(tier, 8) is Reserved.SLOT
         tier.lookup((b"e" * 16, "r"), [bytes([8]) * 64])
         assert [self.store(tier, name) for name in (9, 10)] == [Reserved.SLOT] * 2
-        tier.usable_rows = 8
+        tier.usable_slots = 8
         assert [name for name in range(11) if tier.is_resident(bytes([name]) * 64)] == [
             2,
             3,
@@ -55,8 +55,8 @@ class TestUsableRows:
         tier = self.tier(2)
         for name in (1, 2):
             self.store(tier, name)
-        tier.usable_rows = 0
+        tier.usable_slots = 0
         assert self.store(tier, 3) is Reserved.BUSY
-        tier.usable_rows = 2
+        tier.usable_slots = 2
         assert tier.is_resident(bytes([1]) * 64)
         assert tier.is_resident(bytes([2]) * 64)
