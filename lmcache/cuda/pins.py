@@ -17,7 +17,7 @@ from lmcache.cuda.errors import CudaError
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-EXTENT_BYTES = 1 << 30
+EXTENT_BYTES = 256 << 20
 """Registering takes some 0.1 s per GiB: between two extents the thread can be told to stop."""
 
 

@@ -17,7 +17,7 @@ from lmcache.cuda import ipc
 from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Context, Device, Stream
 
-TIMEOUT = 60.0
+TIMEOUT = 200.0
 
 
 class Peer:

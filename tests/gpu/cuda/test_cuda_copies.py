@@ -1,0 +1,100 @@
+"""Batches of copies, between memories of every kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lmcache.cuda.copies import CopyBatch
+from lmcache.cuda.driver import Driver
+from lmcache.cuda.errors import CudaError
+from lmcache.cuda.pins import Pins
+from tests.harness import cuda_peers
+from tests.harness.cuda_memory import pages, pinned
+
+pytestmark = pytest.mark.gpu
+
+PIECES, PIECE_BYTES = 512, 4096
+SIZE = PIECES * PIECE_BYTES
+RANDOM = np.random.default_rng(0)
+DATA = RANDOM.integers(0, 256, (PIECES, PIECE_BYTES), np.uint8)
+ORDER = RANDOM.permutation(PIECES)
+OFFSETS = np.arange(PIECES, dtype=np.uint64) * np.uint64(PIECE_BYTES)
+SIZES = np.full(PIECES, PIECE_BYTES, np.uint64)
+
+
+@pytest.fixture
+def memory(context):
+    address = cuda_peers.allocate(context, DATA.tobytes())
+    yield np.uint64(address)
+    context.call("cuMemFree", address)
+
+
+def at(array):
+    return np.uint64(array.ctypes.data) + OFFSETS
+
+
+def both_ways(context, stream, memory, host, edges=None):
+    """Gather the pieces into ``host`` and scatter them back in another order."""
+    CopyBatch(at(host), memory + OFFSETS[ORDER], SIZES, edges).submit(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(host.reshape(DATA.shape), DATA[ORDER])
+    CopyBatch(memory + OFFSETS, at(host), SIZES, edges).submit(stream, is_source_stable=True)
+    stream.synchronize()
+    assert cuda_peers.content(context, int(memory), SIZE) == DATA[ORDER].tobytes()
+
+
+def test_pinned_memory_both_ways(context, stream, memory):
+    with pinned(context, SIZE) as host:
+        both_ways(context, stream, memory, host)
+
+
+def test_memory_that_is_not_pinned_both_ways(context, stream, memory):
+    both_ways(context, stream, memory, pages(SIZE))
+
+
+def test_on_the_device(context, stream, memory):
+    other = int(context.call("cuMemAlloc", SIZE))
+    CopyBatch(np.uint64(other) + OFFSETS, memory + OFFSETS[ORDER], SIZES).submit(stream)
+    stream.synchronize()
+    assert cuda_peers.content(context, other, SIZE) == DATA[ORDER].tobytes()
+    context.call("cuMemFree", other)
+
+
+def test_pieces_over_the_edges_of_registrations(context, stream, memory):
+    """Registered in three parts, none of which ends with a piece; and a part that is not at all."""
+    host = pages(SIZE + PIECE_BYTES)
+    pins = Pins(context, host.ctypes.data + 1000, SIZE, extent_bytes=171 * 4096)
+    pins.set_ready(2 * 171 * 4096 + 5000)
+    assert pins.wait(60)
+    assert pins.pinned_bytes == 2 * 171 * 4096
+    both_ways(context, stream, memory, host[2000 : 2000 + SIZE], pins.edges)
+    pins.close()
+
+
+def test_no_pieces_are_no_call(stream):
+    none = np.zeros(0, np.uint64)
+    CopyBatch(none, none, none, none).submit(stream)
+    stream.synchronize()
+
+
+def test_an_empty_piece_is_named(context, stream, memory):
+    sizes = SIZES.copy()
+    sizes[3] = 0
+    with pinned(context, SIZE) as host, pytest.raises(CudaError, match="INVALID_VALUE") as error:
+        CopyBatch(at(host), memory + OFFSETS[ORDER], sizes).submit(stream)
+    assert not error.value.is_sticky
+    stream.synchronize()
+
+
+def test_a_driver_without_batches_copies_piece_by_piece(context, stream, memory, monkeypatch):
+    find, found = Driver.function.__wrapped__, []
+
+    def function(self, name, version, *types):
+        found.append(name)
+        return None if name == "cuMemcpyBatchAsync" else find(self, name, version, *types)
+
+    monkeypatch.setattr(Driver, "function", function)
+    with pinned(context, SIZE) as host:
+        both_ways(context, stream, memory, host)
+    assert "cuMemcpyAsync" in found

@@ -1,0 +1,78 @@
+"""Which GPUs there are, and contexts on them."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from lmcache.cuda.driver import Device, load
+from lmcache.cuda.errors import CudaError, CudaUnavailableError, DeviceNotVisibleError
+from tests.harness import cuda_peers
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_device_is_found_by_its_uuid(device):
+    assert device.uuid[:4] in {"GPU-", "MIG-"}
+    assert Device.find(device.uuid) == device
+    assert Device.find(device.uuid.upper().replace("GPU-", "GPU-")) == device
+    assert all(Device.find(each.uuid) == each for each in Device.visible())
+
+
+@pytest.mark.parametrize(("uuid", "what"), [("GPU-0", "GPU GPU-0"), ("MIG-0", "the MIG slice MIG-0")])
+def test_what_can_not_be_seen_is_named_beside_what_can(device, uuid, what):
+    with pytest.raises(DeviceNotVisibleError, match=f"{what} is not visible here; visible: {device.uuid}"):
+        Device.find(uuid)
+
+
+def test_attributes(device):
+    assert device.attribute("COMPUTE_CAPABILITY_MAJOR") >= 7
+    assert not device.is_exclusive
+    assert load().version >= 12000
+
+
+def test_where_memory_lies(context, device):
+    address = cuda_peers.allocate(context, b"x" * 4096)
+    assert Device.of(address + 4095) == device
+    assert context.is_device_memory(address)
+    context.call("cuMemFree", address)
+    host = ctypes.create_string_buffer(16)
+    assert Device.of(ctypes.addressof(host)) is None
+    assert not context.is_device_memory(ctypes.addressof(host))
+
+
+def test_a_context_is_current_only_within(context):
+    def is_current():
+        return bool(int(context.driver.call("cuCtxGetCurrent")))
+
+    assert not is_current()
+    with context:
+        assert is_current()
+        with context:
+            pass
+        assert is_current()
+    assert not is_current()
+
+
+def test_errors_say_which_call_failed_and_how(context):
+    with pytest.raises(CudaError, match=r"cuMemFree: CUDA_ERROR_INVALID_VALUE \(1\)") as error:
+        context.call("cuMemFree", 12345)
+    assert (error.value.function, error.value.code) == ("cuMemFree", 1)
+    assert not error.value.is_sticky
+
+
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_without_a_driver_it_says_so():
+    code = "from lmcache.cuda import driver\ntry: driver.load()\nexcept Exception as e: print(repr(e))"
+    hidden = "import sys; sys.modules['cuda.bindings'] = None\n" + code
+    assert "install the extra cuda" in run(hidden, PYTHONPATH=":".join(sys.path))
+    assert CudaUnavailableError.__name__ in run(hidden, PYTHONPATH=":".join(sys.path))

@@ -1,0 +1,96 @@
+"""Extents of memory are pinned in the background."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.cuda.errors import CudaError
+from lmcache.cuda.pins import PAGE_BYTES, Pins
+from tests.harness.cuda_memory import pages
+
+pytestmark = pytest.mark.gpu
+
+EXTENT = 16 * PAGE_BYTES
+
+
+def is_pinned(context, address):
+    kinds = context.driver.bindings.CUpointer_attribute
+    try:
+        context.call("cuPointerGetAttribute", kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+    except CudaError:
+        return False
+    return True
+
+
+@pytest.fixture
+def host():
+    return pages(4 * EXTENT)
+
+
+@pytest.fixture
+def pins(context, host):
+    pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
+    yield pins
+    pins.close()
+
+
+def pinned_extents(context, host):
+    return [is_pinned(context, host.ctypes.data + n * EXTENT) for n in range(4)]
+
+
+def test_what_is_ready_is_pinned_extent_by_extent(context, pins, host):
+    assert pins.edges.tolist() == [host.ctypes.data + n * EXTENT for n in range(5)]
+    pins.set_ready(2 * EXTENT + 5)
+    assert pins.wait(60)
+    assert pinned_extents(context, host) == [True, True, False, False]
+    pins.set_ready(host.nbytes)
+    assert pins.wait(60)
+    assert (pins.pinned_bytes, pins.failures) == (host.nbytes, 0)
+
+
+def test_what_is_not_ready_any_more_is_unpinned_at_once(context, pins, host):
+    pins.set_ready(host.nbytes)
+    assert pins.wait(60)
+    pins.set_ready(EXTENT + 1)
+    assert pinned_extents(context, host) == [True, False, False, False]
+    assert pins.pinned_bytes == EXTENT
+    pins.set_ready(host.nbytes)
+    assert pins.wait(60)
+    assert all(pinned_extents(context, host))
+
+
+def test_closing_unpins(context, host):
+    pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
+    pins.set_ready(host.nbytes)
+    pins.close()
+    assert not any(pinned_extents(context, host))
+    pins.close()
+    pins.set_ready(host.nbytes)  # too late
+    assert not any(pinned_extents(context, host))
+
+
+def test_memory_that_is_pinned_already_is_left_alone_and_counted(context, host):
+    context.call("cuMemHostRegister", host.ctypes.data + EXTENT, PAGE_BYTES, 0)
+    pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
+    pins.set_ready(host.nbytes)
+    assert pins.wait(60)
+    assert (pins.failures, pins.pinned_bytes) == (1, 3 * EXTENT)
+    pins.close()
+    context.call("cuMemHostUnregister", host.ctypes.data + EXTENT)  # still there
+    context.call("cuMemGetInfo")  # and no error stuck
+
+
+def test_only_whole_pages_are_pinned(context, host):
+    pins = Pins(context, host.ctypes.data + 10, PAGE_BYTES * 3, EXTENT)
+    pins.set_ready(PAGE_BYTES * 3)
+    assert pins.wait(60)
+    assert pins.pinned_bytes == 2 * PAGE_BYTES
+    pins.close()
+
+
+def test_memory_of_less_than_a_page_has_nothing_to_pin(context, host):
+    pins = Pins(context, host.ctypes.data + 10, 100, EXTENT)
+    pins.set_ready(100)
+    assert pins.wait(60)
+    assert not len(pins.edges)
+    pins.close()
