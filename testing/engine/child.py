@@ -35,10 +35,12 @@ class Child:
         self._count_preemptions()
 
     def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
-        """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?}`` at once, to their
-        end. After ``reset_after`` steps, if any, all caches are reset under the running requests.
+        """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?}`` at once,
+        to their end; ``regex`` is a grammar for the answer. After ``reset_after`` steps, if any, all caches
+        are reset under the running requests.
         """
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         ids: list[str] = []
         results: dict[str, dict[str, Any]] = {}
@@ -49,6 +51,7 @@ class Child:
             prompt = {"prompt_token_ids": request["prompt"]}
             if salt := request.get("cache_salt"):
                 prompt["cache_salt"] = salt
+            regex = request.get("regex")
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=request["max_tokens"],
@@ -56,6 +59,7 @@ class Child:
                 logprobs=0,
                 prompt_logprobs=request.get("prompt_logprobs"),
                 detokenize=False,
+                structured_outputs=StructuredOutputsParams(regex=regex) if regex else None,
             )
             results[request_id] = {"began": time.perf_counter()}
             ids.append(self._engine.add_request(request_id, prompt, params))

@@ -8,7 +8,7 @@ loaded and one that was overwritten all show.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +18,18 @@ CELL = 8
 
 VOCABULARY = 250
 
+Content = Mapping[int, bytes]
+"""What KV depends on beside tokens, an adapter or a picture, by the place of the first token it changes."""
+
 Cells = npt.NDArray[np.uint8]
 
 
 class TokenChain:
     """One request's tokens as the runner knows them, with a digest per token."""
 
-    def __init__(self, tokens: Sequence[int], weights: bytes) -> None:
+    def __init__(self, tokens: Sequence[int], weights: bytes, content: Content | None = None) -> None:
         self.tokens = list(tokens)
+        self.content = content or {}
         self.num_computed = 0
         self.weights = weights
         self._digests: list[bytes] = []
@@ -33,10 +37,10 @@ class TokenChain:
     def cells(self, drafts: Sequence[int] = ()) -> Cells:
         """``[tokens and drafts, CELL]``: the KV of layer 0."""
         digests = self._digests
-        _extend(digests, self.tokens, self.weights)
+        self._extend(digests, self.tokens)
         if drafts:
             digests = list(digests)
-            _extend(digests, [*self.tokens, *drafts], self.weights)
+            self._extend(digests, [*self.tokens, *drafts])
         return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, CELL)
 
     def continuation(self, drafts: Sequence[int] = ()) -> list[int]:
@@ -48,6 +52,12 @@ class TokenChain:
                 break
             sampled.append(_sample(cells[len(self.tokens) + number]))
         return sampled
+
+    def _extend(self, digests: list[bytes], tokens: Sequence[int]) -> None:
+        for place in range(len(digests), len(tokens)):
+            before = digests[-1] if digests else b"weights" + self.weights
+            here = tokens[place].to_bytes(4, "little") + self.content.get(place, b"")
+            digests.append(hashlib.blake2b(before + here, digest_size=CELL).digest())
 
 
 def answer(prompt: Sequence[int], num_tokens: int, weights: bytes = b"") -> list[int]:
@@ -61,12 +71,6 @@ def answer(prompt: Sequence[int], num_tokens: int, weights: bytes = b"") -> list
 def layer_cells(cells: Cells, layer: int, group: int = 0) -> Cells:
     """The same tokens' KV in another layer."""
     return cells ^ np.uint8(layer * 0x35 & 0xFF) ^ np.uint8(group * 0x4B & 0xFF)
-
-
-def _extend(digests: list[bytes], tokens: Sequence[int], weights: bytes) -> None:
-    for token in tokens[len(digests) :]:
-        before = digests[-1] if digests else b"weights" + weights
-        digests.append(hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=CELL).digest())
 
 
 def _sample(cell: Cells) -> int:

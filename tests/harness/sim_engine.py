@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,9 +24,10 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -37,12 +38,13 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache.engines.vllm.connector import LMCacheClusterConnector
-from tests.harness.fake_model import CELL, Cells, TokenChain, layer_cells
+from tests.harness.fake_model import CELL, Cells, Content, TokenChain, layer_cells
 from tests.harness.sim_config import SimGroup, SimSettings, make_configs, model_runner
 
 POISON = 0xA5
 NULL_BLOCK = 0
 Tables = tuple[list[int], ...]
+_MAX_MEDIA_TOKENS = 4096
 _NAMES = itertools.count()
 
 
@@ -77,6 +79,7 @@ class SimEngine:
         self.drafter = right_drafts
         self._name = next(_NAMES)
         self._chains: dict[str, TokenChain] = {}
+        self._contents: dict[str, Content] = {}
         self._drafts: dict[str, list[int]] = {}
         self._batches: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         config, cache, block, hash_block = make_configs(settings, socket)
@@ -88,6 +91,9 @@ class SimEngine:
                 config, cache, StructuredOutputManager(config), block, hash_block, log_stats=True
             )
             self._num_batches = config.max_concurrent_batches
+        # The tiny model takes no media.
+        self.scheduler.max_num_encoder_input_tokens = _MAX_MEDIA_TOKENS
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(_MAX_MEDIA_TOKENS)
         self._handed_out: list[int] = []
         self._watch_blocks()
         kv_caches = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[settings.layout])
@@ -104,18 +110,28 @@ class SimEngine:
         self.scheduler.shutdown()
         self.worker.shutdown()
 
-    def add(self, tokens: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> str:
-        """A request arrives; its name."""
-        name = f"engine{self._name}-{len(self.results)}"
-        self.results[name] = Result()
+    def add(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int = 1,
+        salt: str | None = None,
+        *,
+        name: str | None = None,
+        content: Content | None = None,
+        **fields: Any,
+    ) -> str:
+        """A request arrives; its name. ``fields`` are more of vLLM's, ``content`` is what they mean to the
+        model. A ``name`` of before: the session goes on."""
+        name = name or f"engine{self._name}-{len(self.results)}"
+        self.results.setdefault(name, Result())
+        self._contents[name] = {**self._contents.get(name, {}), **(content or {})}
         self.scheduler.add_request(
             Request(
                 request_id=name,
-                prompt_token_ids=list(tokens),
+                **({"prompt_token_ids": list(tokens), "cache_salt": salt} | fields),
                 sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
                 pooling_params=None,
                 block_hasher=self._hasher,
-                cache_salt=salt,
             )
         )
         return name
@@ -303,7 +319,7 @@ class SimEngine:
         """Take new and resumed requests in, in either runner's form; for the others check where they are."""
         cached = output.scheduled_cached_reqs
         begun = [
-            (new.req_id, new.prefill_token_ids or new.prompt_token_ids, new.num_computed_tokens)
+            (new.req_id, new.prefill_token_ids or _prompt(new), new.num_computed_tokens)
             for new in output.scheduled_new_reqs
         ]
         for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -312,7 +328,7 @@ class SimEngine:
             elif not self.settings.is_async:  # then drafts count as accepted until their step is processed
                 assert self._chains[name].num_computed == num_computed, name
         for name, tokens, num_computed in begun:
-            self._chains[name] = TokenChain(tokens, self.weights)
+            self._chains[name] = TokenChain(tokens, self.weights, self._contents[name])
             self._chains[name].num_computed = num_computed
             self._drafts.pop(name, None)
 
@@ -367,9 +383,14 @@ class SimEngine:
             self._pages[:, free] = POISON
 
 
+def _prompt(new: NewRequestData) -> list[int]:
+    """Tokens; of embeddings alone, as many that mean nothing."""
+    return new.prompt_token_ids if new.prompt_token_ids is not None else [0] * len(new.prompt_embeds)
+
+
 def right_drafts(chain: TokenChain, num_drafts: int) -> list[int]:
     """What will be sampled: every draft is accepted."""
-    ahead = TokenChain(chain.tokens, chain.weights)
+    ahead = TokenChain(chain.tokens, chain.weights, chain.content)
     while len(ahead.tokens) < len(chain.tokens) + num_drafts:
         ahead.tokens += ahead.continuation()
     return ahead.tokens[len(chain.tokens) :]

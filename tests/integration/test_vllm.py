@@ -127,6 +127,23 @@ def test_a_salt_separates(engine):
     assert cold(engine, prompt)[0].num_cached_tokens == 0
 
 
+def test_a_grammar_shapes_the_answer_and_no_kv(engine):
+    """What is sampled under it is named by its tokens, as all else; the prompt does not depend on it."""
+    prompt, letters, digits = make_prompt(700), "[a-z]{80}", "[0-9]{80}"
+    (reference,) = cold(engine, prompt, max_tokens=80, regex=digits)
+    (stored,) = engine.generate(prompt, max_tokens=80, regex=letters)
+    (other,) = engine.generate(prompt, max_tokens=80, regex=digits)
+    assert other.tokens == reference.tokens
+    assert not set(stored.tokens) & set(other.tokens)
+    engine.scrub_kv()
+    (hit,) = engine.generate(prompt, max_tokens=80, regex=digits)
+    assert (hit.num_cached_tokens, hit.tokens) == (512, reference.tokens)
+    for answered in (stored, other):
+        turn = prompt + answered.tokens[:-1]
+        engine.scrub_kv()
+        assert_hit(engine.generate(turn)[0], answered, 768, cold(engine, turn)[0])
+
+
 def test_two_requests_share_a_prefix(engine):
     prefix = make_prompt(1024)
     first, second = prefix + make_prompt(100, 1), prefix + make_prompt(300, 2)

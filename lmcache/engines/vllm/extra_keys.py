@@ -2,6 +2,7 @@
 
 The engine's block hashes hold a name and a path of the adapter and an identifier of each image, which a
 client may have chosen or a counter made. Here both are named by their content, as far as the engine has it.
+They hold the rows of embeddings too, but not which places have any.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ class ExtraKeyFinder:
 
     def extra_keys_of(self, request: Any, chunk_tokens: int) -> FindExtraKeys | None:
         """Return what finds the request's extra keys; None: it has none."""
-        has_any = request.lora_request is not None or getattr(request, "mm_features", None)
+        has_any = (
+            request.lora_request is not None
+            or getattr(request, "mm_features", None)
+            or getattr(request, "prompt_embeds", None) is not None
+        )
         return partial(self.extra_keys, request, chunk_tokens) if has_any else None
 
     def extra_keys(self, request: Any, chunk_tokens: int) -> ExtraKeys | None:
@@ -55,15 +60,16 @@ class ExtraKeyFinder:
         lora = self._adapter(request.lora_request)
         if lora is None:
             return None
-        found = [(0, lora)] if lora else []
-        digests: list[bytes] = []
+        named = _embedded_places(request, chunk_tokens)
         for feature in getattr(request, "mm_features", None) or ():
             digest = self._medium(feature)
             if digest is None:
                 return None
-            digests.append(digest)
-            found.append((feature.mm_position.offset // chunk_tokens, keys.media_fingerprint(lora, digests)))
-        return tuple(found)
+            named.append((feature.mm_position.offset // chunk_tokens, digest))
+        named.sort(key=lambda item: item[0])
+        digests = [digest for _, digest in named]
+        media = ((at, keys.media_fingerprint(lora, digests[:n])) for n, (at, _) in enumerate(named, 1))
+        return (*([(0, lora)] if lora else ()), *media)
 
     def _adapter(self, lora_request: Any) -> bytes | None:
         if lora_request is None:
@@ -112,6 +118,24 @@ def _adapter_fingerprint(path: Path, began: float) -> bytes | None:
     except (OSError, UnnamedError) as error:
         logger.warning("Requests with the adapter at %s are not cached: %s", path, error)
         return None
+
+
+def _embedded_places(request: Any, chunk_tokens: int) -> list[tuple[int, bytes]]:
+    """For each chunk with embeddings instead of tokens, the digest of where they are in it.
+
+    The engine's block hash holds the rows, zeros where there are tokens, and the tokens, 0 where there are
+    rows: it is one for rows of zeros and for the token 0.
+    """
+    if getattr(request, "prompt_embeds", None) is None:
+        return []
+    is_token = getattr(request, "prompt_is_token_ids", None) or [False] * request.num_prompt_tokens
+    found = []
+    for start in range(0, len(is_token), chunk_tokens):
+        mask = bytes(is_token[start : start + chunk_tokens])
+        if 0 in mask:  # behind the prompt there are tokens
+            digest = hashlib.sha256(keys.sized(b"places of embeddings") + mask.ljust(chunk_tokens, b"\1"))
+            found.append((start // chunk_tokens, digest.digest()))
+    return found
 
 
 def _item_digest(feature: Any) -> bytes:
