@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
@@ -41,10 +43,22 @@ _CHANNEL_OPTIONS = [
 ]
 
 
+OnRows: TypeAlias = Callable[[npt.NDArray[np.uint8], int], None]
+
+
 class Attachment:
     """One stream and its session. ``run`` is called once; ``cancel`` ends it from any thread, at any time."""
 
-    def __init__(self, socket_path: str, hello: pb.Hello, copies: Copies, pending_releases: set[str]) -> None:
+    def __init__(
+        self,
+        socket_path: str,
+        hello: pb.Hello,
+        copies: Copies,
+        pending_releases: set[str],
+        on_rows: OnRows | None = None,
+    ) -> None:
+        """``on_rows``: see ``SidecarClient``."""
+        self._on_rows = on_rows
         self._socket_path = socket_path
         self._hello = hello
         self._copies = copies
@@ -162,6 +176,8 @@ class Attachment:
                 except ArenaError as error:  # gRPC would call it "Exception iterating requests!"
                     return self.cancel(str(error))
                 self._mapped_rows = end
+                if self._on_rows is not None:
+                    self._on_rows(self._column.slots, end)
 
     def _must_drain(self) -> bool:
         return self._epoch > 0 and not self._drained and self._copies.drained

@@ -27,13 +27,13 @@ import grpc
 from lmcache.backoff import Backoff
 from lmcache.kv_groups import KVGroup
 from lmcache.rpc import service
-from lmcache.rpc.attachment import Attachment, hello_message
+from lmcache.rpc.attachment import Attachment, OnRows, hello_message
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.hello import ClientHello, Role, TransferOffer
 from lmcache.rpc.lockfile import LockFile
 from lmcache.rpc.session import Copies, Session, bounded
 
-__all__ = ["ClientHello", "KVGroup", "Role", "Session", "SidecarClient", "TransferOffer"]
+__all__ = ["ClientHello", "KVGroup", "OnRows", "Role", "Session", "SidecarClient", "TransferOffer"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,16 @@ class SidecarClient:
     """
 
     def __init__(
-        self, socket_path: str, hello: ClientHello, *, on_change: Callable[[], None] | None = None
+        self,
+        socket_path: str,
+        hello: ClientHello,
+        *,
+        on_change: Callable[[], None] | None = None,
+        on_rows: OnRows | None = None,
     ) -> None:
         """``on_change`` is called from the background thread when ``session`` became another; it must not
-        block.
+        block. ``on_rows`` gets this worker's column of the arena, ``[num_rows, slot_bytes]``, and how many
+        leading rows may be touched, from another background thread whenever these have become more.
 
         Raises ValueError when ``socket_path`` is longer than the system takes.
         """
@@ -66,6 +72,7 @@ class SidecarClient:
         self._socket_path = socket_path
         self._hello = hello_message(hello, client_uuid)
         self._on_change = on_change or (lambda: None)
+        self._on_rows = on_rows
         self._pid = os.getpid()
         self._lock_file = LockFile(service.lock_path(socket_path, client_uuid))
         self._copies = Copies(self._wake)
@@ -133,7 +140,9 @@ class SidecarClient:
         if not os.path.exists(self._socket_path):
             raise OSError(f"no socket at {self._socket_path}: is the sidecar up and its directory mounted?")
         self._lock_file.acquire()
-        attachment = Attachment(self._socket_path, self._hello, self._copies, self._pending_releases)
+        attachment = Attachment(
+            self._socket_path, self._hello, self._copies, self._pending_releases, self._on_rows
+        )
         self._attachment = attachment
         if not self._closing.is_set():  # else close() has not seen this attachment
             attachment.run(self._attached)

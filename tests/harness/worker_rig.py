@@ -26,6 +26,7 @@ class CopierDouble:
     def __init__(self):
         self.kv = {}
         self.fences = []
+        self.waits = []
         self.gate = threading.Event()
         self.gate.set()
         self.in_copy = threading.Event()
@@ -33,6 +34,12 @@ class CopierDouble:
 
     def fence(self):
         return "fence"
+
+    def wait(self, fence):
+        self.waits.append(fence)
+
+    def close(self):
+        pass
 
     def store(self, group, slot, blocks, fence):
         self._copy(fence)

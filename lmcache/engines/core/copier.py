@@ -17,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache import streaming
+from lmcache.cuda.driver import Device
+from lmcache.cuda.errors import CudaUnavailableError
 from lmcache.engines.core.layout import Layout
+from lmcache.rpc.hello import TransferOffer
 
 Fence = Any
 """A point of the engine's compute stream: copies wait until the work before it is done. None on the CPU."""
@@ -32,6 +35,15 @@ class EngineCopier(Protocol):
     def fence(self) -> Fence:
         """Mark the present end of the engine's work; called on the engine's thread."""
 
+    def wait(self, fence: Fence) -> None:
+        """Return when the engine's work before the fence is done."""
+
+    def offer(self) -> TransferOffer:
+        """Where the KV lies, for the sidecar to copy stores."""
+
+    def prepare(self, slots: Bytes, ready_rows: int) -> None:
+        """The first rows of a mapping of the arena, ``[num_rows, slot_bytes]``, may be touched now."""
+
     def share(self, work: Callable[[], None]) -> None:
         """Run ``work`` on as many threads at once as loads gain from; returns when all have ended."""
 
@@ -40,6 +52,9 @@ class EngineCopier(Protocol):
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """Fill the slot from ``blocks``, which are one full row of a KV group."""
+
+    def close(self) -> None:
+        """Let go of all that was made; no copy is under way, and none comes."""
 
 
 class Places:
@@ -78,21 +93,12 @@ class Places:
         return ids
 
 
-class CpuCopier:
-    """KV in host memory. The engine's forward is done when its hooks run, so there is nothing to wait for.
+class LoadThreads:
+    """Threads that share the copies of a load, beside the one that began it."""
 
-    Loads are shared among threads, chunk by chunk: a request waits for them. Stores are not: the engine
-    computes meanwhile.
-    """
-
-    def __init__(self, layouts: Mapping[int, Layout], num_threads: int = 1) -> None:
-        self._groups = {group: _CpuGroup(layout) for group, layout in layouts.items()}
+    def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._others = futures.ThreadPoolExecutor(max(1, num_threads - 1), "lmcache-copy", spread)
-
-    def fence(self) -> Fence:
-        """Nothing to mark."""
-        return None
 
     def share(self, work: Callable[[], None]) -> None:
         """See ``EngineCopier``."""
@@ -103,6 +109,36 @@ class CpuCopier:
             futures.wait(others)
         for other in others:
             other.result()
+
+    def close(self) -> None:
+        """See ``EngineCopier``."""
+        self._others.shutdown()
+
+
+class CpuCopier(LoadThreads):
+    """KV in host memory. The engine's forward is done when its hooks run, so there is nothing to wait for.
+
+    Loads are shared among threads, chunk by chunk: a request waits for them. Stores are not: the engine
+    computes meanwhile.
+    """
+
+    def __init__(self, layouts: Mapping[int, Layout], num_threads: int = 1) -> None:
+        super().__init__(num_threads)
+        self._groups = {group: _CpuGroup(layout) for group, layout in layouts.items()}
+
+    def fence(self) -> Fence:
+        """Nothing to mark."""
+        return None
+
+    def wait(self, fence: Fence) -> None:
+        """Nothing to wait for."""
+
+    def offer(self) -> TransferOffer:
+        """Only memory of a GPU is offered."""
+        return TransferOffer()
+
+    def prepare(self, slots: Bytes, ready_rows: int) -> None:
+        """Nothing to prepare."""
 
     def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
@@ -143,18 +179,24 @@ class _CpuGroup:
 
 
 def make_copier(layouts: Mapping[int, Layout], num_threads: int | None = None) -> EngineCopier:
-    """Choose by where the KV is. Raises ValueError when no copier fits.
+    """Choose by where the KV is, as the driver says. Raises ValueError when no copier fits.
 
     ``layouts`` by KV group; ``num_threads`` of a load; by default 2 where there is more than one core.
     """
-    kind = next(iter(layouts.values())).pages[0].device.type
-    if kind == "cpu":
-        return CpuCopier(layouts, num_threads or min(2, len(allowed_cores())))
-    if kind == "cuda":
-        from lmcache.engines.core.cuda_copier import CudaCopier  # only an engine with a GPU needs the driver
+    pages = next(iter(layouts.values())).pages[0]
+    try:
+        device = Device.of(pages.data_ptr())
+    except CudaUnavailableError as error:
+        if pages.device.type == "cuda":
+            raise ValueError(f"KV lies on a GPU that can't be used: {error}") from error
+        device = None
+    if device is not None:
+        from lmcache.engines.core.cuda_copier import CudaCopier  # it stands on this module
 
-        return CudaCopier(layouts)
-    raise ValueError(f"no copier for KV on a {kind} device")
+        return CudaCopier(layouts, device)
+    if pages.device.type == "cpu":
+        return CpuCopier(layouts, num_threads or min(2, len(allowed_cores())))
+    raise ValueError(f"no copier for KV on a {pages.device.type} device")
 
 
 def allowed_cores() -> set[int]:

@@ -1,122 +1,149 @@
-"""Copy whole chunks between KV in device memory and a slot of the arena."""
+"""The engine's own copies between KV in device memory and a slot of the arena, on the CUDA driver alone.
+
+A row is one batch of copies: one call of the driver for all its pages. They are one piece per block where the
+engine keeps all layers of a block together.
+"""
 
 from __future__ import annotations
 
-import logging
-import threading
+import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lmcache.engines.core.copier import Bytes, Fence
+from lmcache.cuda import ipc
+from lmcache.cuda.copies import CopyBatch
+from lmcache.cuda.driver import Context, Device, Event, Stream
+from lmcache.cuda.errors import CudaError
+from lmcache.cuda.pins import Pins
+from lmcache.engines.core.copier import Bytes, Fence, LoadThreads, Places
 from lmcache.engines.core.layout import Layout
+from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
 
-logger = logging.getLogger(__name__)
+_LOAD_THREADS = 2
+"""While one waits for its row, the other one has made the next one's batch: the bus is never idle."""
+
+_PINNED_AT_ONCE = 256 << 20
+"""Bytes of one registration: some 30 ms, in the background."""
 
 
-class CudaCopier:
-    """KV in device memory: gathers a chunk there, one DMA to or from the arena. Not yet verified on a GPU.
+class CudaCopier(LoadThreads):
+    """KV in device memory. Copies wait for a fence in the stream that the engine computes on."""
 
-    Loads and stores have a side stream and a staging buffer each; every call is a few kernels and one copy.
-    """
+    def __init__(
+        self, layouts: Mapping[int, Layout], device: Device, compute_stream: Callable[[], int] | None = None
+    ) -> None:
+        """``compute_stream``: raw handle of the stream that the calling thread computes on; not given:
+        torch's.
 
-    def __init__(self, layouts: Mapping[int, Layout]) -> None:
+        Raises CudaError.
+        """
+        super().__init__(_LOAD_THREADS)
         self._layouts = layouts
-        self._device = next(iter(layouts.values())).pages[0].device
-        row_bytes = max(layout.row_bytes for layout in layouts.values())
-        self._cuda: Any = torch.cuda  # untyped
-        self._load_stream, self._store_stream = (self._cuda.Stream(self._device) for _ in range(2))
-        self._load_staging, self._store_staging = (
-            torch.empty(row_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
-        )
-        self._pins = Pins(self._register, self._unregister)
+        self._places = {group: Places(layout) for group, layout in layouts.items()}
+        self._uuid = device.uuid
+        self._context = device.primary_context()
+        self._compute_stream = compute_stream or _torch_stream(next(iter(layouts.values())).pages[0].device)
+        self._load_stream, self._store_stream = Stream(self._context), Stream(self._context)
+        self.pins: Pins | None = None
+        """Of the mapping of the arena that was prepared last."""
+        self._mapping: Callable[[], object]
+        self._unpins: list[Any] = []  # finalizers of mappings
 
     def fence(self) -> Fence:
         """Record an event on the stream that the engine computes on."""
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(self._device))
-        return event
+        return _Fence(self._context, self._compute_stream())
 
-    def share(self, work: Callable[[], None]) -> None:
-        """One thread fills the bus."""
-        work()
+    def wait(self, fence: Fence) -> None:
+        """See ``EngineCopier``. Sleeps, without the GIL. Raises CudaError."""
+        fence.event.synchronize()
 
     def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
-        self._pins.pin(slot)
-        layout = self._layouts[group]
-        host = torch.from_numpy(slot)[: layout.row_bytes]
-        try:
-            with self._cuda.stream(self._load_stream):
-                self._load_stream.wait_event(fence)
-                ids = torch.tensor(blocks, device=self._device)
-                self._load_staging[: layout.row_bytes].copy_(host, non_blocking=True)
-                for pages, part in self._staged(layout, self._load_staging):
-                    pages.index_copy_(0, ids, part[first_block : first_block + len(blocks)].contiguous())
-        finally:  # also a load that failed has ended only when nothing writes to its blocks any more
-            self._load_stream.synchronize()
+        in_slot, in_kv, sizes = self._places[group].of(slot, first_block, blocks)
+        self._copy(self._load_stream, CopyBatch(in_kv, in_slot, sizes), fence, is_source_stable=True)
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
-        self._pins.pin(slot)
-        layout = self._layouts[group]
-        host = torch.from_numpy(slot)[: layout.row_bytes]
+        in_slot, in_kv, sizes = self._places[group].of(slot, 0, blocks)
+        self._copy(self._store_stream, CopyBatch(in_slot, in_kv, sizes), fence, is_source_stable=False)
+
+    def close(self) -> None:
+        """See ``EngineCopier``."""
+        super().close()
+        for unpin in self._unpins:
+            unpin()
+        for stream in (self._load_stream, self._store_stream):
+            stream.close()
+        self._context.close()
+
+    def _copy(self, stream: Stream, batch: CopyBatch, fence: Fence, *, is_source_stable: bool) -> None:
         try:
-            with self._cuda.stream(self._store_stream):
-                self._store_stream.wait_event(fence)
-                ids = torch.tensor(blocks, device=self._device)
-                for pages, part in self._staged(layout, self._store_staging):
-                    part.copy_(torch.index_select(pages, 0, ids))
-                host.copy_(self._store_staging[: layout.row_bytes], non_blocking=True)
-        finally:  # also a store that failed may not write to a slot that is given back
-            self._store_stream.synchronize()
+            stream.wait(fence.event)
+            batch.submit(stream, is_source_stable=is_source_stable)
+        finally:  # also a copy that failed has ended only when nothing of it is queued any more
+            stream.synchronize()
 
-    @staticmethod
-    def _staged(layout: Layout, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        blocks, start = staging[: layout.row_bytes].view(layout.blocks_per_row, -1), 0
-        for pages in layout.pages:
-            yield pages, blocks[:, start : (start := start + pages.shape[1])]
+    def prepare(self, slots: Bytes, ready_rows: int) -> None:
+        """Register what may be touched, in the background.
 
-    def _register(self, slot: Bytes) -> None:
-        with self._cuda.device(self._device):  # else every rank makes a context on the first GPU
-            status = int(self._cuda.cudart().cudaHostRegister(slot.ctypes.data, slot.nbytes, 0))
-        if status:
-            logger.warning("Can't pin a slot of the arena (CUDA error %d): its copies are slow", status)
+        The rows of an older mapping stay registered until nothing refers to it any more: neither its session
+        nor a copy that goes on.
+        """
+        mapping, slot_bytes = slots.base, slots.shape[1]
+        if self.pins is None or self._mapping() is not mapping:
+            extent_bytes = max(1, _PINNED_AT_ONCE // slot_bytes) * slot_bytes  # no slot in two registrations
+            self.pins = Pins(self._context, slots.ctypes.data, slots.nbytes, extent_bytes)
+            unpin = weakref.finalize(mapping, self.pins.close)
+            unpin.atexit = False  # the device is gone before
+            self._mapping, self._unpins = (
+                weakref.ref(mapping),
+                [*(each for each in self._unpins if each.alive), unpin],
+            )
+        self.pins.set_ready(ready_rows * slot_bytes)
 
-    def _unregister(self, address: int) -> None:
-        with self._cuda.device(self._device):
-            self._cuda.cudart().cudaHostUnregister(address)
+    def offer(self) -> TransferOffer:
+        """Export each allocation of the KV once; or say why it can't be shared."""
+        allocations: dict[int, Allocation] = {}  # by their addresses, in the order of the offer
+        groups = []
+        try:
+            for group, layout in self._layouts.items():
+                layers = []
+                for pages in layout.pages:
+                    if not ipc.is_exportable(self._context, pages.data_ptr()):
+                        return TransferOffer(self._uuid, refusal=_NOT_EXPORTABLE)
+                    found = ipc.export(self._context, pages.data_ptr())
+                    allocations.setdefault(found.base, Allocation(found.handle, found.num_bytes))
+                    number = list(allocations).index(found.base)
+                    layers.append(LayerPages(number, found.offset, pages.shape[1], pages.stride(0)))
+                groups.append(GroupPages(group, len(layout.pages[0]), layout.blocks_per_row, tuple(layers)))
+        except CudaError as error:
+            return TransferOffer(self._uuid, refusal=f"the KV can't be exported: {error}")
+        return TransferOffer(self._uuid, tuple(allocations.values()), tuple(groups))
 
 
-class Pins:
-    """Pins slots on first use: rows become ready one by one, and pinning all would take seconds.
+_NOT_EXPORTABLE = (
+    "the KV lies in memory that CUDA IPC can't share (of virtual memory management: sleep mode, "
+    "--enable-cumem-allocator, expandable_segments in PYTORCH_ALLOC_CONF)"
+)
 
-    A new session maps the arena again. What is pinned of the old mapping is unpinned when nothing refers to
-    it any more: neither the session nor a copy that goes on.
-    """
 
-    def __init__(self, pin: Callable[[Bytes], None], unpin: Callable[[int], None]) -> None:
-        """``pin`` takes a slot, ``unpin`` its address."""
-        self._pin, self._unpin = pin, unpin
-        self._lock = threading.Lock()  # protects against pinning twice
-        self._addresses: dict[int, set[int]] = {}  # of pinned slots, by id of their mapping
+class _Fence:
+    """An event that lives as long as somebody may wait for it."""
 
-    def pin(self, slot: Bytes) -> None:
-        """Pin a slot, if it is not yet."""
-        mapping = slot.base
-        with self._lock:
-            if id(mapping) not in self._addresses:
-                self._addresses[id(mapping)] = set()
-                # At exit the device is gone before.
-                weakref.finalize(mapping, self._unpin_all, id(mapping)).atexit = False
-            addresses = self._addresses[id(mapping)]
-            if slot.ctypes.data not in addresses:
-                addresses.add(slot.ctypes.data)
-                self._pin(slot)
+    def __init__(self, context: Context, stream: int) -> None:
+        self.event = Event(context)
+        self.event.record(Stream(context, stream))
 
-    def _unpin_all(self, mapping: int) -> None:
-        """The memory is still mapped. Takes no lock: any thread may come here, also one that pins."""
-        for address in self._addresses.pop(mapping):
-            self._unpin(address)
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at exit the driver may be gone before
+            self.event.close()
+
+
+def _torch_stream(device: torch.device) -> Callable[[], int]:
+    """The stream that torch computes on; of an engine that computes on the host the legacy one, 0."""
+    if device.type != "cuda":
+        return lambda: 0
+    return lambda: int(torch.cuda.current_stream(device).cuda_stream)

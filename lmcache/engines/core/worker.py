@@ -156,6 +156,8 @@ class WorkerSide:
             thread.shutdown()
         if client is not None:
             client.close()
+        if self._copier is not None:
+            self._copier.close()
 
     def _begin(self, kv_caches: Mapping[str, Any]) -> None:
         try:

@@ -19,7 +19,7 @@ from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import files, fingerprint
 from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id, num_replicas
-from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient, TransferOffer
+from lmcache.rpc.client import ClientHello, KVGroup, OnRows, Role, SidecarClient, TransferOffer
 from lmcache.rpc.service import DEFAULT_SOCKET
 
 logger = logging.getLogger(__name__)
@@ -101,10 +101,10 @@ def attach_worker(
         column=stage * shards + rank // replicas,
         private_reason=reason,
         model=vllm_config.model_config.model,
-        transfer=TransferOffer(gpu_uuid=_gpu_uuid(layout.pages[0].device)),
+        transfer=_transfer(copier, is_replica=bool(rank % replicas)),
     )
     identity = EngineIdentity(hello, hash_tokens, is_replica=bool(rank % replicas))
-    return start_client(settings.socket, hello), copier, identity
+    return start_client(settings.socket, hello, copier.prepare), copier, identity
 
 
 def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClient:
@@ -114,9 +114,9 @@ def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClie
     )
 
 
-def start_client(socket: str, hello: ClientHello) -> SidecarClient:
+def start_client(socket: str, hello: ClientHello, on_rows: OnRows | None = None) -> SidecarClient:
     """Start attaching in the background."""
-    client = SidecarClient(socket, hello)
+    client = SidecarClient(socket, hello, on_rows=on_rows)
     client.start()
     return client
 
@@ -158,8 +158,11 @@ def _place() -> tuple[int, int]:
     return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
 
 
-def _gpu_uuid(device: torch.device) -> str:
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+def _transfer(copier: EngineCopier, *, is_replica: bool) -> TransferOffer:
+    offer = copier.offer()
+    if is_replica and offer.gpu_uuid:
+        return TransferOffer(offer.gpu_uuid, refusal="another rank stores the same KV")
+    return offer
 
 
 def _largest_column_bytes(vllm_config: Any, layout: Layout) -> int:

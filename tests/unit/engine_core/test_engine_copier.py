@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lmcache.engines.core.copier import CpuCopier, allowed_cores, make_copier, spread
-from lmcache.engines.core.cuda_copier import Pins
 from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnsupportedError
 from tests.harness.kv_layouts import ORDERS, B, C, H, N, kv_caches
@@ -132,25 +131,6 @@ def test_no_byte_is_written_beyond_the_kv_or_the_slot(pages, blocks):
         copier.load(0, slot, 0, blocks, None)
     with pytest.raises((ValueError, IndexError)):
         copier.store(0, slot[: 4 << 10], blocks, None)
-
-
-def test_slots_are_unpinned_after_the_last_copy_of_their_mapping():
-    """The two copying threads change to a new session one after the other."""
-    calls = []
-    pins = Pins(
-        lambda slot: calls.append(("pin", slot.ctypes.data)), lambda place: calls.append(("unpin", place))
-    )
-    old, new = (np.frombuffer(mmap.mmap(-1, 8192), np.uint8).reshape(2, 4096) for _ in range(2))
-    addresses = {old[0].ctypes.data, old[1].ctypes.data}
-    for slot in old[0], old[0], old[1], new[0]:
-        pins.pin(slot)
-    slot_of_a_copy = old[1]
-    del old, slot
-    assert [what for what, _ in calls] == ["pin"] * 3, "a copy of the old mapping goes on"
-    del slot_of_a_copy
-    assert {place for what, place in calls if what == "unpin"} == addresses
-    pins.pin(new[0])
-    assert len(calls) == 5
 
 
 def test_threads_of_ours_may_leave_the_core_of_the_thread_that_starts_them():

@@ -1,0 +1,239 @@
+"""The engine's copies between device memory and the arena."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from concurrent import futures
+
+import numpy as np
+import pytest
+import torch
+
+from lmcache.cuda import ipc
+from lmcache.cuda.driver import Device, Stream
+from lmcache.cuda.errors import CudaError
+from lmcache.engines.core.copier import CpuCopier, make_copier
+from lmcache.engines.core.cuda_copier import CudaCopier
+from lmcache.engines.core.layout import Layout
+from tests.harness.cuda_gates import gate
+from tests.harness.cuda_memory import pages
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, BLOCKS, PAGE_BYTES, BLOCKS_PER_ROW = 4, 64, 8192, 16
+TABLE = [5, 60, 7, 1, 33, 2, 18, 40, 9, 11, 63, 0, 21, 22, 23, 50]
+ROW_BYTES = LAYERS * BLOCKS_PER_ROW * PAGE_BYTES
+KV_BYTES = LAYERS * BLOCKS * PAGE_BYTES
+
+
+@pytest.fixture
+def memory(context):
+    """Random KV: a tensor over device memory."""
+    content = torch.randint(0, 255, (KV_BYTES,), dtype=torch.uint8, generator=torch.manual_seed(0))
+    if "CUDASIM_NODE" not in os.environ:
+        yield content.cuda()
+        return
+    address = int(context.call("cuMemAlloc", KV_BYTES))
+    tensor = torch.frombuffer((ctypes.c_char * KV_BYTES).from_address(address), dtype=torch.uint8)
+    yield tensor.copy_(content)
+    context.call("cuMemFree", address)
+
+
+@pytest.fixture(params=["by layer", "by block"])
+def layout(memory, request):
+    """In both orders that an engine can keep."""
+    if request.param == "by layer":
+        kv = memory.view(LAYERS, BLOCKS, PAGE_BYTES)
+    else:
+        kv = memory.view(BLOCKS, LAYERS, PAGE_BYTES).transpose(0, 1)
+    return Layout(tuple(kv), BLOCKS_PER_ROW)
+
+
+@pytest.fixture
+def copier(layout):
+    copier = make_copier({3: layout})
+    assert isinstance(copier, CudaCopier), "the driver says where the KV is"
+    yield copier
+    copier.close()
+
+
+@pytest.fixture
+def slots():
+    return pages(2 * ROW_BYTES).reshape(2, ROW_BYTES)
+
+
+def row_of(layout):
+    """What a slot must hold: the blocks in order, each with its layers."""
+    return torch.stack([pages[TABLE] for pages in layout.pages], dim=1).cpu().numpy().reshape(-1)
+
+
+def test_a_stored_row_is_the_blocks_in_order(copier, layout, slots):
+    copier.store(3, slots[1], TABLE, copier.fence())
+    np.testing.assert_array_equal(slots[1], row_of(layout))
+    assert not slots[0].any()
+
+
+def test_the_cpu_s_copier_makes_the_same_bytes(copier, layout, slots):
+    copier.store(3, slots[0], TABLE, copier.fence())
+    on_the_host = Layout(tuple(pages.cpu().contiguous() for pages in layout.pages), BLOCKS_PER_ROW)
+    CpuCopier({3: on_the_host}).store(3, slots[1], TABLE, None)
+    np.testing.assert_array_equal(slots[0], slots[1])
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_load_brings_back_its_blocks_and_touches_no_other_byte(copier, layout, slots, is_pinned):
+    if is_pinned:
+        copier.prepare(slots, 2)
+        assert copier.pins.wait(60)
+        assert copier.pins.pinned_bytes == slots.nbytes
+    copier.store(3, slots[0], TABLE, copier.fence())
+    expected = [pages.clone() for pages in layout.pages]
+    for pages_, before in zip(layout.pages, expected, strict=True):
+        pages_.zero_()
+        wanted = before[TABLE[4:9]].clone()
+        before.zero_()
+        before[TABLE[4:9]] = wanted
+    copier.load(3, slots[0], 4, TABLE[4:9], copier.fence())
+    for pages_, after in zip(layout.pages, expected, strict=True):
+        assert torch.equal(pages_, after)
+
+
+def test_rows_are_loaded_on_several_threads_at_once(copier, layout, slots):
+    copier.store(3, slots[0], TABLE, copier.fence())
+    expected = [pages.clone() for pages in layout.pages]
+    for pages_ in layout.pages:
+        pages_[TABLE] = 0
+    todo, fence = iter(range(0, BLOCKS_PER_ROW, 2)), copier.fence()
+
+    def work():
+        for first in todo:
+            copier.load(3, slots[0], first, TABLE[first : first + 2], fence)
+
+    copier.share(work)
+    for pages_, after in zip(layout.pages, expected, strict=True):
+        assert torch.equal(pages_, after)
+
+
+def test_a_store_waits_for_the_work_before_its_fence(copier, context, layout, memory, slots):
+    """The forward is only queued when its stores are asked for."""
+    compute = Stream(context, 0)
+    with gate(context) as forward, futures.ThreadPoolExecutor(2) as threads:
+        forward.hold(compute)
+        context.call("cuMemsetD8Async", memory.data_ptr(), 7, KV_BYTES, compute.raw)
+        fence = copier.fence()
+        store = threads.submit(copier.store, 3, slots[0], TABLE, fence)
+        wait = threads.submit(copier.wait, fence)
+        assert not fence.event.is_done()
+        assert not store.done()
+        assert not wait.done()
+        forward.open()
+        store.result(60)
+        wait.result(60)
+    assert (slots[0] == 7).all()
+
+
+def test_a_load_waits_for_the_work_before_its_fence(copier, context, layout, memory, slots):
+    """Attention that was queued before may still read what the blocks hold now."""
+    slots[0] = 9
+    compute = Stream(context, 0)
+    with gate(context) as forward, futures.ThreadPoolExecutor(1) as threads:
+        forward.hold(compute)
+        context.call("cuMemsetD8Async", memory.data_ptr(), 7, KV_BYTES, compute.raw)
+        load = threads.submit(copier.load, 3, slots[0], 0, TABLE, copier.fence())
+        forward.open()
+        load.result(60)
+    for pages_ in layout.pages:
+        assert (pages_[TABLE] == 9).all()
+        assert (pages_[[block for block in range(BLOCKS) if block not in TABLE]] == 7).all()
+
+
+def test_a_block_that_holds_all_layers_is_one_piece(copier, layout, slots, simulated):
+    before = simulated.count("pieces")
+    copier.store(3, slots[0], TABLE, copier.fence())
+    is_by_block = layout.pages[0].stride(0) > PAGE_BYTES
+    expected = len(TABLE) - 2 if is_by_block else len(TABLE) * LAYERS  # blocks 21, 22 and 23 are one piece
+    assert simulated.count("pieces") - before == expected
+
+
+@pytest.mark.parametrize("blocks", [[BLOCKS], [-1], [*TABLE, 0]])
+def test_no_byte_is_copied_beyond_the_kv_or_the_slot(copier, slots, blocks):
+    with pytest.raises(ValueError, match="not all blocks of"):
+        copier.store(3, slots[0], blocks, copier.fence())
+    with pytest.raises(ValueError, match="not all blocks of"):
+        copier.load(3, slots[0], 0, blocks, copier.fence())
+    assert not slots.any()
+
+
+@pytest.mark.parametrize("function", ["cuStreamWaitEvent", "cuMemcpyBatchAsync"])
+def test_a_copy_that_fails_has_ended_and_the_next_one_is_good(copier, layout, slots, simulated, function):
+    simulated.order(f"fail {function} 1 999")
+    with pytest.raises(CudaError, match=function):
+        copier.store(3, slots[0], TABLE, copier.fence())
+    simulated.order("")
+    copier.store(3, slots[0], TABLE, copier.fence())
+    np.testing.assert_array_equal(slots[0], row_of(layout))
+
+
+def test_without_a_registration_copies_go_on(copier, layout, slots, simulated):
+    simulated.order("fail cuMemHostRegister_v2 * 2")
+    copier.prepare(slots, 2)
+    assert copier.pins.wait(60)
+    assert copier.pins.failures == 1
+    copier.store(3, slots[1], TABLE, copier.fence())
+    np.testing.assert_array_equal(slots[1], row_of(layout))
+
+
+def test_a_mapping_s_pins_go_with_it_and_with_the_last_copy_from_it(copier, simulated):
+    """The two copying threads change to a new session one after the other."""
+    old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
+    copier.prepare(old, 2)
+    assert copier.pins.wait(60)
+    slot_of_a_copy = old[1]
+    copier.prepare(new, 1)
+    assert copier.pins.wait(60)
+    del old
+    assert simulated.count("pinned_bytes") == 2 * ROW_BYTES, "a copy of the old mapping goes on"
+    copier.prepare(new, 2)
+    assert copier.pins.wait(60)
+    assert simulated.count("pinned_bytes") == 4 * ROW_BYTES
+    del slot_of_a_copy
+    gc.collect()
+    assert simulated.count("pinned_bytes") == 2 * ROW_BYTES
+
+
+def test_a_thousand_sessions_leave_nothing_behind(copier, simulated):
+    counters = ("events", "streams", "pins", "mappings", "contexts")
+    before = [simulated.count(name) for name in counters]
+    for _ in range(1000):
+        slots = pages(4096).reshape(1, 4096)
+        copier.prepare(slots, 1)
+        copier.wait(copier.fence())
+    del slots
+    gc.collect()
+    assert [simulated.count(name) for name in counters] == before
+
+
+def test_what_is_offered_is_each_allocation_once_and_where_the_pages_are(copier, context, layout, memory):
+    offer = copier.offer()
+    assert offer.gpu_uuid == Device.of(memory.data_ptr()).uuid
+    exported = ipc.export(context, memory.data_ptr())
+    assert offer.allocations == ((exported.handle, exported.num_bytes),)
+    (group,) = offer.groups
+    assert (group.group, group.num_blocks, group.blocks_per_row) == (3, BLOCKS, BLOCKS_PER_ROW)
+    assert [exported.base + at.offset for at in group.layers] == [each.data_ptr() for each in layout.pages]
+    assert {(at.allocation, at.page_bytes) for at in group.layers} == {(0, PAGE_BYTES)}
+    assert [at.block_stride for at in group.layers] == [each.stride(0) for each in layout.pages]
+
+
+def test_memory_that_can_not_be_shared_is_offered_with_the_reason(copier, simulated):
+    simulated.order("fail cuIpcGetMemHandle * 801")
+    offer = copier.offer()
+    assert not offer.allocations
+    assert "can't be exported: cuIpcGetMemHandle" in offer.refusal
+
+
+def test_the_host_s_memory_is_for_the_cpu_s_copier(device):
+    kv = torch.zeros(8, 4096, dtype=torch.uint8)
+    assert isinstance(make_copier({0: Layout((kv,), 4)}), CpuCopier)
