@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lmcache.rpc.errors import SidecarUnavailableError
-from lmcache.rpc.session import LookupResult
+from lmcache.rpc.session import BlockCopy, LookupResult, StoreCopier
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Located, Reservation, Reserved, Slot
 from tests.harness.wire import NAMESPACE
@@ -33,6 +33,8 @@ class SessionDouble:
         self.is_down = False
         self.is_copying = False
         self.before_lookup: Callable[[], None] = lambda: None
+        self.store_copier = StoreCopier(False, "KV in host memory")
+        self.copy_blocks: Callable[[Sequence[BlockCopy]], list[bool]]
         self._next_row = 0
 
     @property

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import threading
+from collections.abc import Sequence
 
 from lmcache.engines.core.copier import EngineCopier, Fence
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece, StoreJob
 from lmcache.rpc.client import Session
+from lmcache.rpc.errors import EngineCopiesError
+from lmcache.rpc.session import BlockCopy
 from lmcache.tiers.memory.contracts import Slot
+
+logger = logging.getLogger(__name__)
+
+_SLOTS_PER_CALL = 16
+"""Of the sidecar. What it has copied counts from its answer on: much at once is little that counts when the
+engine takes blocks back, and makes others wait."""
 
 
 class LoadTransfer:
@@ -93,12 +103,36 @@ class StoreTransfer:
             try:
                 for store in self.job.groups:
                     reserved += self._reserve(session, store)
+                if session.store_copier.is_sidecar and self._have_copied(session, copier, reserved):
+                    return
                 for piece in reserved:
+                    if piece.slot in self._copied:
+                        continue
                     copier.store(piece.group, session.slots[piece.slot.row], piece.blocks, self.fence)
                     if not self.note_copied(piece.slot):
                         break
             finally:
                 self._commit(session, [piece.slot for piece in reserved])
+
+    def _have_copied(self, session: Session, copier: EngineCopier, reserved: Sequence[Piece]) -> bool:
+        """Let the sidecar copy. False: it can't any more, and the engine has to copy the rest.
+
+        It reads what lies in the blocks when it is told to, so the engine's work on them must be done before.
+        """
+        copier.wait(self.fence)
+        for at in range(0, len(reserved), _SLOTS_PER_CALL):
+            if self._is_cancelled:
+                break
+            part = [BlockCopy(p.group, p.slot, p.blocks) for p in reserved[at : at + _SLOTS_PER_CALL]]
+            try:
+                is_filled = session.copy_blocks(part)
+            except EngineCopiesError as error:
+                logger.warning("From now on the engine copies its stores itself: %s", error.message)
+                return False
+            for copy, is_good in zip(part, is_filled, strict=True):
+                if is_good:
+                    self.note_copied(copy.slot)
+        return True
 
     def _reserve(self, session: Session, store: GroupStore) -> list[Piece]:
         answers = session.reserve(

@@ -1,0 +1,150 @@
+"""Stores that the sidecar copies: when they may begin, what of them counts, and who takes over."""
+
+import threading
+
+import grpc
+import pytest
+
+from lmcache.engines.core import transfers
+from lmcache.rpc.errors import EngineCopiesError, SidecarUnavailableError
+from lmcache.rpc.session import StoreCopier
+from tests.harness.worker_rig import WorkerRig
+
+
+class SidecarCopies:
+    """The sidecar's end: it reads the rig's KV into the slots that it is told of."""
+
+    def __init__(self, rig):
+        self._rig = rig
+        self.calls = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.in_copy = threading.Event()
+        self.fault = lambda number: None  # raises, or returns what is answered instead
+        rig.session.store_copier = StoreCopier(True, "")
+        rig.session.copy_blocks = self.copy_blocks
+
+    def copy_blocks(self, copies):
+        assert self._rig.session.is_copying
+        assert self._rig.copier.waits, "the engine's work was waited for"
+        self.calls.append([copy.slot for copy in copies])
+        self.in_copy.set()
+        assert self.gate.wait(30)
+        if (answer := self.fault(len(self.calls))) is not None:
+            return answer
+        for copy in copies:
+            row = self._rig.session.slots[copy.slot.row]
+            row[: len(copy.blocks)] = [self._rig.copier.kv[block] for block in copy.blocks]
+        return [True] * len(copies)
+
+
+@pytest.fixture
+def rig():
+    rig = WorkerRig()
+    rig.sidecar = SidecarCopies(rig)
+    yield rig
+    rig.sidecar.gate.set()
+    rig.finish()
+
+
+def committed(rig, count):
+    return lambda *_: len(rig.session.committed) == count
+
+
+def all_ended(rig):
+    return lambda *_: not rig.worker._stores
+
+
+def test_the_sidecar_copies_and_the_engine_commits(rig):
+    rig.store()
+    rig.collect_until(committed(rig, 2))
+    assert rig.stored_bytes() == [[1, 2], [3, 4]]
+    assert rig.copier.waits == ["fence"]
+    assert not rig.copier.fences, "the engine copied nothing"
+
+
+def test_nothing_is_read_before_the_engine_s_work_is_done(rig):
+    """The sidecar reads what is there: a kernel that is only queued may write it later."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def wait(fence):
+        rig.copier.waits.append(fence)
+        begun.set()
+        assert may_end.wait(30)
+
+    rig.copier.wait = wait
+    rig.store()
+    assert begun.wait(30)
+    rig.copier.kv |= {1: 51, 2: 52, 3: 53, 4: 54}  # the forward ends
+    assert not rig.sidecar.calls
+    may_end.set()
+    rig.collect_until(committed(rig, 2))
+    assert rig.stored_bytes() == [[51, 52], [53, 54]]
+
+
+def test_blocks_taken_back_under_a_copy_are_aborted(rig):
+    rig.sidecar.gate.clear()
+    rig.store()
+    assert rig.sidecar.in_copy.wait(30)
+    rig.reclaim(1)
+    rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # another request's
+    rig.sidecar.gate.set()
+    rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
+    assert rig.session.committed == []
+
+
+def test_what_was_answered_before_the_blocks_were_taken_back_counts(rig, monkeypatch):
+    monkeypatch.setattr(transfers, "_SLOTS_PER_CALL", 1)
+
+    def reclaim_in_the_second_call(number):
+        if number == 2:
+            rig.worker._stores[1].cancel()
+
+    rig.sidecar.fault = reclaim_in_the_second_call
+    rig.store(names=(b"a", b"b", b"c"), blocks=(1, 2, 3, 4, 5, 6))
+    rig.collect_until(all_ended(rig))
+    assert rig.stored_bytes() == [[1, 2]]
+    assert len(rig.session.aborted) == 2
+    assert len(rig.sidecar.calls) == 2, "no further copy was begun"
+
+
+def test_slots_that_were_not_filled_are_given_back(rig):
+    rig.sidecar.fault = lambda _: [False, True]
+    rig.store()
+    rig.collect_until(all_ended(rig))
+    assert [slot.row for slot in rig.session.committed] == [1]
+    assert [slot.row for slot in rig.session.aborted] == [0]
+
+
+@pytest.mark.parametrize("refused_call", [1, 2])
+def test_a_refusal_makes_the_engine_copy_what_is_left(rig, monkeypatch, refused_call):
+    """Nothing is lost, and nothing that the sidecar filled is copied again."""
+    monkeypatch.setattr(transfers, "_SLOTS_PER_CALL", 1)
+
+    def refuse(number):
+        if number == refused_call:
+            rig.session.store_copier = StoreCopier(False, "the child died")
+            raise EngineCopiesError(grpc.StatusCode.FAILED_PRECONDITION, "the child died")
+
+    rig.sidecar.fault = refuse
+    rig.store()
+    rig.collect_until(committed(rig, 2))
+    assert rig.stored_bytes() == [[1, 2], [3, 4]]
+    assert len(rig.copier.fences) == 3 - refused_call
+    rig.store(names=(b"c",), blocks=(7, 8))
+    rig.collect_until(committed(rig, 3))
+    assert len(rig.sidecar.calls) == refused_call, "it is not asked again"
+
+
+def test_without_an_answer_nothing_counts_and_the_engine_does_not_copy_into_these_slots(rig):
+    """The sidecar may still be filling them."""
+
+    def lose_the_answer(_):
+        raise SidecarUnavailableError("no answer")
+
+    rig.sidecar.fault = lose_the_answer
+    rig.store()
+    rig.collect_until(all_ended(rig))
+    assert len(rig.session.aborted) == 2
+    assert not rig.session.committed
+    assert not rig.copier.fences
