@@ -79,6 +79,10 @@ class Child:
             )
         return list(results.values())
 
+    def block_tokens(self) -> list[int]:
+        """Of each layer, in the model's order: the tokens of its blocks."""
+        return [tokens for _, tokens in self._layers()]
+
     def num_preemptions(self) -> int:
         """How often a request was preempted so far."""
         return self._num_preemptions
@@ -159,16 +163,34 @@ class Child:
         runner = self._core.model_executor.driver_worker.worker.model_runner
         return list(runner.kv_caches)
 
+    def _layers(self) -> list[tuple[int, int]]:
+        """Of each layer, in the model's order: its KV group, and the tokens of its blocks."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        layers = {
+            extract_layer_index(name): (number, group.kv_cache_spec.block_size)
+            for number, group in enumerate(self._core.scheduler.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+        }
+        return [layers[index] for index in sorted(layers)]
+
     def _watch_finished_requests(self) -> None:
-        """Hash each request's full blocks, of each layer, at the last moment that they are its own."""
+        """Hash each request's full blocks, of each layer, at the last moment that they are its own.
+
+        Blocks that slid out before have no hash ("").
+        """
         scheduler = self._core.scheduler
         finished = scheduler._connector_finished
 
         def watch(request: Any) -> Any:
-            (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            full = request.num_computed_tokens // scheduler.block_size if self._hashes_kv else 0
+            tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            num_computed = request.num_computed_tokens if self._hashes_kv else 0
             self._kv[request.request_id] = [
-                [_digest(kv[block]) for block in blocks[:full]] for kv in self._kv_caches()
+                [
+                    _digest(kv[block]) if block else ""
+                    for block in tables[group][: num_computed // block_tokens]
+                ]
+                for kv, (group, block_tokens) in zip(self._kv_caches(), self._layers(), strict=True)
             ]
             return finished(request)
 

@@ -68,7 +68,7 @@ class Generated(NamedTuple):
     ended: float  # seconds after the first of the requests that were run with it arrived
     num_cached_tokens: int
     finish_reason: str
-    kv: list[list[str]]  # per layer: a digest of each full block's bytes
+    kv: list[list[str]]  # per layer: a digest of each full block's bytes; "": slid out
 
 
 class EngineFailed(Exception):
@@ -148,6 +148,11 @@ class EngineProcess(ChildProcess):
     def stop_hashing_kv(self) -> None:
         """From now on ``Generated.kv`` is empty, and its time is in nobody's figures."""
         self._call("stop_hashing_kv")
+
+    def block_tokens(self) -> list[int]:
+        """Of each layer, in the model's order: the tokens of its blocks."""
+        tokens: list[int] = self._call("block_tokens")
+        return tokens
 
     def num_preemptions(self) -> int:
         """How often a request was preempted so far."""

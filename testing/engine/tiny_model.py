@@ -2,6 +2,7 @@
 
 Made once per content of this file, into the cache directory. Its weights are larger than is usual for random
 ones (``initializer_range``), so that greedy answers depend on the prompt instead of repeating one token.
+``tiny_kinds`` has models with other kinds of KV.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from tools.cache import cache_root
@@ -19,14 +21,19 @@ MAX_TOKENS = 32768
 
 def tiny_model() -> Path:
     """Return the model's directory; makes it when it is not there (5 s)."""
-    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    target = cache_root() / f"tiny-llama-{digest}"
+    return made_once("llama", _save_weights, Path(__file__))
+
+
+def made_once(name: str, save_weights: Callable[[Path], None], *recipes: Path) -> Path:
+    """Return the directory of the model that ``recipes`` describe; makes it when it is not there."""
+    digest = hashlib.sha256(b"".join(recipe.read_bytes() for recipe in recipes)).hexdigest()[:12]
+    target = cache_root() / f"tiny-{name}-{digest}"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             model = Path(scratch) / "model"
             _save_tokenizer(model)
-            _save_weights(model)
+            save_weights(model)
             try:
                 model.rename(target)
             except OSError:  # another process was faster

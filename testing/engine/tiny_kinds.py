@@ -1,0 +1,164 @@
+"""Random-weight models of a few MB, one per kind of KV that vLLM runs on a CPU.
+
+Made once per content of this file and of ``tiny_model``, into the cache directory. What vLLM 0.32 demands of
+them: head sizes of at least 32, linear attention in bfloat16 with heads of 128, Gemma 2 with tied embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from testing.engine import tiny_model
+
+WINDOW = 128
+"""Tokens of sliding windows."""
+
+_BASE: dict[str, Any] = {
+    "vocab_size": tiny_model.VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": tiny_model.MAX_TOKENS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.08,
+}
+
+
+@dataclass(frozen=True)
+class TinyKind:
+    """A model; ``make`` returns it as transformers has it."""
+
+    make: Callable[[], Any]
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """What vLLM needs beside the usual."""
+
+    @property
+    def path(self) -> Path:
+        """The model's directory; makes it when it is not there (a few seconds)."""
+        name = self.make.__name__.removeprefix("_")
+        return tiny_model.made_once(name, self._save, Path(__file__), Path(tiny_model.__file__))
+
+    def _save(self, target: Path) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        self.make().float().save_pretrained(target)
+
+
+def _gemma2() -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    changes = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+    return Gemma2ForCausalLM(Gemma2Config(**_BASE | changes))
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    changes = {
+        "num_hidden_layers": 6,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    }
+    return Gemma3ForCausalLM(Gemma3TextConfig(**_BASE | changes))
+
+
+def _mistral() -> Any:
+    """Every layer slides."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**_BASE | {"sliding_window": WINDOW}))
+
+
+def _gpt_oss() -> Any:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    changes = {
+        "head_dim": 64,
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    return GptOssForCausalLM(GptOssConfig(**_BASE | changes))
+
+
+def _llama4() -> Any:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    changes = {
+        "attention_chunk_size": 256,
+        "intermediate_size_mlp": 256,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 5,
+        "moe_layers": [],
+        "no_rope_layers": [1, 1, 1, 0],
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    }
+    return Llama4ForCausalLM(Llama4TextConfig(**_BASE | changes))
+
+
+def _deepseek2() -> Any:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    changes = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+    }
+    base = {name: value for name, value in _BASE.items() if name != "head_dim"}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**base | changes))
+
+
+def _qwen3_next() -> Any:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    changes = {
+        "head_dim": 64,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+    }
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**_BASE | changes))
+
+
+def _mla_block_tokens() -> int:
+    """The CPU's latent attention takes blocks of 32 where there is AMX, and of 16 elsewhere."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return 32 if cpuinfo.exists() and "amx_tile" in cpuinfo.read_text() else 16
+
+
+GEMMA2 = TinyKind(_gemma2)
+GEMMA3 = TinyKind(_gemma3)
+MISTRAL = TinyKind(_mistral)
+GPT_OSS = TinyKind(_gpt_oss)
+LLAMA4 = TinyKind(_llama4)
+DEEPSEEK2 = TinyKind(_deepseek2, {"dtype": "bfloat16", "block_size": _mla_block_tokens()})
+QWEN3_NEXT = TinyKind(_qwen3_next, {"dtype": "bfloat16", "block_size": None})

@@ -1,0 +1,173 @@
+"""Real engines with a model of each kind of KV: what is loaded is what was computed.
+
+An engine is started once per model: gpt-oss and Gemma (full and window groups), Mistral (windows only),
+Llama 4 (chunked attention), DeepSeek (latents), Qwen3-Next (states of linear attention).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from testing.child_process import wait_until
+from testing.engine import tiny_kinds
+from testing.engine.process import EngineProcess, Generated, connector_config
+from testing.engine.tiny_kinds import TinyKind
+from testing.processes import RedisProcess, SidecarProcess
+
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
+
+SALTS = map("salt {}".format, itertools.count())
+ANSWER_SECONDS = 1.0
+"""Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how its hits are cut."""
+
+    kind: TinyKind
+    chunk_tokens: int = 256
+    step_tokens: int = 256
+    """Hits end on multiples of it."""
+    is_exact: bool = True
+    """Is a hit computed by the same kernels as a whole prompt?"""
+    lower_tier: str = "remote"
+
+    @property
+    def full_hit(self) -> int:
+        """Tokens that are loaded of ``make_prompt()``."""
+        return 3 * self.chunk_tokens + 10 // self.step_tokens * self.step_tokens
+
+    def make_prompt(self, num_chunks: int = 3, seed: object = 0) -> list[int]:
+        """A few tokens beyond the edge of a chunk, so that windows hold loaded KV to the end."""
+        tokens = random.Random(f"{seed}")
+        return [tokens.randrange(4, 260) for _ in range(num_chunks * self.chunk_tokens + 10)]
+
+
+CASES = {
+    "deepseek": Case(tiny_kinds.DEEPSEEK2, step_tokens=32, is_exact=False),
+}
+
+
+@dataclass
+class Served:
+    """An engine and its sidecar."""
+
+    case: Case
+    engine: EngineProcess
+    sidecar: SidecarProcess
+
+    def cold(self, *prompts: list[int]) -> list[Generated]:
+        """Run without hits: under a new salt nothing is stored, and KV does not depend on it."""
+        return self.engine.generate(*prompts, cache_salt=next(SALTS))
+
+    def wait_attached(self) -> None:
+        self.sidecar.wait_until(lambda stats: [c["is_attached"] for c in stats["clients"]].count(True) >= 2)
+        self.sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] >= 40)
+
+        def is_hit() -> bool:
+            (result,) = self.engine.generate(self.case.make_prompt(1, "attached"))
+            self.engine.scrub_kv()
+            return result.num_cached_tokens > 0
+
+        wait_until(is_hit)
+
+    def hit(self, prompt: list[int]) -> Generated:
+        """Ask until all rows are there: a request waits for them no longer than it would compute them."""
+        results = []
+
+        def is_full() -> bool:
+            self.engine.scrub_kv()
+            results.extend(self.engine.generate(prompt))
+            return results[-1].num_cached_tokens == self.case.full_hit
+
+        wait_until(is_full)
+        return results[-1]
+
+    def forget_memory(self) -> None:
+        """Only the lower tier has what was stored."""
+        self.sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+        self.sidecar.terminate()
+        self.sidecar.arena_path.unlink()
+        self.sidecar.start()
+        self.wait_attached()
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def served(request, tmp_path_factory):
+    case, folder = request.param, tmp_path_factory.mktemp("engine")
+    with RedisProcess() as redis:
+        tier = {"disk_path": folder, "disk_size": "1Gi"} if case.lower_tier == "disk" else {}
+        with SidecarProcess(memory_size="256Mi", **tier or {"remote_url": redis.unix_url}) as sidecar:
+            connector = connector_config(
+                sidecar.socket_path, answer_seconds=ANSWER_SECONDS, chunk_tokens=case.chunk_tokens
+            )
+            options = {"model": str(case.kind.path), "enable_prefix_caching": True, "max_num_seqs": 4}
+            with EngineProcess(folder / "log", connector, **options | case.kind.engine_args) as engine:
+                engine.wait_ready()
+                served = Served(case, engine, sidecar)
+                served.wait_attached()
+                yield served
+
+
+def assert_loaded(served, hit, stored, num_loaded):
+    """All that was loaded, and is still held, is byte for byte what was stored."""
+    assert hit.num_cached_tokens == num_loaded
+    num_compared = 0
+    for layer, block_tokens in enumerate(served.engine.block_tokens()):
+        loaded, computed = (of.kv[layer][: num_loaded // block_tokens] for of in (hit, stored))
+        for at, (ours, theirs) in enumerate(zip(loaded, computed, strict=True)):
+            if ours and theirs:
+                assert ours == theirs, f"layer {layer} block {at}"
+                num_compared += 1
+    assert num_compared
+
+
+def test_a_hit_is_what_was_computed(served):
+    prompt = served.case.make_prompt()
+    (computed,) = served.engine.generate(prompt)
+    assert computed.num_cached_tokens == 0
+    (own,) = served.engine.generate(prompt)
+    served.engine.scrub_kv()
+    (hit,) = served.engine.generate(prompt)
+    assert_loaded(served, hit, computed, served.case.full_hit)
+    reference = computed if served.case.is_exact else own
+    assert hit.num_cached_tokens == own.num_cached_tokens or served.case.is_exact
+    assert (hit.tokens, hit.logprobs) == (reference.tokens, pytest.approx(reference.logprobs, abs=1e-4))
+
+
+def test_a_prefix_that_others_share_while_the_engine_has_a_cache_of_its_own(served):
+    """Of windows and states it keeps only what the very same prompt needs."""
+    first, second = (served.case.make_prompt(seed="shared")[: served.case.full_hit - 5] for _ in range(2))
+    second = first[: 2 * served.case.chunk_tokens + 3] + served.case.make_prompt(1, "own")
+    (reference,) = served.cold(second)
+    served.engine.scrub_kv()
+    served.engine.generate(first)
+    (hit,) = served.engine.generate(second)
+    assert hit.num_cached_tokens == 2 * served.case.chunk_tokens
+    if served.case.is_exact:
+        assert hit.tokens == reference.tokens
+        assert hit.logprobs == pytest.approx(reference.logprobs, abs=1e-3)
+
+
+def test_under_load_requests_queue_and_all_are_hits(served):
+    prompts = [served.case.make_prompt(2, f"load {number}") for number in range(9)]  # 4 run at once
+    stored = served.engine.generate(*prompts)
+    served.engine.scrub_kv()
+    for hit, computed in zip(served.engine.generate(*prompts), stored, strict=True):
+        assert_loaded(served, hit, computed, served.case.full_hit - served.case.chunk_tokens)
+
+
+def test_a_sidecar_that_starts_again_and_one_that_has_lost_its_memory(served):
+    prompt = served.case.make_prompt(seed="restarted")
+    (computed,) = served.engine.generate(prompt)
+    served.sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+    for begin_again in (served.sidecar.restart, served.forget_memory):
+        begin_again()
+        served.wait_attached()
+        assert_loaded(served, served.hit(prompt), computed, served.case.full_hit)
+    assert served.sidecar.stats()[served.case.lower_tier]["promoted"] > 0
