@@ -20,6 +20,7 @@ NAMES = {
     "stress": "eight threads on one local store for a minute, every byte compared",
     "disk": "store and load of objects on disk, against a bare loop; the index at a start",
     "gil": "longest stall of another thread while bytes are checksummed, stored, loaded and populated",
+    "cuda": "a batch of copies of GPU memory: what it costs Python; a large arena that is being pinned",
     "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
     "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
