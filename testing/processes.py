@@ -149,6 +149,7 @@ class SidecarProcess(Server):
         self.arena_path = self.folder / "arena"
         self.options = {"memory_size": "64Mi", "http_host": "127.0.0.1", "http_port": 0} | options
         self.max_descriptors = 0  # 0: as many as we may have
+        self.environment: dict[str, str] = {}  # beside ours
         self.http_port = 0
         self._log_start = 0
 
@@ -173,7 +174,7 @@ class SidecarProcess(Server):
         self.spawn(
             [*limited, sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
             cwd=REPOSITORY,
-            env=environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
+            env=environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"} | self.environment,
         )
         wait_until(self._listens, timeout=timeout, what="the sidecar listens")
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache_sidecar import daemon, stats
+from lmcache_sidecar.copiers.gpu import CopyStats
 from lmcache_sidecar.stats import Figure, declared
 
 from lmcache.tiers.stats import DiskStats, TieredStats
@@ -22,6 +23,11 @@ the process; figures of what is not there (yet) are left out. A **row** is one c
 """
 _PARTS: tuple[tuple[str, str, Sequence[Figure[Any]]], ...] = (
     ("The sidecar", "lmcache_", (*daemon.FIGURES, *stats.SESSIONS)),
+    (
+        "`transfer`: stores copied from GPUs",
+        "lmcache_transfer_",
+        (*stats.TRANSFER, *declared(CopyStats)),
+    ),
     (
         "`memory`: the memory tier",
         "lmcache_memory_tier_",

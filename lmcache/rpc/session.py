@@ -319,7 +319,6 @@ class Session:
             self._on_stale(details)
             return StaleSessionError(details)
         if service.reason_of(error) == service.REASON_ENGINE_COPIES:
-            self.store_copier = StoreCopier(False, details)
             return EngineCopiesError(code, details)
         return RpcRefusedError(code, details)
 

@@ -70,6 +70,9 @@ class Config:
         "true: take huge pages for the memory tier where the kernel has them: faster copies, a slower start")
     numa_node: int | None = _option("NODE", "", lambda text: _NODE(text) if text else None,
         "NUMA node to take the memory tier's pages from, while it has any; empty: as the kernel likes")
+    transfer: str = _option("MODE", "Auto", one_of("Auto", "CudaIPC", "SharedMemory"),
+        "who copies what engines on GPUs store: Auto or CudaIPC, the sidecar, where it can read the GPU, else"
+        " the engine; SharedMemory, always the engine")
     disk_path: str = _option("PATH", "", str,
         "directory of the disk tier, used by this sidecar alone; empty: no disk tier")
     disk_size: int = _option("SIZE", "10Gi", parse_size,

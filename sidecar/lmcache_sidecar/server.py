@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import re
@@ -18,9 +19,10 @@ from google.protobuf.message import DecodeError, Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.clients.validation import RefusedError, invalid
 from lmcache_sidecar.config import ConfigError
-from lmcache_sidecar.sessions import Sessions
+from lmcache_sidecar.sessions import Sessions, store_copier
 from lmcache_sidecar.stats import CallStats
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class Server:
         self._socket_path = socket_path
         self._calls = calls
         self._server: grpc.aio.Server | None = None
-        self._grown = asyncio.Event()  # replaced whenever it was set
+        self._news = asyncio.Event()  # replaced whenever it was set
 
     @property
     def is_listening(self) -> bool:
@@ -79,15 +81,17 @@ class Server:
             server, self._server = self._server, None
             await server.stop(grace=None)
 
-    def arena_grew(self) -> None:
-        """Tell every client that more rows are ready."""
-        self._grown.set()
-        self._grown = asyncio.Event()
+    def announce(self) -> None:
+        """Tell every client what is new for it: more rows are ready, somebody else copies its stores."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _unary(self, method: service.Method, call: Callable[[Any], Any]) -> grpc.RpcMethodHandler[Any, Any]:
         async def work(data: bytes) -> Any:
             started = time.perf_counter()
             reply = call(_parse(method.request, data))
+            if inspect.isawaitable(reply):
+                reply = await reply
             self._calls.observe(method.name, time.perf_counter() - started)
             return reply
 
@@ -108,6 +112,9 @@ class Server:
             code = refused.code
             metadata = ((service.REASON_METADATA, refused.reason),) if refused.reason else ()
             await context.abort(code, refused.message, trailing_metadata=metadata)
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
         except Exception:
             code = grpc.StatusCode.INTERNAL
             logger.exception("%s failed", method)
@@ -121,29 +128,33 @@ class Server:
         if message is None or message.WhichOneof("message") != "hello":
             raise invalid("the first message of Attach must be hello")
         client = await self._sessions.attach(message.hello)
-        growth: asyncio.Task[None] | None = None
+        telling: asyncio.Task[None] | None = None
         try:
             attached = self._sessions.attached_message(client)
             await context.write(pb.AttachReply(attached=attached))
-            growth = asyncio.create_task(self._announce_growth(context, attached.ready_rows))
+            telling = asyncio.create_task(self._tell_news(context, client, attached))
             while (message := await _read(context)) is not None:
                 if message.WhichOneof("message") != "drained":
                     raise invalid("after hello only drained is understood")
                 self._sessions.clients.drained(client, message.drained)
         finally:
             self._sessions.clients.detach(client)
-            if growth is not None:
-                growth.cancel()
-                await asyncio.gather(growth, return_exceptions=True)  # a write to a lost stream is no event
+            if telling is not None:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)  # a write to a lost stream is no event
 
-    async def _announce_growth(self, context: _Context, ready_rows: int) -> None:
-        arena = self._sessions.arena
+    async def _tell_news(self, context: _Context, client: Client, attached: pb.Attached) -> None:
+        arena, ready_rows = self._sessions.arena, attached.ready_rows
+        copier = pb.StoreCopier(store_copier=attached.store_copier, reason=attached.copier_reason)
         while True:
-            grown = self._grown
+            news = self._news
             if arena.ready_rows > ready_rows:
                 ready_rows = arena.ready_rows
                 await context.write(pb.AttachReply(extents=pb.Extents(ready_rows=ready_rows)))
-            await grown.wait()
+            if (present := store_copier(client)) != copier:
+                copier = present
+                await context.write(pb.AttachReply(copier=copier))
+            await news.wait()
 
 
 def _snake_case(name: str) -> str:

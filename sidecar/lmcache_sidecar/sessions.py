@@ -16,6 +16,7 @@ from lmcache.tiers.tiered.store import TieredStore
 from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition
+from lmcache_sidecar.copiers.copier import SidecarCopier
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,17 @@ class Sessions:
     """
 
     def __init__(
-        self, arena: ArenaFile, arena_path: str, clients: Clients, make_store: Callable[[], TieredStore]
+        self,
+        arena: ArenaFile,
+        arena_path: str,
+        clients: Clients,
+        copier: SidecarCopier,
+        make_store: Callable[[], TieredStore],
     ) -> None:
         self.arena = arena
         self.clients = clients
+        self.copier = copier
+        clients.on_detached = copier.detach
         self.store: TieredStore | None = None
         self._arena_path = arena_path
         self._make_store = make_store
@@ -62,18 +70,21 @@ class Sessions:
             raise
         if not hello.private_reason:
             store.register(hello.namespace, label=hello.model.encode())
-        return self.clients.admit(peer, probe)
+        client = self.clients.admit(peer, probe)
+        self.copier.attach(client)
+        return client
 
     def attached_message(self, client: Client) -> pb.Attached:
         """The answer to Hello."""
         arena, column = self.arena, client.peer.hello.column
         index_offset, index_buckets = arena.index_place
+        copier = store_copier(client)
         return pb.Attached(
             protocol_version=service.PROTOCOL_VERSION,
             server_version=lmcache.__version__,
             epoch=client.epoch,
-            store_copier=pb.COPIER_ENGINE,
-            copier_reason=client.copier_reason,
+            store_copier=copier.store_copier,
+            copier_reason=copier.reason,
             arena_path=self._arena_path,
             table_offset=arena.table_offset(column),
             column_offset=arena.column_offset(column),
@@ -128,11 +139,25 @@ class Sessions:
             slots=service.pack_slots(reservation.slot for reservation in reserved if reservation.slot),
         )
 
-    def copy_blocks(self, request: pb.CopyBlocksRequest) -> pb.CopyBlocksReply:
-        """Fill reserved slots from the client's GPU memory."""
-        client = self.clients.caller(request)
-        offers.parse_copies(request, client.peer, self.arena.num_rows)
-        raise precondition(client.copier_reason, service.REASON_ENGINE_COPIES)
+    async def copy_blocks(self, request: pb.CopyBlocksRequest) -> pb.CopyBlocksReply:
+        """Fill reserved slots from the client's GPU memory.
+
+        Until that has ended they are nobody else's, whatever becomes of the call, client or reservation.
+        """
+        peer = self.clients.calling_worker(request)
+        copies = offers.parse_copies(request, peer, self.arena.num_rows)
+        memory, held = self._present_store.memory, [copy.slot for copy in copies]
+        try:
+            memory.hold(held, peer.hello.column, peer.uuid)
+        except StaleSlotError as error:
+            raise precondition(f"nothing was copied: {error}") from error
+        try:
+            copying = self.copier.begin(self.clients.caller(request), copies)
+        except BaseException:
+            memory.let_go(held, peer.hello.column)
+            raise
+        copying.job.ended.add_done_callback(lambda _: memory.let_go(held, peer.hello.column))
+        return pb.CopyBlocksReply(copied=await copying.wait())
 
     def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
         """The bytes of reserved slots are complete."""
@@ -170,6 +195,8 @@ class Sessions:
     async def _agree_on_format(self, geometry: Geometry) -> TieredStore:
         present = self.arena.geometry
         if present != geometry:
+            if self.copier.num_slots_under_way:
+                raise precondition("a GPU's reader may still be writing to the arena: attach again")
             num_clients = len(self.clients.by_uuid) or len(self.clients.previous)
             if present is not None and num_clients:
                 raise precondition(
@@ -209,3 +236,9 @@ class Sessions:
     def _present_store(self) -> TieredStore:
         assert self.store is not None, "a client is attached, so the arena is formatted"
         return self.store
+
+
+def store_copier(client: Client) -> pb.StoreCopier:
+    """Who copies the client's stores now."""
+    copier = pb.COPIER_SIDECAR if client.transfer.is_ipc else pb.COPIER_ENGINE
+    return pb.StoreCopier(store_copier=copier, reason=client.transfer.reason)

@@ -16,6 +16,7 @@ from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache_sidecar import stats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.stats import CallStats, Part
@@ -43,8 +44,12 @@ class Sidecar:
         self._tiers = {name: lower.tier for name, lower in self._handles.items() if lower.tier}
         # Over all formats of the arena.
         self._memory_stats = MemoryStats()
-        self._sessions = Sessions(self._arena, config.arena_path, Clients(locks), self._make_store)
+        self._copier = SidecarCopier(Mode(config.transfer), self._arena)
+        self._sessions = Sessions(
+            self._arena, config.arena_path, Clients(locks), self._copier, self._make_store
+        )
         self._server = Server(self._sessions, config.socket, calls)
+        self._copier.on_change = self._server.announce
         self._monitoring: asyncio.Task[None] | None = None
 
     @property
@@ -62,8 +67,12 @@ class Sidecar:
         await self._sessions.start()
         await self._server.start()
 
+        def grew() -> None:
+            self._server.announce()
+            self._copier.grow()
+
         def on_growth() -> None:
-            loop.call_soon_threadsafe(self._server.arena_grew)
+            loop.call_soon_threadsafe(grew)
 
         self._arena.start(on_growth)
         self._monitoring = asyncio.create_task(self._sessions.clients.monitor.run())
@@ -73,6 +82,7 @@ class Sidecar:
     async def stop(self) -> None:
         """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
         await self._server.stop()
+        await self._copier.close()
         if self._monitoring is not None:
             self._monitoring.cancel()
         if (store := self._sessions.store) is not None:

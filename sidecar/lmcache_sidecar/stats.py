@@ -25,6 +25,8 @@ from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache_sidecar.clients.registry import Client
+from lmcache_sidecar.copiers.copier import Mode
+from lmcache_sidecar.copiers.gpu import CopyStats
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.tiers import TierHandle
 
@@ -123,6 +125,26 @@ def _plain(value: Any) -> Any:
     return {getattr(key, "value", key): number for key, number in present.items()}
 
 
+def _mode(client: Client) -> str:
+    """How what it stores gets into the arena; empty for a scheduler, which stores nothing."""
+    mode = Mode.CUDA_IPC if client.transfer.is_ipc else Mode.SHARED_MEMORY
+    return mode.value if client.peer.is_worker else ""
+
+
+def transfer_facts(sessions: Sessions) -> dict[str, str]:
+    """Return what was asked for, and what all attached workers together have: the worst of it."""
+    workers = [one for one in sessions.clients.by_uuid.values() if one.is_attached and one.peer.is_worker]
+    facts = {"asked": sessions.copier.mode.value, "mode": "", "reason": "no engine is attached"}
+    for worker in sorted(workers, key=lambda worker: worker.transfer.is_ipc)[:1]:
+        facts |= {"mode": _mode(worker), "reason": worker.transfer.reason}
+    return facts
+
+
+def _num_workers(sessions: Sessions) -> dict[str, int]:
+    modes = Counter(_mode(client) for client in sessions.clients.by_uuid.values() if client.is_attached)
+    return {mode.value: modes[mode.value] for mode in (Mode.CUDA_IPC, Mode.SHARED_MEMORY)}
+
+
 def _num_clients(sessions: Sessions) -> dict[str, int]:
     num_attached = sum(client.is_attached for client in sessions.clients.by_uuid.values())
     return {"attached": num_attached, "quarantined": len(sessions.clients.by_uuid) - num_attached}
@@ -151,6 +173,11 @@ SESSIONS: tuple[Figure[Sessions], ...] = (
         lambda sessions: len(sessions.clients.previous)),
     Figure("num_unwritten_rows", "Rows still to be checksummed or written through",
         lambda sessions: sessions.store.num_unwritten if sessions.store else 0),
+)
+TRANSFER: tuple[Figure[Sessions], ...] = (
+    Figure("num_workers", "Attached workers by how what they store gets into memory", _num_workers, "mode"),
+    Figure("num_slots_under_way", "Slots that a reader of a GPU may be writing to",
+        lambda sessions: sessions.copier.num_slots_under_way),
 )
 ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("size_bytes", "Bytes of the memory tier as configured, of which slot table and index take some",
@@ -201,6 +228,12 @@ def collect(sessions: Sessions, handles: Mapping[str, TierHandle], counts: Memor
     memory_facts = {"path": str(arena.path), "growth_error": arena.growth_error}
     return [
         Part("", facts, read(SESSIONS, sessions)),
+        Part(
+            "transfer",
+            transfer_facts(sessions),
+            read(TRANSFER, sessions) | read(declared(CopyStats), sessions.copier.stats),
+            "lmcache_transfer",
+        ),
         Part("memory", memory_facts, memory, "lmcache_memory_tier"),
         *(
             tier_part(name, lower, store.lower.get(name) if store else None)
@@ -236,8 +269,7 @@ def _client(client: Client) -> dict[str, Any]:
         "role": pb.Role.Name(hello.role).removeprefix("ROLE_").lower(),
         "version": hello.client_version,
         "namespace": hello.namespace.hex(),
-        "copier": "engine",
-        "copier_reason": client.copier_reason,
+        "transfer": {"mode": _mode(client), "reason": client.transfer.reason},
         "epoch": client.epoch,
         "is_attached": client.is_attached,
         "prefill_tokens_per_second": client.prefill_tokens_per_second,

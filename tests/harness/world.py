@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 from lmcache_sidecar.clients.registry import Client, Clients
+from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.sessions import Sessions
 
 from lmcache.rpc import kvcache_pb2 as pb
@@ -116,6 +117,7 @@ class World:
             self.arena,
             "/arena",
             Clients(tmp_path, FakeLock, self.clock),
+            SidecarCopier(Mode.AUTO, self.arena),
             lambda: FakeStore(self.arena, self.clock),
         )
         asyncio.run(self.sessions.start())

@@ -33,7 +33,8 @@ def test_pages(sidecar, connect):
     }
     assert samples["lmcache_memory_tier_capacity_bytes",] == capacity_bytes
     assert samples["lmcache_clients", "attached"] == 1
-    assert sidecar.stats()["clients"][0]["copier_reason"] == "the engine copies: its KV is in host memory"
+    transfer = {"mode": "SharedMemory", "reason": "the engine copies: its KV is in host memory"}
+    assert sidecar.stats()["clients"][0]["transfer"] == transfer
     with pytest.raises(urllib.error.HTTPError, match="404"):
         sidecar.get("/nothing")
 

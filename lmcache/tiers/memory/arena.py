@@ -124,6 +124,11 @@ class ArenaFile:
         self._thread = threading.Thread(target=self._grow, args=(on_growth,), name="arena", daemon=True)
         self._thread.start()
 
+    def fileno(self) -> int:
+        """Return the descriptor of the file; whoever inherits it holds the lock that keeps other sidecars
+        from it."""
+        return self._fd
+
     def check(self, geometry: Geometry) -> None:
         """Raise ArenaError if ``format`` would, for want of room for a row."""
         ArenaLayout.plan(self.size_bytes, geometry)
@@ -160,7 +165,7 @@ class ArenaFile:
         bytes are populated, and no others.
 
         Raises ArenaError, changing nothing, when a row beyond is in use: the memory tier has to ``vacate``
-        them first.
+        them first. Nobody may have pinned pages that are given back: a device would go on with the old ones.
         """
         layout = self._formatted()
         num_rows = self.rows_within(target_bytes)

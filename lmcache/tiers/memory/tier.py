@@ -56,6 +56,7 @@ class MemoryTier:
         self._table = arena.table
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
         self._quarantine: dict[bytes, set[tuple[int, int]]] = {}
+        self._held: set[tuple[int, int]] = set()  # a copy of ours goes there
         self._leases: dict[LeaseId, dict[int, None]] = {}  # rows, head first
         self._lease_quarantine: dict[bytes, list[tuple[str, dict[int, None]]]] = {}  # engine -> its leases
 
@@ -141,12 +142,28 @@ class MemoryTier:
         self._assign(row, column, owner, length)
         return Reservation(Reserved.SLOT, row.slot)
 
+    def hold(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
+        """Somebody copies into these reserved slots for the owner: until ``let_go`` they are not committed,
+        and not reused, whatever becomes of the reservation."""
+        rows = [row.slot.row for row in self._reserved_rows(slots, column, owner)]
+        self._check_not_held(rows, column)
+        self._held.update((number, column) for number in rows)
+        for number in rows:
+            self._rows.pin(number)
+
+    def let_go(self, slots: Sequence[Slot], column: int) -> None:
+        """Nothing copies into them any more."""
+        for slot in slots:
+            self._held.remove((slot.row, column))
+            self._rows.unpin(slot.row)
+
     def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> list[Slot]:
         """The column's bytes are in these slots (head first). Return the rows that became visible by this.
 
         Those of several KV groups may come together: all of one chunk are evicted before those of the chunk
         before it.
         """
+        self._check_not_held([slot.row for slot in slots], column)
         visible = []
         depths = self._rows.depths
         reserved = self._reserved_rows(slots, column, owner)
@@ -346,6 +363,11 @@ class MemoryTier:
         """Slots (row and column) whose reuse is not proven safe yet."""
         return sum(map(len, self._quarantine.values()))
 
+    @property
+    def num_held(self) -> int:
+        """Slots that somebody copies into for their owners, or for owners that gave them back."""
+        return len(self._held)
+
     # ---- inside ----
 
     def _num_slots(self, length: int) -> int:
@@ -385,6 +407,11 @@ class MemoryTier:
         if len({slot.row for slot in slots}) != len(slots):
             raise StaleSlotError("a slot is named twice")
         return rows
+
+    def _check_not_held(self, numbers: Sequence[int], column: int) -> None:
+        for number in numbers:
+            if (number, column) in self._held:
+                raise StaleSlotError(f"a copy into column {column} of row {number} is under way")
 
     def _take_back(self, row: OpenRow, column: int, owner: bytes) -> None:
         del row.writers[column]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
@@ -32,7 +33,18 @@ Request = (
 )
 
 
-@dataclass
+class Transfer(NamedTuple):
+    """Who copies a client's stores, and why."""
+
+    is_ipc: bool
+    """The sidecar does, by CUDA IPC; else the engine, through shared memory."""
+    reason: str
+
+
+_NOTHING_TO_COPY = Transfer(False, "a scheduler copies nothing")
+
+
+@dataclass(eq=False)
 class Client:
     """One client, attached or in quarantine."""
 
@@ -43,19 +55,14 @@ class Client:
     is_attached: bool = True
     prefill_tokens_per_second: float = 0.0
     """As it said last; 0: not known yet."""
+    transfer: Transfer = _NOTHING_TO_COPY
+    """As it is now."""
 
     @property
     def chunk_seconds(self) -> float:
         """What computing one chunk takes its engine; 0.0: not known yet."""
         rate = self.prefill_tokens_per_second
         return self.peer.hello.geometry.chunk_tokens / rate if rate else 0.0
-
-    @property
-    def copier_reason(self) -> str:
-        """Why the engine copies, stores included."""
-        has_gpu = self.peer.hello.transfer.gpu_uuid
-        kind = "in GPU memory, which this sidecar can't read" if has_gpu else "in host memory"
-        return f"the engine copies: its KV is {kind}"
 
     def check_epoch(self, epoch: int) -> None:
         """Raise RefusedError unless the stream is open and ``epoch`` its own."""
@@ -78,6 +85,8 @@ class Clients:
         self.by_uuid: dict[bytes, Client] = {}
         self.previous: set[bytes] = set()
         """Clients of an earlier sidecar that may still use adopted rows."""
+        self.on_detached: Callable[[Client], None] = lambda _: None
+        """Called when a client's stream ended."""
         self.monitor = LivenessMonitor(self._on_dead, clock)
         self._locks_directory = locks_directory
         self._make_probe = make_probe
@@ -128,6 +137,7 @@ class Clients:
         client.is_attached = False
         if self.memory is not None:
             self.memory.quarantine(client.peer.uuid)
+        self.on_detached(client)
         self.monitor.watch(client.peer.uuid, client.probe)
         logger.info("Client %s lost, epoch %d: in quarantine", client.peer.uuid.hex(), client.epoch)
 

@@ -11,7 +11,7 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarUnavailableError
-from lmcache.rpc.session import BlockCopy, Copies, Session, StoreCopier
+from lmcache.rpc.session import BlockCopy, Copies, Session
 from lmcache.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.wire import make_hello
 
@@ -141,7 +141,7 @@ def test_a_sidecar_that_can_t_read_the_gpu_leaves_copying_to_the_engine(client):
     channel.error = EngineCopies()
     with pytest.raises(EngineCopiesError, match="not visible here"):
         session.copy_blocks([BlockCopy(0, Slot(1, 1), (1,))])
-    assert session.store_copier == StoreCopier(False, "the GPU is not visible here")
+    assert session.store_copier.is_sidecar, "the stream says when that changes"
 
 
 def test_a_copy_without_an_answer_is_no_reason_for_a_new_epoch(client):

@@ -1,0 +1,1 @@
+"""Stores copied by the sidecar, which reads the engines' GPU memory."""

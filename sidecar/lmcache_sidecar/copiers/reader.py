@@ -1,0 +1,212 @@
+"""The reader of one GPU: a program that the sidecar starts, ``python -m lmcache_sidecar.copiers.reader``.
+
+It opens the engines' KV by CUDA IPC and copies blocks into the arena; it never writes to a GPU. It is a
+process of its own because a CUDA context costs memory on its GPU, can be broken for good by one bad copy, and
+because its process id matters: CUDA refuses handles of a process that has the same one, as a number.
+
+Two threads: one takes messages and queues copies on the GPU, the other waits for their ends in order and
+answers. Whatever fails while copies may be under way ends the process: only that proves that they ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from lmcache.cuda.copies import CopyBatch
+from lmcache.cuda.driver import Device, Event, Stream
+from lmcache.cuda.errors import CudaError, CudaUnavailableError
+from lmcache.cuda.ipc import Mapping, Mappings
+from lmcache.cuda.pins import Pins
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_sidecar.copiers import messages
+from lmcache_sidecar.copiers.messages import Format, Kind, MessageError
+from lmcache_sidecar.copiers.pages import Column, Opened, Pages
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Link:
+    """Messages from and to the sidecar. Sending is thread-safe."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()  # protects against two messages being mixed
+
+    def send(self, kind: Kind, number: int = 0, reason: str = "") -> None:
+        """Say something. Raises OSError."""
+        with self._lock:
+            self._connection.sendall(messages.pack(kind, number, messages.pack_reason(reason)))
+
+    def receive(self) -> tuple[Kind, int, bytes] | None:
+        """Wait for the next message; None: the sidecar is gone. Raises MessageError."""
+        head = self._read(messages.HEAD.size)
+        if head is None:
+            return None
+        kind, num_bytes, number = messages.parse_head(head)
+        body = self._read(num_bytes)
+        return None if body is None else (kind, number, body)
+
+    def _read(self, num_bytes: int) -> bytes | None:
+        data = self._connection.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
+        return data if len(data) == num_bytes else None
+
+
+class Client(NamedTuple):
+    """An engine's memory that is open."""
+
+    mappings: list[Mapping]
+    groups: dict[int, Pages]
+
+
+class Reader:
+    """See the module."""
+
+    def __init__(self, link: Link, arena: mmap.mmap, gpu_uuid: str, arena_format: Format) -> None:
+        """Raises CudaUnavailableError, CudaError."""
+        self._link = link
+        self._arena = np.frombuffer(arena, np.uint8)
+        self._format = arena_format
+        self._context = Device.find(gpu_uuid).primary_context()
+        self._stream = Stream(self._context)
+        self._mappings = Mappings(self._context)
+        self._clients: dict[int, Client] = {}
+        self._pins: dict[int, Pins] = {}  # by offset of the column
+        self._ends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._handlers: dict[Kind, Callable[[int, bytes], None]] = {
+            Kind.GROWN: self._grow, Kind.OPEN: self._open, Kind.COPY: self._copy, Kind.CLOSE: self._close,
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Serve until the sidecar is gone. Raises CudaError, MessageError, ValueError: nothing helps then."""
+        threading.Thread(target=self._answer, daemon=True).start()
+        self._link.send(Kind.STARTED)
+        while (message := self._link.receive()) is not None:
+            kind, number, body = message
+            if kind not in self._handlers:
+                raise MessageError(f"{kind.name} is not for a reader")
+            self._handlers[kind](number, body)
+
+    def _answer(self) -> None:
+        """Do in order what must not overtake the copies that were queued before: no handle is opened while
+        the mapping of one like it is still to be closed.
+        """
+        with _ending(self._link):
+            while True:
+                self._ends.get()()
+
+    def _grow(self, ready_rows: int, _: bytes) -> None:
+        self._format = self._format._replace(ready_rows=ready_rows)
+        for pins in list(self._pins.values()):
+            pins.set_ready(ready_rows * self._format.slot_bytes)
+
+    def _open(self, number: int, body: bytes) -> None:
+        offset, offered = messages.parse_open(body)
+        column, offer = self._column(offset), pb.TransferOffer.FromString(offered)
+
+        def end() -> None:
+            reason = ""
+            try:
+                self._clients[number] = self._open_memory(offer, column)
+                self._pin(column)
+            except (CudaError, ValueError) as error:
+                if isinstance(error, CudaError) and error.is_sticky:
+                    raise
+                reason = f"the engine's GPU memory can't be opened: {error}"
+            self._link.send(Kind.OPENED, number, reason)
+
+        self._ends.put(end)
+
+    def _column(self, offset: int) -> Column:
+        num_bytes = self._format.num_rows * self._format.slot_bytes
+        if offset + num_bytes > self._arena.nbytes:
+            raise MessageError(f"a column at byte {offset} of an arena of {self._arena.nbytes}")
+        return Column(offset, num_bytes, self._format.slot_bytes, self._arena.ctypes.data + offset)
+
+    def _open_memory(self, offer: pb.TransferOffer, column: Column) -> Client:
+        mappings: list[Mapping] = []
+        try:
+            for allocation in offer.allocations:
+                mappings.append(self._mappings.open(allocation.ipc_handle))
+            opened = [Opened(mapping.base, mapping.num_bytes) for mapping in mappings]
+            return Client(mappings, {pages.group: Pages(pages, opened, column) for pages in offer.groups})
+        except BaseException:
+            for mapping in mappings:
+                mapping.close()
+            raise
+
+    def _pin(self, column: Column) -> None:
+        if column.offset not in self._pins:
+            pins = self._pins[column.offset] = Pins(self._context, column.address, column.num_bytes)
+            pins.set_ready(self._format.ready_rows * self._format.slot_bytes)
+
+    def _copy(self, batch: int, body: bytes) -> None:
+        parts = [
+            self._clients[copies.client].groups[copies.group].pieces(copies.offsets, copies.blocks)
+            for copies in messages.parse_copies(body)
+        ]
+        to, from_, sizes = (np.concatenate(words) for words in zip(*parts, strict=True))
+        edges = np.sort(np.concatenate([pins.edges for pins in list(self._pins.values())]))
+        event = Event(self._context)
+        CopyBatch(to, from_, sizes, edges).submit(self._stream, is_source_stable=True)
+        event.record(self._stream)
+
+        def end() -> None:
+            event.synchronize()
+            event.close()
+            self._link.send(Kind.COPIED, batch)
+
+        self._ends.put(end)
+
+    def _close(self, number: int, _: bytes) -> None:
+        def end() -> None:
+            client = self._clients.pop(number, None)
+            for mapping in client.mappings if client else ():
+                mapping.close()
+            self._link.send(Kind.CLOSED, number)
+
+        self._ends.put(end)
+
+
+@contextlib.contextmanager
+def _ending(link: Link) -> Iterator[None]:
+    """Say why the process can't go on, and end it."""
+    try:
+        yield
+    except BaseException as error:
+        is_expected = isinstance(error, CudaError | CudaUnavailableError)
+        if not is_expected:
+            traceback.print_exc()
+        with contextlib.suppress(OSError):
+            link.send(Kind.FAILED, reason=str(error) if is_expected else f"a bug, see the log: {error!r}")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    """``SOCKET ARENA``: descriptors. Whoever holds the arena's open holds its lock, too."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    link, arena_fd = Link(socket.socket(fileno=int(arguments[0]))), int(arguments[1])
+    with _ending(link):
+        first = link.receive()  # the sidecar may not like our process id: nothing of CUDA before that
+        if first is not None and first[0] == Kind.START:
+            gpu_uuid, arena_format = messages.parse_start(first[2])
+            arena = mmap.mmap(arena_fd, os.fstat(arena_fd).st_size)
+            Reader(link, arena, gpu_uuid, arena_format).run()
+    os._exit(0)  # the kernel lets go of everything, faster and more surely than we would
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,243 @@
+"""An engine's rank whose KV lies on a GPU, in a process of its own.
+
+``GpuEngine(sidecar, node)`` starts it; its methods are those of ``Rank``, done there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from lmcache.cuda.driver import Device
+from lmcache.cuda.ipc import export
+from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
+from lmcache.rpc.errors import EngineCopiesError, SidecarError
+from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
+from lmcache.rpc.session import BlockCopy, Session
+from testing.child_process import REPOSITORY, wait_until
+from testing.cuda import GPU, Node
+from testing.processes import SidecarProcess
+from tests.harness.wire import NAMESPACE, attached, make_keys
+
+LAYERS, BLOCKS, PAGE_BYTES, BLOCKS_PER_ROW, GAP_BYTES = 3, 24, 4096, 4, 512
+STRIDE = PAGE_BYTES + GAP_BYTES
+ROW_BYTES = BLOCKS_PER_ROW * LAYERS * PAGE_BYTES
+ATTEMPTS_SECONDS = 60.0
+
+
+class Rank:
+    """One rank: the first layer has an allocation of its own, the others share one."""
+
+    def __init__(self, socket_path: str, settings: dict[str, Any]) -> None:
+        self.device = Device.find(settings.get("gpu", GPU))
+        self.context = self.device.primary_context()
+        self.settings = settings
+        # What the GPU has, to compare with.
+        self.host = [np.zeros((layers, BLOCKS, STRIDE), np.uint8) for layers in (1, LAYERS - 1)]
+        self.layers = [layer[:, :PAGE_BYTES] for host in self.host for layer in host]
+        self.addresses: list[int] = []
+        self.allocate()
+        self.fill(settings.get("seed", 1))
+        self.socket_path = socket_path
+        self.client, self.session = self.attach()
+
+    def attach(self) -> tuple[SidecarClient, Session]:
+        """With a new client."""
+        settings = self.settings
+        hello = ClientHello(
+            Role.WORKER,
+            bytes.fromhex(settings.get("engine", "e" * 32)),
+            NAMESPACE,
+            256,
+            (KVGroup(0, 64, ROW_BYTES),),
+            num_columns=settings.get("num_columns", 1),
+            column=settings.get("column", 0),
+            transfer=self.offer(),
+        )
+        client = SidecarClient(self.socket_path, hello)
+        client.start()
+        return client, attached(client)
+
+    def offer(self) -> TransferOffer:
+        """All that the sidecar must know; ``settings`` may say something wrong."""
+        exported = [export(self.context, address) for address in self.addresses]
+        stride, layer_bytes = STRIDE, BLOCKS * STRIDE
+        pages = [
+            LayerPages(min(n, 1), max(0, n - 1) * layer_bytes, PAGE_BYTES, stride) for n in range(LAYERS)
+        ]
+        group = GroupPages(0, BLOCKS, BLOCKS_PER_ROW, tuple(pages))
+        allocations = tuple(Allocation(one.handle, one.num_bytes) for one in exported)
+        if claimed := self.settings.get("claimed_blocks"):  # more than there are
+            group = group._replace(num_blocks=claimed)
+            allocations = tuple(one._replace(num_bytes=1 << 40) for one in allocations)
+        return TransferOffer(self.settings.get("offered_gpu", self.device.uuid), allocations, (group,))
+
+    def fill(self, seed: int) -> None:
+        """Other KV from now on."""
+        for host, address in zip(self.host, self.addresses, strict=True):
+            host[...] = np.random.default_rng(seed).integers(0, 256, host.shape, np.uint8)
+            self.context.call("cuMemcpyHtoD", address, host.ctypes.data, host.nbytes)
+            seed += 1000
+
+    def copier(self) -> list[Any]:
+        """Who copies stores now, and why."""
+        return list(self.session.store_copier)
+
+    def store(self, keys: Sequence[int], rows: Sequence[Sequence[int]], timeout: float = 30.0) -> str:
+        """Store rows of blocks: "stored", or why it was not."""
+        try:
+            slots = [reservation.slot for reservation in self.session.reserve(0, make_keys(*keys))]
+            if None in slots:
+                return "busy"
+        except SidecarError as error:
+            return f"{type(error).__name__}: {error}"
+        copies = [BlockCopy(0, slot, row) for slot, row in zip(slots, rows, strict=True) if slot]
+        with self.session.copying():
+            try:
+                copied = self.session.copy_blocks(copies, timeout)
+            except EngineCopiesError as error:
+                self.session.abort([copy.slot for copy in copies])
+                return f"engine copies: {error.message}"
+            except SidecarError as error:
+                outcome = f"{type(error).__name__}"
+                try:
+                    self.session.abort([copy.slot for copy in copies])
+                except SidecarError as also:
+                    outcome += f", {type(also).__name__}"
+                return outcome
+            assert copied == [True] * len(copies)
+            for copy in copies:
+                assert np.array_equal(self._slot(copy.slot.row), self._row(copy.blocks)), "other bytes"
+            self.session.commit([copy.slot for copy in copies])
+        return "stored"
+
+    def is_stored(self, key: int, row: Sequence[int]) -> bool:
+        """Does the cache have exactly these blocks under the key?"""
+        (slot,) = self.session.index.find(np.frombuffer(make_keys(key), "<u8").reshape(-1, 8)).slots()
+        return self.session.holds(slot) and np.array_equal(self._slot(slot.row), self._row(row))
+
+    def attach_again(self) -> None:
+        """As another client, with its memory as it is now."""
+        self.client.close()
+        self.client, self.session = self.attach()
+
+    def allocate(self) -> None:
+        """KV of zeros, in new memory."""
+        self.addresses = [int(self.context.call("cuMemAlloc", host.nbytes)) for host in self.host]
+
+    def free(self) -> None:
+        """As if the engine gave its KV back without a word."""
+        for address in self.addresses:
+            self.context.call("cuMemFree", address)
+
+    def _slot(self, row: int) -> Any:
+        assert self.session.slots is not None
+        return self.session.slots[row][:ROW_BYTES]
+
+    def _row(self, blocks: Sequence[int]) -> Any:
+        """What a slot must hold, block by block and layer by layer."""
+        return np.concatenate([layer[block] for block in blocks for layer in self.layers])
+
+
+class GpuEngine:
+    """A ``Rank`` in a process of its own, in a PID namespace of its own if ``pid`` is given."""
+
+    def __init__(self, sidecar: SidecarProcess, node: Node, *, pid: int = 0, **settings: Any) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.harness.gpu_engine",
+            sidecar.socket_path,
+            json.dumps(settings),
+        ]
+        self._process = subprocess.Popen(
+            in_namespace(command, pid) if pid else command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env=os.environ | node.environment("engine") | {"PYTHONPATH": f"{REPOSITORY}"},
+            text=True,
+        )
+        self.pid = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self.pid = self.ask("pid")
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have something done; ``answer`` waits for it."""
+        assert self._process.stdin is not None
+        print(json.dumps([method, *arguments]), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        self.tell(method, *arguments)
+        return self.answer()
+
+    def wait_until_copied_by(self, *, sidecar: bool) -> str:
+        """Wait until stores are copied by whom; the reason."""
+
+        def reason() -> str | None:
+            is_sidecar, why = self.ask("copier")
+            return why if is_sidecar == sidecar and "start" not in why else None
+
+        return str(wait_until(reason, timeout=ATTEMPTS_SECONDS, what=f"copied by the sidecar: {sidecar}"))
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait: also for all of its PID namespace."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+def in_namespace(command: Sequence[str], pid: int) -> list[str]:
+    """The command, in a PID namespace of its own and with this id there; it dies with who started it."""
+    script = f'echo {pid - 1} > /proc/sys/kernel/ns_last_pid; "$@" & wait'
+    return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, "sh", *command]
+
+
+def new_engine() -> str:
+    """The uuid of another engine."""
+    return uuid.uuid4().hex
+
+
+def main(socket_path: str, settings: str) -> None:
+    """The process of ``GpuEngine``: one answer per line of standard input."""
+    rank = Rank(socket_path, json.loads(settings))
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        if method == "pid":
+            found: Any = os.getpid()
+        elif method == "sleep":
+            found = time.sleep(arguments[0])
+        else:
+            found = getattr(rank, method)(*arguments)
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
