@@ -28,16 +28,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from lmcache.engines.errors import UnsupportedError
+from lmcache.engines.vllm.support import check_version
+
 if TYPE_CHECKING:
     from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
     from lmcache.engines.core.worker import WorkerSide
     from lmcache.engines.vllm.scheduler import VLLMScheduler
 
 logger = logging.getLogger(__name__)
-for _handler in logging.getLogger("vllm").handlers:  # what the connector says stands in vLLM's own log
-    logging.getLogger("lmcache.engines").addHandler(_handler)
-
-SUPPORTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32")
 
 T = TypeVar("T")
 
@@ -50,13 +49,16 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         self._scheduler: VLLMScheduler | None = None
         self._worker: WorkerSide | None = None
         try:
-            _check_version(vllm.__version__)
+            check_version(vllm.__version__)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = _make_scheduler(vllm_config)
             else:
                 self._worker = _make_worker(vllm_config, kv_cache_config)
         except Exception as error:
-            logger.warning("LMCache Cluster is off, the engine runs without it: %s", error)
+            # One line for an engine, whatever the number of its workers.
+            is_said = isinstance(error, UnsupportedError) and role == KVConnectorRole.WORKER
+            level = logging.DEBUG if is_said else logging.WARNING
+            logger.log(level, "LMCache Cluster is off, the engine runs without it: %s", error)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -74,6 +76,12 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         except Exception as error:  # a wrong setting: the worker says so
             logger.debug("No layout of KV is asked for: %s", error)
             return None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Asked by 0.33, which refuses to start where the answer is no. An engine that may sleep is not
+        cached (``layouts``), so there is nothing to follow."""
+        return True
 
     def shutdown(self) -> None:
         """End the threads and detach."""
@@ -186,11 +194,6 @@ def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args:
         return cast("T", getattr(side, hook)(*args))
     except Exception:
         return neutral
-
-
-def _check_version(version: str) -> None:
-    if ".".join(version.split(".")[:2]) not in SUPPORTED_VERSIONS:
-        raise RuntimeError(f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED_VERSIONS)})")
 
 
 # The sides are imported here and not above: an import that fails must leave an engine that runs.
