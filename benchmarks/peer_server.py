@@ -56,8 +56,8 @@ class OurPath:
     def round(self, turn: int) -> dict[str, float]:
         """Seconds of a store, and of loads on one and two threads."""
         blocks = tuple(map(int, self._random.permutation(BLOCKS)[: CHUNKS * BLOCKS_PER_CHUNK]))
-        stored = GroupStore(0, row_keys(turn, CHUNKS), blocks)
-        transfer = StoreTransfer(StoreJob(turn, f"store-{turn}", 0, (stored,)))
+        stored = GroupStore(0, 0, row_keys(turn, CHUNKS), blocks)
+        transfer = StoreTransfer(StoreJob(turn, f"store-{turn}", (stored,)))
         start = time.perf_counter()
         transfer.run(self._engine.worker, self._copiers[1])
         seconds = {"store": time.perf_counter() - start}

@@ -3,6 +3,8 @@
 import threading
 from types import SimpleNamespace
 
+from vllm.v1.core.sched.output import KVConnectorBlockState
+
 from lmcache import keys
 from lmcache.engines.core.jobs import EngineIdentity, WorkerReport
 from lmcache.engines.core.requests import Ticket
@@ -56,7 +58,8 @@ def job_ids(meta):
 
 
 def chunk_ranges(meta):
-    return [(job.first_chunk, job.first_chunk + num_chunks(job)) for job in meta.stores]
+    starts = [job.groups[0].first_chunk for job in meta.stores]
+    return [(start, start + num_chunks(job)) for start, job in zip(starts, meta.stores, strict=True)]
 
 
 class Rig:
@@ -69,6 +72,7 @@ class Rig:
         )
         self.scheduler.adopt(["another connector's message", identity])
         self.lookups = self.scheduler._lookups
+        self.tables = {}
 
     def _extra_keys_of(self, request, chunk_tokens):
         assert chunk_tokens == GRID.chunk_tokens
@@ -103,6 +107,10 @@ class Rig:
 
     def step(self, new=(), cached=(), preempted=(), drafts=None):
         """``new``: (id, blocks, computed, scheduled); ``cached``: the same and whether it was resumed."""
+        for name, ids, *_ in (*new, *(item for item in cached if item[4])):
+            self.tables[name] = list(ids)
+        for name, ids, *_ in (item for item in cached if not item[4]):
+            self.tables.setdefault(name, []).extend(ids or ())
         output = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=id_, block_ids=(ids,), num_computed_tokens=computed)
@@ -118,8 +126,14 @@ class Rig:
             total_num_scheduled_tokens=sum(item[3] for item in (*new, *cached)),
             scheduled_spec_decode_tokens=drafts or {},
             preempted_req_ids=set(preempted),
+            kv_connector_block_state=KVConnectorBlockState(
+                {item[0] for item in (*new, *cached)}, lambda name: (list(self.tables[name]),), {}
+            ),
         )
         return self.scheduler.build_connector_meta(output)
+
+    def finish(self, request):
+        return self.scheduler.finish(request, (self.tables.get(request.request_id, []),))
 
     def report(self, ended=(), failed=(), received=(), sent=()):
         report = WorkerReport()

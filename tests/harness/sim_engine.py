@@ -175,7 +175,7 @@ class SimEngine:
         scheduler, worker = self.scheduler.connector._scheduler, self.worker._worker
         known = {
             "states": scheduler._states,
-            "jobs": scheduler._jobs,
+            "jobs": scheduler._stores._jobs,
             "computing": scheduler._computing._states,
             "held": worker._held,
             "stores": worker._stores,

@@ -25,6 +25,7 @@ class CopierDouble:
 
     def __init__(self):
         self.kv = {}
+        self.row_bytes = {0: 4096}
         self.fences = []
         self.waits = []
         self.gate = threading.Event()
@@ -72,7 +73,7 @@ class WorkerRig:
         self.jobs += 1
         self.copier.kv |= {block: block for block in blocks}
         keys = b"".join(NAMESPACE + name.ljust(32) for name in names)
-        return StoreJob(self.jobs, request_id, 0, (GroupStore(0, keys, blocks),))
+        return StoreJob(self.jobs, request_id, (GroupStore(0, 0, keys, blocks),))
 
     def store(self, **fields):
         self.worker.start_stores(StepMeta(stores=[self.job(**fields)]))
@@ -82,7 +83,7 @@ class WorkerRig:
 
     def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14)):
         size = len(blocks) // len(slots)
-        job = LoadJob(request_id, (GroupLoad(0, blocks, found(*slots), blocks_per_chunk=size),))
+        job = LoadJob(request_id, (GroupLoad(0, blocks, found(*slots), blocks_per_row=size),))
         self.worker.start_loads(StepMeta(loads=[job]))
 
     def reclaim(self, *job_ids):

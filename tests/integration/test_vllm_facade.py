@@ -21,7 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout  # noqa: E402
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
+from vllm.v1.core.sched.output import (  # noqa: E402
+    CachedRequestData,
+    KVConnectorBlockState,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from lmcache import keys  # noqa: E402
@@ -78,6 +83,11 @@ def make_output(new=(), cached=None):
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = list(new)
     output.scheduled_cached_reqs = cached or CachedRequestData.make_empty()
+    tables = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
+    tables |= dict(
+        zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.new_block_ids, strict=True)
+    )
+    output.kv_connector_block_state = KVConnectorBlockState(set(tables), tables.__getitem__, {})
     ids = [request.req_id for request in new] + output.scheduled_cached_reqs.req_ids
     output.num_scheduled_tokens = dict.fromkeys(ids, 64)
     output.total_num_scheduled_tokens = 64 * len(ids)
@@ -174,7 +184,7 @@ def test_stores_follow_the_engine_s_own_messages(scheduler, runner):
         output, blocks = make_output([new_data(prefill_token_ids=[1] * 64)]), (4, 5)
     (job,) = scheduler.build_connector_meta(output).stores
     key = IDENTITY.hello.namespace + keys.chunk_key(b"2")
-    assert (job.first_chunk, job.groups) == (0, (GroupStore(0, key, blocks),))
+    assert job.groups == (GroupStore(0, 0, key, blocks),)
 
 
 @pytest.mark.parametrize("fault", ["version", "import"])

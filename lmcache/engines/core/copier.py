@@ -32,6 +32,9 @@ Ids = npt.NDArray[np.int64]
 class EngineCopier(Protocol):
     """Moves bytes between the engine's KV and one slot; returns when they are there. Thread-safe."""
 
+    row_bytes: Mapping[int, int]
+    """By KV group: bytes of a row of this rank."""
+
     def fence(self) -> Fence:
         """Mark the present end of the engine's work; called on the engine's thread."""
 
@@ -96,7 +99,8 @@ class Places:
 class LoadThreads:
     """Threads that share the copies of a load, beside the one that began it."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, layouts: Mapping[int, Layout], num_threads: int) -> None:
+        self.row_bytes: Mapping[int, int] = {group: layout.row_bytes for group, layout in layouts.items()}
         self._num_threads = num_threads
         self._others = futures.ThreadPoolExecutor(max(1, num_threads - 1), "lmcache-copy", spread)
 
@@ -123,7 +127,7 @@ class CpuCopier(LoadThreads):
     """
 
     def __init__(self, layouts: Mapping[int, Layout], num_threads: int = 1) -> None:
-        super().__init__(num_threads)
+        super().__init__(layouts, num_threads)
         self._groups = {group: _CpuGroup(layout) for group, layout in layouts.items()}
 
     def fence(self) -> Fence:

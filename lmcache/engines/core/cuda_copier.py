@@ -40,7 +40,7 @@ class CudaCopier(LoadThreads):
 
         Raises CudaError.
         """
-        super().__init__(_LOAD_THREADS)
+        super().__init__(layouts, _LOAD_THREADS)
         self._layouts = layouts
         self._places = {group: Places(layout) for group, layout in layouts.items()}
         self._uuid = device.uuid

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lmcache.engines.core.grid import BlockTables, Grid
+from lmcache.engines.core.grid import NULL_BLOCK, BlockTables, Grid
 from lmcache.rpc.hello import ClientHello
 from lmcache.tiers.memory.contracts import Found, Slot
 from lmcache.units import ceil_div
@@ -23,7 +23,7 @@ class Offer(NamedTuple):
     start: int
     num_tokens: int
     found: tuple[Found, ...]
-    """Per group of the grid: where the request's leading chunks are."""
+    """Per group with rows: where the request's leading chunks are, those at least that are needed."""
 
 
 class Piece(NamedTuple):
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     group: int
     slot: Slot
     first_block: int
-    """Within the chunk."""
+    """Within the row."""
     blocks: tuple[int, ...]
 
 
@@ -44,14 +44,14 @@ class GroupLoad(NamedTuple):
     found: Found | None = None
     """Where its chunks are; None: nowhere, the load is to be reported as failed."""
     first_block: int = 0
-    """Within the first chunk."""
-    blocks_per_chunk: int = 1
+    """Within the first row."""
+    blocks_per_row: int = 1
 
     def pieces(self) -> Iterator[Piece]:
-        """Cut it at the edges of chunks."""
+        """Cut it at the edges of rows."""
         start, first_block = 0, self.first_block
         for slot in self.found.slots() if self.found is not None else ():
-            end = start + self.blocks_per_chunk - first_block
+            end = start + self.blocks_per_row - first_block
             yield Piece(self.group, slot, first_block, self.blocks[start:end])
             start, first_block = end, 0
 
@@ -70,16 +70,23 @@ class LoadJob:
     def from_offer(
         cls, request_id: str, grid: Grid, offer: Offer, num_tokens: int, tables: BlockTables
     ) -> LoadJob:
-        """Load the first ``num_tokens`` (> 0) of an offer into the request's blocks."""
-        loads = []
-        for group, found in zip(grid.groups, offer.found, strict=True):
-            per_chunk = grid.blocks_per_chunk(group)
-            first = offer.start // group.block_tokens
-            end = (offer.start + num_tokens) // group.block_tokens
-            chunks = slice(first // per_chunk, ceil_div(end, per_chunk))
+        """Load the first ``num_tokens`` (> 0) of an offer into the request's blocks.
+
+        Fails where that can't be done: another end needs other rows, and a null block holds nothing.
+        """
+        end, loads = offer.start + num_tokens, []
+        for group, found in zip(grid.stored, offer.found, strict=True):
+            per_chunk, per_row = grid.blocks_per_chunk(group), grid.blocks_per_row(group)
+            needed = grid.needed_blocks(group, offer.start, end)
+            chunks = slice(needed.start // per_chunk, ceil_div(needed.stop, per_chunk))
             part = Found(found.rows[chunks], found.generations[chunks])
-            blocks = tuple(tables[group.group][first:end])
-            loads.append(GroupLoad(group.group, blocks, part, first % per_chunk, per_chunk))
+            blocks = tuple(tables[group.group][needed.start : needed.stop])
+            if len(blocks) < len(needed) or NULL_BLOCK in blocks:
+                return cls.failing(request_id, tables)
+            first = needed.start % per_chunk - (per_chunk - per_row)
+            loads.append(GroupLoad(group.group, blocks, part, first, per_row))
+        if num_tokens != offer.num_tokens and not grid.is_full:
+            return cls.failing(request_id, tables)
         return cls(request_id, tuple(loads))
 
     @classmethod
@@ -89,7 +96,7 @@ class LoadJob:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """All blocks, in the order of the pieces."""
+        """All blocks, in the order of the pieces, and null blocks where nothing is to be filled."""
         return tuple(itertools.chain.from_iterable(load.blocks for load in self.groups))
 
     def pieces(self) -> list[Piece]:
@@ -101,19 +108,19 @@ class GroupStore(NamedTuple):
     """Consecutive full chunks of one KV group."""
 
     group: int
+    first_chunk: int
     keys: bytes
     """Row keys, one per chunk."""
     blocks: tuple[int, ...]
-    """As many per chunk."""
+    """As many per row."""
 
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Store consecutive full chunks of a request."""
+    """Store full chunks of a request."""
 
     job_id: int
     request_id: str
-    first_chunk: int
     groups: tuple[GroupStore, ...]
     tenant: bytes = b""
 
@@ -149,6 +156,12 @@ class EngineIdentity:
     def grid(self) -> Grid:
         """How the engine's tokens are cut."""
         return Grid(self.hello.chunk_tokens, self.hash_tokens, self.hello.groups)
+
+    @property
+    def fails_by_block(self) -> bool:
+        """Does the engine take back single blocks of a failed load, and keep what is before? With several KV
+        groups, or a window, it begins the request again."""
+        return len(self.hello.groups) == 1 and self.grid.is_full
 
 
 @dataclass

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
+from lmcache.engines.core.hits import Hit, find_hit, no_hit
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.requests import Ticket
 from lmcache.rpc.client import Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailableError
-from lmcache.tiers.memory.contracts import Found, LookupResult
+from lmcache.tiers.memory.contracts import LookupResult
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +36,6 @@ MIN_ANSWER_SECONDS, MAX_ANSWER_SECONDS = 0.02, 0.2
 
 _FEW_KEYS = 32
 """As many are made where they are asked for, in 20 us: waking a thread and waiting for it takes longer."""
-
-_NOTHING = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
 class LookupThread:
@@ -56,7 +53,8 @@ class LookupThread:
         see the property, 0.0: as measured."""
         self._client = client
         self._namespace = identity.hello.namespace
-        self._groups = [group.group for group in identity.hello.groups]
+        self._grid = identity.grid
+        self._groups = [group.group for group in self._grid.stored]
         self._rate = rate
         self._clock = clock
         self._fixed_seconds = answer_seconds
@@ -93,19 +91,15 @@ class LookupThread:
             bound = max(bound, min(missing_seconds, MAX_ANSWER_SECONDS))
         return self._clock() - max(ticket.asked_at, self._heard_at) >= bound
 
-    def find(self, ticket: Ticket) -> tuple[Found, ...] | None:
-        """Find the leading chunks that memory has of every group, now and without a call; None while their
-        keys are not known."""
+    def find(self, ticket: Ticket, at_least: int = 0) -> Hit | None:
+        """Find where the request can resume by what is in memory now, without a call; None while its keys are
+        not known. The engine itself has ``at_least`` chunks."""
         if not self._has_keys(ticket):
             return None
         session = self._client.session
         if session is None or session.index is None or not ticket.keys or not ticket.keys[0]:
-            return (_NOTHING,) * len(self._groups)
-        found = tuple(map(session.index.find, ticket.words))
-        if len(found) == 1:
-            return found
-        num_chunks = min(len(part.rows) for part in found)
-        return tuple(Found(part.rows[:num_chunks], part.generations[:num_chunks]) for part in found)
+            return no_hit(self._grid)
+        return find_hit(session.index, self._grid, ticket.words, at_least)
 
     def ask(self, ticket: Ticket) -> None:
         """Find out what is on its way, and let lower tiers bring theirs; leases nothing."""
@@ -172,8 +166,8 @@ class LookupThread:
             return False
         if not ticket.is_read or self.knows_all(ticket):
             return True
-        found = self.find(ticket)
-        return found is not None and ticket.keys is not None and len(found[0].rows) == len(ticket.keys[0])
+        hit = self.find(ticket)
+        return hit is not None and ticket.keys is not None and hit.num_chunks == len(ticket.keys[0])
 
     def _has_keys(self, ticket: Ticket) -> bool:
         """Are the keys known? A few are made at once."""

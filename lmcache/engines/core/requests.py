@@ -58,7 +58,7 @@ class Ticket:
     extra_keys: ExtraKeys | None = None
     """None: not known yet, or not to be cached."""
     keys: tuple[list[RowKey], ...] | None = None
-    """Per group of the grid, of the chunks; None: not known yet, and never again."""
+    """Per group with rows, of the chunks; None: not known yet, and never again."""
     words: tuple[npt.NDArray[np.uint64], ...] = ()
     """The same for the index: ``[chunks, 8]``. Written before ``keys``."""
     answer: LookupResult | None = None
@@ -97,13 +97,13 @@ class Ticket:
 class RequestState:
     """What is known of one request."""
 
-    def __init__(self, request: EngineRequest, ticket: Ticket, num_groups: int) -> None:
+    def __init__(self, request: EngineRequest, ticket: Ticket) -> None:
         self.request = request
         self.is_finished = False
         self.has_failed = False  # a load failed: don't try again, it could fail for ever
         self.is_loading = False
         self.num_stores = 0  # StoreJobs that not all ranks ended
-        self._num_groups = num_groups
+        self.has_drafts = False  # how many of its tokens are computed may be known later only
         self.restart(ticket)
 
     def restart(self, ticket: Ticket) -> None:
@@ -117,14 +117,13 @@ class RequestState:
     def forget_progress(self) -> None:
         """Its blocks are given away."""
         self.offer: Offer | None = None
-        self.tables: list[list[int]] = [[] for _ in range(self._num_groups)]  # of the grid's groups
         self.num_stored_chunks = 0  # leading chunks that need no store: stored, or found
 
 
 class Computing:
     """Chunks that are being computed now, until they are stored: whoever needs one waits for it.
 
-    A chunk goes by its key in the first KV group: it is stored in all groups at once.
+    A chunk goes by its key in the first KV group with rows, which is stored last.
     """
 
     def __init__(self) -> None:

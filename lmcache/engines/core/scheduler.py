@@ -30,22 +30,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from functools import partial
 from typing import Any
 
 from lmcache import keys
 from lmcache.engines.core.grid import BlockTables, Grid
-from lmcache.engines.core.jobs import (
-    EngineIdentity,
-    GroupStore,
-    LoadJob,
-    Offer,
-    StepMeta,
-    StoreJob,
-    WorkerReport,
-)
+from lmcache.engines.core.jobs import EngineIdentity, LoadJob, Offer, StepMeta, WorkerReport
 from lmcache.engines.core.lookups import LookupThread
 from lmcache.engines.core.requests import Computing, EngineRequest, FindExtraKeys, RequestState, Ticket
+from lmcache.engines.core.stores import Snapshot, Stores
 from lmcache.engines.core.waiting import Arrivals, PrefillRate, RowWait
 from lmcache.rpc.client import SidecarClient
 from lmcache.units import ceil_div
@@ -57,6 +51,9 @@ ASK_AGAIN_SECONDS = 0.01
 
 OLD_SECONDS = 1.0
 """An answer that was given so long ago says nothing any more: the request queued meanwhile."""
+
+GetTables = Callable[[str], "BlockTables | None"]
+"""The block tables of a request that is scheduled in this step, as they are now."""
 
 _NOTHING, _NOTHING_IDLE = StepMeta(), StepMeta(is_idle=True)
 """For the steps without work for us: most of them."""
@@ -86,14 +83,11 @@ class SchedulerSide:
         self._lookups: LookupThread | None = None
         self._is_offline = False
         self._grid = Grid(1, 1, ())
-        self._num_columns = 1
         self._tenant_secret = b""
         self._namespace = b""  # the engine's, or of the last reset
         self._states: dict[str, RequestState] = {}
-        # Job id -> (request, columns whose ranks did not end it, chunks).
-        self._jobs: dict[int, tuple[RequestState, int, slice]] = {}
-        self._num_jobs = 0
         self._computing = Computing()
+        self._stores: Stores | None = None
         self._rate = PrefillRate(prefill_tokens_per_second)
         self._arrivals = Arrivals()
         self._num_waiting = 0  # requests that wait for an answer, or for rows, in this step
@@ -106,7 +100,7 @@ class SchedulerSide:
         for message in messages:
             if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
                 self._grid, self._tenant_secret = message.grid, message.hello.namespace
-                self._num_columns = message.hello.num_columns
+                self._stores = Stores(self._grid, message.hello.num_columns, self._computing)
                 self._namespace = self._namespace or message.hello.namespace
                 self._lookups = LookupThread(
                     self._connect(message),
@@ -128,8 +122,8 @@ class SchedulerSide:
         if self._lookups is not None:
             self._lookups.close()
         self._lookups = None
+        self._stores = None
         self._states.clear()
-        self._jobs.clear()
         self._computing.clear()
         self._next.stores.clear()
 
@@ -150,7 +144,7 @@ class SchedulerSide:
         """Give a hint of a request that arrived; nothing is leased for it."""
         if self._lookups is not None:
             ticket = self._ask(request, self._lookups)
-            self._states[request.request_id] = RequestState(request, ticket, len(self._grid.groups))
+            self._states[request.request_id] = RequestState(request, ticket)
 
     def num_loadable(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         """Say how many tokens can be loaded beyond the computed ones; None: ask again."""
@@ -164,25 +158,26 @@ class SchedulerSide:
         if state.has_failed or request.skip_reading_prefix_cache:
             return 0
         grid = self._grid
-        num_chunks = grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
+        num_chunks = grid.num_loadable_chunks(len(request.block_hashes), request.num_tokens)
         if not grid.loadable_tokens(num_computed_tokens, request.num_tokens, num_chunks):
-            found = lookups.find(state.ticket)
-            state.num_stored_chunks = len(found[0].rows) if found is not None else 0
-            return 0
+            return self._decline(state, lookups)
         num_here = num_computed_tokens // grid.chunk_tokens  # in the engine itself
         if self._is_computed_now(state.ticket, max(state.num_found, num_here), lookups):
             self._num_waiting += 1
             return None
-        found = lookups.find(state.ticket)
-        num_found = state.num_found = len(found[0].rows) if found is not None else 0
+        hit = lookups.find(state.ticket, num_here)
+        num_found = hit.num_chunks if hit is not None else 0
+        state.num_found = hit.num_leading if hit is not None else 0
         if num_found < num_chunks and self._must_wait(state, lookups, num_found, num_here):
             self._num_waiting += 1
             return None
-        if found is None:
+        if hit is None:
             return 0
         num_tokens = grid.loadable_tokens(num_computed_tokens, request.num_tokens, num_found)
+        if not (num_tokens or grid.is_full):
+            return self._decline(state, lookups)
         state.num_stored_chunks = num_found
-        state.offer = Offer(num_computed_tokens, num_tokens, found)
+        state.offer = Offer(num_computed_tokens, num_tokens, hit.found)
         return num_tokens
 
     def note_allocated(self, request_id: str, tables: BlockTables, num_tokens: int) -> None:
@@ -212,24 +207,33 @@ class SchedulerSide:
             self._computing.end(state)
             state.forget_progress()
 
-    def note_scheduled(
-        self, request_id: str, tables: BlockTables | None, num_computed_tokens: int, *, is_renewed: bool
-    ) -> None:
-        """Follow a request's blocks and store what this step completes.
+    @property
+    def reads_transient_blocks(self) -> bool:
+        """Must ``reclaim_blocks`` be told what a step hands out?"""
+        return self._stores is not None and self._stores.reads_transient_blocks
 
-        ``tables``: those that are new (all, if ``is_renewed``); the tokens: when the step is over, without
-        drafts.
+    def reclaim_blocks(self, handed_out: Set[int]) -> None:
+        """Blocks get a new owner in this step: nothing that is read from them later is committed."""
+        if self._stores is not None:
+            loaded = (load.blocks for load in self._next.loads)
+            self._next.reclaimed |= self._stores.reclaim_blocks(set(handed_out).union(*loaded))
+
+    def note_scheduled(
+        self,
+        request_id: str,
+        get_tables: GetTables,
+        num_computed_tokens: int,
+        num_drafts: int = 0,
+        snapshots: Iterable[Snapshot] = (),
+    ) -> None:
+        """Store what this step completes.
+
+        ``num_computed_tokens``: when the step is over, without its drafts; ``snapshots``: see ``stores``.
         """
         state = self._states.get(request_id)
-        if state is None:
-            return
-        if is_renewed:
-            for table in state.tables:
-                table.clear()
-        if tables is not None:
-            for group, table in zip(self._grid.groups, state.tables, strict=True):
-                table.extend(tables[group.group])
-        self._store(state, num_computed_tokens)
+        if state is not None:
+            state.has_drafts |= num_drafts > 0
+            self._store(state, get_tables, num_computed_tokens, snapshots=snapshots)
 
     def end_step(self, num_tokens: int) -> StepMeta:
         """Hand out the work of a step that computes ``num_tokens``."""
@@ -259,7 +263,7 @@ class SchedulerSide:
         """Its blocks are not held any more."""
         self._states.pop(request_id, None)
 
-    def finish(self, request: EngineRequest) -> bool:
+    def finish(self, request: EngineRequest, tables: BlockTables) -> bool:
         """Return whether the request's blocks must be held; the workers then say until when."""
         state = self._states.get(request.request_id)
         if state is None:
@@ -269,7 +273,8 @@ class SchedulerSide:
             self._computing.end(state)
             return False
         # With async scheduling the last chunk may have got its hash only now. The last token has no KV yet.
-        self._store(state, min(request.num_computed_tokens, request.num_tokens - 1))
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._store(state, lambda _: tables, num_tokens, is_step_end=False)
         self._computing.end(state, slice(state.num_stored_chunks, None))
         if not state.num_stores:
             del self._states[request.request_id]
@@ -286,18 +291,12 @@ class SchedulerSide:
             if state is not None:
                 state.has_failed = True
                 state.num_stored_chunks = 0  # what was found is gone: store it again
-        for job_id, num_ranks in report.stores_ended.items():
-            state, missing, chunks = self._jobs.pop(job_id, (None, 0, slice(0)))
-            if state is None:
-                continue
-            if missing > num_ranks:
-                self._jobs[job_id] = (state, missing - num_ranks, chunks)
-            else:
-                state.num_stores -= 1
-                self._computing.end(state, chunks)
+        if self._stores is not None:
+            for job_id, num_columns in report.stores_ended.items():
+                self._stores.note_ended(job_id, num_columns)
 
     def _ask(self, request: EngineRequest, lookups: LookupThread) -> Ticket:
-        num_chunks = self._grid.num_full_chunks(len(request.block_hashes), request.num_tokens)
+        num_chunks = self._grid.num_loadable_chunks(len(request.block_hashes), request.num_tokens)
         ticket = Ticket(
             request.request_id,
             self._grid.chunk_hashes(request.block_hashes, 0, num_chunks),
@@ -310,9 +309,15 @@ class SchedulerSide:
         lookups.ask(ticket)
         return ticket
 
+    def _decline(self, state: RequestState, lookups: LookupThread) -> int:
+        """Nothing is loaded; what is there already is not stored again."""
+        hit = lookups.find(state.ticket)
+        state.num_stored_chunks = hit.num_chunks if hit is not None else 0
+        return 0
+
     def _must_wait(self, state: RequestState, lookups: LookupThread, num_found: int, num_here: int) -> bool:
         now, ticket = self._clock(), state.ticket
-        if self._is_computed_now(ticket, max(num_found, num_here), lookups):
+        if self._is_computed_now(ticket, max(state.num_found, num_here), lookups):
             return True
         rate = self._rate.tokens_per_second
         chunk_seconds = self._grid.chunk_tokens / rate if rate else 0.0
@@ -334,11 +339,11 @@ class SchedulerSide:
         if now - ticket.asked_at >= ASK_AGAIN_SECONDS * self._num_waited and not ticket.is_asking:
             lookups.ask(ticket)
         if state.wait is None:
-            state.wait = RowWait(num_found, now, self._num_steps, self._answer_seconds)
+            state.wait = RowWait(state.num_found, now, self._num_steps, self._answer_seconds)
         if not answer.is_probing:
             num_missing = answer.num_expected - num_found
         return not state.wait.is_over(
-            num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps
+            state.num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps
         )
 
     def _is_computed_now(self, ticket: Ticket, chunk: int, lookups: LookupThread) -> bool:
@@ -352,35 +357,11 @@ class SchedulerSide:
             self._lookups.release(state.ticket)
 
     def _reclaim(self, state: RequestState) -> None:
-        """Its stores, if any are under way, must not be committed from now on.
+        """Its stores, if any are under way, must not be committed from now on."""
+        if self._stores is not None:
+            self._next.reclaimed |= self._stores.reclaim(state)
 
-        By job: the table may be that of its next life by now, and its blocks may be others' as well, who keep
-        them.
-        """
-        if state.num_stores:
-            jobs = (job_id for job_id, (owner, *_) in self._jobs.items() if owner is state)
-            self._next.reclaimed.update(jobs)
-
-    def _store(self, state: RequestState, num_computed_tokens: int) -> None:
-        ticket, grid, hashes = state.ticket, self._grid, state.request.block_hashes
-        first, end = state.num_stored_chunks, grid.num_full_chunks(len(hashes), num_computed_tokens)
-        if end <= first or ticket.extra_keys is None or ticket.namespace != self._namespace:
-            return
-        groups = []
-        for number, (group, table) in enumerate(zip(grid.groups, state.tables, strict=True)):
-            per_chunk = grid.blocks_per_chunk(group)
-            blocks = tuple(table[first * per_chunk : end * per_chunk])
-            if len(blocks) < (end - first) * per_chunk:
-                self._computing.end(state)
-                return
-            row_keys = ticket.keys[number][first:end] if ticket.keys is not None else []
-            after = first + len(row_keys)  # they were made for the prompt, and may be late
-            if after < end:
-                row_keys += ticket.row_keys(group.group, grid.chunk_hashes(hashes, after, end), after)
-            groups.append(GroupStore(group.group, b"".join(row_keys), blocks))
-        self._num_jobs += 1
-        job = StoreJob(self._num_jobs, ticket.request_id, first, tuple(groups), ticket.tenant)
-        self._next.stores.append(job)
-        self._jobs[self._num_jobs] = (state, self._num_columns, slice(first, end))
-        state.num_stores += 1
-        state.num_stored_chunks = end
+    def _store(self, state: RequestState, get_tables: GetTables, num_tokens: int, **fields: Any) -> None:
+        if self._stores is not None and state.ticket.namespace == self._namespace:
+            tables = partial(get_tables, state.ticket.request_id)
+            self._next.stores += self._stores.plan(state, tables, num_tokens, **fields)

@@ -67,7 +67,8 @@ class LoadTransfer:
         """Return whether the bytes are good."""
         if session.slots is None or not session.holds(piece.slot):
             return False  # from an older arena: its row may not even exist
-        copier.load(piece.group, session.slots[piece.slot.row], piece.first_block, piece.blocks, self._fence)
+        row = session.view(piece.slot.row, copier.row_bytes[piece.group])
+        copier.load(piece.group, row, piece.first_block, piece.blocks, self._fence)
         return session.holds(piece.slot)
 
 
@@ -108,7 +109,8 @@ class StoreTransfer:
                 for piece in reserved:
                     if piece.slot in self._copied:
                         continue
-                    copier.store(piece.group, session.slots[piece.slot.row], piece.blocks, self.fence)
+                    row = session.view(piece.slot.row, copier.row_bytes[piece.group])
+                    copier.store(piece.group, row, piece.blocks, self.fence)
                     if not self.note_copied(piece.slot):
                         break
             finally:
@@ -139,7 +141,7 @@ class StoreTransfer:
             store.group,
             store.keys,
             request_id=self.job.request_id,
-            first_chunk=self.job.first_chunk,
+            first_chunk=store.first_chunk,
             tenant=self.job.tenant,
         )
         per_chunk = len(store.blocks) // len(answers)

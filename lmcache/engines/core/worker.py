@@ -75,6 +75,7 @@ class WorkerSide:
         self._waiting: list[StoreTransfer] = []  # of that step, not begun
         self._held: dict[str, float] = {}  # request id -> when it was first asked for
         self._bad_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._report = WorkerReport()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -133,9 +134,14 @@ class WorkerSide:
         return (self._release_held() if self._held else set()), loaded
 
     def take_bad_blocks(self) -> set[int]:
-        """Blocks of the ended loads that hold no KV."""
+        """Blocks of the ended loads that hold no KV, of an engine that fails loads by block."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose ended loads failed, of an engine that begins them again then."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def take_report(self, meta: Any) -> WorkerReport | None:
         """What the scheduler side has to know."""
@@ -227,8 +233,11 @@ class WorkerSide:
         self._loading.discard(request_id)
         loaded.add(request_id)
         if bad_blocks := transfer.bad_blocks:
-            self._bad_blocks.update(bad_blocks)
             self._report.failed_loads.add(request_id)
+            if self.identity is None or self.identity.fails_by_block:
+                self._bad_blocks.update(bad_blocks)
+            else:
+                self._failed_requests.add(request_id)
 
     def _release_held(self) -> set[str]:
         ended_by = self._clock() - HOLD_SECONDS

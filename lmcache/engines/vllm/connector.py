@@ -126,6 +126,12 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         """Report requests whose blocks are not needed any more, and ended loads."""
         return _call(self._worker, "collect", (None, None), self._connector_metadata)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same, and loads that failed as a whole (vLLM 0.30 and later)."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = _call(self._worker, "take_failed_requests", set())
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed loads, in the step that reports the load as ended."""
         return _call(self._worker, "take_bad_blocks", set())
@@ -170,13 +176,13 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks must be held."""
-        return _call(self._scheduler, "finish", False, request), None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks must be held."""
-        return _call(self._scheduler, "finish", False, request), None
+        return _call(self._scheduler, "finish", False, request, block_ids), None
 
 
 def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args: Any) -> T:

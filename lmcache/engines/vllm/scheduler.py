@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+from lmcache.engines.core.grid import BlockTables
 from lmcache.engines.core.jobs import StepMeta, WorkerReport
 from lmcache.engines.core.scheduler import SchedulerSide
 
 
 class VLLMScheduler(SchedulerSide):
     """The hooks of vLLM's scheduler, as the facade calls them; each is documented there."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
 
     def on_new_request(self, request: Any) -> None:
         """A streaming session replaces tokens that were hashed already: it is left alone."""
@@ -30,6 +36,8 @@ class VLLMScheduler(SchedulerSide):
         """``output`` is the engine's SchedulerOutput and stays as it is."""
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             self.note_preempted(request_id)
+        if self.reads_transient_blocks:
+            self.reclaim_blocks(_handed_out(output))
         if self._states:
             self._follow(output)
         return self.end_step(output.total_num_scheduled_tokens)
@@ -44,13 +52,37 @@ class VLLMScheduler(SchedulerSide):
         for request_id in output.finished_sending or ():
             self.note_released(request_id)
 
+    def finish(self, request: Any, tables: BlockTables) -> bool:
+        """``tables``: with null blocks where windows left some behind."""
+        self._tables.pop(request.request_id, None)
+        return super().finish(request, tables)
+
     def _follow(self, output: Any) -> None:
-        """With the V2 model runner a preempted request comes back among the new ones."""
+        """With the V2 model runner a preempted request comes back among the new ones.
+
+        Block tables are the engine's present ones: what it sends to its workers only grows, and names blocks
+        that a window left behind.
+        """
         drafts, cached = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
-        whole = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
-        grown = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        renewed = cached.resumed_req_ids | {request_id for request_id, *_ in whole}
-        for request_id, block_ids, num_computed_tokens in (*whole, *grown):
-            num_scheduled = output.num_scheduled_tokens[request_id] - len(drafts.get(request_id, ()))
-            num_tokens = num_computed_tokens + num_scheduled
-            self.note_scheduled(request_id, block_ids, num_tokens, is_renewed=request_id in renewed)
+        blocks = output.kv_connector_block_state
+        get_tables = getattr(blocks, "get_block_ids", None)
+        if get_tables is None:  # vLLM 0.29 shows only those that grew in this step
+            self._tables |= blocks.block_ids
+            get_tables = self._tables.get
+        computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for request_id, num_computed_tokens in computed:
+            num_drafts = len(drafts.get(request_id, ()))
+            num_tokens = num_computed_tokens + output.num_scheduled_tokens[request_id] - num_drafts
+            snapshots = blocks.boundary_state_offloads.get(request_id, ())
+            self.note_scheduled(request_id, get_tables, num_tokens, num_drafts, snapshots)
+
+
+def _handed_out(output: Any) -> set[int]:
+    """Blocks that requests may write to from this step on."""
+    tables = itertools.chain(
+        *(new.block_ids for new in output.scheduled_new_reqs),
+        *filter(None, output.scheduled_cached_reqs.new_block_ids),
+    )
+    copies = getattr(output, "kv_cache_block_copies", None) or ()
+    return {copy.dst_block_id for copy in copies}.union(*tables)

@@ -32,9 +32,9 @@ def rig():
     rig.scheduler.go_offline()
 
 
-def schedule(rig, request, num_computed_tokens=200):
+def schedule(rig, request, num_computed_tokens=200, tables=TABLES, **fields):
     """A step after which so many tokens are computed."""
-    rig.scheduler.note_scheduled(request.request_id, TABLES, num_computed_tokens, is_renewed=True)
+    rig.scheduler.note_scheduled(request.request_id, lambda _: tables, num_computed_tokens, **fields)
     return rig.scheduler.end_step(200)
 
 
@@ -57,20 +57,14 @@ def test_chunks_are_stored_under_a_key_and_from_the_blocks_of_each_group(rig):
     request = rig.arrive(make_request(200))
     (job,) = schedule(rig, request, 130).stores
     assert job.groups == (
-        GroupStore(0, row_keys(0, b"p1", b"p3"), tuple(range(100, 108))),
-        GroupStore(2, row_keys(2, b"p1", b"p3"), tuple(range(500, 504))),
+        GroupStore(0, 0, row_keys(0, b"p1", b"p3"), tuple(range(100, 108))),
+        GroupStore(2, 0, row_keys(2, b"p1", b"p3"), tuple(range(500, 504))),
     )
     request.block_hashes = hashes(256)
-    (job,) = rig_step_of_decoding(rig, request).stores
-    assert job.groups[1] == GroupStore(2, row_keys(2, b"p5", b"p7"), tuple(range(504, 508)))
-
-
-def rig_step_of_decoding(rig, request):
-    """What was computed completes a chunk that no lookup asked for."""
-    rig.scheduler.note_scheduled(
-        request.request_id, (list(range(113, 116)), [], [507]), 256, is_renewed=False
-    )
-    return rig.scheduler.end_step(1)
+    # What was decoded completes chunks that no lookup asked for.
+    tables = TABLES[0] + list(range(113, 116)), [], TABLES[2] + [507]
+    (job,) = schedule(rig, request, 256, tables).stores
+    assert job.groups[1] == GroupStore(2, 2, row_keys(2, b"p5", b"p7"), tuple(range(504, 508)))
 
 
 def test_what_every_group_has_is_offered_and_loaded_into_its_blocks(rig):
@@ -118,7 +112,7 @@ class Copies:
     """Notes what is copied."""
 
     def __init__(self):
-        self.stored, self.loaded = [], []
+        self.stored, self.loaded, self.row_bytes = [], [], {0: 4096, 2: 4096}
 
     def store(self, group, slot, blocks, fence):
         self.stored.append((group, *blocks))
@@ -135,8 +129,7 @@ def test_a_fault_in_one_group_fails_what_follows_in_all(rig):
     job = StoreJob(
         1,
         "r",
-        0,
-        (GroupStore(0, row_keys(0, b"p1"), (1, 2, 3, 4)), GroupStore(2, row_keys(2, b"p1"), (8, 9))),
+        (GroupStore(0, 0, row_keys(0, b"p1"), (1, 2, 3, 4)), GroupStore(2, 0, row_keys(2, b"p1"), (8, 9))),
     )
     StoreTransfer(job).run(session, copier)
     assert copier.stored == [(0, 1, 2, 3, 4), (2, 8, 9)]

@@ -209,7 +209,7 @@ def test_blocks_are_held_until_all_ranks_ended_their_stores(num_ranks):
     request = rig.arrive(make_request(200))
     (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
     request.num_computed_tokens = 200
-    assert rig.scheduler.finish(request) is True
+    assert rig.finish(request) is True
     assert rig.step().held == ["r"]
     assert rig.step().held == []
     for _ in range(num_ranks):
@@ -224,7 +224,7 @@ def test_blocks_are_not_held_when_all_stores_ended(rig):
     (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
     rig.report(ended=[job.job_id])
     request.num_computed_tokens = 200
-    assert rig.scheduler.finish(request) is False
+    assert rig.finish(request) is False
     assert rig.scheduler._states == {}
 
 
@@ -234,7 +234,7 @@ def test_with_async_scheduling_the_last_chunk_is_stored_at_the_end(rig):
     rig.report(ended=[job.job_id])
     assert rig.step(cached=[("r", None, 200, 56, False)]).stores == [], "tokens 200.. have no hashes yet"
     request.num_tokens, request.num_computed_tokens, request.block_hashes = 257, 257, hashes(256)
-    assert rig.scheduler.finish(request) is True
+    assert rig.finish(request) is True
     meta = rig.step()
     assert chunk_ranges(meta) == [(3, 4)]
     assert meta.held == ["r"]
@@ -246,7 +246,7 @@ def test_an_abort_during_a_load_leaves_the_blocks_to_the_engine_and_the_lease_to
     assert rig.match(request) == (192, True)
     rig.allocate(request, blocks(6), 192)
     rig.step()
-    assert rig.scheduler.finish(request) is False
+    assert rig.finish(request) is False
     rig.drain_lookups()
     assert rig.session.leased == {"r"}, "the copy still reads the slots"
     rig.report(received=["r"])
@@ -265,7 +265,7 @@ def test_a_promised_load_is_handed_out_to_fail_when_it_can_t_be_planned(rig):
     (load,) = rig.step().loads
     assert list(load.pieces()) == []
     assert load.blocks == tuple(blocks(6)), "all of them: none can be trusted"
-    assert rig.scheduler.finish(request) is False
+    assert rig.finish(request) is False
 
 
 def load(rig, request_id="r"):
@@ -289,7 +289,7 @@ def test_without_workers_nothing_is_known_of_requests():
     request = make_request(200)
     scheduler.add(request)
     assert scheduler.num_loadable(request, 0) == 0
-    assert scheduler.finish(request) is False
+    assert scheduler.finish(request, ([],)) is False
 
 
 def test_a_silent_sidecar_costs_later_requests_nothing(rig):
@@ -338,6 +338,6 @@ def test_offline_takes_back_the_blocks_of_stores_under_way(rig):
     rig.arrive(make_request(200, "without stores"))
     under_way = job_ids(rig.step(new=[("r", blocks(7), 0, 200)]))
     rig.scheduler.go_offline()
-    assert rig.scheduler.finish(request) is False
+    assert rig.finish(request) is False
     assert rig.step(preempted=["another"]).reclaimed == under_way
     assert rig.step().reclaimed == set()

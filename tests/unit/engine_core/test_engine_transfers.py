@@ -82,7 +82,7 @@ def test_every_load_is_reported_once_whatever_fails(rig, fault, monkeypatch):
         rig.copier.fence = None  # an unhealthy device may be why
         rig.worker.go_offline()
     chunks = None if fault == "no chunks" else found(Slot(0, 1))
-    load = LoadJob("r", (GroupLoad(0, (11, 12), chunks, blocks_per_chunk=2),))
+    load = LoadJob("r", (GroupLoad(0, (11, 12), chunks, blocks_per_row=2),))
     for _ in range(2):  # a hook that is called again after a fault begins nothing twice
         rig.worker.start_loads(StepMeta(loads=[load]))
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]

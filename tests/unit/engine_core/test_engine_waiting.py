@@ -368,7 +368,7 @@ def test_who_does_not_compute_any_more_is_not_waited_for(rig, end):
     if end == "preempted":
         rig.step(preempted=["first"])
     elif end == "finished":
-        rig.scheduler.finish(first)
+        rig.finish(first)
     elif end == "reset":
         rig.scheduler.reset_cache()
     else:
