@@ -17,8 +17,7 @@ from lmcache.cuda.errors import CudaError
 from lmcache.engines.core.copier import CpuCopier, make_copier
 from lmcache.engines.core.cuda_copier import CudaCopier
 from lmcache.engines.core.layout import Layout
-from tests.harness.cuda_gates import gate
-from tests.harness.cuda_memory import pages
+from testing.cuda_memory import gate, pages
 
 pytestmark = pytest.mark.gpu
 

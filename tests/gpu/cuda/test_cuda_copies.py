@@ -9,8 +9,8 @@ from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Driver
 from lmcache.cuda.errors import CudaError
 from lmcache.cuda.pins import Pins
-from tests.harness import cuda_peers
-from tests.harness.cuda_memory import pages, pinned
+from testing import cuda_memory
+from testing.cuda_memory import pages, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ SIZES = np.full(PIECES, PIECE_BYTES, np.uint64)
 
 @pytest.fixture
 def memory(context):
-    address = cuda_peers.allocate(context, DATA.tobytes())
+    address = cuda_memory.allocate(context, DATA.tobytes())
     yield np.uint64(address)
     context.call("cuMemFree", address)
 
@@ -41,7 +41,7 @@ def both_ways(context, stream, memory, host, edges=None):
     np.testing.assert_array_equal(host.reshape(DATA.shape), DATA[ORDER])
     CopyBatch(memory + OFFSETS, at(host), SIZES, edges).submit(stream, is_source_stable=True)
     stream.synchronize()
-    assert cuda_peers.content(context, int(memory), SIZE) == DATA[ORDER].tobytes()
+    assert cuda_memory.content(context, int(memory), SIZE) == DATA[ORDER].tobytes()
 
 
 def test_pinned_memory_both_ways(context, stream, memory):
@@ -57,7 +57,7 @@ def test_on_the_device(context, stream, memory):
     other = int(context.call("cuMemAlloc", SIZE))
     CopyBatch(np.uint64(other) + OFFSETS, memory + OFFSETS[ORDER], SIZES).submit(stream)
     stream.synchronize()
-    assert cuda_peers.content(context, other, SIZE) == DATA[ORDER].tobytes()
+    assert cuda_memory.content(context, other, SIZE) == DATA[ORDER].tobytes()
     context.call("cuMemFree", other)
 
 

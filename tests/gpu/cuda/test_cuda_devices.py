@@ -10,7 +10,7 @@ import pytest
 
 from lmcache.cuda.driver import Device, load
 from lmcache.cuda.errors import CudaError, CudaUnavailableError, DeviceNotVisibleError
-from tests.harness import cuda_peers
+from testing import cuda_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def test_attributes(device):
 
 
 def test_where_memory_lies(context, device):
-    address = cuda_peers.allocate(context, b"x" * 4096)
+    address = cuda_memory.allocate(context, b"x" * 4096)
     assert Device.of(address + 4095) == device
     assert context.is_device_memory(address)
     context.call("cuMemFree", address)

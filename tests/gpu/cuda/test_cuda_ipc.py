@@ -8,7 +8,7 @@ import pytest
 
 from lmcache.cuda import ipc
 from lmcache.cuda.errors import CudaError
-from tests.harness import cuda_peers
+from testing import cuda_memory, cuda_peers
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ DATA = os.urandom(SIZE)
 
 
 def test_another_process_reads_what_was_exported(context):
-    address = cuda_peers.allocate(context, DATA)
+    address = cuda_memory.allocate(context, DATA)
     exported = ipc.export(context, address + 4096)
     assert (exported.base, exported.offset, len(exported.handle)) == (address, 4096, 64)
     with cuda_peers.peer() as peer:
@@ -33,11 +33,11 @@ def test_a_handle_is_of_the_whole_allocation_and_its_size_is_the_drivers_word(co
         mappings = ipc.Mappings(context)
         mapping = mappings.open(exported.handle)
         assert (mapping.num_bytes, exported.num_bytes) == (SIZE, SIZE)
-        assert cuda_peers.content(context, mapping.base, SIZE) == DATA
+        assert cuda_memory.content(context, mapping.base, SIZE) == DATA
         again = mappings.open(exported.handle)
         assert again is mapping
         again.close()
-        assert cuda_peers.content(context, mapping.base, 10) == DATA[:10]
+        assert cuda_memory.content(context, mapping.base, 10) == DATA[:10]
         mapping.close()
         assert not len(mappings)
         with pytest.raises(CudaError):
@@ -45,7 +45,7 @@ def test_a_handle_is_of_the_whole_allocation_and_its_size_is_the_drivers_word(co
 
 
 def test_the_process_that_exported_it_can_not_open_it(context):
-    address = cuda_peers.allocate(context, DATA)
+    address = cuda_memory.allocate(context, DATA)
     with pytest.raises(CudaError) as error:
         ipc.Mappings(context).open(ipc.export(context, address).handle)
     assert error.value.code == CudaError.SAME_PID
@@ -73,5 +73,5 @@ def test_a_mapping_outlives_its_owner(context):
     with cuda_peers.peer() as peer:
         peer.call(cuda_peers.open_context)
         mapping = ipc.Mappings(context).open(peer.call(cuda_peers.export_content, DATA).handle)
-    assert cuda_peers.content(context, mapping.base, SIZE) == DATA
+    assert cuda_memory.content(context, mapping.base, SIZE) == DATA
     mapping.close()

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache.cuda.errors import CudaError
 from lmcache.cuda.pins import PAGE_BYTES, Pins
-from tests.harness.cuda_memory import pages
+from testing.cuda_memory import pages
 
 pytestmark = pytest.mark.gpu
 

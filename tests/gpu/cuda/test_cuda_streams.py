@@ -9,9 +9,8 @@ import pytest
 
 from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Event, Stream
-from tests.harness import cuda_peers
-from tests.harness.cuda_gates import gate
-from tests.harness.cuda_memory import pinned
+from testing import cuda_memory
+from testing.cuda_memory import gate, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +23,7 @@ def batch(to, from_, size):
 
 @pytest.fixture
 def memory(context):
-    address = cuda_peers.allocate(context, b"\1" * SIZE)
+    address = cuda_memory.allocate(context, b"\1" * SIZE)
     yield address
     context.call("cuMemFree", address)
 

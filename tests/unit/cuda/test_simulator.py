@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -17,11 +18,10 @@ from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Device, Stream
 from lmcache.cuda.errors import CudaError
 from lmcache.cuda.pins import Pins
-from testing import cuda
+from testing import cuda, cuda_memory, cuda_peers
 from testing.cuda import GPU, MIG_SLICE, OTHER_GPU
-from tests.harness import cuda_peers
-from tests.harness.cuda_memory import pages
-from tests.harness.cuda_peers import open_context, peer
+from testing.cuda_memory import pages
+from testing.cuda_peers import open_context, peer
 
 SIZE = 1 << 20
 DATA = np.random.default_rng(0).bytes(SIZE)
@@ -144,7 +144,7 @@ def export_virtual_memory(state):
     address = int(context.call("cuMemAddressReserve", SIZE, 0, 0, 0))
     context.call("cuMemMap", address, SIZE, 0, handle, 0)
     context.call("cuMemcpyHtoD", address, DATA, SIZE)
-    assert cuda_peers.content(context, address, SIZE) == DATA
+    assert cuda_memory.content(context, address, SIZE) == DATA
     assert Device.of(address) == context.device
     result = ipc.is_exportable(context, address), failure(state, lambda _: ipc.export(context, address))
     context.call("cuMemUnmap", address, SIZE)
@@ -177,7 +177,7 @@ def test_a_handle_may_be_that_of_another_allocation_at_the_same_address(node, sa
 
 _EXPORT = """
 import os, sys
-from tests.harness import cuda_peers
+from testing import cuda_memory, cuda_peers
 state = {}
 cuda_peers.open_context(state)
 print(os.getpid(), cuda_peers.export_content(state, b"7" * 4096).handle.hex(), flush=True)
@@ -186,7 +186,7 @@ sys.stdin.read()
 _OPEN = """
 import os, sys
 from lmcache.cuda.errors import CudaError
-from tests.harness import cuda_peers
+from testing import cuda_memory, cuda_peers
 for _ in range(int(sys.argv[2])):
     if os.fork():  # the child has another number
         os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
@@ -236,7 +236,7 @@ def submit(state, to, from_, size=SIZE):
 
 
 def make_memory(state):
-    state["device"] = cuda_peers.allocate(state["context"], DATA)
+    state["device"] = cuda_memory.allocate(state["context"], DATA)
     state["host"] = pages(2 * SIZE)
     state["pins"] = Pins(state["context"], state["host"].ctypes.data, SIZE)
     state["pins"].set_ready(SIZE)
@@ -309,6 +309,25 @@ def test_copies_from_pageable_memory_are_counted(node):
         assert node.count("pageable_pieces") == 1  # of filling the device's memory
         process.call(copy, host + SIZE, device)
         assert node.count("pageable_pieces") == 2
+
+
+def pin_slowly_and_copy(state, path, num_bytes, to_copy):
+    """A large arena, none of which is pinned when its first slot is copied."""
+    with open(path, "rb+") as file:
+        arena = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
+    pins = Pins(state["context"], arena.ctypes.data, num_bytes)
+    pins.set_ready(num_bytes)
+    copy(state, arena.ctypes.data, to_copy)
+    return bytes(arena[:SIZE]) == DATA and not pins.pinned_bytes
+
+
+def test_the_first_slot_of_a_large_arena_does_not_wait_for_its_pins(node, tmp_path):
+    arena = tmp_path / "arena"
+    with arena.open("wb") as file:
+        file.truncate(64 << 30)  # of which only what is touched is real
+    with copying(node) as (process, device, _):
+        node.order("copier: pin_rate 1000")
+        assert process.call(pin_slowly_and_copy, arena, 64 << 30, device)
 
 
 def test_a_driver_before_batches(node):

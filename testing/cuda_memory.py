@@ -1,11 +1,45 @@
-"""Work of a GPU that waits until it is told to go on: how copies are made late, on any driver."""
+"""Memory of the device and of the host for copies, and work of a GPU that waits until it is told to go on."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from lmcache.cuda.driver import Context, Event, Stream
+
+
+def allocate(context: Context, content: bytes) -> int:
+    """Device memory that holds ``content``."""
+    address = int(context.call("cuMemAlloc", len(content)))
+    context.call("cuMemcpyHtoD", address, content, len(content))
+    return address
+
+
+def content(context: Context, address: int, num_bytes: int) -> bytes:
+    """What device memory holds."""
+    out = np.zeros(num_bytes, np.uint8)
+    context.call("cuMemcpyDtoH", out.ctypes.data, address, num_bytes)
+    return out.tobytes()
+
+
+def pages(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Blank memory that begins with a page."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+
+@contextlib.contextmanager
+def pinned(context: Context, num_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """Blank memory that is registered meanwhile."""
+    array = pages(num_bytes)
+    context.call("cuMemHostRegister", array.ctypes.data, num_bytes, 0)
+    try:
+        yield array
+    finally:
+        context.call("cuMemHostUnregister", array.ctypes.data)
 
 
 class Gate:

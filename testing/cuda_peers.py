@@ -15,7 +15,8 @@ import numpy as np
 
 from lmcache.cuda import ipc
 from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Context, Device, Stream
+from lmcache.cuda.driver import Device, Stream
+from testing.cuda_memory import allocate
 
 TIMEOUT = 200.0
 
@@ -39,6 +40,7 @@ def _serve(connection: Connection) -> None:
     with contextlib.suppress(EOFError):
         while True:
             function, arguments = connection.recv()
+            answer: tuple[str | None, Any]
             try:
                 answer = None, function(state, *arguments)
             except Exception:
@@ -66,20 +68,6 @@ def peer(**environment: str) -> Iterator[Peer]:
         process.kill()
         process.join()
         ours.close()
-
-
-def allocate(context: Context, content: bytes) -> int:
-    """Device memory that holds ``content``."""
-    address = int(context.call("cuMemAlloc", len(content)))
-    context.call("cuMemcpyHtoD", address, content, len(content))
-    return address
-
-
-def content(context: Context, address: int, num_bytes: int) -> bytes:
-    """What device memory holds."""
-    out = np.zeros(num_bytes, np.uint8)
-    context.call("cuMemcpyDtoH", out.ctypes.data, address, num_bytes)
-    return out.tobytes()
 
 
 # ---- what peers do ----
