@@ -150,6 +150,7 @@ class SidecarProcess(Server):
         self.options = {"memory_size": "64Mi", "http_host": "127.0.0.1", "http_port": 0} | options
         self.max_descriptors = 0  # 0: as many as we may have
         self.environment: dict[str, str] = {}  # beside ours
+        self.prefix: list[str] = []  # a command that starts it
         self.http_port = 0
         self._log_start = 0
 
@@ -172,7 +173,7 @@ class SidecarProcess(Server):
         limit = f'ulimit -n {self.max_descriptors}; exec "$@"'
         limited = ["sh", "-c", limit, "sh"] if self.max_descriptors else []
         self.spawn(
-            [*limited, sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
+            [*self.prefix, *limited, sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
             cwd=REPOSITORY,
             env=environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"} | self.environment,
         )

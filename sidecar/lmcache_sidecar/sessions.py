@@ -144,18 +144,17 @@ class Sessions:
 
         Until that has ended they are nobody else's, whatever becomes of the call, client or reservation.
         """
-        peer = self.clients.calling_worker(request)
+        client = self.clients.caller(request)
+        if not client.transfer.is_ipc:
+            raise precondition(client.transfer.reason, service.REASON_ENGINE_COPIES)
+        peer = client.peer
         copies = offers.parse_copies(request, peer, self.arena.num_rows)
         memory, held = self._present_store.memory, [copy.slot for copy in copies]
         try:
             memory.hold(held, peer.hello.column, peer.uuid)
         except StaleSlotError as error:
             raise precondition(f"nothing was copied: {error}") from error
-        try:
-            copying = self.copier.begin(self.clients.caller(request), copies)
-        except BaseException:
-            memory.let_go(held, peer.hello.column)
-            raise
+        copying = self.copier.begin(client, copies)
         copying.job.ended.add_done_callback(lambda _: memory.let_go(held, peer.hello.column))
         return pb.CopyBlocksReply(copied=await copying.wait())
 

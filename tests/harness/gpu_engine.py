@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Self
@@ -48,9 +47,9 @@ class Rank:
         self.allocate()
         self.fill(settings.get("seed", 1))
         self.socket_path = socket_path
-        self.client, self.session = self.attach()
+        self.client, self.session = self.attach(self.offer())
 
-    def attach(self) -> tuple[SidecarClient, Session]:
+    def attach(self, offer: TransferOffer) -> tuple[SidecarClient, Session]:
         """With a new client."""
         settings = self.settings
         hello = ClientHello(
@@ -61,7 +60,7 @@ class Rank:
             (KVGroup(0, 64, ROW_BYTES),),
             num_columns=settings.get("num_columns", 1),
             column=settings.get("column", 0),
-            transfer=self.offer(),
+            transfer=offer,
         )
         client = SidecarClient(self.socket_path, hello)
         client.start()
@@ -69,6 +68,8 @@ class Rank:
 
     def offer(self) -> TransferOffer:
         """All that the sidecar must know; ``settings`` may say something wrong."""
+        if refusal := self.settings.get("refusal"):
+            return TransferOffer(self.device.uuid, refusal=refusal)
         exported = [export(self.context, address) for address in self.addresses]
         stride, layer_bytes = STRIDE, BLOCKS * STRIDE
         pages = [
@@ -125,10 +126,21 @@ class Rank:
         (slot,) = self.session.index.find(np.frombuffer(make_keys(key), "<u8").reshape(-1, 8)).slots()
         return self.session.holds(slot) and np.array_equal(self._slot(slot.row), self._row(row))
 
+    def handles(self) -> list[str]:
+        """Of its memory."""
+        return [allocation.ipc_handle.hex() for allocation in self.offer().allocations]
+
     def attach_again(self) -> None:
-        """As another client, with its memory as it is now."""
+        """As another client, with the same memory."""
         self.client.close()
-        self.client, self.session = self.attach()
+        self.client, self.session = self.attach(self.offer())
+
+    def free_and_attach_again(self) -> None:
+        """As another client, with memory that is not there any more."""
+        self.client.close()
+        offer = self.offer()
+        self.free()
+        self.client, self.session = self.attach(offer)
 
     def allocate(self) -> None:
         """KV of zeros, in new memory."""
@@ -151,7 +163,16 @@ class Rank:
 class GpuEngine:
     """A ``Rank`` in a process of its own, in a PID namespace of its own if ``pid`` is given."""
 
-    def __init__(self, sidecar: SidecarProcess, node: Node, *, pid: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        sidecar: SidecarProcess,
+        node: Node,
+        *,
+        pid: int = 0,
+        driver: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """``driver``: its settings of the simulated one; ``settings``: those of the rank."""
         command = [
             sys.executable,
             "-m",
@@ -164,7 +185,7 @@ class GpuEngine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
-            env=os.environ | node.environment("engine") | {"PYTHONPATH": f"{REPOSITORY}"},
+            env=os.environ | node.environment("engine", **(driver or {})) | {"PYTHONPATH": f"{REPOSITORY}"},
             text=True,
         )
         self.pid = 0
@@ -216,7 +237,7 @@ class GpuEngine:
 
 def in_namespace(command: Sequence[str], pid: int) -> list[str]:
     """The command, in a PID namespace of its own and with this id there; it dies with who started it."""
-    script = f'echo {pid - 1} > /proc/sys/kernel/ns_last_pid; "$@" & wait'
+    script = f'exec 3<&0; echo {pid - 1} > /proc/sys/kernel/ns_last_pid; "$@" <&3 & wait'
     return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, "sh", *command]
 
 
@@ -232,8 +253,6 @@ def main(socket_path: str, settings: str) -> None:
         method, *arguments = json.loads(line)
         if method == "pid":
             found: Any = os.getpid()
-        elif method == "sleep":
-            found = time.sleep(arguments[0])
         else:
             found = getattr(rank, method)(*arguments)
         print(json.dumps(found), flush=True)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from testing.cuda import Node, node
+from testing.child_process import wait_until
+from testing.cuda import GPU, MIG_SLICE, OTHER_GPU, Node, node
 from testing.processes import SidecarProcess
-from tests.harness.gpu_engine import BLOCKS_PER_ROW, GpuEngine
+from tests.harness.gpu_engine import BLOCKS_PER_ROW, LAYERS, PAGE_BYTES, GpuEngine, in_namespace, new_engine
 
 ROW = [5, 0, 23, 7]
 OTHER_ROW = [1, 2, 3, 4]
+
+
+def make_sidecar(gpus: Node, options: dict[str, Any] | None = None, **settings: object) -> SidecarProcess:
+    """Its readers find the simulated driver; ``settings`` are those of the driver for them."""
+    sidecar = SidecarProcess(memory_size="16Mi", **(options or {}))
+    sidecar.environment = gpus.environment("reader", **settings)
+    return sidecar
 
 
 @pytest.fixture
@@ -20,34 +31,181 @@ def gpus() -> Iterator[Node]:
         yield present
 
 
-def make_sidecar(gpus: Node, **settings: object) -> SidecarProcess:
-    """Its readers find the simulated driver; ``settings`` are theirs."""
-    sidecar = SidecarProcess(memory_size="16Mi")
-    sidecar.environment = gpus.environment("reader", **settings)
-    return sidecar
-
-
 @pytest.fixture
 def sidecar(gpus: Node) -> Iterator[SidecarProcess]:
     with make_sidecar(gpus) as present:
         yield present
 
 
+def transfer_of(sidecar: SidecarProcess) -> dict[str, Any]:
+    (client,) = sidecar.stats()["clients"]
+    transfer: dict[str, Any] = client["transfer"]
+    return transfer
+
+
 def test_what_the_sidecar_copies_is_what_the_gpu_has(gpus, sidecar):
     with GpuEngine(sidecar, gpus) as engine:
-        assert gpus.devices[0] in engine.wait_until_copied_by(sidecar=True)
+        assert GPU in engine.wait_until_copied_by(sidecar=True)
         assert engine.ask("store", [1, 2], [ROW, OTHER_ROW]) == "stored"
         assert engine.ask("is_stored", 1, ROW)
         assert engine.ask("is_stored", 2, OTHER_ROW)
         engine.ask("fill", 99)
         assert not engine.ask("is_stored", 1, ROW)
         assert engine.ask("store", [3], [ROW]) == "stored"
-        stats = sidecar.stats()
-        assert stats["transfer"] | {"reason": ""} == {
-            "asked": "Auto", "mode": "CudaIPC", "reason": "",
+        figures = sidecar.stats()["transfer"]
+        assert GPU in figures.pop("reason")
+        assert figures == {
+            "asked": "Auto", "mode": "CudaIPC",
             "num_workers": {"CudaIPC": 1, "SharedMemory": 0}, "num_slots_under_way": 0,
-            "copied_slots": 3, "copied_bytes": 3 * BLOCKS_PER_ROW * 3 * 4096, "copy_batches": 2,
+            "copied_slots": 3, "copied_bytes": 3 * BLOCKS_PER_ROW * LAYERS * PAGE_BYTES, "copy_batches": 2,
             "failed_slots": 0, "started_readers": 1, "failed_readers": 0,
         }  # fmt: skip
+        assert transfer_of(sidecar)["mode"] == "CudaIPC"
         assert gpus.count("mappings", "reader") == 2
+        assert gpus.count("pinned_bytes", "reader") > 0
         assert gpus.count("writes_to_imports") == 0
+    wait_until(lambda: not gpus.processes(), what="no context is left where no engine is")
+
+
+def test_two_ranks_on_one_gpu_share_a_reader_and_no_bytes(gpus, sidecar):
+    with (
+        GpuEngine(sidecar, gpus, num_columns=2, column=0, seed=1) as first,
+        GpuEngine(sidecar, gpus, num_columns=2, column=1, seed=2) as second,
+    ):
+        for engine in (first, second):
+            engine.wait_until_copied_by(sidecar=True)
+        many = [list(range(at % 20, at % 20 + 4)) for at in range(60)]
+        for engine in (first, second):
+            engine.tell("store", list(range(60)), many)
+        assert [first.answer(), second.answer()] == ["stored", "stored"]
+        for engine in (first, second):
+            assert all(engine.ask("is_stored", key, many[key]) for key in (0, 31, 59))
+        assert len(gpus.processes("reader")) == 1
+
+
+# ---- what stands in the way ----
+
+
+NO_GPU = [
+    ({"offered_gpu": OTHER_GPU}, {}, f"no NVIDIA GPU is visible here|{OTHER_GPU} is not visible here"),
+    ({}, {"compute_mode": 3}, "CUDA_ERROR_DEVICE_UNAVAILABLE .*compute mode"),
+    ({}, {"memory": 1 << 20, "context_bytes": 1 << 20}, "CUDA_ERROR_OUT_OF_MEMORY"),
+    ({}, {"orders": "fail cuIpcOpenMemHandle_v2 1 201"}, "can't be opened: cuIpcOpenMemHandle: .*201"),
+    ({}, {"orders": "fail cuIpcOpenMemHandle_v2 2 700"}, "cuIpcOpenMemHandle: .*700"),
+    ({"claimed_blocks": 1 << 20}, {}, "can't be opened: a layer of group 0 ends at byte .* of an allocation"),
+    ({"refusal": "its memory is of the VMM kind"}, {}, "its memory is of the VMM kind"),
+]
+
+
+@pytest.mark.parametrize(("of_engine", "of_driver", "reason"), NO_GPU)
+def test_what_stands_in_the_way_is_said_and_the_engine_copies(gpus, of_engine, of_driver, reason):
+    with make_sidecar(gpus, {"transfer": "CudaIPC"}, **of_driver) as sidecar:
+        with GpuEngine(sidecar, gpus, **of_engine) as engine:
+            assert re.search(reason, engine.wait_until_copied_by(sidecar=False))
+            assert re.search(f"engine copies: .*({reason})", engine.ask("store", [1], [ROW]))
+            transfer = sidecar.stats()["transfer"]
+            assert (transfer["asked"], transfer["mode"]) == ("CudaIPC", "SharedMemory")
+            assert re.search(reason, transfer["reason"])
+            assert re.search(reason, transfer_of(sidecar)["reason"])
+            assert sidecar.get("/readyz") == "ready\n"
+        wait_until(lambda: not gpus.processes(), what="no context is left")
+
+
+def test_without_the_driver_or_its_binding_the_engine_copies(gpus, tmp_path):
+    with make_sidecar(gpus, None) as sidecar:
+        sidecar.kill()
+        del sidecar.environment["LD_LIBRARY_PATH"]
+        sidecar.start()
+        with GpuEngine(sidecar, gpus) as engine:
+            assert "no working CUDA driver" in engine.wait_until_copied_by(sidecar=False)
+        sidecar.kill()
+        (tmp_path / "cuda").mkdir()
+        (tmp_path / "cuda" / "__init__.py").write_text("raise ImportError('no module')")
+        sidecar.environment["PYTHONPATH"] = f"{tmp_path}:{Path.cwd()}:{Path.cwd() / 'sidecar'}"
+        sidecar.start()
+        with GpuEngine(sidecar, gpus) as engine:
+            assert "cuda-bindings is not installed" in engine.wait_until_copied_by(sidecar=False)
+
+
+def test_who_asks_for_shared_memory_gets_no_reader(gpus):
+    with make_sidecar(gpus, {"transfer": "SharedMemory"}) as sidecar, GpuEngine(sidecar, gpus) as engine:
+        assert "--transfer SharedMemory" in engine.wait_until_copied_by(sidecar=False)
+        assert not gpus.processes("reader")
+
+
+def test_a_driver_without_batches_copies_one_by_one(gpus):
+    with make_sidecar(gpus, driver_version=12040) as sidecar, GpuEngine(sidecar, gpus) as engine:
+        engine.wait_until_copied_by(sidecar=True)
+        assert engine.ask("store", [1], [ROW]) == "stored"
+        assert (gpus.count("batches", "reader"), gpus.count("single_copies", "reader")) == (0, 12)
+
+
+def test_a_slice_of_a_gpu_is_read_as_a_gpu():
+    with (
+        node((MIG_SLICE,)) as gpus,
+        make_sidecar(gpus) as sidecar,
+        GpuEngine(sidecar, gpus, gpu=MIG_SLICE) as engine,
+    ):
+        assert MIG_SLICE in engine.wait_until_copied_by(sidecar=True)
+        assert engine.ask("store", [1], [ROW]) == "stored"
+
+
+def test_each_gpu_has_a_reader_that_sees_no_other():
+    with (
+        node((GPU, OTHER_GPU)) as gpus,
+        make_sidecar(gpus) as sidecar,
+        GpuEngine(sidecar, gpus, num_columns=2, column=0, gpu=GPU, seed=1) as first,
+        GpuEngine(sidecar, gpus, num_columns=2, column=1, gpu=OTHER_GPU, seed=2) as second,
+    ):
+        for engine in (first, second):
+            engine.wait_until_copied_by(sidecar=True)
+            assert engine.ask("store", [1], [ROW]) == "stored"
+        assert [engine.ask("is_stored", 1, ROW) for engine in (first, second)] == [True, True]
+        readers = gpus.processes("reader")
+        assert sorted((one["contexts_on_0"], one["contexts_on_1"]) for one in readers) == [(0, 1), (1, 0)]
+
+
+# ---- process ids and handles ----
+
+
+def test_a_reader_with_an_engine_s_process_id_is_replaced(gpus):
+    """Containers have PID namespaces of their own, so that equal ids are to be expected."""
+    with make_sidecar(gpus) as sidecar:
+        sidecar.kill()
+        sidecar.prefix = in_namespace([], 100)
+        sidecar.start()
+        with GpuEngine(sidecar, gpus, pid=50, num_columns=2, column=0) as first:
+            first.wait_until_copied_by(sidecar=True)
+            reader = gpus.processes("reader")[0]["pid"]
+            with GpuEngine(sidecar, gpus, pid=reader, num_columns=2, column=1, seed=2) as second:
+                assert second.pid == reader
+                for engine in (first, second):
+                    engine.wait_until_copied_by(sidecar=True)
+                    assert engine.ask("store", [1], [ROW]) == "stored"
+                assert [engine.ask("is_stored", 1, ROW) for engine in (first, second)] == [True, True]
+                (fresh,) = gpus.processes("reader")
+                assert fresh["pid"] != reader
+                assert sidecar.stats()["transfer"]["failed_readers"] == 0
+
+
+def test_a_handle_like_that_of_a_dead_engine_is_opened_anew(gpus, sidecar):
+    """The driver gives the address and the handle away again: an old mapping would be of other KV."""
+    gpus_of_engines = {"same_handles": 1}
+    with GpuEngine(sidecar, gpus, driver=gpus_of_engines, engine=new_engine(), pid=77, seed=1) as dead:
+        dead.wait_until_copied_by(sidecar=True)
+        handles = dead.ask("handles")
+        assert dead.ask("store", [1], [ROW]) == "stored"
+        # Its stream is still open: nobody has noticed yet that it is dead.
+        with GpuEngine(sidecar, gpus, driver=gpus_of_engines, engine=new_engine(), pid=77, seed=2) as engine:
+            assert engine.ask("handles") == handles, "else this shows nothing"
+            engine.wait_until_copied_by(sidecar=True)
+            assert engine.ask("store", [2], [ROW]) == "stored"
+            assert engine.ask("is_stored", 2, ROW)
+            wait_until(lambda: gpus.count("mappings", "reader") == 2)
+
+
+def test_a_freed_allocation_is_not_opened(gpus, sidecar):
+    with GpuEngine(sidecar, gpus) as engine:
+        engine.wait_until_copied_by(sidecar=True)
+        engine.ask("free_and_attach_again")
+        assert "can't be opened: cuIpcOpenMemHandle" in engine.wait_until_copied_by(sidecar=False)

@@ -92,14 +92,12 @@ class SidecarCopier:
 
     def detach(self, client: Client) -> None:
         """The client's stream ended: close its memory at once."""
-        if (one := self._gpu(client)) is not None:
+        if (one := self._gpus.get(client.peer.hello.transfer.gpu_uuid)) is not None:
             one.remove(client.epoch)
 
     def begin(self, client: Client, copies: Sequence[SlotCopy]) -> Copying:
-        """Fill slots from the client's memory. Raises RefusedError: the engine copies."""
-        one = self._gpu(client)
-        if one is None or not one.is_open(client.epoch):
-            raise precondition(client.transfer.reason, service.REASON_ENGINE_COPIES)
+        """Fill slots from the memory of a client whose ``transfer`` says that the sidecar copies."""
+        one = self._gpus[client.peer.hello.transfer.gpu_uuid]
         column = self._arena.column_offset(client.peer.hello.column)
         slot_bytes = client.peer.geometry.slot_bytes
         placed = [
@@ -117,9 +115,6 @@ class SidecarCopier:
         closing = [asyncio.create_task(one.close()) for one in self._gpus.values()]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_SECONDS)
-
-    def _gpu(self, client: Client) -> Gpu | None:
-        return self._gpus.get(client.peer.hello.transfer.gpu_uuid)
 
     def _turn(self, client: Client, is_ipc: bool, reason: str) -> None:
         client.transfer = Transfer(is_ipc, reason if is_ipc else f"the engine copies: {reason}")

@@ -202,10 +202,6 @@ class Gpu:
 
     # ---- copies ----
 
-    def is_open(self, number: int) -> bool:
-        """Can ``begin`` be asked?"""
-        return number in self._members and self._members[number].is_open
-
     def begin(self, number: int, copies: Sequence[SlotCopy]) -> Job:
         """Fill slots for an open member."""
         member = self._members[number]

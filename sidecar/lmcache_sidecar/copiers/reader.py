@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Device, Event, Stream
+from lmcache.cuda.driver import Context, Device, Event, Stream
 from lmcache.cuda.errors import CudaError, CudaUnavailableError
 from lmcache.cuda.ipc import Mapping, Mappings
 from lmcache.cuda.pins import Pins
@@ -79,7 +79,7 @@ class Reader:
         self._link = link
         self._arena = np.frombuffer(arena, np.uint8)
         self._format = arena_format
-        self._context = Device.find(gpu_uuid).primary_context()
+        self._context = _open_context(Device.find(gpu_uuid))
         self._stream = Stream(self._context)
         self._mappings = Mappings(self._context)
         self._clients: dict[int, Client] = {}
@@ -144,7 +144,8 @@ class Reader:
             return Client(mappings, {pages.group: Pages(pages, opened, column) for pages in offer.groups})
         except BaseException:
             for mapping in mappings:
-                mapping.close()
+                with contextlib.suppress(CudaError):  # the first error is the one to tell
+                    mapping.close()
             raise
 
     def _pin(self, column: Column) -> None:
@@ -178,6 +179,17 @@ class Reader:
             self._link.send(Kind.CLOSED, number)
 
         self._ends.put(end)
+
+
+def _open_context(device: Device) -> Context:
+    try:
+        return device.primary_context()
+    except CudaError as error:
+        if device.is_exclusive:
+            raise CudaUnavailableError(
+                f"{error}: its compute mode lets one process use it: set it to Default"
+            ) from error
+        raise
 
 
 @contextlib.contextmanager
