@@ -27,10 +27,11 @@ import redis
 from benchmarks.disk import scratch
 from benchmarks.remote import connect, url_of
 from benchmarks.report import Figure, Report, at_least, of, paired
+from lmcache.kv_groups import KVGroup
 from lmcache.tiers.base import LowerTier, RowKey
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
+from lmcache.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
@@ -78,7 +79,7 @@ class Sidecar:
     async def load_all(self, keys: list[RowKey]) -> float:
         request, start = os.urandom(8).hex(), time.perf_counter()
         while True:
-            found = self.store.lookup((ENGINE, request), keys, length=PART_BYTES)
+            found = self.store.lookup((ENGINE, request), Chains(256, (KVGroup(0, 16, PART_BYTES),), (keys,)))
             if found.num_resident == len(keys):
                 break
             if time.perf_counter() - start > LIMIT_SECONDS:

@@ -102,24 +102,16 @@ class Sessions:
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         """Lease what is in memory, unless it is a hint."""
         client = self.clients.caller(request)
-        groups = validation.parse_lookup(request, client.peer)
+        chains = validation.parse_lookup(request, client.peer)
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
-        found = [
-            self._present_store.lookup(
-                (client.peer.engine, request.request_id),
-                keys,
-                length=client.peer.chunk_bytes[group],
-                row_seconds=client.chunk_seconds / len(groups),
-                is_hint=request.hint,
-            )
-            for group, keys in groups
-        ]
-        num_resident = min(result.num_resident for result in found)
+        num_resident, num_leased, num_pending, is_probing = self._present_store.lookup(
+            (client.peer.engine, request.request_id),
+            chains,
+            chunk_seconds=client.chunk_seconds,
+            is_hint=request.hint,
+        )
         return pb.LookupReply(
-            num_resident=num_resident,
-            num_leased=min(result.num_leased for result in found),
-            num_pending=min(result.num_expected for result in found) - num_resident,
-            probing=any(result.is_probing for result in found),
+            num_resident=num_resident, num_leased=num_leased, num_pending=num_pending, probing=is_probing
         )
 
     def reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
@@ -129,7 +121,7 @@ class Sessions:
             validation.parse_reserve(request, peer),
             peer.hello.column,
             peer.uuid,
-            length=peer.chunk_bytes[request.group],
+            length=peer.groups[request.group].chunk_bytes,
             first_chunk=request.first_chunk,
             request=request.request_id,
             tenant=request.tenant,

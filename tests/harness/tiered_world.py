@@ -15,6 +15,7 @@ from lmcache.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slo
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import ObjectStats, TieredStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
+from tests.harness.chains import one_chain
 
 NUM_COLUMNS = 2
 SIZE = 4096
@@ -81,6 +82,10 @@ class FaultyDisk(FaultyTier):
         self._enter("probe")
         return self.disk.probe(keys, num_columns)
 
+    def find_each(self, ids):
+        self._enter("probe")
+        return self.disk.find_each(ids)
+
     def load(self, object_id, into, length):
         self._enter("load")
         return self.disk.load(object_id, into, length)
@@ -109,6 +114,10 @@ class FakeTier(FaultyTier):
         self._enter("probe")
         present = [all((key, column) in self.objects for column in range(num_columns)) for key in keys]
         return present.index(False) if False in present else len(keys)
+
+    def find_each(self, ids):
+        self._enter("probe")
+        return [(object_id.row_key, object_id.column) in self.objects for object_id in ids]
 
     def load(self, object_id, into, length):
         self._enter("load")
@@ -179,7 +188,7 @@ class World:
             self.store.commit(self.fill(keys, column, request), column, OWNER)
 
     def lookup(self, keys: list[bytes], request: str = "request", row_seconds: float = 0.0) -> LookupResult:
-        return self.store.lookup((LEASE[0], request), keys, length=SIZE, row_seconds=row_seconds)
+        return self.store.lookup((LEASE[0], request), one_chain(keys, SIZE), chunk_seconds=row_seconds)
 
     def slots(self, keys: list[bytes]) -> list[Slot]:
         """Where the leading keys are in memory."""

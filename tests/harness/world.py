@@ -70,9 +70,9 @@ class FakeStore:
     def register(self, namespace, *, label) -> None:
         pass
 
-    def lookup(self, lease_id, keys, *, length, row_seconds, is_hint) -> LookupResult:
-        num_resident, slots = self.memory.lookup(lease_id, keys, is_hint=is_hint)
-        return LookupResult(num_resident, len(slots))
+    def lookup(self, lease_id, chains, *, chunk_seconds, is_hint) -> LookupResult:
+        found = self.memory.lookup(lease_id, chains, is_hint=is_hint)
+        return LookupResult(found.num_resident, found.num_leased)
 
     def reserve(self, keys, column, owner, *, length, first_chunk, request, tenant):
         return [

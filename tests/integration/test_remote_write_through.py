@@ -16,6 +16,7 @@ from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import RedisProcess
+from tests.harness.chains import one_chain
 from tests.harness.tiered_world import slots_of
 
 pytestmark = pytest.mark.redis
@@ -54,7 +55,7 @@ def put(store: TieredStore, arena: PrivateArena) -> None:
 async def brought(store: TieredStore, arena: PrivateArena) -> None:
     async with asyncio.timeout(20):
         # Engines ask like this: what is waited for has no event of its own.
-        while store.lookup(LEASE, CHAIN, length=PAYLOAD_BYTES).num_resident < len(CHAIN):  # noqa: ASYNC110
+        while store.lookup(LEASE, one_chain(CHAIN, PAYLOAD_BYTES)).num_resident < len(CHAIN):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     for key, slot in zip(CHAIN, slots_of(store, CHAIN), strict=True):
         for column in range(2):
@@ -82,11 +83,11 @@ class TestTieredStore:
                 async with store_of(server) as (store, arena):
                     server.freeze()
                     put(store, arena)
-                    assert store.lookup(LEASE, CHAIN, length=PAYLOAD_BYTES).num_resident == len(CHAIN)
+                    assert store.lookup(LEASE, one_chain(CHAIN, PAYLOAD_BYTES)).num_resident == len(CHAIN)
                     assert not await store.drain(2 * DEADLINE)
                     assert not store.lower["remote"].is_healthy
                     missing = [NAMESPACE + bytes([99]) * 32]
-                    assert not store.lookup((b"e" * 16, "other"), missing, length=1).is_probing
+                    assert not store.lookup((b"e" * 16, "other"), one_chain(missing, 1)).is_probing
                     server.thaw()
                     start = time.monotonic()
                     assert await store.drain(20)

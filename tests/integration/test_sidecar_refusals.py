@@ -19,6 +19,7 @@ from tests.harness.wire import RawClient, attached, make_hello, make_keys, usabl
 
 ONE_GROUP = [pb.GroupKeys(group=0, keys=make_keys(1))]
 INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+_, WINDOW, CHUNKED, STATE = GroupKind
 
 BAD_CALLS = [
     (LOOKUP, {"request_id": ""}, INVALID, "request_id must not be empty"),
@@ -172,11 +173,15 @@ def test_a_bad_hello_is_refused(busy_client, change, code, sentence):
 @pytest.mark.parametrize(
     ("group", "code", "sentence"),
     [
-        (
-            KVGroup(0, 16, 4096, 512, GroupKind.SLIDING_WINDOW),
-            PRECONDITION,
-            "this sidecar serves full attention only",
-        ),
+        (KVGroup(0, 16, 4096, 0, WINDOW), INVALID, "window_tokens of group 0, SLIDING_WINDOW, must be given"),
+        (KVGroup(0, 16, 4096, 0, CHUNKED), INVALID, "window_tokens of group 0, CHUNKED_ATTENTION, must be"),
+        (KVGroup(0, 16, 4096, 512), INVALID, "window_tokens of group 0, FULL_ATTENTION, must not be given"),
+        (KVGroup(0, 16, 4096, 512, STATE), INVALID, "window_tokens of group 0, STATE, must not be given"),
+        (KVGroup(0, 16, 0, 512, WINDOW), INVALID, "chunk_bytes of group 0 is out of range"),
+        (KVGroup(0, 16, 1, 1, WINDOW), INVALID, "chunk_bytes of group 0 is out of range"),
+        (KVGroup(0, 16, 4096, 64, CHUNKED), INVALID, "chunk_bytes of group 0 is out of range"),
+        (KVGroup(0, 16, 0, 64, CHUNKED), INVALID, "at least one group must store something"),
+        (KVGroup(0, 16, 4096, 512, WINDOW), PRECONDITION, "another client of this engine_uuid"),
         (KVGroup(0, 24, 4096), INVALID, "256, must be a multiple of the block_tokens of group 0, 24"),
         (KVGroup(0, 0, 4096), INVALID, "must be a multiple"),
         (KVGroup(0, 16, 0), INVALID, "chunk_bytes of group 0 is out of range"),
@@ -192,6 +197,57 @@ def test_a_bad_group_is_refused(busy_client, group, code, sentence):
         client.attach()
     assert caught.value.code() is code
     assert sentence in caught.value.details()
+
+
+@pytest.mark.parametrize(
+    ("groups", "sentence"),
+    [
+        ((KVGroup(0, 16, 4096), KVGroup(0, 16, 4096)), "every group must have a number of its own"),
+        ([KVGroup(number, 16, 4096) for number in range(1000)], "1 to 64 groups, it has 1000"),
+    ],
+)
+def test_bad_groups_are_refused(busy_client, groups, sentence):
+    with (
+        RawClient(busy_client.sidecar, make_hello(groups=groups)) as client,
+        pytest.raises(grpc.RpcError, match=sentence),
+    ):
+        client.attach()
+
+
+def test_a_kind_of_tomorrow_is_refused(busy_client):
+    with RawClient(busy_client.sidecar) as client:
+        client.hello.geometry.groups[0].kind = 99
+        with pytest.raises(grpc.RpcError, match="group 0 must say its kind"):
+            client.attach()
+
+
+def test_groups_as_large_and_as_small_as_can_be_are_laid_out_at_once(sidecar):
+    """Sixty-four sizes to be packed, of up to 1 TiB: the answer is that there is no room."""
+    groups = tuple(KVGroup(number, 16, (1 << 40) // (number + 1)) for number in range(64))
+    with (
+        RawClient(sidecar, make_hello(groups=groups)) as client,
+        pytest.raises(grpc.RpcError, match="the arena can't be formatted"),
+    ):
+        client.attach()
+    assert sidecar.get("/readyz") == "ready\n"
+
+
+def test_groups_are_asked_for_together(sidecar):
+    groups = (KVGroup(0, 16, 4096), KVGroup(2, 16, 4096, 64, WINDOW), KVGroup(5, 16, 0, 64, CHUNKED))
+    with RawClient(sidecar, make_hello(groups=groups)) as client:
+        client.attach()
+        for asked, sentence in (
+            (((0, 2),), r"each of \[0, 2\] once, they are \[0\]"),
+            (((0, 2), (2, 2), (5, 2)), r"each of \[0, 2\] once"),
+            (((0, 2), (2, 1)), "as many keys in each group"),
+        ):
+            parts = [pb.GroupKeys(group=group, keys=make_keys(*range(number))) for group, number in asked]
+            with pytest.raises(grpc.RpcError, match=sentence):
+                client.call(LOOKUP, request_id="r", groups=parts)
+        with pytest.raises(
+            grpc.RpcError, match=r"group 5 is unknown, or stores nothing: those that do are \[0, 2\]"
+        ):
+            client.call(RESERVE, group=5, keys=make_keys(1))
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,20 @@ many consecutive slots of one frame, in every column, as its bytes need (see ``a
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache.kv_groups import KVGroup, first_needed_chunk, longest_hit
+from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.shared_index import SharedIndex
 from lmcache.tiers.memory.slots import SlotTable
+
+Place: TypeAlias = tuple[int, int]
+"""A row of a request: the chunk's number, and that of the chain."""
 
 
 class Slot(NamedTuple):
@@ -38,6 +44,61 @@ class Reservation(NamedTuple):
 
     result: Reserved
     slot: Slot | None = None
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The leading chunks of a request as row keys: a chain per KV group that stores something."""
+
+    chunk_tokens: int
+    groups: tuple[KVGroup, ...]
+    keys: tuple[Sequence[RowKey], ...]
+    """Per group, head first: of the same chunks."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each chain."""
+        return len(self.keys[0])
+
+    @property
+    def is_prefix(self) -> bool:
+        """Is a hit nothing but leading rows of one chain?"""
+        return len(self.groups) == 1 and self.groups[0].is_full
+
+    def longest_hit(self, residency: Sequence[bytes | bytearray], at_most: int | None = None) -> int:
+        """See ``kv_groups``."""
+        at_most = self.num_chunks if at_most is None else at_most
+        return longest_hit(self.groups, self.chunk_tokens, residency, 0, at_most)
+
+    def places(self, num_chunks: int) -> list[Place]:
+        """Return the rows that a hit of so many chunks needs: chunk by chunk, so that in the order of
+        eviction the rows of a chunk are neighbours."""
+        firsts = [first_needed_chunk(group, num_chunks, self.chunk_tokens) for group in self.groups]
+        return [
+            (chunk, group)
+            for chunk in range(min(firsts), num_chunks)
+            for group, first in enumerate(firsts)
+            if first <= chunk
+        ]
+
+    def key(self, place: Place) -> RowKey:
+        """Return the row's key."""
+        return self.keys[place[1]][place[0]]
+
+
+class Residency(NamedTuple):
+    """What of a request's rows is in memory."""
+
+    num_resident: int
+    """Chunks of the longest hit."""
+    num_leased: int
+    """Chunks of the longest hit of leased rows."""
+    keys: Sequence[RowKey]
+    """Those of ``slots`` come first."""
+    slots: list[Slot]
+    """Leased rows."""
+    present: tuple[bytes, ...]
+    """Per chain a byte per chunk, 0: not there; of full attention not beyond the first that is not."""
 
 
 class LookupResult(NamedTuple):

@@ -142,6 +142,20 @@ class Rows:
             rows.append(row)
         return rows
 
+    def each(self, keys: Iterable[RowKey]) -> list[int]:
+        """Rows of these keys; -1: there is none."""
+        index, opened, unverified = self.row_by_key, self.open_rows, self.unverified
+        num_frames, usable_frames = self.allocator.num_frames, self._usable_frames
+        return [
+            row
+            if (row := index.get(key, -1)) >= 0
+            and row not in opened
+            and not unverified[row]
+            and row % num_frames < usable_frames
+            else -1
+            for key in keys
+        ]
+
     def num_slots(self, rows: Sequence[int]) -> int:
         """Slots of these rows together."""
         return len(rows) if self.allocator.slots_per_frame == 1 else sum(map(self.allocator.size, rows))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import ArenaError, StaleSlotError
-from lmcache.tiers.memory.contracts import Arena, Reservation, Reserved, Slot
+from lmcache.tiers.memory.contracts import Arena, Chains, Reservation, Reserved, Residency, Slot
 from lmcache.tiers.memory.rows import OpenRow, Rows, VacateResult
 from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
 from lmcache.tiers.stats import MemoryStats, Removal
@@ -82,7 +82,7 @@ class MemoryTier:
             for offset in np.flatnonzero((entries["state"] != State.FREE).any(axis=0)).tolist():
                 key = entries[0, offset]["key"].tobytes()
                 slot = Slot(first + offset, int(entries[0, offset]["generation"]))
-                num_slots = self._num_slots(int(lengths[offset]))
+                num_slots = self.num_slots(int(lengths[offset]))
                 if not rows.allocator.allocate_at(slot.row, num_slots):
                     self._table.free(slot.row)  # an engine wrote over this entry, or that of a neighbour
                 elif not rows.adopt(slot, num_slots, key, is_whole=is_whole[offset]):
@@ -137,7 +137,7 @@ class MemoryTier:
             return Reservation(Reserved.EXISTS)
         if row is None or column in row.writers or not self._rows.is_usable(row.slot.row):
             return Reservation(Reserved.BUSY)
-        if self._rows.allocator.size(row.slot.row) < self._num_slots(length):
+        if self._rows.allocator.size(row.slot.row) < self.num_slots(length):
             return Reservation(Reserved.BUSY)  # made by somebody whose rows of this key are shorter
         self._assign(row, column, owner, length)
         return Reservation(Reserved.SLOT, row.slot)
@@ -209,23 +209,44 @@ class MemoryTier:
 
     # ---- load ----
 
-    def lookup(
-        self, lease_id: LeaseId, keys: Sequence[RowKey], *, is_hint: bool = False
-    ) -> tuple[int, list[Slot]]:
-        """Return the number of leading keys resident, and the slots of those (leading, too) now under the
-        lease. A hint leases none.
+    def lookup(self, lease_id: LeaseId, chains: Chains, *, is_hint: bool = False) -> Residency:
+        """Say what is resident, and lease the rows of it that a hit of all the chunks needs. A hint leases
+        none.
 
-        Asking again under the same id extends the lease. At most half of the usable rows are leased in all.
+        Asking again under the same id extends the lease. At most half of the usable slots are leased in all.
         """
         lease = self._leases.get(lease_id, {})
-        resident, leases = self._rows.prefix(keys), self._rows.lease_counts
+        leases, num_chunks = self._rows.lease_counts, chains.num_chunks
+        if chains.is_prefix:
+            resident = self._rows.prefix(chains.keys[0])
+            num_resident = len(resident)
+            present: tuple[bytes, ...] = ((b"\1" * num_resident).ljust(num_chunks, b"\0"),)
+        else:
+            rows = self._find(chains)
+            present = tuple(bytes(row >= 0 for row in part) for part in rows)
+            num_resident = chains.longest_hit(present)
+            places = chains.places(num_resident if is_hint else num_chunks)
+            resident = [row for chunk, group in places if (row := rows[group][chunk]) >= 0]
         leased = [] if is_hint else self._leasable(resident)
         if new := dict.fromkeys(row for row in leased if row not in lease):
             self._rows.lease(new)
             self._leases[lease_id] = lease | new
         self._rows.policy.touch([row for row in resident[len(leased) :] if row not in leases], lease_id[1])
-        self.stats.count_lookup(lease_id, keys, len(resident))
-        return len(resident), self._rows.slots(leased)
+        self.stats.count_lookup(lease_id, chains.keys[0], num_resident)
+        slots = self._rows.slots(leased)
+        if chains.is_prefix:
+            return Residency(num_resident, len(leased), chains.keys[0], slots, present)
+        kept = set(leased)
+        num_leased = chains.longest_hit([bytes(row in kept for row in part) for part in rows]) if kept else 0
+        return Residency(num_resident, num_leased, list(map(self._rows.key, leased)), slots, present)
+
+    def _find(self, chains: Chains) -> list[list[int]]:
+        """Rows by chain and chunk, -1: not there, or of no use."""
+        rows = []
+        for group, keys in zip(chains.groups, chains.keys, strict=True):
+            found = self._rows.prefix(keys) if group.is_full else self._rows.each(keys)
+            rows.append(found + [-1] * (chains.num_chunks - len(found)))
+        return rows
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease; unknown ids are ignored."""
@@ -243,6 +264,10 @@ class MemoryTier:
             self._rows.end_lease(lease, request)
 
     # ---- for the tiers below ----
+
+    def num_slots(self, length: int) -> int:
+        """Slots of a row whose columns have payloads of so many bytes."""
+        return max(1, ceil_div(length, self._slot_bytes))
 
     def is_resident(self, key: RowKey) -> bool:
         """Could a lookup lease it?"""
@@ -370,10 +395,6 @@ class MemoryTier:
 
     # ---- inside ----
 
-    def _num_slots(self, length: int) -> int:
-        """Slots of a row whose columns have payloads of so many bytes."""
-        return max(1, ceil_div(length, self._slot_bytes))
-
     def _leasable(self, rows: list[int]) -> list[int]:
         """The leading ones of visible rows that can be leased: at most half of the usable slots are."""
         leases = self._rows.lease_counts
@@ -388,7 +409,7 @@ class MemoryTier:
     def _new_row(
         self, key: RowKey, length: int, request: Hashable, depth: int = 0, tenant: bytes = b""
     ) -> OpenRow | None:
-        row = self._rows.open_row(key, self._num_slots(length), request, depth=depth, tenant=tenant)
+        row = self._rows.open_row(key, self.num_slots(length), request, depth=depth, tenant=tenant)
         if row is not None:
             self._rows.row_by_key[key] = row.slot.row
         return row

@@ -10,13 +10,14 @@ A lookup never waits for any of it. Each key is brought once at a time, however 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lmcache.tiers.base import RowKey
-from lmcache.tiers.memory.contracts import Slot
+from lmcache.tiers.memory.contracts import Chains, Place, Slot
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.tiered.checksums import Checksums
 from lmcache.tiers.tiered.refresh import RefreshQueue
+from lmcache.tiers.tiered.search import Search
 from lmcache.tiers.tiered.tasks import Tasks
 from lmcache.tiers.tiered.tier_worker import TierWorker
 
@@ -43,83 +44,115 @@ class Promotions:
         self._lower = lower
         self._tasks = tasks
         self._clock = clock
-        self._pending: set[RowKey] = set()  # being promoted or verified, or waiting for it
-        self._probing: set[RowKey] = set()  # first keys of probes under way
+        self._pending: dict[RowKey, int] = {}  # being promoted or verified, or waiting for it: slots
+        self._num_pending_slots = 0
+        self._probing: set[RowKey] = set()  # names of probes under way
         # Keys known as absent, of all requests or ("") of one, until then.
         self._absent: OrderedDict[tuple[RowKey, str], float] = OrderedDict()
 
-    def verify(self, keys: Sequence[RowKey]) -> int:
-        """Return how many leading keys are here or on their way; start verifying those that need it."""
-        to_verify = []
-        num_leading = 0
-        for key in keys:
-            if key not in self._pending:
-                if (slot := self._memory.unverified(key)) is not None:
-                    to_verify.append((key, slot))
-                elif not (self._memory.is_coming(key) or self._memory.is_resident(key)):
-                    break
-            num_leading += 1
-        if to_verify:
-            self._pending.update(key for key, _ in to_verify)
-            self._tasks.spawn(self._verify(to_verify))
-        return num_leading
+    def verify(self, chains: Chains, present: Sequence[bytes]) -> Search:
+        """Find the longest hit when all that is on its way to memory has come; start verifying what it needs.
+        What lower tiers could add is for ``bring``.
 
-    def bring(self, keys: Sequence[RowKey], length: int, request: str, row_seconds: float) -> bool:
-        """Ask the lower tiers for these keys, unless that is of no use now. Return whether they are being
-        asked.
-
-        ``length``: payload bytes of a column of each row; ``row_seconds``: what computing a row takes the
-        engine, 0.0 when it is not known.
+        ``present``: what is there, by chain and chunk.
         """
-        if not keys or not any(lower.is_healthy for lower in self._lower):
+        expected = [bytearray(part) for part in present]
+        unverified: dict[Place, Slot] = {}
+        num_chunks = chains.num_chunks
+        by_fullness = sorted(enumerate(chains.groups), key=lambda item: not item[1].is_full)
+        for at, group in by_fullness:
+            part = expected[at]
+            for chunk in range(part.find(0) if 0 in part else num_chunks, num_chunks):
+                if not part[chunk]:
+                    part[chunk] = self._is_coming(chains.keys[at][chunk], (chunk, at), unverified)
+                    if group.is_full and not part[chunk]:
+                        num_chunks = chunk
+                        break
+        search = Search(chains, expected)
+        if unverified:
+            places = [place for place in chains.places(search.num_expected) if place in unverified]
+            slots = {chains.key(place): unverified[place] for place in places}
+            for key in slots:
+                self._begin(key, 0)
+            self._tasks.spawn(self._verify(slots))
+        return search
+
+    def bring(self, search: Search, request: str, chunk_seconds: float) -> bool:
+        """Ask the lower tiers for more, unless that is of no use now. Return whether they are being asked.
+
+        ``chunk_seconds``: what computing a chunk takes the engine, 0.0 when it is not known.
+        """
+        if not any(lower.is_healthy for lower in self._lower):
             return False
-        if keys[0] in self._probing:
-            return True
-        room = self._memory.usable_slots // 4 - len(self._pending)
-        if room <= 0 or self._is_absent(keys[0], request):
+        name = search.next_key(lambda key: self._is_absent(key, request))
+        if name is None or name in self._probing:
+            return name is not None
+        room = self._memory.usable_slots // 4 - self._num_pending_slots
+        chunk_slots = sum(map(self._memory.num_slots, search.full_chunk_bytes))
+        if room < max(1, chunk_slots):
             return False
-        self._probing.add(keys[0])
-        self._tasks.spawn(self._probe(keys[:room], length, request, row_seconds))
+        if chunk_slots:
+            search.limit = min(search.limit, search.num_full + room // chunk_slots)
+        self._probing.add(name)
+        self._tasks.spawn(self._probe(search, name, request, chunk_seconds))
         return True
 
-    async def _verify(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
-        left = dict(rows)
-        try:
-            for key, slot in rows:
-                await self._checksums.verify(slot)
-                del left[key]
-                self._pending.discard(key)
-        finally:  # after an error the rest is not on its way any more
-            self._pending.difference_update(left)
+    def _is_coming(self, key: RowKey, place: Place, unverified: dict[Place, Slot]) -> bool:
+        """Is it on its way, or here? Note what is only to be verified."""
+        if key in self._pending:
+            return True
+        if (slot := self._memory.unverified(key)) is not None:
+            unverified[place] = slot
+            return True
+        return self._memory.is_coming(key) or self._memory.is_resident(key)
 
-    async def _probe(self, keys: Sequence[RowKey], length: int, request: str, row_seconds: float) -> None:
+    async def _verify(self, slots: Mapping[RowKey, Slot]) -> None:
+        left = set(slots)
+        try:
+            for key, slot in slots.items():
+                await self._checksums.verify(slot)
+                left.remove(key)
+                self._end(key)
+        finally:  # after an error the rest is not on its way any more
+            for key in left:
+                self._end(key)
+
+    async def _probe(self, search: Search, name: RowKey, request: str, chunk_seconds: float) -> None:
         """Ask one tier after the other for what those before it do not have."""
-        num_found = 0
         scope = ""  # of what is found absent
-        asked = set()
+        names = {name}
+        tiers: list[tuple[int, TierWorker]] = []
         try:
             for position, lower in enumerate(self._lower):
-                left = keys[num_found:]
-                if not left:
-                    break
-                asked.add(left[0])
-                self._probing.add(left[0])
-                num_present = await lower.probe(left)
-                if num_present and not lower.should_load(num_present, row_seconds):
-                    lower.stats.skipped_slower_than_recompute += num_present
+                num_full, num_expected = search.num_full, search.num_expected
+                num_chunks = await search.extend([*tiers, (position, lower)])
+                found = search.found(num_chunks)
+                sizes = [
+                    search.chains.groups[at].chunk_bytes for (_, at), source in found if source == position
+                ]
+                if sizes and not lower.should_load(sum(sizes), (num_chunks - num_expected) * chunk_seconds):
+                    lower.stats.skipped_slower_than_recompute += len(sizes)
                     scope = request  # another request's engine may be slower
+                    search.forget(position, num_full)
                     continue
-                for key in left[:num_present]:
-                    self._start(key, length, request, position)
-                num_found += num_present
+                tiers.append((position, lower))
+                for place, source in found:
+                    self._start(search, place, request, source)
+                search.take(num_chunks)
+                if (following := search.next_key(lambda _: False)) is None:
+                    return
+                names.add(following)
+                self._probing.add(following)
         finally:
-            self._probing -= asked
-        for key in keys[num_found : num_found + 1]:
-            self._note_absent(key, scope)
+            self._probing -= names
+        for key in (search.next_key(lambda _: False), *search.absent()):
+            if key is not None:
+                self._note_absent(key, scope)
 
-    def _start(self, key: RowKey, length: int, request: str, position: int) -> None:
+    def _start(self, search: Search, place: Place, request: str, position: int) -> None:
+        key, length = search.chains.key(place), search.chains.groups[place[1]].chunk_bytes
         if key not in self._pending and not self._memory.is_resident(key):
-            self._pending.add(key)
+            self._begin(key, self._memory.num_slots(length))
             self._tasks.spawn(self._promote(key, length, request, position))
 
     async def _promote(self, key: RowKey, length: int, request: str, position: int) -> None:
@@ -132,8 +165,15 @@ class Promotions:
                         nearer.write(brought)
                     return
         finally:
-            self._pending.discard(key)
+            self._end(key)
         self._note_absent(key)
+
+    def _begin(self, key: RowKey, num_slots: int) -> None:
+        self._pending[key] = num_slots
+        self._num_pending_slots += num_slots
+
+    def _end(self, key: RowKey) -> None:
+        self._num_pending_slots -= self._pending.pop(key)
 
     def _is_absent(self, key: RowKey, request: str) -> bool:
         now = self._clock()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lmcache.tiers.base import LowerTier, RowKey, split_row_key
-from lmcache.tiers.memory.contracts import Arena, LookupResult, Reservation, Slot
+from lmcache.tiers.memory.contracts import Arena, Chains, LookupResult, Reservation, Slot
 from lmcache.tiers.memory.tier import LeaseId, MemoryTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.checksums import Checksums
@@ -106,28 +106,29 @@ class TieredStore:
     def lookup(
         self,
         lease_id: LeaseId,
-        keys: Sequence[RowKey],
+        chains: Chains,
         *,
-        length: int,
-        row_seconds: float = 0.0,
+        chunk_seconds: float = 0.0,
         is_hint: bool = False,
     ) -> LookupResult:
-        """Lease what is in memory (unless it is a hint), and start bringing what lower tiers hold; repeat to
-        see how it goes on.
+        """Lease what a hit of all these chunks needs and memory has (unless it is a hint), and start bringing
+        what lower tiers hold of the longest hit; repeat to see how it goes on.
 
-        ``keys``: a chain of one KV group, head first; ``length``: payload bytes of one of its columns, what
-        is not as long is not brought. ``row_seconds``: what computing one row takes the engine (0.0: not
-        known); what would take longer to bring is left below.
+        ``chunk_seconds``: what computing one chunk takes the engine (0.0: not known); what would take longer
+        to bring is left below.
         """
-        num_resident, slots = self.memory.lookup(lease_id, keys, is_hint=is_hint)
-        num_pending = self._promotions.verify(keys[num_resident:])
-        is_probing = False
-        if keys and self._is_shared(keys[0]):
-            if slots:
-                self._refresh.add(lease_id, keys, slots)
-            missing = keys[num_resident + num_pending :]
-            is_probing = self._promotions.bring(missing, length, lease_id[1], row_seconds)
-        return LookupResult(num_resident, len(slots), num_pending, is_probing)
+        found = self.memory.lookup(lease_id, chains, is_hint=is_hint)
+        num_expected, is_probing = found.num_resident, False
+        is_shared = all(keys and self._is_shared(keys[0]) for keys in chains.keys)
+        if found.slots and is_shared:
+            self._refresh.add(lease_id, found.keys, found.slots)
+        if found.num_resident < chains.num_chunks:
+            search = self._promotions.verify(chains, found.present)
+            num_expected = search.num_expected
+            is_probing = is_shared and self._promotions.bring(search, lease_id[1], chunk_seconds)
+        return LookupResult(
+            found.num_resident, found.num_leased, num_expected - found.num_resident, is_probing
+        )
 
     # ---- store ----
 

@@ -110,22 +110,31 @@ class TierWorker:
 
     async def probe(self, keys: Sequence[RowKey]) -> int:
         """Return how many leading rows it has; none while it is unhealthy."""
+        return await self._ask(lambda: self._tier.probe(keys, self._num_columns), 0)
+
+    async def find_each(self, keys: Sequence[RowKey]) -> list[bool]:
+        """Say of each row whether it has all of it; of none while it is unhealthy."""
+        ids = [ObjectId(key, column) for key in keys for column in range(self._num_columns)]
+        found = await self._ask(lambda: self._tier.find_each(ids), [False] * len(ids))
+        return [all(found[at : at + self._num_columns]) for at in range(0, len(ids), self._num_columns)]
+
+    async def _ask(self, question: Callable[[], T], nothing: T) -> T:
         if not self.is_healthy:
-            return 0
-        asking = self._tasks.spawn(self._probe(keys))
+            return nothing
+
+        async def ask() -> T:
+            with contextlib.suppress(TierUnavailableError):
+                return await self._run(self._readers, question)
+            return nothing
+
+        asking = self._tasks.spawn(ask())
         await asyncio.wait([asking], timeout=_STUCK_SECONDS)  # another tier may have them
-        return asking.result() if asking.done() and not asking.cancelled() else 0
+        return asking.result() if asking.done() and not asking.cancelled() else nothing
 
-    async def _probe(self, keys: Sequence[RowKey]) -> int:
-        with contextlib.suppress(TierUnavailableError):
-            return await self._run(self._readers, lambda: self._tier.probe(keys, self._num_columns))
-        return 0
-
-    def should_load(self, num_rows: int, row_seconds: float) -> bool:
-        """Is bringing these rows sooner done than computing them at ``row_seconds`` each (0.0: not known)?"""
-        row_bytes = len(self._memory.arena.view(0, 0)) * self._num_columns
+    def should_load(self, column_bytes: int, recompute_seconds: float) -> bool:
+        """Is bringing so many payload bytes per column sooner done than computing them (0.0: not known)?"""
         rate = self.bytes_per_second if self._rate.is_certain else 0.0
-        return should_load(num_rows * row_bytes, rate, num_rows * row_seconds)
+        return should_load(column_bytes * self._num_columns, rate, recompute_seconds)
 
     async def bring(self, key: RowKey, length: int, request: str) -> Write | None:
         """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing. Return how

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import grpc
 
 import lmcache
-from lmcache.kv_groups import GroupKind
+from lmcache.kv_groups import GroupKind, KVGroup, stored_blocks
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
 from lmcache.tiers.memory.allocator import best_slots_per_frame
-from lmcache.tiers.memory.contracts import Geometry, Slot
+from lmcache.tiers.memory.contracts import Chains, Geometry, Slot
 from lmcache.tiers.pages import PAGE_BYTES
 
 _UUID_BYTES = 16
@@ -25,6 +25,7 @@ MAX_TEXT_BYTES = 512
 MAX_GROUPS = 64
 _MAX_COLUMNS = 1024
 _MAX_CHUNK_BYTES = 1 << 40
+_KINDS = {kind.value: kind for kind in GroupKind}
 
 
 class RefusedError(Exception):
@@ -53,8 +54,8 @@ class Peer:
 
     hello: pb.Hello
     geometry: Geometry
-    chunk_bytes: dict[int, int]
-    """Of one column, by KV group."""
+    groups: dict[int, KVGroup]
+    """By their numbers."""
 
     @property
     def uuid(self) -> bytes:
@@ -65,6 +66,16 @@ class Peer:
     def engine(self) -> bytes:
         """Whose it is."""
         return self.hello.engine_uuid
+
+    @property
+    def chunk_bytes(self) -> dict[int, int]:
+        """Of one column, by KV group; 0: the group stores nothing."""
+        return {number: group.chunk_bytes for number, group in self.groups.items()}
+
+    @property
+    def storing(self) -> list[int]:
+        """Groups that store something."""
+        return sorted(number for number, group in self.groups.items() if group.chunk_bytes)
 
     @property
     def is_worker(self) -> bool:
@@ -80,7 +91,9 @@ class Peer:
     @property
     def layout(self) -> tuple[object, ...]:
         """What all clients of one engine have in common."""
-        return self.hello.namespace, self.geometry, self.chunk_bytes, bool(self.hello.private_reason)
+        chunk_tokens = self.hello.geometry.chunk_tokens
+        private = bool(self.hello.private_reason)
+        return self.hello.namespace, self.geometry, chunk_tokens, self.groups, private
 
 
 def parse_hello(hello: pb.Hello) -> Peer:
@@ -102,33 +115,40 @@ def parse_hello(hello: pb.Hello) -> Peer:
     require(
         1 <= num_groups <= MAX_GROUPS, f"geometry must have 1 to {MAX_GROUPS} groups, it has {num_groups}"
     )
-    for group in hello.geometry.groups:
-        _check_group(group, hello.geometry.chunk_tokens)
-    chunk_bytes = {group.group: group.chunk_bytes for group in hello.geometry.groups}
-    require(len(chunk_bytes) == num_groups, "every group must have a number of its own")
-    slots_per_frame, slot_bytes = best_slots_per_frame(tuple(chunk_bytes.values()), PAGE_BYTES)
-    return Peer(hello, Geometry(slot_bytes, num_columns, slots_per_frame), chunk_bytes)
+    groups = {
+        group.group: _parse_group(group, hello.geometry.chunk_tokens) for group in hello.geometry.groups
+    }
+    require(len(groups) == num_groups, "every group must have a number of its own")
+    row_bytes = [group.chunk_bytes for group in groups.values() if group.chunk_bytes]
+    require(bool(row_bytes), "at least one group must store something")
+    slots_per_frame, slot_bytes = best_slots_per_frame(row_bytes, PAGE_BYTES)
+    return Peer(hello, Geometry(slot_bytes, num_columns, slots_per_frame), groups)
 
 
-def parse_lookup(request: pb.LookupRequest, peer: Peer) -> list[tuple[int, list[RowKey]]]:
-    """The groups and their row keys, in the order of the request."""
+def parse_lookup(request: pb.LookupRequest, peer: Peer) -> Chains:
+    """The row keys of all groups that store something."""
     parse_request_id(request.request_id)
     if not 0 <= request.prefill_tokens_per_second < math.inf:
         raise invalid("prefill_tokens_per_second must be a finite number, 0 when it is not known")
-    groups = [group.group for group in request.groups]
-    if sorted(groups) != sorted(peer.chunk_bytes):
-        raise invalid(
-            f"groups must be each of {sorted(peer.chunk_bytes)} once, they are {groups[:MAX_GROUPS]}"
-        )
+    numbers = [group.group for group in request.groups]
+    if sorted(numbers) != peer.storing:
+        raise invalid(f"groups must be each of {peer.storing} once, they are {numbers[:MAX_GROUPS]}")
     check_length("tenant", request.tenant, MAX_TEXT_BYTES)
     _check_num_keys(sum(len(group.keys) for group in request.groups), service.MAX_KEYS_PER_LOOKUP)
-    return [(group.group, _split_keys(group.keys)) for group in request.groups]
+    keys = tuple(_split_keys(group.keys) for group in request.groups)
+    require(
+        len(set(map(len, keys))) == 1, "there must be as many keys in each group: those of the same chunks"
+    )
+    groups = tuple(peer.groups[number] for number in numbers)
+    return Chains(peer.hello.geometry.chunk_tokens, groups, keys)
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
     """Row keys in the order of the chain."""
-    if request.group not in peer.chunk_bytes:
-        raise invalid(f"group {request.group} is unknown: the Hello had {sorted(peer.chunk_bytes)}")
+    if request.group not in peer.storing:
+        raise invalid(
+            f"group {request.group} is unknown, or stores nothing: those that do are {peer.storing}"
+        )
     if request.request_id:
         parse_request_id(request.request_id)
     check_length("tenant", request.tenant, MAX_TEXT_BYTES)
@@ -168,22 +188,26 @@ def _check_protocol(hello: pb.Hello) -> None:
         )
 
 
-def _check_group(group: pb.KVGroup, chunk_tokens: int) -> None:
-    require(group.kind in {kind.value for kind in GroupKind}, f"group {group.group} must say its kind")
-    if group.kind != pb.KVGroup.FULL_ATTENTION:
-        raise precondition(
-            f"group {group.group} is {pb.KVGroup.Kind.Name(group.kind)}: this sidecar serves full attention"
-            " only, other kinds come with a later version"
-        )
+def _parse_group(group: pb.KVGroup, chunk_tokens: int) -> KVGroup:
+    require(group.kind in _KINDS, f"group {group.group} must say its kind")
+    kind = _KINDS[group.kind]
     require(
         0 < group.block_tokens <= chunk_tokens and chunk_tokens % group.block_tokens == 0,
         f"chunk_tokens, {chunk_tokens}, must be a multiple of the block_tokens of group {group.group},"
         f" {group.block_tokens}",
     )
+    has_window = kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_ATTENTION)
     require(
-        1 <= group.chunk_bytes <= _MAX_CHUNK_BYTES,
+        has_window == (group.window_tokens > 0),
+        f"window_tokens of group {group.group}, {kind.name}, must {'' if has_window else 'not '}be given",
+    )
+    parsed = KVGroup(group.group, group.block_tokens, group.chunk_bytes, group.window_tokens, kind)
+    has_rows = stored_blocks(parsed, chunk_tokens) > 0
+    require(
+        (1 if has_rows else 0) <= group.chunk_bytes <= (_MAX_CHUNK_BYTES if has_rows else 0),
         f"chunk_bytes of group {group.group} is out of range: {group.chunk_bytes}",
     )
+    return parsed
 
 
 def _check_num_keys(num_bytes: int, limit: int) -> None:

@@ -12,6 +12,7 @@ from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.mapping import MappedColumn
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.chains import one_chain
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)
@@ -93,7 +94,7 @@ def test_a_client_that_has_it_mapped_reads_zeros_and_goes_on(growing, tier):
         arena.path, arena.table_offset(1), arena.column_offset(1), GEOMETRY.slot_bytes, arena.num_rows
     )
     last = arena.num_rows - 1
-    slot = tier.lookup((b"e" * 16, "r"), [last.to_bytes(64, "big")])[1][0]
+    slot = tier.lookup((b"e" * 16, "r"), one_chain([last.to_bytes(64, "big")])).slots[0]
     assert mapped.slots[last, :4].tobytes() == last.to_bytes(4, "big")
     tier.release((b"e" * 16, "r"))
     tier.vacate(arena.rows_within(CAPACITY // 2))
@@ -110,8 +111,8 @@ def test_rows_in_use_are_a_reason_to_refuse(growing, tier):
     arena = growing.arena
     num_rows = arena.rows_within(CAPACITY // 2)
     last = [(arena.num_rows - number).to_bytes(64, "big") for number in (1, 2)]
-    tier.lookup((b"e" * 16, "r"), last[:1])
-    tier.pin(tier.lookup((b"e" * 16, "s"), last[1:])[1][0])
+    tier.lookup((b"e" * 16, "r"), one_chain(last[:1]))
+    tier.pin(tier.lookup((b"e" * 16, "s"), one_chain(last[1:])).slots[0])
     tier.release((b"e" * 16, "s"))
     assert tier.vacate(num_rows).blocked == {"leased": 1, "pinned": 1}
     before = growing.taken_bytes()

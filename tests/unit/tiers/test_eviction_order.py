@@ -7,6 +7,7 @@ import pytest
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.chains import one_chain
 
 OWNER = b"o" * 16
 ENGINE = b"e" * 16
@@ -31,7 +32,7 @@ def store(tier: MemoryTier, keys: list[bytes], request: str) -> None:
 
 
 def use(tier: MemoryTier, keys: list[bytes], request: str) -> None:
-    tier.lookup((ENGINE, request), keys)
+    tier.lookup((ENGINE, request), one_chain(keys))
     tier.release((ENGINE, request))
 
 
@@ -60,7 +61,7 @@ def test_a_prompt_stored_while_others_are(tier):
 
 def test_a_prompt_whose_head_was_there(tier):
     store(tier, chain(8), "earlier")
-    tier.lookup((ENGINE, "long"), chain(32))
+    tier.lookup((ENGINE, "long"), one_chain(chain(32)))
     for step in range(1, 4):
         store(tier, chain(8, 8 * step), "long")
     tier.release((ENGINE, "long"))
@@ -88,6 +89,6 @@ def test_a_key_that_is_named_twice_is_one(tier):
     store(tier, chain(32), "long")
     keys = chain(32)
     for _ in range(2):
-        tier.lookup((ENGINE, "again"), [*keys[:20], *keys[:20]])
+        tier.lookup((ENGINE, "again"), one_chain([*keys[:20], *keys[:20]]))
         tier.release((ENGINE, "again"))
     check_goes_tail_first(tier, chain(32))

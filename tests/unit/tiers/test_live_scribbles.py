@@ -10,6 +10,7 @@ from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.mapping import MappedIndex
 from lmcache.tiers.memory.slots import State
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.chains import one_chain
 from tests.unit.tiers.test_shared_index import CAPACITY, OWNER, SLOT_BYTES, row_key, words
 
 KEY, OTHER = row_key(1), row_key(2)
@@ -62,7 +63,7 @@ def scribble(request, arena):
 def test_what_is_evicted_is_forgotten_under_its_own_key(tier, arena, scribble):
     scribble(store(tier, KEY).slot.row)
     fill(tier, arena)
-    assert tier.lookup(LEASE, [KEY])[0] == 0
+    assert tier.lookup(LEASE, one_chain([KEY])).num_resident == 0
     assert not tier.is_resident(KEY)
     assert store(tier, KEY).result is Reserved.SLOT
 
@@ -70,7 +71,7 @@ def test_what_is_evicted_is_forgotten_under_its_own_key(tier, arena, scribble):
 def test_a_row_is_known_by_what_was_stored(tier, scribble):
     slot = store(tier, KEY).slot
     scribble(slot.row)
-    assert tier.lookup(LEASE, [KEY])[1] == [slot]
+    assert tier.lookup(LEASE, one_chain([KEY])).slots == [slot]
     assert tier.pin(slot) == KEY
     assert tier.describe(slot)[0] == KEY
     tier.unpin(slot)

@@ -16,6 +16,7 @@ from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.chains import one_chain
 from tests.harness.memory_oracle import KnownRow, Order, tenant_of
 
 NUM_ROWS = 6
@@ -224,7 +225,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(lease_id=lease_ids, first=st.integers(0, 8), count=st.integers(1, 6))
     def lookup(self, lease_id, first, count):
         asked = CHAIN[first : first + count]
-        num_resident, slots = self.tier.lookup(lease_id, asked)
+        num_resident, _, _, slots, _ = self.tier.lookup(lease_id, one_chain(asked))
         lease = self.leases.get(lease_id, [])
         resident, leased = [], []
         for key in asked:

@@ -7,6 +7,7 @@ import pytest
 from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.chains import one_chain
 
 OWNER = b"o" * 16
 LEASE = (b"engine", "request")
@@ -31,7 +32,7 @@ def store(memory: MemoryTier, number: int, depth: int = 0) -> None:
 
 def test_a_lease_on_a_key_named_twice_ends_with_its_release(memory):
     store(memory, 1)
-    num_resident, slots = memory.lookup(LEASE, [key(1), key(1)])
+    num_resident, _, _, slots, _ = memory.lookup(LEASE, one_chain([key(1), key(1)]))
     assert num_resident == 2
     assert slots[0] == slots[1]
     memory.release(LEASE)
@@ -40,5 +41,5 @@ def test_a_lease_on_a_key_named_twice_ends_with_its_release(memory):
 
 def test_a_chunk_deeper_than_can_be_noted_is_stored(memory):
     store(memory, 1, depth=1 << 32)
-    assert memory.lookup(LEASE, [key(1)])[0] == 1
+    assert memory.lookup(LEASE, one_chain([key(1)])).num_resident == 1
     assert memory.num_used == 1

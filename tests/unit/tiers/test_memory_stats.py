@@ -8,6 +8,7 @@ from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import TenantUse
+from tests.harness.chains import one_chain
 
 OWNER = b"o" * 16
 LEASE = (b"e" * 16, "request")
@@ -31,36 +32,36 @@ def counts(tier: MemoryTier) -> tuple[int, int]:
 
 def test_asking_again_without_a_lease_counts_nothing(tier):
     for _ in range(3):
-        tier.lookup(LEASE, CHAIN[:4])
+        tier.lookup(LEASE, one_chain(CHAIN[:4]))
     assert counts(tier) == (0, 4)
 
 
 def test_asking_again_under_a_lease_counts_nothing(tier):
     store(tier, CHAIN[:3])
     for _ in range(3):
-        tier.lookup(LEASE, CHAIN[:4])
+        tier.lookup(LEASE, one_chain(CHAIN[:4]))
     assert counts(tier) == (3, 1)
 
 
 def test_what_is_brought_after_the_first_answer_was_missed(tier):
-    tier.lookup(LEASE, CHAIN[:4])
+    tier.lookup(LEASE, one_chain(CHAIN[:4]))
     store(tier, CHAIN[:4])
-    tier.lookup(LEASE, CHAIN[:4])
+    tier.lookup(LEASE, one_chain(CHAIN[:4]))
     assert counts(tier) == (0, 4)
 
 
 def test_only_new_keys_count_when_a_request_grows(tier):
     store(tier, CHAIN[:3])
-    tier.lookup(LEASE, CHAIN[:2])
-    tier.lookup(LEASE, CHAIN[:6])
-    tier.lookup(LEASE, CHAIN[:5])
+    tier.lookup(LEASE, one_chain(CHAIN[:2]))
+    tier.lookup(LEASE, one_chain(CHAIN[:6]))
+    tier.lookup(LEASE, one_chain(CHAIN[:5]))
     assert counts(tier) == (3, 3)
 
 
 def test_rows_beyond_the_lease_limit_are_hits_once(tier):
     store(tier, CHAIN)
     for _ in range(2):
-        num_resident, slots = tier.lookup(LEASE, CHAIN)
+        num_resident, _, _, slots, _ = tier.lookup(LEASE, one_chain(CHAIN))
         assert (num_resident, len(slots)) == (8, 4)
     assert counts(tier) == (8, 0)
 
@@ -68,13 +69,13 @@ def test_rows_beyond_the_lease_limit_are_hits_once(tier):
 def test_every_request_counts(tier):
     for request in ("one", "two"):
         for _ in range(2):
-            tier.lookup((LEASE[0], request), CHAIN[:2])
+            tier.lookup((LEASE[0], request), one_chain(CHAIN[:2]))
     assert counts(tier) == (0, 4)
 
 
 def test_what_is_remembered_is_bounded(tier):
     for number in range(10_000):
-        tier.lookup((LEASE[0], str(number)), CHAIN[:1])
+        tier.lookup((LEASE[0], str(number)), one_chain(CHAIN[:1]))
     assert len(tier.stats._counted) < 5_000
 
 

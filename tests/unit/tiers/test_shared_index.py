@@ -19,6 +19,7 @@ from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.chains import one_chain
 
 SLOT_BYTES = 4096
 NUM_COLUMNS = 2
@@ -122,7 +123,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, 9), is_leased=st.booleans())
     def vacate(self, first, is_leased):
         if is_leased:
-            self.tier.lookup((b"e" * 16, "r"), KEYS[:4])
+            self.tier.lookup((b"e" * 16, "r"), one_chain(KEYS[:4]))
         self.tier.vacate(first)
         assert len(self.reader.find(words(*KEYS)).rows) <= first or self.is_scribbled
         self.tier.release((b"e" * 16, "r"))

@@ -10,6 +10,7 @@ from lmcache.tiers.memory.contracts import Geometry, LookupResult
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import Removal
 from lmcache.tiers.tiered.store import TieredStore
+from tests.harness.chains import one_chain
 from tests.harness.tiered_world import (
     LEASE,
     NAMESPACE,
@@ -68,7 +69,7 @@ async def test_an_answer_is_of_use_only_where_it_can_tell_more_than_the_index(wo
 @run
 async def test_a_hint_leases_nothing_and_says_the_same(world):
     world.put(chain(2))
-    found = world.store.lookup(LEASE, chain(3), length=SIZE, is_hint=True)
+    found = world.store.lookup(LEASE, one_chain(chain(3), SIZE), is_hint=True)
     assert found == LookupResult(2, 0, 0, is_probing=True)
     assert world.store.memory.num_leased == 0
 
@@ -279,7 +280,7 @@ def test_without_a_remote_tier():
         store.register(NAMESPACE)
         (answer,) = store.reserve(chain(1), 0, OWNER, length=SIZE)
         store.commit([answer.slot], 0, OWNER)
-        assert store.lookup(LEASE, chain(2), length=SIZE) == LookupResult(1, 1)
+        assert store.lookup(LEASE, one_chain(chain(2), SIZE)) == LookupResult(1, 1)
         assert await store.drain(20)
         await store.close()
 

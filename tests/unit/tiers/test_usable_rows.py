@@ -5,6 +5,7 @@ from __future__ import annotations
 from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.chains import one_chain
 
 OWNER = b"o" * 16
 
@@ -26,10 +27,10 @@ class TestUsableRows:
         tier.usable_slots = 2
         assert [self.store(tier, name) for name in (1, 2)] == [Reserved.SLOT] * 2
         tier.usable_slots = 1
-        assert tier.lookup((b"e" * 16, "r"), [bytes([1]) * 64])[0] == 1
-        assert tier.lookup((b"e" * 16, "r"), [bytes([2]) * 64])[0] == 0
+        assert tier.lookup((b"e" * 16, "r"), one_chain([bytes([1]) * 64])).num_resident == 1
+        assert tier.lookup((b"e" * 16, "r"), one_chain([bytes([2]) * 64])).num_resident == 0
         assert self.store(tier, 3) is Reserved.SLOT
-        assert tier.lookup((b"e" * 16, "r"), [bytes([3]) * 64])[0] == 1
+        assert tier.lookup((b"e" * 16, "r"), one_chain([bytes([3]) * 64])).num_resident == 1
 
     def test_only_what_can_be_used_again_is_evicted_and_only_when_it_is_needed(self):
         tier = self.tier()
@@ -37,7 +38,7 @@ class TestUsableRows:
             self.store(tier, name)
         tier.usable_slots = 2
         assert self.store(tier, 8) is Reserved.SLOT
-        tier.lookup((b"e" * 16, "r"), [bytes([8]) * 64])
+        tier.lookup((b"e" * 16, "r"), one_chain([bytes([8]) * 64]))
         assert [self.store(tier, name) for name in (9, 10)] == [Reserved.SLOT] * 2
         tier.usable_slots = 8
         assert [name for name in range(11) if tier.is_resident(bytes([name]) * 64)] == [

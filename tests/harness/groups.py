@@ -1,0 +1,93 @@
+"""An engine with several KV groups against a real sidecar: rows of random bytes, read back as a hit would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from lmcache.kv_groups import GroupKind, KVGroup, first_needed_chunk, longest_hit
+from lmcache.rpc.client import Session
+from lmcache.tiers.memory.contracts import LookupResult, Slot
+from testing.child_process import wait_until
+from tests.harness.wire import make_keys
+
+CHUNK_TOKENS = 256
+FULL = KVGroup(0, 16, 100_000)
+WINDOW = KVGroup(1, 16, 60_000, 300, GroupKind.SLIDING_WINDOW)  # a hit needs its last two chunks
+CHUNKED = KVGroup(2, 16, 0, 256, GroupKind.CHUNKED_ATTENTION)  # stores nothing
+STATE = KVGroup(3, 256, 9_000, 0, GroupKind.STATE)
+GROUPS = (FULL, WINDOW, CHUNKED, STATE)
+STORING = (FULL, WINDOW, STATE)
+
+
+def keys_of(group: KVGroup, chunks: Iterable[int]) -> bytes:
+    return make_keys(*(1000 * group.group + chunk for chunk in chunks))
+
+
+def payload(group: KVGroup, chunk: int) -> np.ndarray:
+    draw = np.random.default_rng(1000 * group.group + chunk)
+    return draw.integers(0, 256, group.chunk_bytes, dtype=np.uint8)
+
+
+def store(worker: Session, chunks: range, groups: Iterable[KVGroup] = STORING, request: str = "s") -> None:
+    """As an engine does: every group's chunks are reserved, and all committed at once."""
+    with worker.copying():
+        slots = []
+        for group in groups:
+            keys = keys_of(group, chunks)
+            answers = worker.reserve(group.group, keys, request_id=request, first_chunk=chunks.start)
+            for chunk, answer in zip(chunks, answers, strict=True):
+                if answer.slot is not None:
+                    worker.view(answer.slot.row, group.chunk_bytes)[:] = payload(group, chunk)
+                    slots.append(answer.slot)
+        worker.commit(slots)
+
+
+def look_up(session: Session, num_chunks: int, request: str = "r", *, hint: bool = True) -> LookupResult:
+    asked = [(group.group, keys_of(group, range(num_chunks))) for group in STORING]
+    return session.lookup(request, asked, hint=hint)
+
+
+def find(session: Session, num_chunks: int) -> tuple[int, dict[tuple[int, int], Slot]]:
+    """Read the index: the longest hit, and where the rows of it are, by group and chunk."""
+    present, slots = [], {}
+    for group in STORING:
+        words = np.frombuffer(keys_of(group, range(num_chunks)), "<u8").reshape(-1, 8)
+        found = session.index.find_each(words)
+        present.append(found.is_there.tobytes())
+        rows = map(Slot, found.rows.tolist(), found.generations.tolist())
+        slots |= {(group.group, chunk): slot for chunk, slot in enumerate(rows) if found.is_there[chunk]}
+    end = longest_hit(STORING, CHUNK_TOKENS, present, 0, num_chunks)
+    return end, {(group, chunk): slot for group, chunk, slot in _needed(end, slots)}
+
+
+def _needed(end: int, slots: dict[tuple[int, int], Slot]) -> Iterable[tuple[int, int, Slot]]:
+    for group in STORING:
+        for chunk in range(first_needed_chunk(group, end, CHUNK_TOKENS), end):
+            yield group.group, chunk, slots[group.group, chunk]
+
+
+def assert_hit(session: Session, num_chunks: int, request: str = "hit") -> None:
+    """Lease a hit of so many chunks, and compare all that it reads."""
+    found = look_up(session, num_chunks, request, hint=False)
+    assert found.num_leased == num_chunks
+    end, slots = find(session, num_chunks)
+    assert end == num_chunks
+    by_number = {group.group: group for group in STORING}
+    with session.copying():
+        for (group, chunk), slot in slots.items():
+            seen = session.view(slot.row, by_number[group].chunk_bytes)
+            assert np.array_equal(seen, payload(by_number[group], chunk)), (group, chunk)
+            assert session.holds(slot)
+    session.release([request])
+
+
+def until_resident(session: Session, num_chunks: int, *, of: int | None = None) -> None:
+    """Ask as an engine does until a hit of so many chunks is in memory, and nothing more is coming."""
+
+    def is_settled() -> bool:
+        found = look_up(session, of or num_chunks)
+        return found == LookupResult(num_chunks)
+
+    wait_until(is_settled)
