@@ -46,19 +46,20 @@ class Pins:
         self._ready = address
         self._pinned: dict[int, int] = {}  # first address to end, of extents
         self._refused: set[int] = set()
+        self._under_way = 0  # the end of the extent that is being registered
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def set_ready(self, num_bytes: int) -> None:
-        """The first so many bytes may be touched now; later ones, if they were registered, are unregistered.
+        """The first so many bytes may be touched now; returns at once where it is more than before.
 
-        Returns at once where it is more than before.
+        Where it is less, what lies beyond is not registered any more when this returns.
         """
         with self._changed:
             self._ready = self._begin + num_bytes
-            while gone := [start for start, end in self._pinned.items() if end > self._ready]:
-                for start in gone:
-                    self._unpin(start)
+            self._changed.wait_for(lambda: self._under_way <= self._ready)
+            for start in [start for start, end in self._pinned.items() if end > self._ready]:
+                self._unpin(start)
             self._changed.notify_all()
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._work, name="lmcache-pin", daemon=True)
@@ -70,11 +71,14 @@ class Pins:
             return self._changed.wait_for(lambda: next(self._wanted(), None) is None, timeout)
 
     def close(self) -> None:
-        """Unregister everything; waits for the extent that is being registered."""
+        """Unregister everything; waits for the extent that is being registered.
+
+        From any thread, as a finalizer comes: also from that which registers, which then ends by itself.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join()
         with self._changed:
             for start in list(self._pinned):
@@ -94,12 +98,14 @@ class Pins:
                 if self._is_closed:
                     return
                 start, end = next(self._wanted())
+                self._under_way = end
             is_pinned = self._register(start, end - start)
             with self._changed:
+                self._under_way = 0
                 if is_pinned:
                     self._pinned[start] = end
                     self.pinned_bytes += end - start
-                    if end > self._ready:
+                    if end > self._ready or self._is_closed:
                         self._unpin(start)
                 else:
                     self._refused.add(start)

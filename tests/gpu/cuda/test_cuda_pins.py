@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from lmcache.cuda.errors import CudaError
@@ -67,6 +69,25 @@ def test_closing_unpins(context, host):
     pins.close()
     pins.set_ready(host.nbytes)  # too late
     assert not any(pinned_extents(context, host))
+
+
+def test_the_thread_that_pins_may_close(context, host, monkeypatch):
+    """A finalizer runs on whatever thread the garbage is found."""
+    pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
+    register, closed = pins._register, threading.Event()
+
+    def close_and_register(start, num_bytes):
+        if start != host.ctypes.data:
+            pins.close()
+            closed.set()
+        return register(start, num_bytes)
+
+    monkeypatch.setattr(pins, "_register", close_and_register)
+    pins.set_ready(host.nbytes)
+    assert closed.wait(60)
+    pins.close()
+    assert not any(pinned_extents(context, host))
+    assert pins.pinned_bytes == 0
 
 
 def test_memory_that_is_pinned_already_is_left_alone_and_counted(context, host):

@@ -330,6 +330,25 @@ def test_the_first_slot_of_a_large_arena_does_not_wait_for_its_pins(node, tmp_pa
         assert process.call(pin_slowly_and_copy, arena, 64 << 30, device)
 
 
+def shrink_while_pinning(state, num_bytes):
+    """Less is ready while the rest is being registered: is it still, when that is said?"""
+    host = pages(num_bytes)
+    pins = Pins(state["context"], host.ctypes.data, num_bytes, num_bytes)
+    pins.set_ready(num_bytes)
+    while not pins._under_way:
+        pass
+    pins.set_ready(0)
+    return pins.pinned_bytes
+
+
+def test_what_is_being_pinned_is_unpinned_before_it_goes(node):
+    with copying(node) as (process, _, _):
+        before = node.count("pins")
+        node.order(f"copier: pin_rate {4 * SIZE}")
+        assert process.call(shrink_while_pinning, SIZE) == 0
+        assert node.count("pins") == before
+
+
 def test_a_driver_before_batches(node):
     with copying(node, driver_version=12040) as (process, device, host):
         process.call(copy, host, device)
