@@ -68,9 +68,9 @@ def answer(prompt: Sequence[int], num_tokens: int, weights: bytes = b"") -> list
     return sequence.tokens[len(prompt) :]
 
 
-def layer_cells(cells: Cells, layer: int, group: int = 0) -> Cells:
-    """The same tokens' KV in another layer."""
-    return cells ^ np.uint8(layer * 0x35 & 0xFF) ^ np.uint8(group * 0x4B & 0xFF)
+def layer_cells(cells: Cells, layer: int, group: int = 0, shard: int = 0) -> Cells:
+    """The same tokens' KV in another layer, KV group, or shard of the heads."""
+    return cells ^ np.uint8((layer * 0x35 ^ group * 0x4B ^ shard * 0x63) & 0xFF)
 
 
 def _sample(cell: Cells) -> int:

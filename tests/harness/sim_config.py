@@ -80,6 +80,9 @@ class SimSettings:
     groups: tuple[SimGroup, ...] = (SimGroup(),)
     retention: int | None = 0  # tokens between what vLLM's own cache keeps of windows and states; None: all
     layout: str = "LBNHC"  # the physical order, by vLLM's name for it
+    tensor_parallel: int = 1
+    num_kv_heads: int = 8  # what tensor parallelism can split; of latents 1
+    pipeline_parallel: int = 1
 
     @property
     def has_one_full_group(self) -> bool:
@@ -90,10 +93,14 @@ class SimSettings:
         return any(group.kind == "state" for group in self.groups)
 
     @property
-    def layers(self) -> list[list[str]]:
-        """Names, per group."""
+    def replicas(self) -> int:
+        """Consecutive tensor-parallel ranks that hold the same KV."""
+        return self.tensor_parallel // min(self.tensor_parallel, self.num_kv_heads)
+
+    def layers(self, stage: int = 0) -> list[list[str]]:
+        """A pipeline stage's names, per group."""
         return [
-            [f"group{number}.layer{layer}" for layer in range(group.num_layers)]
+            [f"group{number}.layer{stage * group.num_layers + layer}" for layer in range(group.num_layers)]
             for number, group in enumerate(self.groups)
         ]
 
@@ -117,10 +124,19 @@ def make_configs(settings: SimSettings, socket: str):
     config.kv_transfer_config = KVTransferConfig(**connector_config(socket, **CONNECTOR))
     config.kv_transfer_config.engine_id = config.instance_id = uuid.uuid4().hex
     config.cache_config.num_gpu_blocks = settings.num_blocks
+    cache = make_cache_config(config, settings)
+    block, hash_block = resolve_kv_cache_block_sizes(cache, config)
+    _join_world(config)
+    return config, cache, block, hash_block
+
+
+def make_cache_config(config, settings: SimSettings, stage: int = 0) -> KVCacheConfig:
+    """That of the ranks of a pipeline stage."""
     specs = [_spec(group, settings) for group in settings.groups]
     (page_bytes,) = {spec.page_size_bytes for spec in specs}
     outer = max(group.num_layers for group in settings.groups)
     by_layer = settings.layout.startswith("L")
+    layers = settings.layers(stage)
     cache = KVCacheConfig(
         num_blocks=settings.num_blocks,
         kv_cache_tensors=[
@@ -130,16 +146,16 @@ def make_configs(settings: SimSettings, socket: str):
                 layer_stride=settings.num_blocks * page_bytes if by_layer else page_bytes,
                 block_stride=page_bytes if by_layer else outer * page_bytes,
             )
-            for names in settings.layers  # groups lie over each other
+            for names in layers  # groups lie over each other
         ],
-        kv_cache_groups=list(map(KVCacheGroupSpec, settings.layers, specs)),
+        kv_cache_groups=list(map(KVCacheGroupSpec, layers, specs)),
         prefix_cache_retention_interval=settings.retention,
+        kv_tp_replicas=settings.replicas,
     )
     block, hash_block = resolve_kv_cache_block_sizes(cache, config)
     cache.hash_block_size = hash_block
     cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(cache, config, block, hash_block)
-    _join_world(config)
-    return config, cache, block, hash_block
+    return cache
 
 
 def _spec(group: SimGroup, settings: SimSettings) -> KVCacheSpec:
@@ -188,8 +204,13 @@ def _vllm_config(settings: SimSettings):
         config.cache_config.mamba_cache_mode = "align" if settings.has_prefix_caching else "none"
         config.cache_config.mamba_block_size = config.cache_config.block_size
     config.scheduler_config.async_scheduling = settings.is_async  # the CPU's platform forbids it
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size = settings.tensor_parallel
+    parallel.pipeline_parallel_size = settings.pipeline_parallel
+    parallel.world_size = settings.tensor_parallel * settings.pipeline_parallel
+    names = (settings.layers(stage) for stage in range(settings.pipeline_parallel))
     config.compilation_config.static_forward_context = dict.fromkeys(
-        itertools.chain(*settings.layers), _Attention()
+        itertools.chain(*itertools.chain(*names)), _Attention()
     )
     return config
 

@@ -131,6 +131,9 @@ class SimWorld:
             head_size=settings.head_size,
             groups=settings.groups,
             has_prefix_caching=settings.has_states,  # else there are none
+            tensor_parallel=settings.tensor_parallel,
+            num_kv_heads=settings.num_kv_heads,
+            pipeline_parallel=settings.pipeline_parallel,
         )
         if wanted not in self._auditors:
             self._auditors[wanted] = SimEngine(self.sidecar.socket_path, wanted)

@@ -7,7 +7,7 @@ import pytest
 from lmcache.engines.core.copier import CpuCopier
 from tests.harness.fake_model import answer
 from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_engine import POISON, ran
+from tests.harness.sim_rank import POISON, ran
 from tests.harness.sim_world import make_tokens, world
 
 __all__ = ["world"]
@@ -19,21 +19,22 @@ SETTINGS = SimSettings(runner=2)
 
 
 def test_a_runner_that_saves_before_it_computes(world):
-    def execute(batch):
-        hooks, output = engine._hooks, batch.output
+    def execute(step):
+        rank, output = engine.ranks[0], step.output
         if not output.total_num_scheduled_tokens:
-            return hooks.no_forward(output)
-        hooks.pre_forward(output)
-        transferred = hooks.post_forward(output.finished_req_ids)
+            return rank.hooks.no_forward(output)
+        rank.hooks.pre_forward(output)
+        transferred = rank.hooks.post_forward(output.finished_req_ids)
         if output.scheduled_new_reqs:
             world.store_gate.wait_arrived()
             world.store_gate.drain()
-        return ran(engine._forward(batch), transferred)
+        rank.forward(step)
+        return ran(step, transferred)
 
     prompt = make_tokens(CHUNK + 1)
     with world.engines(SETTINGS) as (engine,):
         world.store_gate.shut()
-        engine._execute_v2 = execute
+        engine.ranks[0].execute_v2 = execute
         engine.add(prompt, max_tokens=5)
         engine.run()
     with pytest.raises(AssertionError, match=WRONG):
@@ -65,7 +66,7 @@ def test_an_engine_that_gives_held_blocks_to_others(world):
         name = engine.add(prompt, max_tokens=5)
         engine.run(name)
         world.store_gate.wait_arrived()
-        engine._pages[:] = POISON
+        engine.ranks[0].pages[:] = POISON
         world.store_gate.open()
         engine.run()
     with pytest.raises(AssertionError, match=WRONG):
