@@ -44,8 +44,8 @@ bench: setup ## all benchmarks; one: python -m benchmarks NAME [--json FILE]
 bench-peer: setup ## the same beside upstream's packages, each in an environment of its own
 	@$(PY) -m benchmarks peer peer_server
 
-gpu-check: setup ## functional checks and benchmark of the GPU paths; needs an NVIDIA GPU
-	@$(PY) -m pytest -q tests/gpu
+gpu-check: setup ## tests of the GPU paths on a GPU, and docs/reference/gpu-facts.md of what it shows
+	@$(PY) -m benchmarks.gpu
 
 clean: ## what the targets made inside the checkout (the cache directory stays)
 	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo/report.json demo/logs

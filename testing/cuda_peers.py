@@ -28,8 +28,15 @@ class Peer:
         self._connection, self.process = connection, process
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.start(function, *arguments)
+        return self.result()
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Don't wait for what it returns: ask for the ``result``."""
         self._connection.send((function, arguments))
-        assert self._connection.poll(TIMEOUT), f"{function.__name__} does not end"
+
+    def result(self) -> Any:
+        assert self._connection.poll(TIMEOUT), "what the other process was told to do does not end"
         error, result = self._connection.recv()
         assert error is None, error
         return result

@@ -6,7 +6,7 @@
  * (error 700) where hardware may well read somebody else's bytes.
  *
  * It can't show: bandwidth, overlap of copies with kernels, the legacy stream's implicit waits, what a call
- * costs, drivers' quirks, kernels at all. Only a GPU shows those: `make gpu-check`.
+ * costs, drivers' quirks, what kernels compute. Only a GPU shows those: `make gpu-check`.
  *
  * docs/reference/simulated-driver.md has the environment variables and the words of the control file.
  *

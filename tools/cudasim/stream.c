@@ -2,11 +2,12 @@
 #include "sim.h"
 #include <signal.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
-struct event { uint64_t handle, recorded, reached; struct event *next; };
+struct event { uint64_t handle, recorded, reached; double time; struct event *next; };
 
-enum what { COPY, FILL, RECORD, WAIT, WAIT_VALUE, WRITE_VALUE };
+enum what { COPY, FILL, KERNEL, RECORD, WAIT, WAIT_VALUE, WRITE_VALUE };
 
 struct op {
     struct op *next;
@@ -119,6 +120,12 @@ static int value_reached(const struct op *op) {
     return (int32_t)(__atomic_load_n((uint32_t *)op->address, __ATOMIC_ACQUIRE) - op->value) >= 0;
 }
 
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
 static void run_op(struct stream *stream, struct op *op) {
     struct context *context = stream->context;
     switch (op->what) {
@@ -129,7 +136,13 @@ static void run_op(struct stream *stream, struct op *op) {
         if (can_touch(op->region, op->address, op->bytes)) memset((void *)op->address, (int)op->value, op->bytes);
         else illegal(context);
         break;
+    case KERNEL:
+        pthread_mutex_unlock(&lock);
+        nap(atof(setting("CUDASIM_KERNEL_SECONDS", "0.0001")));
+        pthread_mutex_lock(&lock);
+        break;
     case RECORD:
+        op->event->time = seconds_now();
         if (op->event->reached < op->version) op->event->reached = op->version;
         break;
     case WAIT:
@@ -341,6 +354,33 @@ API CUresult cuEventSynchronize(uint64_t handle) {
     CUresult rc = current->sticky;
     pthread_mutex_unlock(&lock);
     return rc;
+}
+
+API CUresult cuEventElapsedTime(float *milliseconds, uint64_t start, uint64_t end) {
+    ENTER(1);
+    pthread_mutex_lock(&lock);
+    struct event *first = find_event(start), *last = find_event(end);
+    CUresult rc = first && last ? OK : INVALID_HANDLE;
+    if (!rc) *milliseconds = (float)(1e3 * (last->time - first->time));
+    pthread_mutex_unlock(&lock);
+    return rc;
+}
+
+/* ---- kernels: they take their time, and do nothing ---- */
+
+API CUresult cuModuleLoadData(void **module, const void *image) { ENTER(1); *module = (void *)image; return OK; }
+API CUresult cuModuleUnload(void *module) { ENTER(1); (void)module; return OK; }
+API CUresult cuModuleGetFunction(void **out, void *module, const char *name) { ENTER(1); (void)name; *out = module; return OK; }
+
+API CUresult cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads_x, unsigned threads_y,
+                            unsigned threads_z, unsigned shared, uint64_t handle, void **arguments, void **extra) {
+    ENTER(1);
+    (void)function, (void)x, (void)y, (void)z, (void)threads_x, (void)threads_y, (void)threads_z;
+    (void)shared, (void)arguments, (void)extra;
+    WITH_STREAM(handle);
+    submit(stream, new_op(KERNEL, 0));
+    pthread_mutex_unlock(&lock);
+    return OK;
 }
 
 /* ---- values in memory: how a program makes a stream late on hardware, too ---- */

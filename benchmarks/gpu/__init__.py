@@ -1,0 +1,1 @@
+"""What only a GPU shows: bandwidth of copies, what they do to an engine's kernels, what pinning costs."""

@@ -1,0 +1,102 @@
+"""``make gpu-check``: the tests of CUDA on the real driver, then what only a GPU shows, written down.
+
+Exits with 2 where there is no GPU, with 1 if a test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.__main__ import machine
+from benchmarks.gpu import copies, interference, memory
+from benchmarks.gpu.section import TINY, Scale, Section
+from lmcache.cuda.driver import Device
+from lmcache.cuda.errors import CudaUnavailableError
+
+ROOT = Path(__file__).parents[2]
+OUTPUT = ROOT / "docs" / "reference" / "gpu-facts.md"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="the report (default: %(default)s)")
+    parser.add_argument("--no-tests", action="store_true", help="measure only")
+    parser.add_argument("--simulated", action="store_true", help="try the check on the simulated driver")
+    args = parser.parse_args()
+    try:
+        device = Device.visible()[0]
+    except CudaUnavailableError as error:
+        print(f"no GPU here: {error}", file=sys.stderr)
+        return 2
+    if "CUDASIM_NODE" in os.environ and not args.simulated:
+        print("no GPU here: the simulated driver can't show what is asked for", file=sys.stderr)
+        return 2
+    tested = "not run" if args.no_tests else run_tests()
+    if tested is None:
+        return 1
+    sections = measure(device, TINY if args.simulated else Scale())
+    args.output.write_text(report(device, tested, sections, is_simulated=args.simulated))
+    print(f"wrote {args.output}")
+    return 0
+
+
+def run_tests() -> str | None:
+    """The tests that need a GPU; the last line of what they say, or None if one failed."""
+    argv = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        last = ""
+        for line in tests.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    return None if tests.returncode else last
+
+
+def measure(device: Device, scale: Scale) -> list[Section]:
+    context = device.primary_context()
+    sections = []
+    for part in (copies, memory, interference):
+        print(f"measuring {part.__name__.rsplit('.', 1)[1]}", flush=True)
+        sections += part.measure(context, scale)
+    context.close()
+    return sections
+
+
+def report(device: Device, tested: str, sections: list[Section], *, is_simulated: bool) -> str:
+    what = "The simulated driver: **no figure here means anything**" if is_simulated else "What a GPU showed"
+    version = device.driver.version
+    facts = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "GPU": chip(device),
+        "CUDA of the driver": f"{version // 1000}.{version % 1000 // 10}",
+        "compute capability": ".".join(
+            str(device.attribute(f"COMPUTE_CAPABILITY_{part}")) for part in ("MAJOR", "MINOR")
+        ),
+        "copy engines": str(device.attribute("ASYNC_ENGINE_COUNT")),
+        "host": machine(),
+        "tests": tested,
+    }
+    lines = [f"| {name} | {value} |" for name, value in facts.items()]
+    head = f"# {what}\nMade by `make gpu-check`, which replaces it.\n\n| | |\n|---|---|\n" + "\n".join(lines)
+    return "\n\n".join([head, *(section.markdown().rstrip() for section in sections)]) + "\n"
+
+
+def chip(device: Device) -> str:
+    """Name, driver and bus, as nvidia-smi says; the driver API alone has the name only."""
+    name = device.driver.call("cuDeviceGetName", 64, device.ordinal).split(b"\0")[0].decode()
+    if (program := shutil.which("nvidia-smi")) is None:
+        return str(name)
+    fields = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total"
+    argv = [program, f"--query-gpu={fields}", "--format=csv,noheader", f"--id={device.uuid}"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or str(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""How fast batches of copies are, by size of their pieces; also of memory that another process owns."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.section import Scale, Section, held, size
+from lmcache.cuda import ipc
+from lmcache.cuda.copies import CopyBatch
+from lmcache.cuda.driver import Context, Stream
+from testing.cuda_memory import pages
+from testing.cuda_peers import open_context, peer
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [4 * KIB, 8 * KIB, 16 * KIB, 28 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 2 * MIB, 32 * MIB]
+BAR_GBYTES = 45.0
+
+
+class Buffers:
+    """Device memory, as much memory of the host, and a stream."""
+
+    def __init__(self, context: Context, address: int, scale: Scale, *, is_pinned: bool = True) -> None:
+        self.context, self.address, self.scale = context, address, scale
+        self.host = pages(scale.copy_bytes)
+        self.host.fill(0)
+        self._is_pinned = is_pinned
+        if is_pinned:
+            context.call("cuMemHostRegister", self.host.ctypes.data, self.host.nbytes, 0)
+        self.stream = Stream(context)
+
+    def batch(self, piece_bytes: int, *, is_store: bool) -> CopyBatch:
+        """Pieces whose places on the device are not in order, as blocks of an engine's KV are not."""
+        piece_bytes = min(piece_bytes, self.scale.copy_bytes)
+        number = min(self.scale.max_pieces, self.scale.copy_bytes // piece_bytes)
+        offsets = np.arange(number, dtype=np.uint64) * np.uint64(piece_bytes)
+        there = np.uint64(self.address) + np.random.default_rng(0).permutation(offsets)
+        here = np.uint64(self.host.ctypes.data) + offsets
+        to, from_ = (here, there) if is_store else (there, here)
+        return CopyBatch(to, from_, np.full(number, piece_bytes, np.uint64))
+
+    def gbytes(self, batch: CopyBatch, submit: Callable[[CopyBatch, Stream], object] | None = None) -> float:
+        """10^9 bytes per second, submitting included: the median of the rounds."""
+        taken = []
+        for _ in range(self.scale.rounds + 1):  # the first is not counted
+            start = time.perf_counter()
+            (submit or CopyBatch.submit)(batch, self.stream)
+            self.stream.synchronize()
+            taken.append(time.perf_counter() - start)
+        return float(batch.sizes.sum()) / statistics.median(taken[1:]) / 1e9
+
+    def close(self) -> None:
+        self.stream.close()
+        if self._is_pinned:
+            self.context.call("cuMemHostUnregister", self.host.ctypes.data)
+
+
+def singly(batch: CopyBatch, stream: Stream) -> None:
+    """A call for each piece."""
+    types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    copy: Any = stream.context.driver.function("cuMemcpyAsync", 4000, *types)
+    with stream.context:
+        for piece in zip(batch.to.tolist(), batch.from_.tolist(), batch.sizes.tolist(), strict=True):
+            copy(*piece, int(stream.raw))
+
+
+def measure(context: Context, scale: Scale) -> list[Section]:
+    address = int(context.call("cuMemAlloc", scale.copy_bytes))
+    sections = [_by_size(context, address, scale), _other_ways(context, address, scale)]
+    context.call("cuMemFree", address)
+    return sections
+
+
+def _by_size(context: Context, address: int, scale: Scale) -> Section:
+    section = Section(
+        "Copies by the size of their pieces",
+        ("pieces of", "to the host", "to the GPU", "read by another process over IPC", "bar"),
+        "GB/s of one batch, pinned memory, pieces in random places on the GPU. Kernels that gather are needed"
+        " only where batches miss the bar at the size that the engine's layout has.",
+    )
+    ours = Buffers(context, address, scale)
+    exported = ipc.export(context, address)
+    with peer() as reader:
+        reader.call(open_context)
+        reader.call(attach, exported.handle, scale)
+        for piece_bytes in SIZES:
+            to_host, to_gpu = (ours.gbytes(ours.batch(piece_bytes, is_store=way)) for way in (True, False))
+            read = reader.call(speed, piece_bytes)
+            bar = held(min(to_host, read), BAR_GBYTES, is_least=True) if piece_bytes == 2 * MIB else ""
+            section.rows.append((size(piece_bytes), f"{to_host:.1f}", f"{to_gpu:.1f}", f"{read:.1f}", bar))
+    ours.close()
+    return section
+
+
+def _other_ways(context: Context, address: int, scale: Scale) -> Section:
+    section = Section(
+        "Other ways to copy",
+        ("what", "pieces of", "to the host", "to the GPU"),
+        "GB/s. Both directions: each beside the other, on streams of their own.",
+    )
+    ours, pageable = (Buffers(context, address, scale, is_pinned=way) for way in (True, False))
+
+    def add(what: str, piece_bytes: int, gbytes: Callable[[CopyBatch], float]) -> None:
+        both = (gbytes(ours.batch(piece_bytes, is_store=way)) for way in (True, False))
+        section.rows.append((what, size(piece_bytes), *(f"{speed:.1f}" for speed in both)))
+
+    for piece_bytes in (32 * KIB, 2 * MIB):
+        add("a call for each piece", piece_bytes, lambda batch: ours.gbytes(batch, singly))
+    stores = pageable.batch(2 * MIB, is_store=True), pageable.batch(2 * MIB, is_store=False)
+    slow = (f"{pageable.gbytes(batch):.1f}" for batch in stores)
+    section.rows.append(("not pinned", size(2 * MIB), *slow))
+    other = Buffers(context, address, scale)
+    with background(lambda: copy_once(other, other.batch(2 * MIB, is_store=False))):
+        to_host = ours.gbytes(ours.batch(2 * MIB, is_store=True))
+    with background(lambda: copy_once(other, other.batch(2 * MIB, is_store=True))):
+        to_gpu = ours.gbytes(ours.batch(2 * MIB, is_store=False))
+    section.rows.append(("both directions", size(2 * MIB), f"{to_host:.1f}", f"{to_gpu:.1f}"))
+    for buffers in (ours, pageable, other):
+        buffers.close()
+    return section
+
+
+def copy_once(buffers: Buffers, batch: CopyBatch) -> None:
+    """Returns when it has ended."""
+    batch.submit(buffers.stream)
+    buffers.stream.synchronize()
+
+
+@contextlib.contextmanager
+def background(work: Callable[[], object]) -> Any:
+    """``work`` over and over in another thread, meanwhile."""
+    is_over = threading.Event()
+    errors: list[Exception] = []
+
+    def repeat() -> None:
+        try:
+            while not is_over.is_set():
+                work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# ---- in the peer: the sidecar's part ----
+
+
+def attach(state: dict[str, Any], handle: bytes, scale: Scale) -> None:
+    mapping = state["mappings"].open(handle)
+    state["buffers"] = Buffers(state["context"], mapping.base, scale)
+
+
+def speed(state: dict[str, Any], piece_bytes: int) -> float:
+    buffers: Buffers = state["buffers"]
+    return buffers.gbytes(buffers.batch(piece_bytes, is_store=True))
+
+
+def read_while(state: dict[str, Any], flag: Path, piece_bytes: int) -> float:
+    """Reads as long as a file exists; GB/s."""
+    buffers: Buffers = state["buffers"]
+    batch = buffers.batch(piece_bytes, is_store=True)
+    start, number = time.perf_counter(), 0
+    while flag.exists():
+        copy_once(buffers, batch)
+        number += 1
+    return number * float(batch.sizes.sum()) / (time.perf_counter() - start) / 1e9
