@@ -92,7 +92,7 @@ class SimEngine:
     def close(self) -> None:
         self.scheduler.shutdown()
         for rank in self.ranks:
-            rank.worker.shutdown()
+            rank.close()
 
     def add(
         self,
@@ -153,6 +153,8 @@ class SimEngine:
             if time.monotonic() > deadline:
                 raise AssertionError(f"does not end: {list(self.scheduler.requests.values())}")
             self.step()
+        for rank in self.ranks:
+            rank.synchronize()
 
     def leftovers(self) -> dict[str, object]:
         """What the connector still knows of requests; nothing, when all ended and their stores did."""

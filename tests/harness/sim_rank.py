@@ -1,7 +1,8 @@
 """One rank of a simulated engine: its KV, vLLM's runner hooks around its steps, and our worker side.
 
 Every step compares all KV that the model would read with what the tokens say, and overwrites the blocks that
-others may have from then on: a copy that comes too late shows.
+others may have from then on: a copy that comes too late shows. All of that happens in the order of the
+device's compute stream (``sim_device``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -20,15 +22,15 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache.engines.vllm.connector import LMCacheClusterConnector
 from tests.harness.fake_model import CELL, Cells, layer_cells
 from tests.harness.sim_config import SimGroup, SimSettings, make_cache_config
+from tests.harness.sim_device import make_device
 
 POISON = 0xA5
 NULL_BLOCK = 0
@@ -74,7 +76,8 @@ class SimRank:
         self._config, self._report = config, report
         self._step: Step | None = None
         cache = make_cache_config(config, settings, stage=place[0])
-        kv_caches = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[settings.layout])
+        self._device = make_device()
+        kv_caches = self._device.allocate(cache, settings.layout)
         self.pages = _pages(cache, kv_caches)
         self.pages[:] = POISON
         self._memory = [
@@ -91,9 +94,20 @@ class SimRank:
                 self.worker.register_kv_caches(kv_caches)
             self.handshake = self.worker.get_handshake_metadata()
 
+    def synchronize(self) -> None:
+        """Until all of the device's work is done."""
+        self._device.synchronize()
+
+    def close(self) -> None:
+        self._device.go_on()
+        self.worker.shutdown()
+        self._device.close()
+
     def execute(self, step: Step) -> ModelRunnerOutput:
         """As the runner's execute_model and sample_tokens."""
         self._step = step
+        if not step.output.total_num_scheduled_tokens:
+            self._device.go_on()
         with self._in_place():
             run = self.execute_v2 if self.hooks is not None else self._execute_v1
             return run(step)
@@ -127,6 +141,11 @@ class SimRank:
         return ran(step, hooks.post_forward(output.finished_req_ids))
 
     def forward(self, step: Step) -> None:
+        """Launch the model's work. That of the last step ends only now: the host was ahead of it."""
+        self._device.go_on()
+        self._device.launch(partial(self._compute, step))
+
+    def _compute(self, step: Step) -> None:
         """Read and write KV as the model does."""
         self.pages[:, step.free] = POISON
         for source, destination in step.output.kv_cache_block_copies or ():
@@ -155,8 +174,11 @@ class SimRank:
     def _begin(self, metadata: KVConnectorMetadata) -> None:
         """The connector knows of the step, and copies of the last ones are over or fenced."""
         assert self._step is not None
-        self.pages[:, self._step.handed_out] = POISON
+        self._device.launch(partial(self._overwrite, self._step.handed_out))
         self._bind(metadata)
+
+    def _overwrite(self, blocks: list[int]) -> None:
+        self.pages[:, blocks] = POISON
 
     def _layers(self, number: int, cells: Cells) -> Sequence[tuple[Cells, Cells]]:
         """Per layer of a group: its memory, and what these tokens' KV is in it."""

@@ -12,6 +12,8 @@ import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 from lmcache.engines.core.copier import CpuCopier
+from lmcache.engines.core.cuda_copier import CudaCopier
+from lmcache.rpc.session import Session
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
@@ -79,9 +81,11 @@ class SimWorld:
         self.load_gate, self.store_gate = Gate(), Gate()
         self._engines: list[SimEngine] = []
         self._auditors: dict[SimSettings, SimEngine] = {}
-        self._methods = CpuCopier.load, CpuCopier.store
-        CpuCopier.load = self.load_gate.gated(CpuCopier.load)  # type: ignore[method-assign]
-        CpuCopier.store = self.store_gate.gated(CpuCopier.store)  # type: ignore[method-assign]
+        self._gated = pytest.MonkeyPatch()
+        for copier in CpuCopier, CudaCopier:
+            self._gated.setattr(copier, "load", self.load_gate.gated(copier.load))
+            self._gated.setattr(copier, "store", self.store_gate.gated(copier.store))
+        self._gated.setattr(Session, "copy_blocks", self.store_gate.gated(Session.copy_blocks))
 
     @contextmanager
     def engines(self, *settings: SimSettings):
@@ -122,7 +126,7 @@ class SimWorld:
         for auditor in self._auditors.values():
             auditor.close()
         kv_transfer_state._KV_CONNECTOR_AGENT = None
-        CpuCopier.load, CpuCopier.store = self._methods  # type: ignore[method-assign]
+        self._gated.undo()
 
     def _auditor(self, settings: SimSettings) -> SimEngine:
         wanted = SimSettings(
@@ -155,7 +159,7 @@ def assert_idle(engine: SimEngine) -> None:
     engine.forget()
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == engine.settings.num_blocks - 1
-    assert not engine.wrong_reads
+    assert not engine.wrong_reads, engine.wrong_reads
 
 
 def wait_attached(engine: SimEngine) -> None:

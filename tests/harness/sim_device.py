@@ -1,0 +1,121 @@
+"""Where a simulated engine's KV lies, and when the kernels of its forwards run.
+
+On the host they run at once. In a process on the simulated driver (``testing.cuda``) the KV is device memory
+and the kernels are late: they run when the next step is under way, in the order of the compute stream, as on
+a GPU. A copy that doesn't wait for its fence finds, or leaves, other bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import threading
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from lmcache.cuda.driver import Device, Stream
+
+Kernel = Callable[[], None]
+
+TIMEOUT = 60.0
+
+
+class HostDevice:
+    """Host memory; kernels run when they are launched."""
+
+    def allocate(self, cache: KVCacheConfig, layout: str) -> dict[str, torch.Tensor]:
+        """The engine's KV, as vLLM makes it."""
+        return allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[layout])
+
+    def launch(self, kernel: Kernel) -> None:
+        """Queue work on the compute stream."""
+        kernel()
+
+    def go_on(self) -> None:
+        """What was launched so far runs from now on."""
+
+    def synchronize(self) -> None:
+        """Until it has run."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class LateDevice(HostDevice):
+    """Memory of the simulated GPU. The compute stream waits for a word, which says what has run."""
+
+    def __init__(self) -> None:
+        self._context = Device.visible()[0].primary_context()
+        self._word = int(self._context.call("cuMemAlloc", 4))
+        ctypes.c_uint32.from_address(self._word).value = 0
+        self._addresses = [self._word]
+        self._compute = Stream(self._context, 0)  # the legacy one, where an engine on the host computes
+        self._launched = 0
+        self._kernels: queue.SimpleQueue[tuple[int, Kernel] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # protects what follows
+        self._may_run = self._has_run = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="simulated-gpu", daemon=True)
+        self._thread.start()
+
+    def allocate(self, cache: KVCacheConfig, layout: str) -> dict[str, torch.Tensor]:
+        with mock.patch("vllm.v1.worker.utils.torch.zeros", self._zeros):
+            return super().allocate(cache, layout)
+
+    def launch(self, kernel: Kernel) -> None:
+        self._launched += 1
+        self._context.call("cuStreamWaitValue32", self._compute.raw, self._word, self._launched, 0)
+        self._kernels.put((self._launched, kernel))
+
+    def go_on(self) -> None:
+        with self._changed:
+            self._may_run = self._launched
+            self._changed.notify_all()
+
+    def synchronize(self) -> None:
+        self.go_on()
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._has_run == self._launched or self._error, TIMEOUT)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self.synchronize()
+        self._kernels.put(None)
+        self._thread.join()
+        self._compute.synchronize()
+        for address in self._addresses:
+            self._context.call("cuMemFree", address)
+        self._context.close()
+
+    def _zeros(self, num_bytes: int, *, dtype: torch.dtype, device: object) -> torch.Tensor:
+        address = int(self._context.call("cuMemAlloc", num_bytes))
+        self._addresses.append(address)
+        memory = (ctypes.c_char * num_bytes).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8).zero_().view(dtype)
+
+    def _work(self) -> None:
+        while (launched := self._kernels.get()) is not None:
+            number, kernel = launched
+            with self._changed:
+                self._changed.wait_for(lambda number=number: self._may_run >= number)
+            try:
+                kernel()
+            except BaseException as error:  # of the harness: whoever waits has to know
+                self._error = error
+            ctypes.c_uint32.from_address(self._word).value = number
+            with self._changed:
+                self._has_run = number
+                self._changed.notify_all()
+
+
+def make_device() -> HostDevice:
+    """By whether this process is on the simulated driver."""
+    return LateDevice() if "CUDASIM_NODE" in os.environ else HostDevice()
