@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lmcache.cuda import ipc
-from lmcache.cuda.copies import CopyBatch
+from lmcache.cuda.copies import CopyBatch, Words
 from lmcache.cuda.driver import Context, Device, Event, Stream
 from lmcache.cuda.errors import CudaError
 from lmcache.cuda.pins import Pins
@@ -63,12 +63,12 @@ class CudaCopier(LoadThreads):
     def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
         in_slot, in_kv, sizes = self._places[group].of(slot, first_block, blocks)
-        self._copy(self._load_stream, CopyBatch(in_kv, in_slot, sizes), fence, is_source_stable=True)
+        self._copy(self._load_stream, in_kv, in_slot, sizes, fence, is_source_stable=True)
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
         in_slot, in_kv, sizes = self._places[group].of(slot, 0, blocks)
-        self._copy(self._store_stream, CopyBatch(in_slot, in_kv, sizes), fence, is_source_stable=False)
+        self._copy(self._store_stream, in_slot, in_kv, sizes, fence, is_source_stable=False)
 
     def close(self) -> None:
         """See ``EngineCopier``."""
@@ -79,7 +79,10 @@ class CudaCopier(LoadThreads):
             stream.close()
         self._context.close()
 
-    def _copy(self, stream: Stream, batch: CopyBatch, fence: Fence, *, is_source_stable: bool) -> None:
+    def _copy(
+        self, stream: Stream, to: Words, from_: Words, sizes: Words, fence: Fence, *, is_source_stable: bool
+    ) -> None:
+        batch = CopyBatch(to, from_, sizes, self.pins.edges if self.pins is not None else None)
         try:
             stream.wait(fence.event)
             batch.submit(stream, is_source_stable=is_source_stable)
@@ -94,8 +97,7 @@ class CudaCopier(LoadThreads):
         """
         mapping, slot_bytes = slots.base, slots.shape[1]
         if self.pins is None or self._mapping() is not mapping:
-            extent_bytes = max(1, _PINNED_AT_ONCE // slot_bytes) * slot_bytes  # no slot in two registrations
-            self.pins = Pins(self._context, slots.ctypes.data, slots.nbytes, extent_bytes)
+            self.pins = Pins(self._context, slots.ctypes.data, slots.nbytes, _PINNED_AT_ONCE)
             unpin = weakref.finalize(mapping, self.pins.close)
             unpin.atexit = False  # the device is gone before
             self._mapping, self._unpins = (
