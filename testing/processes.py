@@ -151,6 +151,7 @@ class SidecarProcess(Server):
         self.max_descriptors = 0  # 0: as many as we may have
         self.environment: dict[str, str] = {}  # beside ours
         self.prefix: list[str] = []  # a command that starts it
+        self.program = ["-m", "lmcache_sidecar"]
         self.http_port = 0
         self._log_start = 0
 
@@ -173,7 +174,7 @@ class SidecarProcess(Server):
         limit = f'ulimit -n {self.max_descriptors}; exec "$@"'
         limited = ["sh", "-c", limit, "sh"] if self.max_descriptors else []
         self.spawn(
-            [*self.prefix, *limited, sys.executable, "-m", "lmcache_sidecar", "serve", *flags],
+            [*self.prefix, *limited, sys.executable, *self.program, "serve", *flags],
             cwd=REPOSITORY,
             env=environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"} | self.environment,
         )

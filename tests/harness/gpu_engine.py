@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -40,6 +39,7 @@ class Rank:
         self.device = Device.find(settings.get("gpu", GPU))
         self.context = self.device.primary_context()
         self.settings = settings
+        self.num_fillers = 0
         # What the GPU has, to compare with.
         self.host = [np.zeros((layers, BLOCKS, STRIDE), np.uint8) for layers in (1, LAYERS - 1)]
         self.layers = [layer[:, :PAGE_BYTES] for host in self.host for layer in host]
@@ -135,6 +135,26 @@ class Rank:
         self.client.close()
         self.client, self.session = self.attach(self.offer())
 
+    def attach_often(self, number: int) -> int:
+        """So often, each time until the sidecar copies, and store something."""
+        for count in range(number):
+            self.attach_again()
+            wait_until(lambda: self.session.store_copier.is_sidecar, timeout=ATTEMPTS_SECONDS)
+            assert self.store([count + 100], [[0, 1, 2, 3]]) == "stored"
+        return number
+
+    def fill_by_itself(self, number: int) -> int:
+        """Store so many new rows without the sidecar; how many different slots they were given."""
+        rows = set()
+        for _ in range(number):
+            self.num_fillers += 1
+            (reservation,) = self.session.reserve(0, make_keys(10_000 + self.num_fillers))
+            assert reservation.slot is not None
+            rows.add(reservation.slot.row)
+            self._slot(reservation.slot.row)[...] = 7
+            self.session.commit([reservation.slot])
+        return len(rows)
+
     def free_and_attach_again(self) -> None:
         """As another client, with memory that is not there any more."""
         self.client.close()
@@ -223,12 +243,19 @@ class GpuEngine:
 
         return str(wait_until(reason, timeout=ATTEMPTS_SECONDS, what=f"copied by the sidecar: {sidecar}"))
 
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+    def store_by_sidecar(self, keys: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Have it stored by the sidecar, as soon as that copies (again): the news may be under way."""
+
+        def is_stored() -> bool:
+            outcome = self.ask("store", keys, rows)
+            assert outcome == "stored" or outcome.startswith("engine copies"), outcome
+            return bool(outcome == "stored")
+
+        wait_until(is_stored, timeout=ATTEMPTS_SECONDS)
 
     def kill(self) -> None:
         """SIGKILL, and wait: also for all of its PID namespace."""
-        self._process.kill()
+        self._process.kill()  # also its namespace
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
@@ -239,6 +266,24 @@ def in_namespace(command: Sequence[str], pid: int) -> list[str]:
     """The command, in a PID namespace of its own and with this id there; it dies with who started it."""
     script = f'exec 3<&0; echo {pid - 1} > /proc/sys/kernel/ns_last_pid; "$@" <&3 & wait'
     return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, "sh", *command]
+
+
+def make_sidecar(
+    node: Node,
+    options: dict[str, Any] | None = None,
+    patch: dict[str, float] | None = None,
+    **settings: object,
+) -> SidecarProcess:
+    """Its readers find the simulated driver, with ``settings``; ``patch``: other numbers in
+    ``copiers.gpu``.
+    """
+    sidecar = SidecarProcess(**({"memory_size": "16Mi"} | (options or {})))
+    sidecar.environment = node.environment("reader", **settings)
+    if patch:
+        lines = [f"gpu.{name} = {value}" for name, value in patch.items()]
+        imports = ["from lmcache_sidecar.copiers import gpu", "from lmcache_sidecar.__main__ import main"]
+        sidecar.program = ["-c", "\n".join([*imports, *lines, "main()"])]
+    return sidecar
 
 
 def new_engine() -> str:

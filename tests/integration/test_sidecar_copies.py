@@ -12,17 +12,18 @@ import pytest
 from testing.child_process import wait_until
 from testing.cuda import GPU, MIG_SLICE, OTHER_GPU, Node, node
 from testing.processes import SidecarProcess
-from tests.harness.gpu_engine import BLOCKS_PER_ROW, LAYERS, PAGE_BYTES, GpuEngine, in_namespace, new_engine
+from tests.harness.gpu_engine import (
+    BLOCKS_PER_ROW,
+    LAYERS,
+    PAGE_BYTES,
+    GpuEngine,
+    in_namespace,
+    make_sidecar,
+    new_engine,
+)
 
 ROW = [5, 0, 23, 7]
 OTHER_ROW = [1, 2, 3, 4]
-
-
-def make_sidecar(gpus: Node, options: dict[str, Any] | None = None, **settings: object) -> SidecarProcess:
-    """Its readers find the simulated driver; ``settings`` are those of the driver for them."""
-    sidecar = SidecarProcess(memory_size="16Mi", **(options or {}))
-    sidecar.environment = gpus.environment("reader", **settings)
-    return sidecar
 
 
 @pytest.fixture
@@ -45,8 +46,7 @@ def transfer_of(sidecar: SidecarProcess) -> dict[str, Any]:
 
 def test_what_the_sidecar_copies_is_what_the_gpu_has(gpus, sidecar):
     with GpuEngine(sidecar, gpus) as engine:
-        assert GPU in engine.wait_until_copied_by(sidecar=True)
-        assert engine.ask("store", [1, 2], [ROW, OTHER_ROW]) == "stored"
+        assert GPU in engine.store_by_sidecar([1, 2], [ROW, OTHER_ROW])
         assert engine.ask("is_stored", 1, ROW)
         assert engine.ask("is_stored", 2, OTHER_ROW)
         engine.ask("fill", 99)
@@ -135,8 +135,7 @@ def test_who_asks_for_shared_memory_gets_no_reader(gpus):
 
 def test_a_driver_without_batches_copies_one_by_one(gpus):
     with make_sidecar(gpus, driver_version=12040) as sidecar, GpuEngine(sidecar, gpus) as engine:
-        engine.wait_until_copied_by(sidecar=True)
-        assert engine.ask("store", [1], [ROW]) == "stored"
+        engine.store_by_sidecar([1], [ROW])
         assert (gpus.count("batches", "reader"), gpus.count("single_copies", "reader")) == (0, 12)
 
 
@@ -146,8 +145,7 @@ def test_a_slice_of_a_gpu_is_read_as_a_gpu():
         make_sidecar(gpus) as sidecar,
         GpuEngine(sidecar, gpus, gpu=MIG_SLICE) as engine,
     ):
-        assert MIG_SLICE in engine.wait_until_copied_by(sidecar=True)
-        assert engine.ask("store", [1], [ROW]) == "stored"
+        assert MIG_SLICE in engine.store_by_sidecar([1], [ROW])
 
 
 def test_each_gpu_has_a_reader_that_sees_no_other():
@@ -158,8 +156,7 @@ def test_each_gpu_has_a_reader_that_sees_no_other():
         GpuEngine(sidecar, gpus, num_columns=2, column=1, gpu=OTHER_GPU, seed=2) as second,
     ):
         for engine in (first, second):
-            engine.wait_until_copied_by(sidecar=True)
-            assert engine.ask("store", [1], [ROW]) == "stored"
+            engine.store_by_sidecar([1], [ROW])
         assert [engine.ask("is_stored", 1, ROW) for engine in (first, second)] == [True, True]
         readers = gpus.processes("reader")
         assert sorted((one["contexts_on_0"], one["contexts_on_1"]) for one in readers) == [(0, 1), (1, 0)]
@@ -180,8 +177,7 @@ def test_a_reader_with_an_engine_s_process_id_is_replaced(gpus):
             with GpuEngine(sidecar, gpus, pid=reader, num_columns=2, column=1, seed=2) as second:
                 assert second.pid == reader
                 for engine in (first, second):
-                    engine.wait_until_copied_by(sidecar=True)
-                    assert engine.ask("store", [1], [ROW]) == "stored"
+                    engine.store_by_sidecar([1], [ROW])
                 assert [engine.ask("is_stored", 1, ROW) for engine in (first, second)] == [True, True]
                 (fresh,) = gpus.processes("reader")
                 assert fresh["pid"] != reader
@@ -198,8 +194,7 @@ def test_a_handle_like_that_of_a_dead_engine_is_opened_anew(gpus, sidecar):
         # Its stream is still open: nobody has noticed yet that it is dead.
         with GpuEngine(sidecar, gpus, driver=gpus_of_engines, engine=new_engine(), pid=77, seed=2) as engine:
             assert engine.ask("handles") == handles, "else this shows nothing"
-            engine.wait_until_copied_by(sidecar=True)
-            assert engine.ask("store", [2], [ROW]) == "stored"
+            engine.store_by_sidecar([2], [ROW])
             assert engine.ask("is_stored", 2, ROW)
             wait_until(lambda: gpus.count("mappings", "reader") == 2)
 

@@ -42,6 +42,8 @@ COPY_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
 """A restarted engine waits for its memory."""
 
+_SAME_PID = "its reader's process id is an engine's, too"
+
 _MAX_BATCHES = 2
 """Under way at once: one is copied while the next one is made."""
 
@@ -175,6 +177,8 @@ class Gpu:
             self._task = asyncio.create_task(self._run())
         elif self._reader is not None and self._reader.pid == member.pid:
             self._is_retiring = True
+            for other in self._members.values():
+                self._suspend(other, _SAME_PID)
             self._check_end()
         self._open_waiting()
 
@@ -261,7 +265,7 @@ class Gpu:
             self._stats.started_readers += 1
             await self._serve(self._reader)
         except OSError as error:
-            reason = f"the reader of its GPU can't be started: {error}"
+            reason = f"its reader can't be started: {error}"
         except Exception as error:  # whatever it is, engines copy for themselves then
             logger.exception("Reading %s failed", self.uuid)
             reason = repr(error)
@@ -314,6 +318,12 @@ class Gpu:
             member.is_open = True
             member.on_turn(True, f"the sidecar reads {self.uuid}")
 
+    def _suspend(self, member: Member, reason: str) -> None:
+        """Its engine copies, until the next reader has opened its memory."""
+        member.is_open = False
+        self._drop(member.number, reason)
+        member.on_turn(False, f"the reader of its GPU starts again: {reason}")
+
     def _turn_off(self, member: Member, reason: str) -> None:
         """From now on its engine copies."""
         logger.warning("An engine on %s copies its stores itself: %s", self.uuid, reason)
@@ -325,7 +335,7 @@ class Gpu:
         if self._reader is None or self._batches:
             return
         if self._is_retiring:
-            self._reader.kill("its process id is an engine's, too")
+            self._reader.kill(_SAME_PID)
         elif not self._members and not self._closing:
             self._is_retiring = True  # for who comes now there is the next one
             self._reader.kill("nobody needs it")
@@ -342,14 +352,12 @@ class Gpu:
             self._stats.failed_readers += 1
         for member in list(self._members.values()):
             was_opening = member.is_asked and not member.is_open
-            member.is_asked = member.is_open = False
             member.num_moves += not is_retired
             is_lost = member.number in involved or was_opening or member.num_moves > _MAX_MOVES
+            self._suspend(member, reason)
+            member.is_asked = False
             if not is_retired and (is_lost or not has_started):
                 self._turn_off(member, reason)
-            else:
-                self._drop(member.number, reason)
-                member.on_turn(False, f"the reader of its GPU starts again: {reason}")
 
 
 def _grouped(items: Iterable[_Item]) -> list[messages.Copies]:

@@ -75,7 +75,7 @@ class Reader:
 
         def late(is_final: bool = False) -> None:
             if is_final:
-                self.kill(f"it did not answer {kind.name} within {seconds:g} s")
+                self.kill(f"its reader did not answer {kind.name} within {seconds:g} s")
             else:
                 self._deadlines[answer, number] = loop.call_later(_FINAL_SECONDS, late, True)
 
@@ -95,7 +95,7 @@ class Reader:
         except (asyncio.IncompleteReadError, OSError):
             return None
         except MessageError as error:
-            self.kill(f"it sent something else: {error}")
+            self.kill(f"its reader sent something else: {error}")
             return None
         if (deadline := self._deadlines.pop((kind, number), None)) is not None:
             deadline.cancel()
@@ -111,15 +111,20 @@ class Reader:
             self._process.kill()
 
     async def reap(self) -> str:
-        """Kill it, and wait until it is no more: then nothing of it is under way. Return why it ended."""
-        self.kill("")
+        """Wait until it is no more: then nothing of it is under way. Return why it ended."""
         for deadline in self._deadlines.values():
             deadline.cancel()
         self._outgoing.close()
-        status = await self._process.wait()
+        if not self.verdict:  # it is ending by itself
+            with contextlib.suppress(TimeoutError):
+                status = await asyncio.wait_for(self._process.wait(), _FINAL_SECONDS)
+                self.verdict = (
+                    f"its reader ended, signal {-status}" if status < 0 else f"its reader ended: {status}"
+                )
+        self.kill("its reader hung up")
+        await self._process.wait()
         await self._logging
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        return self.verdict or f"it was ended by somebody else, {how}"
+        return self.verdict
 
     async def _log(self) -> None:
         """Its words, line by line, into the sidecar's log."""
