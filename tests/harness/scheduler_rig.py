@@ -3,8 +3,6 @@
 import threading
 from types import SimpleNamespace
 
-from vllm.v1.core.sched.output import KVConnectorBlockState
-
 from lmcache import keys
 from lmcache.engines.core.jobs import EngineIdentity, WorkerReport
 from lmcache.engines.core.requests import Ticket
@@ -126,8 +124,8 @@ class Rig:
             total_num_scheduled_tokens=sum(item[3] for item in (*new, *cached)),
             scheduled_spec_decode_tokens=drafts or {},
             preempted_req_ids=set(preempted),
-            kv_connector_block_state=KVConnectorBlockState(
-                {item[0] for item in (*new, *cached)}, lambda name: (list(self.tables[name]),), {}
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: (list(self.tables[name]),), boundary_state_offloads={}
             ),
         )
         return self.scheduler.build_connector_meta(output)

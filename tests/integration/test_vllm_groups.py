@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmcache.engines.core import worker
 from lmcache.engines.core.copier import CpuCopier
 from lmcache.rpc.session import Session
 from testing.processes import SidecarProcess
@@ -25,13 +26,22 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 KINDS = {
     "mla": (SimGroup("mla"),),
+    "window": (SimGroup("window", 50),),
+    "full and windows": (SimGroup(), SimGroup("window", 50), SimGroup("window", 50, num_layers=1)),
+    "wide windows": (SimGroup("window", 2 * CHUNK + 5), SimGroup()),
+    "unlike blocks": (SimGroup("window", 34), SimGroup(block_tokens=32)),
+    "chunked": (SimGroup("chunked", CHUNK), SimGroup()),
+    "wide chunked": (SimGroup("chunked", 2 * CHUNK), SimGroup()),
+    "states": (SimGroup("state", block_tokens=32), SimGroup(block_tokens=32)),
 }
 MANY = 5 * CHUNK
 
 
-def holds_everything(groups):
-    """Does a request keep the KV of all its tokens?"""
-    return all(group.kind in ("full", "mla") for group in groups)
+def stores_only_full(groups):
+    """Does a request keep all KV of which something is stored?"""
+    return all(
+        group.kind in ("full", "mla") or (group.kind == "chunked" and group.span == CHUNK) for group in groups
+    )
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
@@ -48,8 +58,16 @@ def world(request):
         world.close()
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """No store is given up."""
+    monkeypatch.setattr(worker, "LEFT_BEHIND_SECONDS", 60.0)
+    monkeypatch.setattr(worker, "HOLD_SECONDS", 60.0)
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.usefixtures("patient")
 def test_a_hit_is_what_was_computed(world, runner, is_async):
     prompt = make_tokens(MANY + 10)
     with world.engines(replace(world.settings, runner=runner, is_async=is_async)) as (engine,):
@@ -60,6 +78,7 @@ def test_a_hit_is_what_was_computed(world, runner, is_async):
             assert engine.results[name].tokens == answer(prompt, 20)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_prefix_that_others_share(world):
     """vLLM's own cache keeps of windows and states what the same prompt needs, and nothing for others."""
     prompt = make_tokens(MANY)
@@ -72,13 +91,14 @@ def test_a_prefix_that_others_share(world):
                 names[of] = of.add(shared if has_others else prompt, max_tokens=3)
                 of.run()
         assert engine.results[names[engine]].num_cached_tokens == 3 * CHUNK
-        if not holds_everything(world.settings.groups):
+        if any(group.kind == "window" for group in world.settings.groups):
             assert alone.results[names[alone]].num_cached_tokens == 0
         assert not engine.wrong_reads
         assert not alone.wrong_reads
         alone.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_hit_behind_what_the_engine_has_itself(world):
     prompt = make_tokens(MANY + 10)
     settings = replace(world.settings, has_prefix_caching=True)
@@ -92,6 +112,7 @@ def test_a_hit_behind_what_the_engine_has_itself(world):
         assert_idle(second)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_answer_is_the_next_turn_s_prompt(world):
     prompt = make_tokens(2 * CHUNK + 10)
     with world.engines(world.settings) as (engine,):
@@ -113,7 +134,8 @@ def slide_under_copies(world, engine):
         engine.step()
     world.store_gate.open()
     engine.run()
-    return [prompt + engine.results[name].tokens for name, prompt in zip(names, prompts, strict=True)]
+    spoken = [prompt + engine.results[name].tokens for name, prompt in zip(names, prompts, strict=True)]
+    return [tokens[: end + 1] for tokens in spoken for end in range(CHUNK, len(tokens), CHUNK)]
 
 
 @pytest.mark.parametrize("num_blocks", [40, 100])
@@ -127,8 +149,8 @@ def test_late_copies_of_blocks_that_others_have_are_not_committed(world, num_blo
 
 
 def test_a_connector_that_is_not_told_of_blocks_that_others_get(world, monkeypatch):
-    if holds_everything(world.settings.groups):
-        pytest.skip("nothing slides out")
+    if stores_only_full(world.settings.groups):
+        pytest.skip("nothing slides out that is stored")
     with world.engines(world.settings) as (engine,):
         monkeypatch.setattr(engine.worker, "handle_preemptions", lambda meta: None)
         spoken = slide_under_copies(world, engine)
@@ -136,6 +158,7 @@ def test_a_connector_that_is_not_told_of_blocks_that_others_get(world, monkeypat
         world.audit(world.settings, spoken)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_failed_load_is_computed(world, monkeypatch):
     prompt = make_tokens(MANY + 10)
     with world.engines(world.settings) as (engine,):
@@ -152,6 +175,7 @@ def test_a_failed_load_is_computed(world, monkeypatch):
         assert engine.results[name].num_cached_tokens == MANY
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_load_without_the_first_block_of_a_group_is_seen(world, monkeypatch):
     prompt = make_tokens(MANY + 1)
     with world.engines(world.settings) as (engine,):
@@ -164,7 +188,8 @@ def test_a_load_without_the_first_block_of_a_group_is_seen(world, monkeypatch):
                 left_out = group == number and number not in loaded
                 if group == number:
                     loaded.add(group)
-                load(copier, group, slot, first_block + left_out, blocks[left_out:], fence)
+                if left_out < len(blocks):
+                    load(copier, group, slot, first_block + left_out, blocks[left_out:], fence)
 
             monkeypatch.setattr(CpuCopier, "load", leave_out_the_first)
             engine.add(prompt)

@@ -56,9 +56,9 @@ def find_hit(index: Index, grid: Grid, words: Sequence[Words], at_least: int = 0
     lengths = [len(part.rows) for group, part in zip(grid.stored, found, strict=True) if group.is_full]
     num_leading = min(lengths, default=len(words[0]))
     found = [Found(part.rows[:num_leading], part.generations[:num_leading]) for part in found]
-    if grid.is_full:
-        return Hit(num_leading, num_leading, tuple(found))
     windows = [number for number, group in enumerate(grid.stored) if not group.is_full]
+    if not windows:
+        return Hit(num_leading, num_leading, tuple(found))
 
     def resume_at(start: int) -> int:
         """Where a request can resume by the windows' rows from chunk ``start`` on."""

@@ -134,6 +134,9 @@ class StepMeta:
     reclaimed: set[int] = field(default_factory=set)
     """Ids of StoreJobs whose blocks may be given to others in this step: what they read later is not
     committed."""
+    left_behind: set[int] = field(default_factory=set)
+    """The same, of blocks that windows and states moved on from: no emergency, but what every long prompt
+    does, so there is more time to end them."""
     held: list[str] = field(default_factory=list)
     """Requests that finished and whose blocks wait for our stores."""
     is_idle: bool = False

@@ -13,6 +13,9 @@ import torch
 
 from lmcache.engines.errors import UnsupportedError
 
+KVCaches = Mapping[str, "torch.Tensor | Sequence[torch.Tensor]"]
+"""The engine's KV by layer, as it registers it with a connector."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -34,16 +37,14 @@ class Layout:
         return self.blocks_per_row * self.block_bytes
 
 
-def page_views(
-    layers: Sequence[str], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
-) -> list[torch.Tensor]:
+def page_views(layers: Sequence[str], kv_caches: KVCaches, num_blocks: int) -> list[torch.Tensor]:
     """View the layers, in their order, as uint8 ``[num_blocks, page_bytes]``; those that share KV count once.
 
     Raises UnsupportedError when a block is not one run of bytes.
     """
     views: dict[tuple[int, int], torch.Tensor] = {}
-    for layer in layers:
-        blocks = by_block(kv_caches[layer], num_blocks)
+    for layer, tensor in [(name, tensor) for name in layers for tensor in tensors_of(kv_caches[name])]:
+        blocks = by_block(tensor, num_blocks)
         if not _is_dense(blocks):
             raise UnsupportedError(
                 f"a block of {layer} is not one run of bytes (strides {tuple(blocks.stride())})"
@@ -58,6 +59,11 @@ def page_views(
         )
         views.setdefault((blocks.data_ptr(), blocks.stride(0)), view)
     return list(views.values())
+
+
+def tensors_of(kv: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A layer of states may have several tensors."""
+    return [kv] if isinstance(kv, torch.Tensor) else kv
 
 
 def by_block(kv: torch.Tensor, num_blocks: int) -> torch.Tensor:

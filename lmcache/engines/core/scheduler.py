@@ -174,7 +174,7 @@ class SchedulerSide:
         if hit is None:
             return 0
         num_tokens = grid.loadable_tokens(num_computed_tokens, request.num_tokens, num_found)
-        if not (num_tokens or grid.is_full):
+        if not num_tokens and not grid.is_full:
             return self._decline(state, lookups)
         state.num_stored_chunks = num_found
         state.offer = Offer(num_computed_tokens, num_tokens, hit.found)
@@ -216,7 +216,7 @@ class SchedulerSide:
         """Blocks get a new owner in this step: nothing that is read from them later is committed."""
         if self._stores is not None:
             loaded = (load.blocks for load in self._next.loads)
-            self._next.reclaimed |= self._stores.reclaim_blocks(set(handed_out).union(*loaded))
+            self._next.left_behind |= self._stores.reclaim_blocks(set(handed_out).union(*loaded))
 
     def note_scheduled(
         self,
@@ -244,7 +244,7 @@ class SchedulerSide:
         self._num_steps += num_tokens > 0
         step = self._rate.begin(num_tokens, self._clock()) if self._lookups else 0
         meta = self._next
-        if not (meta.loads or meta.stores or meta.reclaimed or meta.held or step):
+        if not (meta.loads or meta.stores or meta.reclaimed or meta.left_behind or meta.held or step):
             return _NOTHING if num_tokens else _NOTHING_IDLE
         meta.is_idle, meta.timed_step = not num_tokens, step
         self._next = StepMeta()

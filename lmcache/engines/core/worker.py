@@ -8,6 +8,7 @@ every held request is reported exactly once, at most ``HOLD_SECONDS`` later.
 - **Finished**: blocks are held at most ``HOLD_SECONDS``, then what is not copied is aborted.
 - **Reclaimed** (a preempted request's, say): waits at most ``PREEMPTION_SECONDS`` for copies that read the
   blocks, then aborts them.
+- **Left behind** by a window or a state: the same, with ``LEFT_BEHIND_SECONDS``.
 
 The blocks then go back to the engine even if a copy still reads them: its bytes may be torn, so the slot of
 an aborted copy is never committed.
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 2.0
 PREEMPTION_SECONDS = 0.005
+
+LEFT_BEHIND_SECONDS = 0.05
+"""Of a step that computes in the blocks that windows left behind. Without these copies nothing of a long
+prompt could be resumed, but where a copy did not end in time, the next ones get ``PREEMPTION_SECONDS``."""
 
 ATTACH_WAIT_SECONDS = 2.0
 """Of the engine's start for the cache: time enough for weights whose hashes are known, so that the first
@@ -73,6 +78,7 @@ class WorkerSide:
         self._stores: dict[int, StoreTransfer] = {}  # by job: those that did not end
         self._step = StepMeta()  # whose stores were announced last
         self._waiting: list[StoreTransfer] = []  # of that step, not begun
+        self._patience = LEFT_BEHIND_SECONDS
         self._held: dict[str, float] = {}  # request id -> when it was first asked for
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -96,14 +102,12 @@ class WorkerSide:
 
     def handle_preemptions(self, meta: Any) -> None:
         """Blocks are about to be overwritten: end what reads them, or abort it."""
-        if not (reclaimed := _step(meta).reclaimed):
-            return
-        transfers = [self._stores[job_id] for job_id in reclaimed if job_id in self._stores]
-        deadline = self._clock() + PREEMPTION_SECONDS
-        for transfer in transfers:
-            if transfer not in self._waiting:
-                transfer.ended.wait(max(0.0, deadline - self._clock()))
-        _cancel(transfers)
+        step = _step(meta)
+        if step.reclaimed:
+            self._end(step.reclaimed, PREEMPTION_SECONDS)
+        if step.left_behind:
+            is_in_time = self._end(step.left_behind, self._patience)
+            self._patience = LEFT_BEHIND_SECONDS if is_in_time else PREEMPTION_SECONDS
 
     def start_loads(self, meta: Any) -> None:
         """Begin the step's loads. A load that was begun already is not begun again."""
@@ -176,6 +180,16 @@ class WorkerSide:
                 self._copier, self.identity, self._client = copier, identity, client
                 return
         client.close()
+
+    def _end(self, job_ids: Iterable[int], seconds: float) -> bool:
+        """Give copies time to end, then abort them; whether all ended."""
+        transfers = [self._stores[job_id] for job_id in job_ids if job_id in self._stores]
+        deadline = self._clock() + seconds
+        for transfer in transfers:
+            if transfer not in self._waiting:
+                transfer.ended.wait(max(0.0, deadline - self._clock()))
+        _cancel(transfers)
+        return all(transfer.ended.is_set() for transfer in transfers)
 
     def _announce(self, step: StepMeta) -> None:
         """Count the step's stores as under way, once; first begin those of the step before if nobody did."""

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,12 +15,15 @@ import torch
 from lmcache import keys, options
 from lmcache.engines.core.copier import EngineCopier, make_copier
 from lmcache.engines.core.jobs import EngineIdentity
-from lmcache.engines.core.layout import Layout, page_views
+from lmcache.engines.core.layout import KVCaches, Layout, page_views, tensors_of
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import files, fingerprint
-from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id, num_replicas
-from lmcache.rpc.client import ClientHello, KVGroup, OnRows, Role, SidecarClient, TransferOffer
+from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
+from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
+from lmcache.kv_groups import KVGroup, stored_blocks
+from lmcache.rpc.client import ClientHello, OnRows, Role, SidecarClient, TransferOffer
 from lmcache.rpc.service import DEFAULT_SOCKET
+from lmcache.units import round_up
 
 logger = logging.getLogger(__name__)
 
@@ -68,35 +71,35 @@ class Settings(NamedTuple):
 
 
 def attach_worker(
-    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+    vllm_config: Any, kv_cache_config: Any, kv_caches: KVCaches
 ) -> tuple[SidecarClient, EngineCopier, EngineIdentity]:
     """Find out who this rank is and start its client. May read all weights.
 
     Raises UnsupportedError and ValueError.
     """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    check_supported(vllm_config, kv_cache_config)
-    (group,), num_blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
-    block_tokens = group.kv_cache_spec.block_size
-    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
-    chunk_tokens = math.lcm(settings.chunk_tokens, block_tokens, hash_tokens)
-    layout = Layout(tuple(page_views(group.layer_names, kv_caches, num_blocks)), chunk_tokens // block_tokens)
-    check_stages(vllm_config, layout)
-    contents = [
-        (layer, _content_id(vllm_config, layer, kv_caches[layer], num_blocks)) for layer in group.layer_names
-    ]
-    copier = make_copier({0: layout}, settings.copy_threads)
+    check_supported(vllm_config)
+    specs = read_groups(kv_cache_config, can_fail_requests=hasattr(base, "KVConnectorTransferResults"))
+    step_tokens = math.lcm(*(spec.block_tokens for spec in specs))
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or step_tokens
+    chunk_tokens = round_up(settings.chunk_tokens, math.lcm(step_tokens, hash_tokens))
+    groups, layouts = _lay_out(specs, chunk_tokens, kv_caches, kv_cache_config.num_blocks)
+    check_stages(vllm_config, layouts.values())
+    contents = [_list_group(vllm_config, spec, kv_caches, kv_cache_config.num_blocks) for spec in specs]
+    copier = make_copier(layouts, settings.copy_threads)
     parallel = vllm_config.parallel_config
     replicas = num_replicas(parallel.tensor_parallel_size, kv_cache_config)
     shards = parallel.tensor_parallel_size // replicas
     stage, rank = _place()
-    namespace, reason = _namespace(vllm_config, contents, shards, (chunk_tokens, block_tokens, hash_tokens))
+    namespace, reason = _namespace(vllm_config, contents, shards, (chunk_tokens, hash_tokens))
     hello = ClientHello(
         role=Role.WORKER,
         engine_uuid=_engine_uuid(vllm_config),
         namespace=namespace,
         chunk_tokens=chunk_tokens,
-        groups=(KVGroup(0, block_tokens, _largest_column_bytes(vllm_config, layout)),),
+        groups=_of_largest_stage(vllm_config, groups, layouts),
         num_columns=shards * parallel.pipeline_parallel_size,
         column=stage * shards + rank // replicas,
         private_reason=reason,
@@ -105,6 +108,25 @@ def attach_worker(
     )
     identity = EngineIdentity(hello, hash_tokens, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier.prepare), copier, identity
+
+
+def _lay_out(
+    specs: Sequence[GroupSpec], chunk_tokens: int, kv_caches: KVCaches, num_blocks: int
+) -> tuple[list[KVGroup], dict[int, Layout]]:
+    """Find the groups, full ones first, and where the KV is of those that store something.
+
+    Raises UnsupportedError.
+    """
+    groups, layouts = [], {}
+    for number, spec in enumerate(specs):
+        group = KVGroup(number, spec.block_tokens, 0, spec.window_tokens, spec.kind)
+        if blocks_per_row := stored_blocks(group, chunk_tokens):
+            layout = Layout(tuple(page_views(spec.layers, kv_caches, num_blocks)), blocks_per_row)
+            layouts[number], group = layout, replace(group, chunk_bytes=layout.row_bytes)
+        groups.append(group)
+    if not layouts:
+        raise UnsupportedError("nothing of this KV is needed at the edges of chunks")
+    return sorted(groups, key=lambda group: not group.is_full), layouts
 
 
 def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClient:
@@ -122,7 +144,7 @@ def start_client(socket: str, hello: ClientHello, on_rows: OnRows | None = None)
 
 
 def _namespace(
-    vllm_config: Any, contents: list[tuple[str, str]], shards: int, grid_tokens: tuple[int, int, int]
+    vllm_config: Any, contents: list[fingerprint.GroupContents], shards: int, grid_tokens: tuple[int, int]
 ) -> tuple[bytes, str]:
     """Name the engine's KV; with a reason why nobody else has KV of that name, or none."""
     from vllm.v1.core import kv_cache_utils
@@ -141,6 +163,19 @@ def _namespace(
         listing["private_to"] = _engine_uuid(vllm_config)
         logger.warning("Cached KV stays private to this engine: %s", reason)
     return keys.namespace(listing), reason
+
+
+def _list_group(
+    vllm_config: Any, spec: GroupSpec, kv_caches: KVCaches, num_blocks: int
+) -> fingerprint.GroupContents:
+    """Say what the group's bytes mean, layer by layer."""
+    contents = [
+        (layer, _content_id(vllm_config, layer, tensor, num_blocks))
+        for layer in spec.layers
+        for tensor in tensors_of(kv_caches[layer])
+    ]
+    fields: list[str | int] = [spec.kind.name, spec.window_tokens, spec.block_tokens, int(spec.is_drafter)]
+    return fields, contents
 
 
 def _content_id(vllm_config: Any, layer: str, kv: torch.Tensor, num_blocks: int) -> str:
@@ -165,13 +200,19 @@ def _transfer(copier: EngineCopier, *, is_replica: bool) -> TransferOffer:
     return offer
 
 
-def _largest_column_bytes(vllm_config: Any, layout: Layout) -> int:
+def _of_largest_stage(
+    vllm_config: Any, groups: Sequence[KVGroup], layouts: Mapping[int, Layout]
+) -> tuple[KVGroup, ...]:
     """Pipeline stages may differ in layers; all columns of a row have the size of the largest."""
     stages = fingerprint.stages(vllm_config)
     if not stages:
-        return layout.row_bytes
+        return tuple(groups)
     most = max(end - start for start, end in stages)
-    return layout.blocks_per_row * layout.pages[0].shape[1] * most
+    ((number, layout),) = layouts.items()
+    row_bytes = layout.blocks_per_row * layout.pages[0].shape[1] * most
+    return tuple(
+        replace(group, chunk_bytes=row_bytes) if group.group == number else group for group in groups
+    )
 
 
 def _engine_uuid(vllm_config: Any) -> bytes:

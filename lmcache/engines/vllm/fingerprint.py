@@ -16,6 +16,9 @@ from lmcache.keys import Listed
 _FILE_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes", "mistral"}
 """``load_format``s that read the safetensors files of the model's folder."""
 
+GroupContents = tuple[Sequence["str | int"], Sequence[tuple[str, str]]]
+"""Of a KV group: what it is, and name and content id of this rank's layers in the order of their bytes."""
+
 _VOLATILE_CONFIG = {"_name_or_path", "_commit_hash", "transformers_version"}
 
 
@@ -67,15 +70,15 @@ def private_reason(vllm_config: Any, has_fixed_hash_seed: bool) -> str:
 def listing(
     vllm_config: Any,
     weights: str | None,
-    contents: Sequence[tuple[str, str]],
+    groups: Sequence[GroupContents],
     shards: int,
-    grid_tokens: tuple[int, int, int],
+    grid_tokens: tuple[int, int],
 ) -> dict[str, Listed]:
     """List what makes the bytes of chunks comparable. The engine's version is not in it, see ``layouts``.
 
-    ``contents``: name and content id of this rank's layers in the order of their bytes; ``shards``: parts
-    that tensor parallelism makes of a layer's KV. All ranks must make
-    the same listing, so with pipeline stages the names give way to where the stages are cut.
+    ``groups`` in the order of the engine's block tables; ``shards``: parts that tensor parallelism makes of a
+    layer's KV; ``grid_tokens``: of a chunk and of a hash. All ranks must make the same listing, so with
+    pipeline stages the layers' names give way to where the stages are cut.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     cuts = stages(vllm_config)
@@ -87,7 +90,12 @@ def listing(
         "kv_dtype": str(cache.cache_dtype),
         "kv_dtype_skip_layers": list(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
         "slot": "block, layer",  # the order of bytes that ``engines/core/copier`` keeps
-        "contents": sorted({content for _, content in contents}) if cuts else list(map(list, contents)),
+        "groups": [
+            [fields, sorted({content for _, content in layers}) if cuts else list(map(list, layers))]
+            for fields, layers in groups
+        ],
+        "states": [os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT")]
+        + [str(getattr(cache, name, None)) for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")],
         "stages": cuts,
         "draft_model": _draft_model(vllm_config),
         "media": _media_options(model),

@@ -1,4 +1,4 @@
-"""What the bytes of a block mean, and which of vLLM's KV can be cached at all.
+"""What the bytes of a block mean, and how vLLM must be set up for them to be cached.
 
 Two engines can share if a block means the same to both: the same content order (the attention backend's, on
 the CPU also the packing of its instruction set), the same order of heads and tokens inside a block, the same
@@ -7,7 +7,7 @@ data type and sizes. A *content id* says all of that; the ids of all layers are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,45 +25,8 @@ The id of any other content holds the engine's version: its bytes are shared wit
 """
 
 
-LATENTS = "MLAAttentionSpec"
-"""vLLM's name for KV that is one latent per token, whatever the number of heads (DeepSeek, Kimi)."""
-
-
-def num_replicas(tensor_parallel: int, kv_cache_config: Any) -> int:
-    """Count the consecutive tensor-parallel ranks that hold the same KV: latents are not split by heads, and
-    there may be more ranks than KV heads.
-
-    vLLM says it since 0.31; before, latents alone are known to be the same.
-    """
-    known: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
-    if known is not None:
-        return known
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
-    return tensor_parallel if all(type(spec).__name__ == LATENTS for spec in specs) else 1
-
-
-def layer_specs(spec: Any) -> list[Any]:
-    """Those of a group whose layers differ, else the group's own."""
-    by_layer = getattr(spec, "kv_cache_specs", None)
-    return list(by_layer.values()) if by_layer else [spec]
-
-
-def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise UnsupportedError unless all KV is one group of full attention whose blocks can be shared.
-
-    DeepSeek V4's latents are not: their groups are compressed, and a hit of them replays tokens.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise UnsupportedError(
-            f"the model has {len(groups)} KV cache groups; one group of full attention can be cached"
-        )
-    group = groups[0]
-    for spec in layer_specs(group.kv_cache_spec):
-        if type(spec).__name__ not in ("FullAttentionSpec", LATENTS) or getattr(spec, "model_version", None):
-            raise UnsupportedError(f"KV of kind {type(spec).__name__} can't be cached yet")
-    if group.is_eagle_group or getattr(group, "host_resident", False):
-        raise UnsupportedError("KV of draft layers and of host-resident groups can't be cached yet")
+def check_supported(vllm_config: Any) -> None:
+    """Raise UnsupportedError when the engine is set up in a way that can't be cached, whatever its KV is."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -80,11 +43,13 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
-def check_stages(vllm_config: Any, layout: Layout) -> None:
+def check_stages(vllm_config: Any, layouts: Collection[Layout]) -> None:
     """Raise UnsupportedError when pipeline stages may differ unseen: each rank sees only its own layers."""
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         return
-    if len({pages.shape[1] for pages in layout.pages}) != 1:
+    if len(layouts) != 1:
+        raise UnsupportedError("with pipeline stages only one KV group can be cached yet")
+    if len({pages.shape[1] for layout in layouts for pages in layout.pages}) != 1:
         raise UnsupportedError("with pipeline stages all layers must have blocks of one size")
     if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
         raise UnsupportedError("kv_cache_dtype_skip_layers can't be cached with pipeline stages")

@@ -128,7 +128,7 @@ def test_a_copy_is_taken_back_when_its_block_is_handed_out_and_only_then(rig):
     assert rig.scheduler.reads_transient_blocks
     for blocks, reclaimed in ({50, 101, 6}, set()), ({50, 7}, {windows}), ({304}, {windows}):
         rig.scheduler.reclaim_blocks(blocks)
-        assert rig.scheduler.end_step(1).reclaimed == reclaimed
+        assert rig.scheduler.end_step(1).left_behind == reclaimed
     rig.report(ended=[windows])
     assert not rig.scheduler.reads_transient_blocks, "full attention keeps its blocks"
     rig.scheduler.note_preempted("r")
@@ -141,7 +141,7 @@ def test_blocks_that_a_load_fills_are_handed_out(rig):
     assert rig.scheduler.num_loadable(rig.arrive(make_request(200, "second")), 0) == 128
     rig.scheduler.note_allocated("second", tables(), 128)
     rig.scheduler.reclaim_blocks(set())
-    assert rig.scheduler.end_step(0).reclaimed == {meta.stores[0].job_id}
+    assert rig.scheduler.end_step(0).left_behind == {meta.stores[0].job_id}
 
 
 @pytest.mark.parametrize("rig", [(WINDOW,)], indirect=True)

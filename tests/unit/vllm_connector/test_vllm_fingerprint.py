@@ -64,13 +64,19 @@ def test_the_files_of_a_repository_are_those_that_the_engine_loaded(tmp_path, mo
 LAYERS = (("l0", "x"), ("l1", "y"))
 
 
+def groups_of(*layers, kind="FULL_ATTENTION", window=0, block_tokens=16, is_drafter=0):
+    return [([kind, window, block_tokens, is_drafter], part) for part in layers]
+
+
 def test_the_listing_is_canonical_and_complete(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
-    def namespace(change=lambda config: None, weights="w", contents=LAYERS, shards=1, grid=(256, 32, 32)):
+    def namespace(
+        change=lambda config: None, weights="w", shards=1, grid=(256, 32), groups=None, layers=LAYERS
+    ):
         config = engine()
         change(config)
-        return keys.namespace(fingerprint.listing(config, weights, contents, shards, grid))
+        return keys.namespace(fingerprint.listing(config, weights, groups or groups_of(layers), shards, grid))
 
     def set_(part, name, value):
         return lambda config: setattr(getattr(config, part), name, value)
@@ -87,10 +93,17 @@ def test_the_listing_is_canonical_and_complete(monkeypatch):
     assert namespace(set_("parallel_config", "tensor_parallel_size", 2)) == base, "both ranks hold the same"
     others = [
         namespace(weights="v"),
-        namespace(contents=(("l0", "y"), ("l1", "x"))),
-        namespace(contents=LAYERS[:1]),
-        namespace(contents=(*LAYERS, ("draft", "y"))),
-        namespace(grid=(512, 32, 32)),
+        namespace(layers=(("l0", "y"), ("l1", "x"))),
+        namespace(layers=LAYERS[:1]),
+        namespace(layers=(*LAYERS, ("draft", "y"))),
+        namespace(groups=groups_of(LAYERS[:1], LAYERS[1:])),
+        namespace(groups=groups_of(LAYERS[1:], LAYERS[:1])),
+        namespace(groups=groups_of(LAYERS, kind="SLIDING_WINDOW", window=128)),
+        namespace(groups=groups_of(LAYERS, kind="SLIDING_WINDOW", window=129)),
+        namespace(groups=groups_of(LAYERS, block_tokens=32)),
+        namespace(groups=groups_of(LAYERS, is_drafter=1)),
+        namespace(grid=(512, 32)),
+        namespace(set_("cache_config", "mamba_ssm_cache_dtype", "float32")),
         namespace(set_("cache_config", "cache_dtype", "fp8")),
         namespace(set_("cache_config", "kv_cache_dtype_skip_layers", ["0", "1"])),
         namespace(set_("cache_config", "kv_cache_dtype_skip_layers", ["2", "3"])),
@@ -101,6 +114,8 @@ def test_the_listing_is_canonical_and_complete(monkeypatch):
         namespace(set_("model_config", "hf_config", SimpleNamespace(to_dict=lambda: {"hidden_size": 9}))),
         namespace(draft("org/draft")),
     ]
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    others.append(namespace())
     assert len({base, *others}) == len(others) + 1
 
 
@@ -112,7 +127,7 @@ def test_all_pipeline_stages_make_one_listing(monkeypatch):
     first, last = (("l0", "x"), ("l1", "x")), (("l2", "x"), ("l3", "x"))
 
     def namespace(contents):
-        return keys.namespace(fingerprint.listing(config, "w", contents, 1, (256, 32, 32)))
+        return keys.namespace(fingerprint.listing(config, "w", groups_of(contents), 1, (256, 32)))
 
     before = namespace(first)
     assert namespace(last) == before

@@ -7,7 +7,7 @@ import torch
 
 from lmcache.engines.core.layout import Layout
 from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id, num_replicas
+from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
 from tests.harness.kv_layouts import ORDERS, B, kv_caches
 
 
@@ -24,73 +24,28 @@ def test_content_ids_tell_apart_what_differs_and_only_that():
     assert name(isa="amx", version="0.32.9") == name(isa="amx") != name(isa="amx", version="0.33.0")
 
 
-class FullAttentionSpec:
-    block_size = 32
-
-
-class MambaSpec(FullAttentionSpec):
-    pass
-
-
-class MLAAttentionSpec(FullAttentionSpec):
-    model_version = None
-
-
-def engine(*specs, policy="recompute", dcp=1, eagle=False, sleep=False):
-    groups = [SimpleNamespace(kv_cache_spec=spec, is_eagle_group=eagle) for spec in specs]
+def engine(policy="recompute", dcp=1, sleep=False):
     parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1)
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
     model = SimpleNamespace(enable_sleep_mode=sleep)
-    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)
-    return config, SimpleNamespace(kv_cache_groups=groups)
+    return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)
 
 
-def test_plain_full_attention_is_supported():
-    check_supported(*engine(FullAttentionSpec()))
-    check_supported(*engine(SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec()})))
-
-
-def test_latents_are_supported_but_those_that_are_compressed():
-    check_supported(*engine(MLAAttentionSpec()))
-    spec = MLAAttentionSpec()
-    spec.model_version = "deepseek_v4"
-    with pytest.raises(UnsupportedError, match="MLAAttentionSpec"):
-        check_supported(*engine(spec))
-
-
-@pytest.mark.parametrize(
-    ("spec", "said", "replicas"),
-    [
-        (FullAttentionSpec(), None, 1),
-        (FullAttentionSpec(), 2, 2),
-        (MLAAttentionSpec(), 8, 8),
-        (MLAAttentionSpec(), None, 8),
-        (SimpleNamespace(kv_cache_specs={"a": MLAAttentionSpec(), "b": MLAAttentionSpec()}), None, 8),
-        (SimpleNamespace(kv_cache_specs={"a": MLAAttentionSpec(), "b": MambaSpec()}), None, 1),
-    ],
-)
-def test_ranks_that_hold_the_same_kv_are_counted_also_where_vllm_does_not_say_it(spec, said, replicas):
-    _, config = engine(spec)
-    if said is not None:
-        config.kv_tp_replicas = said
-    assert num_replicas(8, config) == replicas
+def test_a_plain_engine_is_supported():
+    check_supported(engine())
 
 
 @pytest.mark.parametrize(
     ("unsupported", "reason"),
     [
-        (engine(MambaSpec()), "MambaSpec"),
-        (engine(FullAttentionSpec(), MambaSpec()), "2 KV cache groups"),
-        (engine(SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec(), "b": MambaSpec()})), "MambaSpec"),
-        (engine(FullAttentionSpec(), policy="fail"), "kv_load_failure_policy"),
-        (engine(FullAttentionSpec(), dcp=2), "decode_context_parallel_size"),
-        (engine(FullAttentionSpec(), eagle=True), "draft"),
-        (engine(FullAttentionSpec(), sleep=True), "--enable-sleep-mode"),
+        (engine(policy="fail"), "kv_load_failure_policy"),
+        (engine(dcp=2), "decode_context_parallel_size"),
+        (engine(sleep=True), "--enable-sleep-mode"),
     ],
 )
-def test_everything_else_runs_untouched_with_a_reason(unsupported, reason):
+def test_what_can_t_be_cached_runs_untouched_with_a_reason(unsupported, reason):
     with pytest.raises(UnsupportedError, match=reason):
-        check_supported(*unsupported)
+        check_supported(unsupported)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +60,9 @@ def test_pipeline_stages_that_can_differ_unseen_are_refused(pages, skip_layers, 
             cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=skip_layers),
         )
 
-    check_stages(config(1, skip_layers), kv)
-    check_stages(config(2, None), Layout(kv.pages[:1], 2))
+    check_stages(config(1, skip_layers), [kv])
+    check_stages(config(2, None), [Layout(kv.pages[:1], 2)])
+    with pytest.raises(UnsupportedError, match="one KV group"):
+        check_stages(config(2, None), [Layout(kv.pages[:1], 2)] * 2)
     with pytest.raises(UnsupportedError, match=reason):
-        check_stages(config(2, skip_layers), kv)
+        check_stages(config(2, skip_layers), [kv])
