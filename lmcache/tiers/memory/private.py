@@ -8,11 +8,11 @@ import mmap
 import numpy as np
 
 from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME, first_slot
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.kernel_pages import discard, prefer_huge_pages
 from lmcache.tiers.memory.slots import SlotTable
-from lmcache.units import round_up
+from lmcache.units import ceil_div, round_up
 
 
 class PrivateArena:
@@ -45,9 +45,11 @@ class PrivateArena:
         return self._data.data
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
-        """The first ``length`` writable bytes from a slot on, all of the slot if not given."""
-        slot_bytes = self.geometry.slot_bytes
-        start = (column * self.num_rows + row) * slot_bytes
+        """The first ``length`` writable bytes of a row's column; not given: its first slot. (A row of a
+        geometry with one slot per frame is a slot.)"""
+        slot_bytes, slots_per_frame = self.geometry.slot_bytes, self.geometry.slots_per_frame
+        slot = first_slot(row, ceil_div(self.num_rows, slots_per_frame), slots_per_frame)
+        start = (column * self.num_rows + slot) * slot_bytes
         return self._data[start : start + (slot_bytes if length is None else length)].data
 
     def discard(self, first_row: int) -> None:

@@ -273,6 +273,10 @@ class MemoryTier:
         """Could a lookup lease it?"""
         return self._rows.find(key) is not None
 
+    def knows(self, key: RowKey) -> bool:
+        """Is there a row of this key, in whatever state?"""
+        return key in self._rows.row_by_key
+
     def is_coming(self, key: RowKey) -> bool:
         """Is somebody writing it now?"""
         number = self._rows.row_by_key.get(key)

@@ -9,7 +9,7 @@ A lookup never waits for any of it. Each key is brought once at a time, however 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from lmcache.tiers.base import RowKey
@@ -50,7 +50,7 @@ class Promotions:
         # Keys known as absent, of all requests or ("") of one, until then.
         self._absent: OrderedDict[tuple[RowKey, str], float] = OrderedDict()
 
-    def verify(self, chains: Chains, present: Sequence[bytes]) -> Search:
+    def verify(self, chains: Chains, present: Sequence[bytes], request: str) -> Search:
         """Find the longest hit when all that is on its way to memory has come; start verifying what it needs.
         What lower tiers could add is for ``bring``.
 
@@ -58,17 +58,14 @@ class Promotions:
         """
         expected = [bytearray(part) for part in present]
         unverified: dict[Place, Slot] = {}
-        num_chunks = chains.num_chunks
-        by_fullness = sorted(enumerate(chains.groups), key=lambda item: not item[1].is_full)
-        for at, group in by_fullness:
-            part = expected[at]
-            for chunk in range(part.find(0) if 0 in part else num_chunks, num_chunks):
+        for at, part in enumerate(expected):
+            for chunk in range(part.find(0) % (len(part) + 1), len(part)):
                 if not part[chunk]:
-                    part[chunk] = self._is_coming(chains.keys[at][chunk], (chunk, at), unverified)
-                    if group.is_full and not part[chunk]:
-                        num_chunks = chunk
+                    place = chunk, at
+                    part[chunk] = self._is_coming(chains.key(place), place, unverified)
+                    if chains.is_prefix and not part[chunk]:
                         break
-        search = Search(chains, expected)
+        search = Search(chains, expected, lambda key: self._is_absent(key, request))
         if unverified:
             places = [place for place in chains.places(search.num_expected) if place in unverified]
             slots = {chains.key(place): unverified[place] for place in places}
@@ -84,7 +81,7 @@ class Promotions:
         """
         if not any(lower.is_healthy for lower in self._lower):
             return False
-        name = search.next_key(lambda key: self._is_absent(key, request))
+        name = search.next_key()
         if name is None or name in self._probing:
             return name is not None
         room = self._memory.usable_slots // 4 - self._num_pending_slots
@@ -101,6 +98,8 @@ class Promotions:
         """Is it on its way, or here? Note what is only to be verified."""
         if key in self._pending:
             return True
+        if not self._memory.knows(key):
+            return False
         if (slot := self._memory.unverified(key)) is not None:
             unverified[place] = slot
             return True
@@ -121,33 +120,45 @@ class Promotions:
         """Ask one tier after the other for what those before it do not have."""
         scope = ""  # of what is found absent
         names = {name}
-        tiers: list[tuple[int, TierWorker]] = []
+        tiers: list[int] = []  # whose rows are of use
+        order = deque(range(len(self._lower)))
         try:
-            for position, lower in enumerate(self._lower):
+            while order:
+                position = order.popleft()
                 num_full, num_expected = search.num_full, search.num_expected
-                num_chunks = await search.extend([*tiers, (position, lower)])
+                num_chunks = await search.extend({at: self._lower[at] for at in (*tiers, position)}, position)
                 found = search.found(num_chunks)
-                sizes = [
-                    search.chains.groups[at].chunk_bytes for (_, at), source in found if source == position
-                ]
-                if sizes and not lower.should_load(sum(sizes), (num_chunks - num_expected) * chunk_seconds):
-                    lower.stats.skipped_slower_than_recompute += len(sizes)
+                if not self._is_worth(search, found, position, (num_chunks - num_expected) * chunk_seconds):
                     scope = request  # another request's engine may be slower
-                    search.forget(position, num_full)
+                    search.undo()
                     continue
-                tiers.append((position, lower))
+                tiers.append(position)
                 for place, source in found:
                     self._start(search, place, request, source)
                 search.take(num_chunks)
-                if (following := search.next_key(lambda _: False)) is None:
+                if (following := search.next_key()) is None:
                     return
                 names.add(following)
                 self._probing.add(following)
+                if search.num_full > num_full and not search.chains.is_prefix:
+                    order.extend(other for other in tiers if other not in (position, *order))
         finally:
             self._probing -= names
-        for key in (search.next_key(lambda _: False), *search.absent()):
-            if key is not None:
-                self._note_absent(key, scope)
+        for key in search.absent():
+            self._note_absent(key, scope)
+        if (following := search.next_key()) is not None:
+            self._note_absent(following, scope)
+
+    def _is_worth(
+        self, search: Search, found: Sequence[tuple[Place, int]], position: int, recompute_seconds: float
+    ) -> bool:
+        """Is bringing what this tier has sooner done than computing the chunks that it adds?"""
+        lower, groups = self._lower[position], search.chains.groups
+        sizes = [groups[at].chunk_bytes for (_, at), source in found if source == position]
+        is_worth = not sizes or lower.should_load(sum(sizes), recompute_seconds)
+        if not is_worth:
+            lower.stats.skipped_slower_than_recompute += len(sizes)
+        return is_worth
 
     def _start(self, search: Search, place: Place, request: str, position: int) -> None:
         key, length = search.chains.key(place), search.chains.groups[place[1]].chunk_bytes

@@ -123,7 +123,7 @@ class TieredStore:
         if found.slots and is_shared:
             self._refresh.add(lease_id, found.keys, found.slots)
         if found.num_resident < chains.num_chunks:
-            search = self._promotions.verify(chains, found.present)
+            search = self._promotions.verify(chains, found.present, lease_id[1])
             num_expected = search.num_expected
             is_probing = is_shared and self._promotions.bring(search, lease_id[1], chunk_seconds)
         return LookupResult(
