@@ -22,22 +22,23 @@ API CUresult cuGetErrorName(CUresult error, const char **name) {
 
 API CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetErrorName(error, text); }
 
-/* A newer form of a function is told by its suffix. `version` is the newest CUDA that the caller knows. */
+void *find_entry(const char *name, int is_newer_form) {
+    static void *self;
+    Dl_info info;
+    char symbol[128];
+    if (!self && dladdr((void *)cuGetErrorName, &info)) self = dlopen(info.dli_fname, RTLD_NOW);
+    snprintf(symbol, sizeof symbol, "%s%s", name, is_newer_form ? "_v2" : "");
+    return dlsym(self, symbol);
+}
+
+/* `version` is the newest CUDA that the caller knows. */
 API CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
     (void)flags;
-    static void *self;
     static const int BATCHES_SINCE = 12080, NEW_BATCHES_SINCE = 13000;
-    const char *suffixes[] = {"_v2", ""};
     int driver = atoi(setting("CUDASIM_DRIVER_VERSION", "13000")), is_batch = !strcmp(name, "cuMemcpyBatchAsync");
-    Dl_info info;
-    if (!self && dladdr((void *)cuGetErrorName, &info)) self = dlopen(info.dli_fname, RTLD_NOW);
     if (version > driver) version = driver;
-    *function = NULL;
-    for (int i = is_batch && version < NEW_BATCHES_SINCE; i < 2 && !*function; i++) {
-        char symbol[128];
-        snprintf(symbol, sizeof symbol, "%s%s", name, suffixes[i]);
-        *function = dlsym(self, symbol);
-    }
+    *function = is_batch && version < NEW_BATCHES_SINCE ? NULL : find_entry(name, 1);
+    if (!*function) *function = find_entry(name, 0);
     if (is_batch && version < BATCHES_SINCE) *function = NULL;
     if (status) *status = *function ? 0 : 1;
     return *function ? OK : NOT_FOUND;

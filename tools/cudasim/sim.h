@@ -65,6 +65,10 @@ double die_after(void);          /* bytes of copies after which the process dies
 void nap(double seconds);
 const char *setting(const char *name, const char *otherwise);
 
+/* ---- entry.c ---- */
+
+void *find_entry(const char *name, int is_newer_form);
+
 /* ---- device.c ---- */
 
 struct context {

@@ -102,6 +102,22 @@ static struct timespec orders_time;
 static off_t orders_size = -1;
 static pthread_mutex_t orders_lock = PTHREAD_MUTEX_INITIALIZER;
 
+static void check(int is_right, const char *text) {
+    if (is_right) return;
+    fprintf(stderr, "cudasim: no such order: %s\n", text); /* a test that orders it would show nothing */
+    abort();
+}
+
+/* Orders may name a function with or without the suffix that tells its newer form. */
+static void without_suffix(char *function) {
+    char *suffix = strstr(function, "_v2");
+    if (suffix) *suffix = 0;
+}
+
+static int is_word(const char *word) {
+    return !strcmp(word, "stall") || !strcmp(word, "rate") || !strcmp(word, "pin_rate") || !strcmp(word, "die_after");
+}
+
 /* One order: [ROLE:] fail FUNCTION N|* CODE | stall | rate B | pin_rate B | die_after BYTES */
 static void add_order(char *text) {
     char *colon = strchr(text, ':'), role[64], word[64], nth[32];
@@ -111,11 +127,15 @@ static void add_order(char *text) {
         text = colon + 1;
     }
     struct order order = {0};
-    if (num_orders == MAX_ORDERS || sscanf(text, "%63s", word) != 1) return;
+    if (sscanf(text, "%63s", word) != 1) return;
+    check(num_orders < MAX_ORDERS, "too many");
     if (!strcmp(word, "fail")) {
-        if (sscanf(text, "%*s %63s %31s %lf", order.function, nth, &order.value) != 3) return;
+        check(sscanf(text, "%*s %63s %31s %lf", order.function, nth, &order.value) == 3, text);
+        without_suffix(order.function);
+        check(find_entry(order.function, 0) || find_entry(order.function, 1), text);
         order.nth = *nth == '*' ? 0 : atol(nth);
     } else {
+        check(is_word(word), text);
         strcpy(order.function, word);
         sscanf(text, "%*s %lf", &order.value);
     }
@@ -159,8 +179,11 @@ static void read_orders(int is_urgent) {
     }
 }
 
-int fault(const char *function) {
+int fault(const char *entry) {
     int code = 0;
+    char function[64];
+    snprintf(function, sizeof function, "%s", entry);
+    without_suffix(function);
     pthread_mutex_lock(&orders_lock);
     read_orders(1);
     for (int i = 0; i < num_orders; i++)

@@ -1,4 +1,4 @@
-"""The driver that these tests run on: a real one, or the simulated one, where tests/unit/cuda runs them."""
+"""The driver that these tests run on: a real one, or the simulated one (integration/test_cuda_driver.py)."""
 
 from __future__ import annotations
 

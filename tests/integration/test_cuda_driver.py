@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from testing import cuda
+from testing.child_process import REPOSITORY
 
-ROOT = Path(__file__).parents[3]
-FILES = sorted((ROOT / "tests" / "gpu" / "cuda").glob("test_*.py"))
+FILES = sorted((REPOSITORY / "tests" / "gpu" / "cuda").glob("test_*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
@@ -20,7 +19,7 @@ def test_on_the_simulated_driver(file):
     with cuda.node(devices=(cuda.GPU, cuda.OTHER_GPU, cuda.MIG_SLICE)) as node:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", str(file)],
-            cwd=ROOT, env=os.environ | node.environment(), capture_output=True, text=True, timeout=280,
+            cwd=REPOSITORY, env=os.environ | node.environment(), capture_output=True, text=True, timeout=280,
         )  # fmt: skip
     print(done.stdout, done.stderr)
     assert done.returncode == 0

@@ -374,6 +374,22 @@ def test_orders_from_the_start(node):
         process.call(open_context)
 
 
+@pytest.mark.parametrize("order", ["fail cuMemcpyBatchAsink 1 1", "fail cuInit", "stal", "rates 7"])
+def test_an_order_that_is_none_ends_who_reads_it(node, order):
+    with peer(**node.environment(orders=order)) as process:
+        with pytest.raises((EOFError, ConnectionResetError)):
+            process.call(open_context)
+        process.process.join(60)
+        assert process.process.exitcode == -signal.SIGABRT
+
+
+@pytest.mark.parametrize("function", ["cuMemAlloc", "cuMemAlloc_v2"])
+def test_functions_are_named_with_or_without_their_version(node, function):
+    with copying(node) as (process, _, _):
+        node.order(f"fail {function} 1 2")
+        assert process.call(failure, cuda_peers.export_content, DATA) == (2, False)
+
+
 def test_copies_at_a_given_rate(node):
     with copying(node) as (process, device, host):
         node.order(f"rate {SIZE * 10}")
