@@ -113,6 +113,13 @@ class OffloadingWorld:
             time.sleep(0.001)
             self.step()
 
+    def reset(self, new_weights: object) -> None:
+        """As before a weight update: then the weights are new."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33: the workers touch nothing any more
+            self.manager.on_reset_flushed()
+        self.weights = new_weights
+
     def settle(self) -> None:
         """Step until no job is under way: each was reported, and no row is held."""
         self.wait(lambda: not self.manager._jobs)

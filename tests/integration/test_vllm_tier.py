@@ -152,8 +152,7 @@ def test_until_the_weights_have_a_name_nothing_is_stored_or_found(disk, monkeypa
 def test_a_reset_leaves_nothing_of_the_old_weights(disk):
     with OffloadingWorld(num_rows=4, **disk) as world:
         world.store(KEYS[0])
-        world.manager.reset_cache()
-        world.weights = "others"
+        world.reset("others")
         assert world.load(KEYS[0]) == 0
         world.store(KEYS[0])
         world.forget_primary()
@@ -193,7 +192,7 @@ def test_a_wrong_setting_leaves_an_engine_that_runs(disk, wrong, said, caplog):
         assert world.load(*KEYS) == len(KEYS)  # of the CPU tier
         assert world.load(key_of("absent")) == 0
         world.settle()
-        world.manager.reset_cache()
+        world.reset(0)
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("lmcache")]
     assert line.startswith("The LMCache tier is off, the engine runs without it: ")
     assert said in line
@@ -404,7 +403,7 @@ HOOKS = {
     "take_ended": lambda world: (world.step(), world.step()),
     "touch": lambda world: world.manager.touch(KEYS, ReqContext("r")),
     "forget": lambda world: world.finish(world.request()),
-    "drain": lambda world: world.manager.reset_cache(),
+    "drain": lambda world: world.reset(0),
     "note_absent": lambda world: world.load(*KEYS),
 }
 
@@ -431,7 +430,7 @@ def test_a_fault_of_ours_takes_the_tier_offline_and_every_job_ends(disk, hook, m
         assert world.load(*KEYS) in (0, len(KEYS))  # the CPU tier may have them
         world.store(key_of("later"))
         world.settle()
-        world.manager.reset_cache()
+        world.reset(0)
         hung.may_go_on.set()
     assert caplog.text.count("The LMCache tier goes offline, the engine runs on without it") == 1
 

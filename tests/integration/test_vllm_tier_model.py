@@ -153,9 +153,8 @@ class Engines(RuleBasedStateMachine):
     @rule()
     def update_weights(self):
         self.medium.goes_on.set()
-        self.world.manager.reset_cache()
         self.num_updates += 1
-        self.world.weights = self.num_updates
+        self.world.reset(self.num_updates)
 
     @rule()
     def restart(self):
