@@ -19,11 +19,8 @@ from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import (
-    init_none_hash,
-    resolve_cache_hit_alignment_tokens,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -150,12 +147,20 @@ def make_cache_config(config, settings: SimSettings, stage: int = 0) -> KVCacheC
         ],
         kv_cache_groups=list(map(KVCacheGroupSpec, layers, specs)),
         prefix_cache_retention_interval=settings.retention,
-        kv_tp_replicas=settings.replicas,
     )
     block, hash_block = resolve_kv_cache_block_sizes(cache, config)
-    cache.hash_block_size = hash_block
-    cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(cache, config, block, hash_block)
+    _set_if_known(cache, kv_tp_replicas=settings.replicas, hash_block_size=hash_block)
+    if hasattr(cache, "cache_hit_alignment_tokens"):
+        align = kv_cache_utils.resolve_cache_hit_alignment_tokens
+        cache.cache_hit_alignment_tokens = align(cache, config, block, hash_block)
     return cache
+
+
+def _set_if_known(cache: KVCacheConfig, **values: int) -> None:
+    """Older versions of vLLM know neither."""
+    for name, value in values.items():
+        if hasattr(cache, name):
+            setattr(cache, name, value)
 
 
 def _spec(group: SimGroup, settings: SimSettings) -> KVCacheSpec:

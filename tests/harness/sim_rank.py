@@ -137,7 +137,8 @@ class SimRank:
             return hooks.no_forward(output)
         hooks.pre_forward(output)
         self.forward(step)
-        hooks.finish_forward()
+        if hasattr(hooks, "finish_forward"):  # not before 0.30
+            hooks.finish_forward()
         return ran(step, hooks.post_forward(output.finished_req_ids))
 
     def forward(self, step: Step) -> None:
