@@ -5,10 +5,10 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube demo test test-fast check format generate pins bench bench-peer gpu-check clean
+.PHONY: help setup kube demo test test-fast test-vllm-versions check format generate pins bench bench-peer gpu-check clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## everything the other targets need, idempotent
 	@tools/setup.sh
@@ -24,6 +24,9 @@ test: setup kube ## everything that needs no GPU, on real Redis, vLLM and kube-a
 
 test-fast: setup ## the part that needs none of them, in under a minute
 	@$(PY) -m pytest -q tests/unit
+
+test-vllm-versions: setup ## the connector on the oldest and the newest vLLM (500 MB fetched once, some minutes)
+	@$(PY) -m testing.engine.versions
 
 check: setup kube ## format, lint, types, borders, sizes, generated files, chart
 	@$(PY) -m tools.check

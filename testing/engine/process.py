@@ -59,6 +59,11 @@ def connector_config(socket: str | Path, **extra: Any) -> dict[str, Any]:
     }
 
 
+def _python_path(folder: str | Path) -> str:
+    """``LMCACHE_TEST_VLLM``: where another vLLM than the installed one is (``versions``)."""
+    return os.pathsep.join(filter(None, [os.environ.get("LMCACHE_TEST_VLLM"), str(folder)]))
+
+
 class Generated(NamedTuple):
     """What a request brought."""
 
@@ -90,7 +95,7 @@ class EngineProcess(ChildProcess):
         child_reads, self._commands = os.pipe()
         self._answers, child_writes = os.pipe()
         command = [sys.executable, *map(str, self.child), str(child_reads), str(child_writes)]
-        paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(self.python_path)}
+        paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": _python_path(self.python_path)}
         environment = {**os.environ, **ENVIRONMENT, **paths}
         self.spawn(
             [*command, json.dumps(args)],
@@ -219,7 +224,12 @@ class ServedEngine(ChildProcess):
         ]
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
-        variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+        variables = {
+            **os.environ,
+            **ENVIRONMENT,
+            "PYTHONPATH": _python_path(REPOSITORY),
+            **(environment or {}),
+        }
         self.spawn(command, cwd=REPOSITORY, env=variables)
 
     def wait_ready(self, timeout: float = 180) -> ServedEngine:
