@@ -11,13 +11,16 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.cache import cache_root
 
 SOURCES = Path(__file__).parent.parent / "tools" / "cudasim"
-GPU = "GPU-11111111-1111-1111-1111-111111111111"
+_REAL_GPU = os.environ.get("LMCACHE_TEST_GPU")
+GPU = _REAL_GPU or "GPU-11111111-1111-1111-1111-111111111111"
+"""The first device of a node: simulated, or the real one that tests are told to use."""
 OTHER_GPU = "GPU-22222222-2222-2222-2222-222222222222"
 MIG_SLICE = "MIG-33333333-3333-3333-3333-333333333333"
 _FLAGS = "-std=gnu11 -O2 -g -Wall -Wextra -pthread -shared -fPIC -fvisibility=hidden -Wl,-soname,libcuda.so.1"
@@ -86,8 +89,32 @@ class Node:
         return sum(process[counter] for process in self.processes(role))
 
 
+class RealNode(Node):
+    """This host, whose driver does what it does: tests end here, skipped, where they ask for more."""
+
+    def __init__(self, path: Path, devices: Sequence[str] = (GPU,)) -> None:
+        super().__init__(path, devices)
+        if list(devices) != [GPU]:
+            raise unittest.SkipTest("one real GPU is tested")
+
+    def environment(self, role: str = "any", **settings: object) -> dict[str, str]:
+        if settings:
+            raise unittest.SkipTest(f"a real driver has no {', '.join(settings)}")
+        return {"CUDA_VISIBLE_DEVICES": GPU}
+
+    def order(self, text: str) -> None:
+        raise unittest.SkipTest("a real driver takes no orders")
+
+    def processes(self, role: str | None = None) -> list[dict[str, int]]:
+        raise unittest.SkipTest("a real driver has no counters")
+
+
 @contextlib.contextmanager
 def node(devices: Sequence[str] = (GPU,)) -> Iterator[Node]:
-    """A node of its own, which leaves nothing behind."""
+    """A node of its own, which leaves nothing behind; where ``LMCACHE_TEST_GPU`` names a GPU, this host."""
+    if _REAL_GPU:
+        with tempfile.TemporaryDirectory() as folder:
+            yield RealNode(Path(folder), devices)
+        return
     with tempfile.TemporaryDirectory(prefix="cudasim-", dir="/dev/shm") as folder:
         yield Node(Path(folder), devices)
