@@ -252,6 +252,12 @@ class ServedEngine(ChildProcess):
             result: dict[str, Any] = json.load(answer)
         return result
 
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """GET /metrics; those whose names begin so, without their labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith(prefix)}
+
     def close(self) -> None:
         """End the server as a user would."""
         if self.is_running:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.config.kv_events import KVEventsConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
@@ -76,6 +77,7 @@ class SimSettings:
     head_size: int = 1  # times CELL are a token's bytes per layer; the model fills the first CELL of them
     groups: tuple[SimGroup, ...] = (SimGroup(),)
     retention: int | None = 0  # tokens between what vLLM's own cache keeps of windows and states; None: all
+    has_events: bool = False  # KV events, which ``SimEngine.published`` keeps
     layout: str = "LBNHC"  # the physical order, by vLLM's name for it
     tensor_parallel: int = 1
     num_kv_heads: int = 8  # what tensor parallelism can split; of latents 1
@@ -121,6 +123,7 @@ def make_configs(settings: SimSettings, socket: str):
     config.kv_transfer_config = KVTransferConfig(**connector_config(socket, **CONNECTOR))
     config.kv_transfer_config.engine_id = config.instance_id = uuid.uuid4().hex
     config.cache_config.num_gpu_blocks = settings.num_blocks
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=settings.has_events, publisher="null")
     cache = make_cache_config(config, settings)
     block, hash_block = resolve_kv_cache_block_sizes(cache, config)
     _join_world(config)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -71,6 +72,8 @@ class SimEngine:
                 config, cache, StructuredOutputManager(config), block, hash_block, log_stats=True
             )
             self._num_batches = config.max_concurrent_batches
+        self.published: list[KVCacheEvent] = []
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         # The tiny model takes no media.
         self.scheduler.max_num_encoder_input_tokens = _MAX_MEDIA_TOKENS
         self.scheduler.encoder_cache_manager = EncoderCacheManager(_MAX_MEDIA_TOKENS)

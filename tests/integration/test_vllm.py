@@ -11,10 +11,14 @@ overwritten before the load. Three engines serve all cases:
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import socket
 
+import msgspec
 import pytest
+import zmq
+from vllm.distributed.kv_events import KVEventBatch
 
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, ServedEngine, connector_config
@@ -282,13 +286,19 @@ def test_two_ranks_over_http(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
+    listener = zmq.Context.instance().socket(zmq.SUB)
+    listener.subscribe("")
+    listener.connect(events["endpoint"])
     with (
+        listener,
         SidecarProcess(memory_size="64Mi") as sidecar,
         ServedEngine(
             tmp_path / "log",
             port,
             connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
             "--tensor-parallel-size=2",
+            f"--kv-events-config={json.dumps(events)}",
             environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         ) as engine,
     ):
@@ -300,3 +310,25 @@ def test_two_ranks_over_http(tmp_path):
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 1792
         assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
         assert {client["column"] for client in sidecar.stats()["clients"]} == {0, 1}
+        assert_told(listener, prompt)
+        figures = engine.metrics("vllm:lmcache_")
+        assert figures["vllm:lmcache_loads_total"] == 2, "of both ranks"
+        assert figures["vllm:lmcache_failed_loads_total"] == 0
+        assert figures["vllm:lmcache_loaded_blocks_total"] == 2 * 1792 // BLOCK
+        assert figures["vllm:lmcache_stored_rows_total"] == 2 * 7
+        assert figures["vllm:lmcache_load_seconds_total"] > 0
+
+
+def assert_told(listener, prompt):
+    """What vLLM's own publisher sent of the sidecar's memory is the prompt, each chunk once."""
+    listener.setsockopt(zmq.RCVTIMEO, 30_000)
+    told, decoder = [], msgspec.msgpack.Decoder(KVEventBatch)
+    while len(told) < 7:
+        *_, payload = listener.recv_multipart()
+        told += [event for event in decoder.decode(payload).events if event.medium == "CPU"]
+    parent = None
+    for number, event in enumerate(told):
+        assert event.parent_block_hash == parent
+        assert event.token_ids == prompt[number * 256 : (number + 1) * 256]
+        assert (event.block_size, len(event.block_hashes)) == (BLOCK, 256 // BLOCK)
+        parent = event.block_hashes[-1]

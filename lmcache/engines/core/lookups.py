@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from lmcache.engines.core.hits import Hit, find_hit, no_hit
+from lmcache.engines.core.hits import Hit, Index, find_hit, no_hit
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.requests import Ticket
 from lmcache.rpc.client import Session, SidecarClient
@@ -75,6 +75,12 @@ class LookupThread:
     def is_attached(self) -> bool:
         """Is there a sidecar?"""
         return self._client.session is not None
+
+    @property
+    def index(self) -> Index | None:
+        """What is in memory, now and without a call; None: there is no sidecar."""
+        session = self._client.session
+        return session.index if session is not None else None
 
     def knows_all(self, ticket: Ticket) -> bool:
         """True when no answer would tell of more than the index shows."""

@@ -35,6 +35,7 @@ from functools import partial
 from typing import Any
 
 from lmcache import keys
+from lmcache.engines.core.events import Chunk, ChunkEvents
 from lmcache.engines.core.grid import BlockTables, Grid
 from lmcache.engines.core.jobs import EngineIdentity, LoadJob, Offer, StepMeta, WorkerReport
 from lmcache.engines.core.lookups import LookupThread
@@ -69,13 +70,15 @@ class SchedulerSide:
         answer_seconds: float = 0.0,
         prefill_tokens_per_second: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        events: ChunkEvents | None = None,
     ) -> None:
         """``connect`` starts a client; ``extra_keys_of`` takes a request and the size of chunks and returns
         what finds its extra keys, on the lookup thread; None for a request without any.
 
         The sidecar may be silent for ``answer_seconds`` before it answers, and between rows that it brings;
-        0.0: as measured. So is the prefill rate.
+        0.0: as measured. So is the prefill rate. ``events`` is told of chunks that are stored and loaded.
         """
+        self._events = events
         self._connect = connect
         self._extra_keys_of = extra_keys_of
         self._answer_seconds = answer_seconds
@@ -133,6 +136,8 @@ class SchedulerSide:
         False: a load of it is under way, and its request will go on with it.
         """
         self._namespace = os.urandom(32)
+        if self._events is not None:
+            self._events.clear()
         self._computing.clear()
         for state in self._states.values():
             state.offer = None
@@ -196,6 +201,8 @@ class SchedulerSide:
             self._next.loads.append(LoadJob.failing(request_id, tables))
             return
         self._next.loads.append(LoadJob.from_offer(request_id, self._grid, offer, num_tokens, tables))
+        if self._events is not None and state.ticket.keys:
+            self._events.note_found(state.request, state.ticket.keys[0][: len(offer.found[0].rows)])
         self._lookups.lease(state.ticket, ceil_div(offer.start + num_tokens, self._grid.chunk_tokens))
         state.is_loading = True
 
@@ -293,7 +300,15 @@ class SchedulerSide:
                 state.num_stored_chunks = 0  # what was found is gone: store it again
         if self._stores is not None:
             for job_id, num_columns in report.stores_ended.items():
-                self._stores.note_ended(job_id, num_columns)
+                if self._stores.note_ended(job_id, num_columns) and self._events is not None:
+                    self._events.end_store(job_id)
+
+    def take_changes(self) -> tuple[list[Chunk], list[tuple[bytes, ...]]]:
+        """Chunks that came into memory and the hashes of those that left it; see ``ChunkEvents``."""
+        if self._events is None:
+            return [], []
+        index = self._lookups.index if self._lookups is not None else None
+        return self._events.take(index, self._grid.chunk_tokens // self._grid.hash_tokens)
 
     def _ask(self, request: EngineRequest, lookups: LookupThread) -> Ticket:
         num_chunks = self._grid.num_loadable_chunks(len(request.block_hashes), request.num_tokens)
@@ -364,4 +379,7 @@ class SchedulerSide:
     def _store(self, state: RequestState, get_tables: GetTables, num_tokens: int, **fields: Any) -> None:
         if self._stores is not None and state.ticket.namespace == self._namespace:
             tables = partial(get_tables, state.ticket.request_id)
-            self._next.stores += self._stores.plan(state, tables, num_tokens, **fields)
+            jobs = self._stores.plan(state, tables, num_tokens, **fields)
+            self._next.stores += jobs
+            if self._events is not None:
+                self._events.begin_stores(state.request, jobs, self._grid.stored[0].group)

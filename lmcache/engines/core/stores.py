@@ -106,15 +106,17 @@ class Stores:
         """Jobs that read blocks which this step gives to somebody."""
         return {job_id for job_id, job in self._jobs.items() if not job.transient.isdisjoint(handed_out)}
 
-    def note_ended(self, job_id: int, num_columns: int) -> None:
-        """So many columns' ranks ended it; unknown jobs are ignored."""
+    def note_ended(self, job_id: int, num_columns: int) -> bool:
+        """So many columns' ranks ended it; whether these were the last. Unknown jobs are ignored."""
         if (job := self._jobs.get(job_id)) is None:
-            return
+            return False
         job.num_missing -= num_columns
-        if job.num_missing <= 0:
-            del self._jobs[job_id]
-            job.state.num_stores -= 1
-            self._computing.end(job.state, job.chunks)
+        if job.num_missing > 0:
+            return False
+        del self._jobs[job_id]
+        job.state.num_stores -= 1
+        self._computing.end(job.state, job.chunks)
+        return True
 
     def _begin(self, state: RequestState, parts: Sequence[GroupStore], chunks: slice) -> StoreJob:
         full = {group.group for group in self._grid.stored if group.is_full}

@@ -33,6 +33,7 @@ class LoadTransfer:
     def __init__(self, job: LoadJob, fence: Fence) -> None:
         self.job = job
         self.ended = threading.Event()
+        self.seconds = 0.0
         self._fence = fence
         self._pieces: list[Piece] = []
         self._good: list[bool] = []  # of each piece: its bytes are proven
@@ -42,6 +43,13 @@ class LoadTransfer:
         """Blocks that can't be used: all, until their pieces are proven good."""
         good = itertools.takewhile(lambda at: self._good[at], range(len(self._pieces)))
         return self.job.blocks[sum(len(self._pieces[at].blocks) for at in good) :]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What came of it, to be summed up."""
+        num_blocks, num_bad = len(self.job.blocks), len(self.bad_blocks)
+        figures = {"loads": 1, "failed_loads": num_bad > 0, "loaded_blocks": num_blocks - num_bad}
+        return figures | {"load_seconds": self.seconds}
 
     def run(self, session: Session, copier: EngineCopier) -> None:
         """Copy piece by piece; a bad one ends it: KV after a gap is useless. Raises SidecarError."""
@@ -79,9 +87,15 @@ class StoreTransfer:
         self.job = job
         self.fence: Fence = None  # set before ``run``
         self.ended = threading.Event()
+        self.seconds = 0.0
         self._lock = threading.Lock()  # protects what follows
         self._is_cancelled = False
         self._copied: list[Slot] = []
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What came of it, to be summed up."""
+        return {"stores": 1, "stored_rows": len(self._copied), "store_seconds": self.seconds}
 
     def cancel(self) -> None:
         """From now on no copy of this job counts: the engine takes the blocks back."""

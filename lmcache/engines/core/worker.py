@@ -24,6 +24,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any
@@ -83,6 +84,7 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._report = WorkerReport()
+        self._figures: Counter[str] = Counter()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Begin to work on these tensors; on a reason not to, log it and stay idle.
@@ -158,6 +160,11 @@ class WorkerSide:
         report.timed_step = timed_step
         return report
 
+    def take_figures(self) -> dict[str, float]:
+        """What copies that ended since the last call came to."""
+        figures, self._figures = self._figures, Counter()
+        return dict(figures)
+
     def close(self) -> None:
         """End the threads and detach; waits for the copy and the call under way."""
         client = self._client
@@ -226,6 +233,7 @@ class WorkerSide:
 
     def _run(self, transfer: LoadTransfer | StoreTransfer) -> None:
         client, copier = self._client, self._copier
+        began = time.perf_counter()
         try:
             session = client.session if client is not None else None
             if session is not None and copier is not None:
@@ -235,11 +243,13 @@ class WorkerSide:
         except Exception:
             logger.exception("A copy failed; the cache goes on without it")
         finally:
+            transfer.seconds = time.perf_counter() - began
             transfer.ended.set()
             self._ended.put(transfer)
 
     def _note_ended(self, transfer: LoadTransfer | StoreTransfer, loaded: set[str]) -> None:
         request_id = transfer.job.request_id
+        self._figures.update(transfer.figures)
         if isinstance(transfer, StoreTransfer):
             self._report.stores_ended[transfer.job.job_id] += 1
             del self._stores[transfer.job.job_id]

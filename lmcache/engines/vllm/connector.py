@@ -15,12 +15,14 @@ to the engine before is still reported.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -32,6 +34,9 @@ from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.vllm.support import check_version
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
     from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
     from lmcache.engines.core.worker import WorkerSide
     from lmcache.engines.vllm.scheduler import VLLMScheduler
@@ -140,6 +145,27 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         """What the scheduler side has to know."""
         return _call(self._worker, "take_report", None, self._connector_metadata)
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What the copies that ended in this step came to."""
+        figures: dict[str, float] = _call(self._worker, "take_figures", {})
+        return self.build_kv_connector_stats(figures) if figures else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """The same where vLLM logs and counts it, made of its ``data``."""
+        from lmcache.engines.vllm.stats import LMCacheStats
+
+        return LMCacheStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics:
+        """Where vLLM counts it for Prometheus."""
+        from lmcache.engines.vllm.stats import LMCachePromMetrics
+
+        return LMCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- scheduler ----
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -170,6 +196,10 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         """Note what the workers ended."""
         _call(self._scheduler, "update_connector_output", None, connector_output)
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events since the last call, for vLLM's publisher."""
+        return _call(self._scheduler, "take_events", [])
+
     def reset_cache(self) -> bool:
         """Forget what is cached: the weights may have changed. False: not possible now."""
         return _call(self._scheduler, "reset_cache", True)
@@ -183,6 +213,12 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     ) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks must be held."""
         return _call(self._scheduler, "finish", False, request, block_ids), None
+
+
+with contextlib.suppress(ValueError):  # a MultiConnector finds the figures of its children by their names
+    KVConnectorFactory.register_connector(
+        LMCacheClusterConnector.__name__, __name__, LMCacheClusterConnector.__name__
+    )
 
 
 def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args: Any) -> T:
@@ -206,17 +242,20 @@ def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args:
 
 
 def _make_scheduler(vllm_config: Any) -> VLLMScheduler:
+    from lmcache.engines.core.events import ChunkEvents
     from lmcache.engines.vllm.attach import Settings, start_scheduler_client
     from lmcache.engines.vllm.extra_keys import ExtraKeyFinder
     from lmcache.engines.vllm.scheduler import VLLMScheduler
 
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     connect = partial(start_scheduler_client, settings.socket)
+    events = vllm_config.kv_events_config
     return VLLMScheduler(
         connect,
         ExtraKeyFinder().extra_keys_of,
         settings.answer_seconds,
         settings.prefill_tokens_per_second,
+        events=ChunkEvents() if events is not None and events.enable_kv_cache_events else None,
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 from lmcache.engines.core.grid import BlockTables
 from lmcache.engines.core.jobs import StepMeta, WorkerReport
 from lmcache.engines.core.scheduler import SchedulerSide
+
+logger = logging.getLogger(__name__)
 
 
 class VLLMScheduler(SchedulerSide):
@@ -56,6 +59,21 @@ class VLLMScheduler(SchedulerSide):
         """``tables``: with null blocks where windows left some behind."""
         self._tables.pop(request.request_id, None)
         return super().finish(request, tables)
+
+    def take_events(self) -> list[Any]:
+        """KV events of what came into memory and what left it; a fault ends them and nothing else."""
+        try:
+            stored, removed = self.take_changes()
+            if not (stored or removed):
+                return []
+            from lmcache.engines.vllm import events  # without vLLM, until there is one
+
+            told: list[Any] = [events.removed_event(hashes, self._grid) for hashes in removed]
+            return told + [events.stored_event(chunk, self._grid) for chunk in stored]
+        except Exception:
+            logger.exception("KV events of LMCache Cluster end in this process")
+            self._events = None
+            return []
 
     def _follow(self, output: Any) -> None:
         """With the V2 model runner a preempted request comes back among the new ones.

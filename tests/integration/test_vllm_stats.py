@@ -1,0 +1,62 @@
+"""The connector's figures in vLLM's metrics of KV connectors, alone and as one of several connectors."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from lmcache.engines.vllm.connector import LMCacheClusterConnector
+from lmcache.engines.vllm.stats import FIGURES, LMCacheStats
+
+pytestmark = pytest.mark.vllm
+
+ONE = {"loads": 1, "failed_loads": 0, "loaded_blocks": 8, "load_seconds": 0.25}
+OTHER = {"loads": 1, "failed_loads": 1, "loaded_blocks": 0, "load_seconds": 0.5, "stores": 2}
+
+
+def test_ranks_and_steps_add_up() -> None:
+    stats = LMCacheStats(dict(ONE)).aggregate(pickle.loads(pickle.dumps(LMCacheStats(dict(OTHER)))))
+    assert stats.data == {
+        "loads": 2,
+        "failed_loads": 1,
+        "loaded_blocks": 8,
+        "load_seconds": 0.75,
+        "stores": 2,
+    }
+    assert stats.reduce()["lmcache_load_seconds"] == 0.75
+    assert stats.reduce().keys() == {f"lmcache_{name}" for name in FIGURES}
+    assert not stats.is_empty()
+    stats.reset()
+    assert stats.is_empty()
+
+
+def test_among_other_connectors_its_figures_are_found_by_its_name() -> None:
+    built = MultiConnector.build_kv_connector_stats({"LMCacheClusterConnector": dict(ONE)})
+    assert built.data["LMCacheClusterConnector"].data == ONE
+    assert built.data["LMCacheClusterConnector"].aggregate(LMCacheStats(dict(OTHER))).data["loads"] == 2
+
+
+def test_they_are_counters_with_vllm_s_labels() -> None:
+    registry = CollectorRegistry()
+
+    def counter(name: str, documentation: str, labelnames: list[str]) -> Any:
+        return Counter(name, documentation, labelnames, registry=registry)
+
+    metrics = LMCacheClusterConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=None),
+        {Counter: counter, Gauge: None, Histogram: None},
+        ["model_name", "engine"],
+        {0: ["m", "0"], 1: ["m", "1"]},
+    )
+    metrics.observe(ONE, 1)
+    metrics.observe(OTHER, 1)
+    metrics.observe({"of a later version": 1}, 0)
+    text = generate_latest(registry).decode()
+    assert 'vllm:lmcache_loads_total{engine="1",model_name="m"} 2.0' in text
+    assert 'vllm:lmcache_loads_total{engine="0",model_name="m"} 0.0' in text
+    assert 'vllm:lmcache_load_seconds_total{engine="1",model_name="m"} 0.75' in text
