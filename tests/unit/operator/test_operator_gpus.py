@@ -102,13 +102,16 @@ def test_each_gpu_that_the_sidecar_copies_out_of_has_host_memory() -> None:
 
 @pytest.mark.parametrize("allow_all_gpus", [False, True])
 @pytest.mark.parametrize("engine", [{}, TWO, {"gpu": {"count": 0}}])
-def test_the_sidecar_is_told_what_was_asked_for(engine: dict[str, Any], allow_all_gpus: bool) -> None:
+def test_the_sidecar_is_told_what_was_asked_for(
+    engine: dict[str, Any], allow_all_gpus: bool, tmp_path: Path
+) -> None:
     config = pytest.importorskip("lmcache_sidecar.config")
     for transfer in ("Auto", "CudaIPC", "SharedMemory"):
         found = rendered(allow_all_gpus, **spec(engine, transfer))[Ref("ConfigMap", "demo-sidecar")]
-        keys = yaml.safe_load(found["data"]["sidecar.yaml"])
-        assert keys.get("transfer", "Auto") == transfer
-    assert config  # which key it is, is the sidecar's: see its configuration
+        file = tmp_path / "sidecar.yaml"
+        file.write_text(found["data"]["sidecar.yaml"])
+        read = config.read({"config": str(file), "memory_size": "1073741824"}, {}).usable()
+        assert read.transfer == transfer
 
 
 def test_a_template_may_not_take_the_sidecars_gpus_away() -> None:
@@ -276,6 +279,14 @@ def test_what_sidecars_say_at_run_time_leads() -> None:
     assert rig.transfer["message"] == message
     rig.says(mode="CudaIPC", reason="")
     assert rig.condition("Degraded")[0] == "False"
+
+
+def test_while_an_engine_starts_its_sidecar_is_not_taken_at_its_word() -> None:
+    rig = Rig(engine=CLAIMS, sidecar={"transfer": "CudaIPC"})
+    rig.settle()
+    rig.world.set_ready("demo-engine-0", False)
+    rig.says(mode="SharedMemory", reason="the reader of its GPU is starting")
+    assert (rig.transfer["mode"], rig.condition("Degraded")[0]) == ("CudaIPC", "False")
 
 
 @pytest.mark.parametrize("said", ["x", [1], {"mode": 5}, {"mode": ""}, {}])

@@ -92,8 +92,11 @@ def transfer_fields(requested: str, planned: Transfer) -> Object:
 
 
 def transfer_in_use(fields: Mapping[str, Any], sidecars: Sequence[Sidecar]) -> Object:
-    """The same with what the sidecars say: one that does not copy stands for all of these."""
-    said = [sidecar for sidecar in sidecars if sidecar.transfer and sidecar.is_attached]
+    """The same with what the sidecars say: one that does not copy stands for all of these.
+
+    Before the engine serves, who copies for it may still be starting.
+    """
+    said = [s for s in sidecars if s.transfer and s.is_attached and s.is_engine_ready]
     fallen = [sidecar for sidecar in said if sidecar.transfer != CUDA_IPC]
     if fields.get("mode") != CUDA_IPC or not fallen:
         return dict(fields)
