@@ -1,0 +1,293 @@
+"""The memory tier with rows of one to three slots: nobody's slots are given to others, whatever happens.
+
+What is evicted when is for ``test_memory_model``; here the question is whose bytes lie where.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache.kv_groups import GroupKind, KVGroup
+from lmcache.tiers.header import checksum
+from lmcache.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.tier import SIDECAR, MemoryTier
+
+SLOT_BYTES, SLOTS_PER_FRAME, NUM_FRAMES, NUM_COLUMNS = 4096, 3, 7, 2
+NUM_SLOTS = SLOTS_PER_FRAME * NUM_FRAMES
+COLUMNS = range(NUM_COLUMNS)
+CHUNK_TOKENS, NUM_CHUNKS = 32, 5
+GROUPS = (
+    KVGroup(0, 16, 3 * SLOT_BYTES - 7),
+    KVGroup(1, 16, SLOT_BYTES, 20, GroupKind.SLIDING_WINDOW),
+    KVGroup(2, 32, SLOT_BYTES + 1, 0, GroupKind.STATE),
+)
+OWNERS = [b"a" * 16, b"b" * 16]
+REQUESTS = ["r", "s"]
+ENGINE = b"E" * 16
+NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120")) // 2
+
+groups = st.sampled_from(GROUPS)
+chunks = st.integers(0, NUM_CHUNKS - 1)
+
+
+def key_of(group: KVGroup, chunk: int) -> bytes:
+    return bytes([group.group, chunk]) * 32
+
+
+def num_slots(group: KVGroup) -> int:
+    return -(-group.chunk_bytes // SLOT_BYTES)
+
+
+@dataclass(eq=False)
+class Row:
+    """A row as somebody got it."""
+
+    slot: Slot
+    group: KVGroup
+    chunk: int
+    writers: dict[int, bytes] = field(default_factory=dict)
+    quarantined: dict[int, bytes] = field(default_factory=dict)
+    committed: set[int] = field(default_factory=set)
+    readers: int = 0
+
+    @property
+    def key(self) -> bytes:
+        return key_of(self.group, self.chunk)
+
+    @property
+    def slots(self) -> set[int]:
+        """Where it lies."""
+        frame, offset = self.slot.row % NUM_FRAMES, self.slot.row // NUM_FRAMES
+        first = frame * SLOTS_PER_FRAME + offset
+        assert offset + num_slots(self.group) <= SLOTS_PER_FRAME, "inside one frame"
+        return set(range(first, first + num_slots(self.group)))
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self.writers or self.quarantined or self.readers)
+
+    def content(self, column: int) -> bytes:
+        word = self.key + self.slot.generation.to_bytes(32, "big") + bytes([column]) * 32
+        return (word * (self.group.chunk_bytes // len(word) + 1))[: self.group.chunk_bytes]
+
+
+class SizesMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.arena = PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS, SLOTS_PER_FRAME), NUM_SLOTS)
+        self.rows: dict[Slot, Row] = {}  # every row that was ever given, and may be there yet
+        self.leases: dict[str, list[Row]] = {}
+        self.start()
+
+    def start(self) -> None:
+        self.tier = MemoryTier(self.arena, clock=lambda: self.now)
+        for _ in self.tier.adopt():
+            pass
+
+    def view(self, row: Row, column: int) -> memoryview:
+        return self.arena.view(row.slot.row, column, row.group.chunk_bytes)
+
+    # ---- store ----
+
+    @rule(group=groups, chunk=chunks, column=st.sampled_from(COLUMNS), owner=st.sampled_from(OWNERS))
+    def reserve(self, group, chunk, column, owner):
+        result, slot = self.tier.reserve(
+            key_of(group, chunk), column, owner, length=group.chunk_bytes, depth=chunk, request="r"
+        )
+        if result is not Reserved.SLOT:
+            return
+        row = self.rows.get(slot)
+        if row is None:
+            row = Row(slot, group, chunk)
+            self.take(row)
+        assert (row.group, row.chunk) == (group, chunk)
+        assert column not in row.writers | row.quarantined
+        row.writers[column] = owner
+        self.view(row, column)[:] = row.content(column)
+
+    def take(self, row: Row) -> None:
+        """The slot reuse rule."""
+        for other in list(self.rows.values()):
+            if other.slots & row.slots:
+                assert not other.is_in_use, (other, row)
+                assert other.slot.row != row.slot.row or other.slot.generation < row.slot.generation
+                del self.rows[other.slot]
+        self.rows[row.slot] = row
+
+    @rule(group=groups, owner=st.sampled_from(OWNERS), chunk=chunks)
+    def a_shorter_row_is_not_shared_with_a_longer_one(self, group, owner, chunk):
+        row = next(
+            (row for row in self.rows.values() if row.key == key_of(group, chunk) and row.writers), None
+        )
+        if row is not None:
+            column = 1 - next(iter(row.writers))
+            longer = (num_slots(group) + 1) * SLOT_BYTES
+            assert self.tier.reserve(row.key, column, owner, length=longer).result is not Reserved.SLOT
+
+    @rule(chunk=chunks, number=st.integers(1, 3))
+    def store_chunks(self, chunk, number):
+        for group in GROUPS:
+            for at in range(chunk, min(chunk + number, NUM_CHUNKS)):
+                for column in COLUMNS:
+                    self.reserve(group, at, column, OWNERS[column])
+        for column in COLUMNS:
+            self.commit(OWNERS[column], column)
+
+    @rule(owner=st.sampled_from(OWNERS), column=st.sampled_from(COLUMNS))
+    def commit(self, owner, column):
+        mine = [row for row in self.rows.values() if row.writers.get(column) == owner]
+        visible = self.tier.commit([row.slot for row in mine], column, owner)
+        for row in mine:
+            del row.writers[column]
+            row.committed.add(column)
+            if row.slot in visible and row.chunk % 3:
+                for at in COLUMNS:
+                    self.arena.table.record_checksum(row.slot.row, at, checksum(self.view(row, at)))
+        chunks_of = [self.rows[slot].chunk for slot in visible]
+        assert chunks_of == sorted(chunks_of), "all groups of a chunk are neighbours in the order of eviction"
+
+    @rule(owner=st.sampled_from(OWNERS), column=st.sampled_from(COLUMNS))
+    def abort(self, owner, column):
+        mine = [row for row in self.rows.values() if row.writers.get(column) == owner]
+        self.tier.abort([row.slot for row in mine], column, owner)
+        for row in mine:
+            del row.writers[column]
+
+    @rule(group=groups, chunk=chunks, is_good=st.booleans())
+    def promote(self, group, chunk, is_good):
+        slot = self.tier.reserve_row(key_of(group, chunk), group.chunk_bytes)
+        if slot is None:
+            return
+        row = Row(slot, group, chunk)
+        self.take(row)
+        for column in COLUMNS:
+            self.view(row, column)[:] = row.content(column)
+        assert [len(view) for view in self.tier.views(slot)] == [num_slots(group) * SLOT_BYTES] * 2
+        if is_good:
+            sums = [checksum(self.view(row, column)) for column in COLUMNS]
+            self.tier.commit_row(slot, sums)
+            row.committed.update(COLUMNS)
+        else:
+            self.tier.abort_row(slot)
+
+    # ---- load ----
+
+    def chains(self, num_chunks: int) -> Chains:
+        return Chains(
+            CHUNK_TOKENS, GROUPS, tuple([key_of(group, at) for at in range(num_chunks)] for group in GROUPS)
+        )
+
+    @rule(request=st.sampled_from(REQUESTS), number=st.integers(1, NUM_CHUNKS))
+    def lookup(self, request, number):
+        chains = self.chains(number)
+        found = self.tier.lookup((ENGINE, request), chains)
+        assert found.num_leased <= found.num_resident == chains.longest_hit(found.present)
+        needed = [chains.key(place) for place in chains.places(number)]
+        assert list(found.keys) == [key for key in needed if key in found.keys], "chunk by chunk"
+        for slot, key in zip(found.slots, found.keys, strict=True):
+            row = self.rows[slot]
+            assert (row.key, row.committed) == (key, set(COLUMNS))
+            if row not in self.leases.setdefault(request, []):
+                self.leases[request].append(row)
+                row.readers += 1
+        num_leased = sum(num_slots(row.group) for row in self.rows.values() if row.readers)
+        assert num_leased == self.tier._rows.num_leased_slots <= NUM_SLOTS // 2
+
+    @rule(request=st.sampled_from(REQUESTS))
+    def release(self, request):
+        self.tier.release((ENGINE, request))
+        for row in self.leases.pop(request, []):
+            row.readers -= 1
+
+    # ---- faults ----
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def lose_stream(self, owner):
+        self.tier.quarantine(owner)
+        for row in self.rows.values():
+            for column in [column for column, writer in row.writers.items() if writer == owner]:
+                row.quarantined[column] = row.writers.pop(column)
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def drained(self, owner):
+        self.tier.end_quarantine(owner)
+        for row in self.rows.values():
+            row.quarantined = {c: writer for c, writer in row.quarantined.items() if writer != owner}
+
+    @rule()
+    def restart(self):
+        """Leases are over (their engines are gone); who was writing is in quarantine."""
+        for request in REQUESTS:
+            self.release(request)
+        for owner in OWNERS:
+            self.lose_stream(owner)
+        self.start()
+        assert self.tier.quarantined_owners >= {
+            owner for row in self.rows.values() for owner in row.quarantined.values()
+        }
+        assert SIDECAR not in self.tier.quarantined_owners
+        self.tier.release_adopted()
+
+    @rule(first=chunks)
+    def verify(self, first):
+        for row in list(self.rows.values()):
+            slot = self.tier.unverified(row.key)
+            if row.chunk >= first and slot is not None and self.tier.pin(slot):
+                payloads = [bytes(payload) for payload in self.tier.payloads(slot)]
+                assert payloads == [self.rows[slot].content(column) for column in COLUMNS]
+                self.tier.verified(slot, is_intact=True)
+                self.tier.unpin(slot)
+
+    @rule(number=st.integers(0, NUM_FRAMES))
+    def shrink(self, number):
+        first = number * SLOTS_PER_FRAME
+        self.tier.vacate(first)
+        for row in self.rows.values():
+            if min(row.slots) >= first and not row.is_in_use:
+                assert not self.tier._rows.is_visible(row.slot)
+        self.tier.usable_slots = NUM_SLOTS
+
+    @rule(seconds=st.sampled_from([1.0, 100.0]))
+    def pass_time(self, seconds):
+        self.now += seconds
+
+    # ---- what holds ----
+
+    @invariant()
+    def what_is_in_use_is_whole(self):
+        for row in self.rows.values():
+            if row.is_in_use or self.tier._rows.is_visible(row.slot):
+                for column in row.committed | row.writers.keys():
+                    assert bytes(self.view(row, column)) == row.content(column)
+
+    @invariant()
+    def what_is_used_is_counted(self):
+        allocator = self.tier._rows.allocator
+        assert self.tier.used_bytes == allocator.num_used_slots * SLOT_BYTES * NUM_COLUMNS
+        in_use = [row for row in self.rows.values() if row.is_in_use]
+        assert sum(num_slots(row.group) for row in in_use) <= allocator.num_used_slots
+        assert all(allocator.size(row.slot.row) == num_slots(row.group) for row in in_use)
+
+    @precondition(lambda self: not any(row.is_in_use for row in self.rows.values()))
+    @rule()
+    def all_can_be_taken(self):
+        """No slot is leaked: a new chain of the largest rows may take all frames."""
+        self.now += 1000
+        slots = [
+            self.tier.reserve_row(bytes([9, at]) * 32, GROUPS[0].chunk_bytes) for at in range(NUM_FRAMES)
+        ]
+        assert None not in slots
+        self.rows.clear()
+        for slot in slots:
+            self.tier.abort_row(slot)
+
+
+TestSizes = SizesMachine.TestCase
+TestSizes.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=30)
