@@ -38,7 +38,7 @@ SLOTS_PER_FRAME = 16
 """Slots of a full chunk in an arena whose rows take several."""
 
 _LEAF_BITS = 1024
-_PACKED_ROWS = 4  # of each size, when sizes of slots are compared
+_PACKED_ROWS = 16  # of each size, when sizes of slots are compared
 
 
 class FrameSet:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmcache.tiers.memory.allocator import FrameAllocator, FrameSet
+from lmcache.tiers.memory.allocator import FrameAllocator, FrameSet, best_slots_per_frame
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    @initialize(num_slots=st.integers(1, 90), slots_per_frame=st.sampled_from([1, 4, 16]))
+    @initialize(num_slots=st.integers(1, 90), slots_per_frame=st.sampled_from([1, 3, 4, 7, 16]))
     def begin(self, num_slots, slots_per_frame):
         self.allocator = FrameAllocator(num_slots, slots_per_frame)
         self.size = slots_per_frame
@@ -43,6 +43,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert row % self.allocator.num_frames == first // self.size
         self.rows[row] = num_slots
         self.slots[first : first + num_slots] = [row] * num_slots
+
+    @rule(row=st.integers(0, 89), num_slots=st.integers(1, 16))
+    def take_at(self, row, num_slots):
+        row %= self.allocator.num_numbers
+        first = self.allocator.first_slot(row)
+        run = range(first, first + num_slots)
+        is_free = run in self.runs(num_slots, 90) and not self.owners(run)
+        assert self.allocator.allocate_at(row, num_slots) == is_free
+        if is_free:
+            self.rows[row] = num_slots
+            self.slots[first : first + num_slots] = [row] * num_slots
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -117,6 +128,32 @@ def test_the_tightest_run_is_taken():
         allocator.free(row)
     assert allocator.first_slot(allocator.allocate(2, 2)) == 4
     assert allocator.first_slot(allocator.allocate(2, 2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("row_sizes", "slots_per_frame", "slot_bytes"),
+    [
+        ([100_000], 1, 102_400),
+        ([100_000] * 7, 1, 102_400),
+        ([2 << 20, 1 << 20], 2, 1 << 20),
+        ([3 << 20, 1 << 20], 3, 1 << 20),
+        ([16 << 20, 1 << 20], 16, 1 << 20),
+        ([64 << 20, 1 << 20], 16, 4 << 20),
+        ([10 << 20, 9 << 20], 1, 10 << 20),  # whatever the slots, a frame holds one row
+        ([5 << 20, 3 << 20, 2 << 20], 5, 1 << 20),
+        ([1 << 40, 1], 16, 1 << 36),
+    ],
+)
+def test_slots_are_of_the_size_that_packs_the_rows_best(row_sizes, slots_per_frame, slot_bytes):
+    assert best_slots_per_frame(row_sizes, 4096) == (slots_per_frame, slot_bytes)
+
+
+@given(st.lists(st.integers(1, 1 << 24), min_size=1, max_size=8))
+def test_a_frame_holds_the_largest_row_and_hardly_more(row_sizes):
+    slots_per_frame, slot_bytes = best_slots_per_frame(row_sizes, 4096)
+    assert 1 <= slots_per_frame <= 16
+    assert slot_bytes % 4096 == 0
+    assert max(row_sizes) <= slots_per_frame * slot_bytes < max(row_sizes) + 16 * 4096
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 5000])
