@@ -120,7 +120,7 @@ def test_messages_between_processes_arrive_as_they_were():
     offer = Offer(0, 64, (Found(np.array([3]), np.array([1], np.uint64)),))
     load = LoadJob.from_offer("r", identity.grid, offer, 64, [[5, 6]])
     store = StoreJob(1, "r", (GroupStore(0, 0, b"k" * 64, (1, 2)),), b"tenant")
-    meta = pickle.loads(pickle.dumps(StepMeta([load], [store], {1, 2}, ["r"])))
+    meta = pickle.loads(pickle.dumps(StepMeta([load], [store], {1, 2}, held=["r"])))
     assert meta.loads[0].pieces() == load.pieces()
     assert (meta.stores, meta.reclaimed, meta.held) == ([store], {1, 2}, ["r"])
     report = WorkerReport(Counter({1: 1}), identity=identity)
