@@ -15,7 +15,7 @@ import pytest
 
 from lmcache.cuda import ipc
 from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Device, Stream
+from lmcache.cuda.driver import Device, Event, Stream
 from lmcache.cuda.errors import CudaError
 from lmcache.cuda.pins import Pins
 from testing import cuda, cuda_memory, cuda_peers
@@ -407,6 +407,58 @@ def test_a_process_that_dies_in_mid_copy(node):
         process.process.join(60)
         assert process.process.exitcode == -signal.SIGKILL
     assert node.processes() == []
+
+
+# ---- calls that fail ----
+
+
+def open_only(state, handle):
+    state["mapping"] = state["mappings"].open(handle)
+    return len(state["mappings"])
+
+
+def test_a_mapping_of_unknown_size_is_closed_again(node):
+    with peer(**node.environment("owner")) as owner, peer(**node.environment("importer")) as importer:
+        owner.call(open_context)
+        importer.call(open_context)
+        exported = owner.call(cuda_peers.export_content, DATA)
+        node.order("importer: fail cuMemGetAddressRange 1 1")
+        assert importer.call(failure, open_only, exported.handle) == (1, False)
+        assert node.count("mappings") == 0
+        assert importer.call(open_only, exported.handle) == 1
+
+
+def call(state, function, *arguments):
+    return state["context"].call(function, *arguments)
+
+
+def is_done(state):
+    event = Event(state["context"])
+    event.record(state["stream"])
+    return event.is_done()
+
+
+def test_functions_that_a_driver_lacks_and_events_that_fail(node):
+    with copying(node) as (process, _, _):
+        assert process.call(failure, call, "cuCtxGetLimit", 0)[0] == 500
+        node.order("fail cuEventQuery 1 719")
+        assert process.call(failure, is_done) == (719, True)
+
+
+def pin_again(state):
+    pins = Pins(state["context"], state["host"].ctypes.data + SIZE, SIZE, SIZE // 2)
+    pins.set_ready(SIZE)
+    assert pins.wait(60)
+    return pins.failures, pins.pinned_bytes
+
+
+def test_memory_that_can_not_be_pinned_is_copied_all_the_same(node):
+    with copying(node) as (process, device, host):
+        node.order("fail cuMemHostRegister 1 2")
+        assert process.call(pin_again) == (1, SIZE // 2)
+        process.call(copy, host, device)
+        process.call(copy, host + SIZE, device, SIZE // 2)
+        assert process.call(held) == DATA
 
 
 # ---- leaks ----

@@ -130,7 +130,8 @@ static void run_op(struct stream *stream, struct op *op) {
     struct context *context = stream->context;
     switch (op->what) {
     case COPY:
-        for (size_t i = 0; i < op->count && !context->sticky; i++) run_piece(context, &op->pieces[i]);
+        /* In no order, as hardware may: the last piece first. */
+        for (size_t i = op->count; i-- && !context->sticky;) run_piece(context, &op->pieces[i]);
         break;
     case FILL:
         if (can_touch(op->region, op->address, op->bytes)) memset((void *)op->address, (int)op->value, op->bytes);
