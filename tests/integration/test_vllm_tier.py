@@ -16,6 +16,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
 
 from lmcache.engines.core import tier_access  # noqa: E402
 from lmcache.engines.vllm import tier as tier_module  # noqa: E402
+from lmcache.engines.vllm import tier_settings  # noqa: E402
+from testing.child_process import REPOSITORY  # noqa: E402
 from testing.processes import RedisProcess  # noqa: E402
 from tests.harness.offloading_world import (  # noqa: E402
     PATIENT,
@@ -448,3 +450,12 @@ def test_every_method_of_the_interface_is_there():
     assert not tier_module.LMCacheTier.__abstractmethods__
     for name in ("lookup", "submit_store", "submit_load", "get_finished_jobs", "drain_jobs", "shutdown"):
         assert getattr(tier_module.LMCacheTier, name) is not getattr(base, name)
+
+
+def test_the_guide_has_every_setting():
+    guide = (REPOSITORY / "docs" / "guides" / "offloading.md").read_text()
+    for name, default in tier_settings.TierSettings._field_defaults.items():
+        assert f"`{name}`" in guide
+        if isinstance(default, float):
+            (row,) = [line for line in guide.splitlines() if line.startswith(f"| `{name}`")]
+            assert row.endswith(f"| {default:g} |")

@@ -109,7 +109,7 @@ class Engine(Part):
         ),
     )
 
-    image: str | None = field("Image with vLLM 0.29-0.32. Default: the operator's, see its help.", **_IMAGE)
+    image: str | None = field("Image with vLLM 0.29-0.33. Default: the operator's, see its help.", **_IMAGE)
     replicas: int = field("Engine pods; autoscalers change it.", default=1, minimum=0, maximum=1000)
     gpu: Gpu = field("GPUs of one pod.", default={})
     parallelism: Parallelism = field("How the model is split over the GPUs of a pod.", default={})
