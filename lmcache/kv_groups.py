@@ -45,6 +45,10 @@ class KVGroup:
     """The window, with what the engine retains beyond it; the length of an attention chunk; else 0."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
 
+    def __str__(self) -> str:
+        window = f" of {self.window_tokens} tokens" if self.window_tokens else ""
+        return f"{self.kind.name.lower().replace('_', ' ')}{window}, {self.chunk_bytes} bytes per chunk"
+
     @property
     def is_full(self) -> bool:
         """Does a hit need all chunks?"""

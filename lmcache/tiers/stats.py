@@ -88,7 +88,7 @@ class Removal(enum.Enum):
 class MemoryStats:
     """Of rows. A key counts once per request, by the first answer about it."""
 
-    hits: int = counter("Rows that lookups found in memory")
+    hits: int = counter("Rows, or chunks of several KV groups, that lookups found in memory")
     misses: int = counter("Rows that lookups did not find there, whatever was brought afterwards")
     refused: int = counter("Reservations refused because no row could be freed")
     removed: Counter[Removal] = counters("reason", "Rows that left memory: evicted, or not valid any more")

@@ -182,13 +182,15 @@ TRANSFER: tuple[Figure[Sessions], ...] = (
 ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("size_bytes", "Bytes of the memory tier as configured, of which slot table and index take some",
         lambda arena: arena.size_bytes),
-    Figure("capacity_rows", "Rows (chunks of all ranks) when all is populated", lambda arena: arena.num_rows),
+    Figure("capacity_rows", "Rows (chunks of all ranks) when all is populated; with several KV groups slots,"
+        " of which a row takes as many as its group needs", lambda arena: arena.num_rows),
     Figure("capacity_bytes", "Bytes of these rows", lambda arena: arena.num_rows * _row_bytes(arena)),
-    Figure("ready_rows", "Rows whose memory is populated", lambda arena: arena.ready_rows),
+    Figure("ready_rows", "Rows (or slots) whose memory is populated", lambda arena: arena.ready_rows),
     Figure("ready_bytes", "Bytes of these rows", lambda arena: arena.ready_rows * _row_bytes(arena)),
 )
 MEMORY: tuple[Figure[MemoryTier], ...] = (
-    Figure("usable_rows", "Rows that may be given out or leased", lambda memory: memory.usable_slots),
+    Figure("usable_rows", "Rows (or slots, as above) that may be given out or leased",
+        lambda memory: memory.usable_slots),
     Figure("used_rows", "Rows in use", lambda memory: memory.num_used),
     Figure("used_bytes", "Bytes of these rows",
         lambda memory: memory.used_bytes),
@@ -269,6 +271,7 @@ def _client(client: Client) -> dict[str, Any]:
         "role": pb.Role.Name(hello.role).removeprefix("ROLE_").lower(),
         "version": hello.client_version,
         "namespace": hello.namespace.hex(),
+        "groups": list(map(str, client.peer.groups.values())),
         "transfer": {"mode": _mode(client), "reason": client.transfer.reason},
         "epoch": client.epoch,
         "is_attached": client.is_attached,

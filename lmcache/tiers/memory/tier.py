@@ -373,6 +373,11 @@ class MemoryTier:
         return self._rows.stats
 
     @property
+    def num_frames(self) -> int:
+        """The largest rows that the arena has room for."""
+        return self._rows.allocator.num_frames
+
+    @property
     def num_used(self) -> int:
         """Rows that are not free."""
         return self._rows.allocator.num_rows

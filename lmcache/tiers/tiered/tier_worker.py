@@ -72,7 +72,7 @@ class TierWorker:
         self._loop = asyncio.get_running_loop()
         tier.health.subscribe(self._on_health)
         self._clock = clock
-        self._queue = WriteQueue(memory.arena.num_rows // 4)
+        self._queue = WriteQueue(memory.num_frames // 4)
         self._has_writes = asyncio.Event()
         self._unwritten: set[Slot] = set()  # queued, or being written
         self._refused: OrderedDict[Slot, Write] = OrderedDict()  # to be offered again
