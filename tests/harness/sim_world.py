@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 
 from lmcache.engines.core.copier import CpuCopier
 from lmcache.engines.core.cuda_copier import CudaCopier
+from lmcache.engines.core.worker import WorkerSide
 from lmcache.rpc.session import Session
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -20,6 +22,9 @@ from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 
 _SEEDS = itertools.count()
+
+TRANSFERS = ["CudaIPC", "SharedMemory"] if "CUDASIM_NODE" in os.environ else ["Auto"]
+"""Who copies stores: where KV is in memory of the simulated GPU the sidecar, then the engine."""
 
 
 def make_tokens(num_tokens: int, seed: object = None) -> list[int]:
@@ -96,6 +101,8 @@ class SimWorld:
                 engines.append(SimEngine(self.sidecar.socket_path, wanted))
             for engine in engines:
                 wait_attached(engine)
+                if self.sidecar.options.get("transfer") == "CudaIPC":
+                    wait_copied_for(engine)
             yield engines
         finally:
             self.open_gates()
@@ -145,9 +152,9 @@ class SimWorld:
         return self._auditors[wanted]
 
 
-@pytest.fixture(scope="module")
-def world():
-    with SidecarProcess(memory_size="64Mi") as sidecar:
+@pytest.fixture(scope="module", params=TRANSFERS)
+def world(request):
+    with SidecarProcess(memory_size="64Mi", transfer=request.param) as sidecar:
         world = SimWorld(sidecar)
         yield world
         world.close()
@@ -174,3 +181,14 @@ def wait_attached(engine: SimEngine) -> None:
         return engine.results[name].num_cached_tokens == CHUNK
 
     wait_until(is_hit, what="a hit")
+
+
+def wait_copied_for(engine: SimEngine) -> None:
+    """Until the sidecar copies the stores of all ranks that store."""
+
+    def is_copied_for(worker: WorkerSide) -> bool:
+        session = worker._client.session
+        return worker.identity.is_replica or (session is not None and session.store_copier.is_sidecar)
+
+    workers = [rank.worker._worker for rank in engine.ranks]
+    wait_until(lambda: all(map(is_copied_for, workers)), timeout=60, what="the sidecar reads the GPU")
