@@ -39,6 +39,7 @@ class Rank:
         self.device = Device.find(settings.get("gpu", GPU))
         self.context = self.device.primary_context()
         self.settings = settings
+        self.num_groups: int = settings.get("num_groups", 1)
         self.num_fillers = 0
         # What the GPU has, to compare with.
         self.host = [np.zeros((layers, BLOCKS, STRIDE), np.uint8) for layers in (1, LAYERS - 1)]
@@ -57,7 +58,7 @@ class Rank:
             bytes.fromhex(settings.get("engine", "e" * 32)),
             NAMESPACE,
             256,
-            (KVGroup(0, 64, ROW_BYTES),),
+            (KVGroup(0, 64, ROW_BYTES), KVGroup(1, 64, PAGE_BYTES))[: self.num_groups],
             num_columns=settings.get("num_columns", 1),
             column=settings.get("column", 0),
             transfer=offer,
@@ -75,12 +76,13 @@ class Rank:
         pages = [
             LayerPages(min(n, 1), max(0, n - 1) * layer_bytes, PAGE_BYTES, stride) for n in range(LAYERS)
         ]
-        group = GroupPages(0, BLOCKS, BLOCKS_PER_ROW, tuple(pages))
+        groups = [GroupPages(0, BLOCKS, BLOCKS_PER_ROW, tuple(pages)), GroupPages(1, BLOCKS, 1, (pages[0],))]
         allocations = tuple(Allocation(one.handle, one.num_bytes) for one in exported)
         if claimed := self.settings.get("claimed_blocks"):  # more than there are
-            group = group._replace(num_blocks=claimed)
+            groups[0] = groups[0]._replace(num_blocks=claimed)
             allocations = tuple(one._replace(num_bytes=1 << 40) for one in allocations)
-        return TransferOffer(self.settings.get("offered_gpu", self.device.uuid), allocations, (group,))
+        offered_gpu = self.settings.get("offered_gpu", self.device.uuid)
+        return TransferOffer(offered_gpu, allocations, tuple(groups[: self.num_groups]))
 
     def fill(self, seed: int) -> None:
         """Other KV from now on."""
@@ -94,14 +96,18 @@ class Rank:
         return list(self.session.store_copier)
 
     def store(self, keys: Sequence[int], rows: Sequence[Sequence[int]], timeout: float = 30.0) -> str:
-        """Store rows of blocks: "stored", or why it was not."""
+        """Store rows of blocks: "stored", or why it was not. A row of one block is of group 1."""
+        groups = [int(len(row) == 1) for row in rows]
         try:
-            slots = [reservation.slot for reservation in self.session.reserve(0, make_keys(*keys))]
+            slots = [
+                self.session.reserve(group, make_keys(key))[0].slot
+                for key, group in zip(keys, groups, strict=True)
+            ]
             if None in slots:
                 return "busy"
         except SidecarError as error:
             return f"{type(error).__name__}: {error}"
-        copies = [BlockCopy(0, slot, row) for slot, row in zip(slots, rows, strict=True) if slot]
+        copies = [BlockCopy(*copy) for copy in zip(groups, slots, rows, strict=True)]
         with self.session.copying():
             try:
                 copied = self.session.copy_blocks(copies, timeout)
@@ -117,14 +123,14 @@ class Rank:
                 return outcome
             assert copied == [True] * len(copies)
             for copy in copies:
-                assert np.array_equal(self._slot(copy.slot.row), self._row(copy.blocks)), "other bytes"
+                assert self._is_in(copy.slot.row, copy.blocks), "other bytes"
             self.session.commit([copy.slot for copy in copies])
         return "stored"
 
     def is_stored(self, key: int, row: Sequence[int]) -> bool:
         """Does the cache have exactly these blocks under the key?"""
         (slot,) = self.session.index.find(np.frombuffer(make_keys(key), "<u8").reshape(-1, 8)).slots()
-        return self.session.holds(slot) and np.array_equal(self._slot(slot.row), self._row(row))
+        return self.session.holds(slot) and self._is_in(slot.row, row)
 
     def handles(self) -> list[str]:
         """Of its memory."""
@@ -151,7 +157,7 @@ class Rank:
             (reservation,) = self.session.reserve(0, make_keys(10_000 + self.num_fillers))
             assert reservation.slot is not None
             rows.add(reservation.slot.row)
-            self._slot(reservation.slot.row)[...] = 7
+            self.session.view(reservation.slot.row, ROW_BYTES)[...] = 7
             self.session.commit([reservation.slot])
         return len(rows)
 
@@ -171,13 +177,11 @@ class Rank:
         for address in self.addresses:
             self.context.call("cuMemFree", address)
 
-    def _slot(self, row: int) -> Any:
-        assert self.session.slots is not None
-        return self.session.slots[row][:ROW_BYTES]
-
-    def _row(self, blocks: Sequence[int]) -> Any:
-        """What a slot must hold, block by block and layer by layer."""
-        return np.concatenate([layer[block] for block in blocks for layer in self.layers])
+    def _is_in(self, slot: int, row: Sequence[int]) -> bool:
+        """Does the slot hold these blocks, one after the other, each with all layers of its group?"""
+        layers = self.layers if len(row) > 1 else self.layers[:1]
+        wanted = np.concatenate([layer[block] for block in row for layer in layers])
+        return np.array_equal(self.session.view(slot, wanted.nbytes), wanted)
 
 
 class GpuEngine:

@@ -46,7 +46,7 @@ def transfer_of(sidecar: SidecarProcess) -> dict[str, Any]:
 
 def test_what_the_sidecar_copies_is_what_the_gpu_has(gpus, sidecar):
     with GpuEngine(sidecar, gpus) as engine:
-        assert GPU in engine.store_by_sidecar([1, 2], [ROW, OTHER_ROW])
+        engine.store_by_sidecar([1, 2], [ROW, OTHER_ROW])
         assert engine.ask("is_stored", 1, ROW)
         assert engine.ask("is_stored", 2, OTHER_ROW)
         engine.ask("fill", 99)
@@ -81,6 +81,16 @@ def test_two_ranks_on_one_gpu_share_a_reader_and_no_bytes(gpus, sidecar):
         for engine in (first, second):
             assert all(engine.ask("is_stored", key, many[key]) for key in (0, 31, 59))
         assert len(gpus.processes("reader")) == 1
+
+
+def test_rows_of_unlike_groups_lie_side_by_side(gpus, sidecar):
+    with GpuEngine(sidecar, gpus, num_groups=2) as engine:
+        keys, rows = list(range(40)), [ROW if key % 3 else [key % 24] for key in range(40)]
+        engine.store_by_sidecar(keys, rows)
+        assert sidecar.stats()["geometry"]["slots_per_frame"] > 1, (
+            "else every row would have a slot of its own"
+        )
+        assert all(engine.ask("is_stored", key, row) for key, row in zip(keys, rows, strict=True))
 
 
 # ---- what stands in the way ----
@@ -145,19 +155,20 @@ def test_a_slice_of_a_gpu_is_read_as_a_gpu():
         make_sidecar(gpus) as sidecar,
         GpuEngine(sidecar, gpus, gpu=MIG_SLICE) as engine,
     ):
-        assert MIG_SLICE in engine.store_by_sidecar([1], [ROW])
+        engine.store_by_sidecar([1], [ROW])
+        assert MIG_SLICE in engine.wait_until_copied_by(sidecar=True)
 
 
 def test_each_gpu_has_a_reader_that_sees_no_other():
     with (
         node((GPU, OTHER_GPU)) as gpus,
         make_sidecar(gpus) as sidecar,
-        GpuEngine(sidecar, gpus, num_columns=2, column=0, gpu=GPU, seed=1) as first,
-        GpuEngine(sidecar, gpus, num_columns=2, column=1, gpu=OTHER_GPU, seed=2) as second,
+        GpuEngine(sidecar, gpus, engine=new_engine(), gpu=GPU, seed=1) as first,
+        GpuEngine(sidecar, gpus, engine=new_engine(), gpu=OTHER_GPU, seed=2) as second,
     ):
-        for engine in (first, second):
-            engine.store_by_sidecar([1], [ROW])
-        assert [engine.ask("is_stored", 1, ROW) for engine in (first, second)] == [True, True]
+        for key, engine in enumerate((first, second)):
+            engine.store_by_sidecar([key], [ROW])
+            assert engine.ask("is_stored", key, ROW)
         readers = gpus.processes("reader")
         assert sorted((one["contexts_on_0"], one["contexts_on_1"]) for one in readers) == [(0, 1), (1, 0)]
 
@@ -171,14 +182,14 @@ def test_a_reader_with_an_engine_s_process_id_is_replaced(gpus):
         sidecar.kill()
         sidecar.prefix = in_namespace([], 100)
         sidecar.start()
-        with GpuEngine(sidecar, gpus, pid=50, num_columns=2, column=0) as first:
+        with GpuEngine(sidecar, gpus, pid=50, engine=new_engine()) as first:
             first.wait_until_copied_by(sidecar=True)
             reader = gpus.processes("reader")[0]["pid"]
-            with GpuEngine(sidecar, gpus, pid=reader, num_columns=2, column=1, seed=2) as second:
+            with GpuEngine(sidecar, gpus, pid=reader, engine=new_engine(), seed=2) as second:
                 assert second.pid == reader
-                for engine in (first, second):
-                    engine.store_by_sidecar([1], [ROW])
-                assert [engine.ask("is_stored", 1, ROW) for engine in (first, second)] == [True, True]
+                for key, engine in enumerate((second, first)):
+                    engine.store_by_sidecar([key], [ROW])
+                    assert engine.ask("is_stored", key, ROW)
                 (fresh,) = gpus.processes("reader")
                 assert fresh["pid"] != reader
                 assert sidecar.stats()["transfer"]["failed_readers"] == 0

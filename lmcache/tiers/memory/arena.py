@@ -194,11 +194,17 @@ class ArenaFile:
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
         """The first ``length`` writable bytes of a row's column; not given: its first slot."""
+        offset = self.row_offset(row, column)
+        return self._data[
+            offset : offset + (self._layout.geometry.slot_bytes if length is None else length)
+        ].data
+
+    def row_offset(self, row: int, column: int) -> int:
+        """Byte offset of a row's column. Raises IndexError."""
         layout, geometry = self._formatted(), self._layout.geometry
         if not (0 <= row < layout.num_rows and 0 <= column < geometry.num_columns):
             raise IndexError(f"no slot ({row}, {column})")
-        offset = layout.slot_offset(first_slot(row, layout.num_frames, geometry.slots_per_frame), column)
-        return self._data[offset : offset + (geometry.slot_bytes if length is None else length)].data
+        return layout.slot_offset(first_slot(row, layout.num_frames, geometry.slots_per_frame), column)
 
     def close(self) -> None:
         """Stop populating and let go of the file; it stays for the next process."""

@@ -98,10 +98,10 @@ class SidecarCopier:
     def begin(self, client: Client, copies: Sequence[SlotCopy]) -> Copying:
         """Fill slots from the memory of a client whose ``transfer`` says that the sidecar copies."""
         one = self._gpus[client.peer.hello.transfer.gpu_uuid]
-        column = self._arena.column_offset(client.peer.hello.column)
-        slot_bytes = client.peer.geometry.slot_bytes
+        column = client.peer.hello.column
         placed = [
-            gpu.SlotCopy(copy.group, column + copy.slot.row * slot_bytes, copy.blocks) for copy in copies
+            gpu.SlotCopy(copy.group, self._arena.row_offset(copy.slot.row, column), copy.blocks)
+            for copy in copies
         ]
         return Copying(one, client, one.begin(client.epoch, placed))
 
