@@ -1,0 +1,60 @@
+"""Clients take turns: what one asks for delays another by a batch at most."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from lmcache_sidecar.copiers.fair_queue import FairQueue
+
+
+def test_a_greedy_client_does_not_starve_another():
+    queue: FairQueue[str] = FairQueue()
+    queue.put(1, ["greedy"] * 1000)
+    queue.put(2, ["a", "b"])
+    assert queue.take(4, lambda _: 1) == ["greedy", "a", "greedy", "b"]
+    queue.put(3, ["late"])
+    assert "late" in queue.take(2, lambda _: 1)
+
+
+def test_what_is_larger_than_a_batch_goes_alone():
+    queue: FairQueue[int] = FairQueue()
+    queue.put(1, [100, 3])
+    queue.put(2, [4])
+    assert queue.take(10, lambda cost: cost) == [100]
+    assert queue.take(10, lambda cost: cost) == [4, 3]
+    assert not queue
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("put"), st.integers(0, 3), st.lists(st.integers(1, 9), max_size=5)),
+            st.tuples(st.just("take"), st.integers(1, 20)),
+            st.tuples(st.just("drop"), st.integers(0, 3), st.integers(1, 9)),
+        ),
+        max_size=30,
+    )
+)
+def test_nothing_is_lost_doubled_or_overtaken(steps):
+    queue: FairQueue[tuple[int, int, int]] = FairQueue()
+    waiting: dict[int, list[tuple[int, int, int]]] = {client: [] for client in range(4)}
+    number = 0
+    for step in steps:
+        if step[0] == "put":
+            items = []
+            for cost in step[2]:
+                number += 1
+                items.append((step[1], number, cost))
+            waiting[step[1]] += items
+            queue.put(step[1], items)
+        elif step[0] == "take":
+            taken = queue.take(step[1], lambda item: item[2])
+            assert bool(taken) == any(waiting.values())
+            assert len(taken) == 1 or sum(item[2] for item in taken) <= step[1]
+            for item in taken:
+                assert waiting[item[0]].pop(0) == item
+        else:
+            dropped = queue.drop(step[1], lambda item: item[2] == step[2])  # noqa: B023
+            assert dropped == [item for item in waiting[step[1]] if item[2] == step[2]]
+            waiting[step[1]] = [item for item in waiting[step[1]] if item[2] != step[2]]
+        assert bool(queue) == any(waiting.values())

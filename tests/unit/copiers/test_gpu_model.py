@@ -1,0 +1,275 @@
+"""A GPU's clients, jobs and readers under any interleaving: nothing ends while it may still be written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from lmcache_sidecar.copiers import gpu, messages
+from lmcache_sidecar.copiers.gpu import CopyStats, Gpu, Member, SlotCopy
+from lmcache_sidecar.copiers.messages import Kind
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.tiers.memory.contracts import Geometry
+
+PIDS = st.sampled_from([100, 101, 200, 201, 202, 203])
+
+
+class FakeReader:
+    """Answers when it is told to; what it was told to copy may be written until it is reaped."""
+
+    alive: ClassVar[list[FakeReader]] = []
+    next_pid: ClassVar[int] = 100
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.verdict = pid, ""
+        self.asked: deque[tuple[Kind, int, Kind]] = deque()
+        self.said: asyncio.Queue[tuple[Kind, int, str] | None] = asyncio.Queue()
+        self.gone = asyncio.Event()
+        self.handles: dict[int, set[bytes]] = {}  # open, by client
+        self.offers: dict[int, set[bytes]] = {}
+        self.writing: dict[int, list[int]] = {}  # offsets by batch
+
+    @classmethod
+    async def start(cls, uuid: str, fd: int, pids: Any) -> FakeReader:
+        await asyncio.sleep(0)
+        while cls.next_pid in pids():
+            cls.next_pid = 100 + (cls.next_pid - 99) % 8
+        reader = cls(cls.next_pid)
+        cls.alive.append(reader)
+        return reader
+
+    def ask(self, kind: Kind, number: int, body: bytes, answer: Kind, seconds: float) -> None:
+        if self.said_end:
+            return
+        if kind == Kind.OPEN:
+            _, offer = messages.parse_open(body)
+            handles = {one.ipc_handle for one in pb.TransferOffer.FromString(offer).allocations}
+            self.offers[number] = handles
+        if kind == Kind.COPY:
+            parts = list(messages.parse_copies(body))
+            assert all(part.client in self.handles for part in parts), "copied for who is not open"
+            self.writing[number] = [int(offset) for part in parts for offset in part.offsets]
+        self.asked.append((kind, number, answer))
+
+    def tell(self, kind: Kind, number: int, body: bytes = b"") -> None:
+        pass
+
+    async def receive(self) -> tuple[Kind, int, str] | None:
+        return await self.said.get()
+
+    @property
+    def said_end(self) -> bool:
+        return bool(self.verdict)
+
+    def kill(self, verdict: str) -> None:
+        self.verdict = self.verdict or verdict
+        self.said.put_nowait(None)
+
+    async def reap(self) -> str:
+        await self.gone.wait()
+        self.alive.remove(self)
+        self.writing.clear()
+        return self.verdict or "it ended"
+
+    def answer(self, reason: str) -> None:
+        kind, number, answer = self.asked.popleft()
+        if kind == Kind.OPEN and not reason:
+            open_now = set().union(*self.handles.values()) if self.handles else set()
+            assert not open_now & self.offers[number], "an old mapping would be taken for the new memory"
+            self.handles[number] = self.offers[number]
+        if kind == Kind.COPY:
+            del self.writing[number]
+        if kind == Kind.CLOSE:
+            self.handles.pop(number, None)
+        self.said.put_nowait((answer, number, reason if kind == Kind.OPEN else ""))
+
+
+class Model(RuleBasedStateMachine):
+    """Clients come, go and ask; readers answer, refuse and die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        FakeReader.alive, FakeReader.next_pid = [], 100
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(gpu, "Reader", FakeReader)
+        self.loop = asyncio.new_event_loop()
+        arena = SimpleNamespace(geometry=Geometry(4096, 1), num_rows=100, ready_rows=100, fileno=lambda: 0)
+        self.gpu = Gpu("GPU-1", arena, CopyStats())
+        self.told: dict[int, bool] = {}  # does the sidecar copy for the client, as it was told last
+        self.present: set[int] = set()
+        self.jobs: list[tuple[int, set[int], Any]] = []
+        self.next_number = self.next_offset = 0
+
+    def serve_all(self) -> None:
+        """From now on all goes well."""
+        for _ in range(50):
+            for reader in list(FakeReader.alive):
+                if reader.said_end:
+                    reader.gone.set()
+                while reader.asked and not reader.said_end:
+                    reader.answer("")
+            self.run()
+
+    def teardown(self) -> None:
+        self.serve_all()
+        assert all(self.told[number] for number in self.gpu._members), "a client waits for ever"
+        for _ in range(20):  # however many readers come one after the other
+            for reader in FakeReader.alive:
+                reader.kill("the end")
+                reader.gone.set()
+            for number in list(self.present):
+                self.gpu.remove(number)
+            self.run()
+        assert not FakeReader.alive
+        assert all(job.ended.done() for _, _, job in self.jobs), "a job never ends"
+        assert self.gpu.num_slots_under_way == 0
+        self.loop.close()
+        self.patch.undo()
+
+    def run(self) -> None:
+        async def settle() -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(settle())
+
+    @rule(pid=PIDS, handle=st.integers(0, 4))
+    def attach(self, pid, handle):
+        self.next_number += 1
+        number = self.next_number
+        allocation = pb.DeviceAllocation(ipc_handle=bytes([handle]) * 64, num_bytes=1 << 20)
+        pages = pb.GroupPages(num_blocks=9, blocks_per_row=1, layers=[pb.LayerPages(page_bytes=4096)])
+        offer = pb.TransferOffer(allocations=[allocation], groups=[pages])
+
+        def turn(is_ipc: bool, reason: str) -> None:
+            self.told[number] = is_ipc
+
+        async def add() -> None:
+            self.gpu.add(Member(number, pid, 0, offer, turn))
+
+        self.present.add(number)
+        self.loop.run_until_complete(add())
+        self.run()
+
+    @precondition(lambda self: self.present)
+    @rule(data=st.data())
+    def leave(self, data):
+        number = data.draw(st.sampled_from(sorted(self.present)))
+        self.gpu.remove(number)
+        self.told[number] = False
+        self.present.discard(number)
+        self.run()
+
+    @precondition(lambda self: any(self.told.values()))
+    @rule(data=st.data(), num_slots=st.integers(1, 4), num_jobs=st.integers(1, 4))
+    def ask_for_copies(self, data, num_slots, num_jobs):
+        number = data.draw(st.sampled_from([number for number, is_ipc in self.told.items() if is_ipc]))
+        for _ in range(num_jobs):
+            self.begin(number, num_slots)
+        self.run()
+
+    def begin(self, number, num_slots):
+        offsets = [self.next_offset + at for at in range(num_slots)]
+        self.next_offset += num_slots
+
+        async def begin() -> Any:
+            blocks = np.zeros(1, np.uint32)
+            return self.gpu.begin(number, [SlotCopy(0, offset, blocks) for offset in offsets])
+
+        self.jobs.append((number, set(offsets), self.loop.run_until_complete(begin())))
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def give_up(self, data):
+        number, _, job = data.draw(st.sampled_from(self.jobs))
+        self.gpu.drop(number, job)
+        self.run()
+
+    @precondition(lambda self: any(reader.asked for reader in FakeReader.alive))
+    @rule(refused=st.lists(st.sampled_from(["", "", "", "no"]), min_size=1, max_size=5))
+    def answer(self, refused):
+        for reason in refused:
+            for reader in FakeReader.alive:
+                if reader.asked and not reader.said_end:
+                    reader.answer(reason)
+            self.run()
+
+    @precondition(lambda self: FakeReader.alive)
+    @rule()
+    def die(self):
+        for reader in list(FakeReader.alive):
+            reader.kill("died")
+        self.run()
+
+    @precondition(lambda self: FakeReader.alive)
+    @rule()
+    def be_reaped(self):
+        """A process that was killed, or died, may hang in the kernel before."""
+        for reader in list(FakeReader.alive):
+            if reader.said_end:
+                reader.gone.set()
+        self.run()
+
+    @invariant()
+    def nothing_ends_while_it_may_be_written(self):
+        writing = {offset for reader in FakeReader.alive for w in reader.writing.values() for offset in w}
+        for _, offsets, job in self.jobs:
+            if job.ended.done():
+                assert not offsets & writing
+                assert bool(job.refusal) != all(job.copied)
+
+    @invariant()
+    def there_is_one_reader_and_its_id_is_nobody_s(self):
+        assert len(FakeReader.alive) <= 1
+        for reader in FakeReader.alive:
+            if not reader.said_end and not self.gpu._is_retiring:
+                assert reader.pid not in self.gpu._pids()
+
+    @invariant()
+    def whoever_was_told_so_has_its_memory_open(self):
+        reader = FakeReader.alive[0] if FakeReader.alive else None
+        for number, is_ipc in self.told.items():
+            if is_ipc and reader is not None and not reader.said_end:
+                assert number in reader.handles
+
+
+def test_who_comes_while_a_reader_goes_gets_the_next_one():
+    model = Model()
+    model.attach(pid=200, handle=1)
+    model.serve_all()
+    assert model.told == {1: True}
+    model.gpu.remove(1)
+    model.present.clear()
+    (reader,) = FakeReader.alive
+    reader.answer("")
+    model.run()
+    assert reader.said_end, "nobody needs it"
+    model.attach(pid=201, handle=1)
+    assert not model.told[2]
+    model.serve_all()
+    assert model.told[2]
+    model.teardown()
+
+
+def test_who_is_always_around_when_readers_end_copies_for_itself():
+    model = Model()
+    model.attach(pid=200, handle=1)
+    for _ in range(gpu._MAX_MOVES + 1):
+        model.serve_all()
+        assert model.told[1]
+        model.die()
+    model.serve_all()
+    assert not model.told[1]
+    model.teardown()
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,198 @@
+"""A reader's process: whose id it may have, how long it may think, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from subprocess import PIPE
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from lmcache_sidecar.copiers import messages
+from lmcache_sidecar.copiers.messages import Format, Kind
+from lmcache_sidecar.copiers.process import Reader
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.contracts import Geometry
+from testing.child_process import REPOSITORY
+from testing.cuda import GPU, Node, node
+
+SECONDS = 60.0
+SLOT_BYTES = 4096
+
+
+class FirstTwo:
+    """The ids of the first two that are asked for."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __contains__(self, pid: object) -> bool:
+        assert isinstance(pid, int)
+        self.seen.append(pid)
+        return len(self.seen) <= 2
+
+
+def test_a_reader_is_started_until_its_id_is_no_engine_s(tmp_path):
+    (tmp_path / "arena").touch()
+
+    async def run() -> None:
+        ids = FirstTwo()
+        with (tmp_path / "arena").open() as arena:
+            reader = await Reader.start(GPU, arena.fileno(), lambda: ids)
+        assert len(set(ids.seen)) == 3
+        assert reader.pid == ids.seen[2]
+        for other in ids.seen[:2]:
+            with pytest.raises(ProcessLookupError):
+                os.kill(other, 0)
+        reader.kill("enough")
+        assert await reader.reap() == "enough"
+
+    asyncio.run(run())
+
+
+def test_the_arena_is_locked_as_long_as_a_reader_lives(tmp_path):
+    """After a sidecar's death: rows that a copy may still go to are nobody's."""
+
+    async def run() -> None:
+        arena = ArenaFile(tmp_path / "arena", 1 << 20)
+        reader = await Reader.start(GPU, arena.fileno(), set)
+        arena.close()
+        with pytest.raises(ArenaError, match="in use by another sidecar"):
+            ArenaFile(tmp_path / "arena", 1 << 20)
+        reader.kill("enough")
+        await reader.reap()
+        ArenaFile(tmp_path / "arena", 1 << 20).close()
+
+    asyncio.run(run())
+
+
+async def reader_of(process: object) -> tuple[Reader, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Reader(process, *await asyncio.open_connection(sock=ours)), theirs
+
+
+class FakeProcess(SimpleNamespace):
+    """Notes that it is killed; its output has ended."""
+
+    def __init__(self) -> None:
+        output = asyncio.StreamReader()
+        output.feed_eof()
+        super().__init__(pid=1, stdout=output, killed=asyncio.Event())
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def test_who_does_not_answer_is_killed_but_not_for_the_sidecar_s_own_sleep():
+    async def run() -> None:
+        process = FakeProcess()
+        reader, other_end = await reader_of(process)
+        reader.ask(Kind.COPY, 1, b"", Kind.COPIED, 0.05)
+        other_end.sendall(messages.pack(Kind.COPIED, 1))
+        time.sleep(0.3)  # noqa: ASYNC251  # as a frozen sidecar does
+        assert await reader.receive() == (Kind.COPIED, 1, "")
+        assert not process.killed.is_set()
+        reader.ask(Kind.COPY, 2, b"", Kind.COPIED, 0.05)
+        await process.killed.wait()
+        assert reader.verdict == "its reader did not answer COPY within 0.05 s"
+        other_end.close()
+        assert await reader.receive() is None
+
+    asyncio.run(asyncio.wait_for(run(), SECONDS))
+
+
+def test_what_is_no_message_ends_the_reader():
+    async def run() -> None:
+        process = FakeProcess()
+        reader, other_end = await reader_of(process)
+        other_end.sendall(messages.HEAD.pack(int(Kind.COPIED), 1 << 30, 0))
+        assert await reader.receive() is None
+        assert process.killed.is_set()
+        other_end.close()
+
+    asyncio.run(asyncio.wait_for(run(), SECONDS))
+
+
+def test_a_thousand_clients_come_and_go_and_leave_nothing(tmp_path):
+    arena = ArenaFile(tmp_path / "arena", 1 << 20)
+    arena.format(Geometry(SLOT_BYTES, 1))
+    content = os.urandom(4 * SLOT_BYTES)
+    with node() as gpus, exported(gpus, content) as handle:
+        offer = pb.TransferOffer(
+            allocations=[pb.DeviceAllocation(ipc_handle=handle, num_bytes=len(content))],
+            groups=[pb.GroupPages(num_blocks=4, blocks_per_row=1, layers=[LAYER])],
+        )
+        asyncio.run(asyncio.wait_for(come_and_go(gpus, arena, offer, content), SECONDS))
+    arena.close()
+
+
+EXPORT = """
+import sys
+from lmcache.cuda.driver import Device
+from lmcache.cuda.ipc import export
+content = bytes.fromhex(sys.argv[1])
+context = Device.visible()[0].primary_context()
+address = int(context.call("cuMemAlloc", len(content)))
+context.call("cuMemcpyHtoD", address, content, len(content))
+print(export(context, address).handle.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def exported(gpus: Node, content: bytes) -> Iterator[bytes]:
+    """The handle of GPU memory of another process."""
+    environment = os.environ | gpus.environment("engine") | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", EXPORT, content.hex()]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=environment) as engine:
+        assert engine.stdout is not None
+        yield bytes.fromhex(engine.stdout.readline().decode())
+        engine.kill()
+
+
+LAYER = pb.LayerPages(page_bytes=SLOT_BYTES, block_stride=SLOT_BYTES)
+LEAKY = ("contexts", "mappings", "streams", "events", "pins", "pinned_bytes")
+
+
+async def come_and_go(gpus, arena, offer, content) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in gpus.environment("reader").items():
+            patch.setenv(name, value)
+        reader = await Reader.start(GPU, arena.fileno(), set)
+
+    async def ask(kind: Kind, number: int, body: bytes, answer: Kind) -> None:
+        reader.ask(kind, number, body, answer, SECONDS)
+        assert await reader.receive() == (answer, number, ""), reader.verdict
+
+    arena_format = Format(SLOT_BYTES, arena.num_rows, arena.num_rows)
+    await ask(Kind.START, 0, messages.pack_start(GPU, arena_format), Kind.STARTED)
+    column = arena.column_offset(0)
+    counts = []
+    for number in range(1, 1002):
+        await ask(Kind.OPEN, number, messages.pack_open(column, offer.SerializeToString()), Kind.OPENED)
+        row, block = number % 50, number % 4
+        copies = messages.Copies(number, 0, word(column + row * SLOT_BYTES), word(block, "<u4").reshape(1, 1))
+        await ask(Kind.COPY, number, messages.pack_copies([copies]), Kind.COPIED)
+        await ask(Kind.CLOSE, number, b"", Kind.CLOSED)
+        assert bytes(arena.view(row, 0)) == content[block * SLOT_BYTES : (block + 1) * SLOT_BYTES]
+        if number in (1, 1001):
+            (process,) = gpus.processes("reader")
+            counts.append({name: process[name] for name in LEAKY})
+    reader.kill("enough")
+    await reader.reap()
+    assert counts[0]["mappings"] == 0
+    assert counts[0] | {"pins": 1, "pinned_bytes": 0} == counts[1] | {"pins": 1, "pinned_bytes": 0}
+
+
+def word(number: int, kind: str = "<u8"):
+    return np.array([number], kind)
