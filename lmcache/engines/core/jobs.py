@@ -134,15 +134,15 @@ class StepMeta:
     reclaimed: set[int] = field(default_factory=set)
     """Ids of StoreJobs whose blocks may be given to others in this step: what they read later is not
     committed."""
-    left_behind: set[int] = field(default_factory=set)
-    """The same, of blocks that windows and states moved on from: no emergency, but what every long prompt
-    does, so there is more time to end them."""
     held: list[str] = field(default_factory=list)
     """Requests that finished and whose blocks wait for our stores."""
     is_idle: bool = False
     """Nothing is computed in this step."""
     timed_step: int = 0
     """Not 0: say when the step is over."""
+    left_behind: set[int] = field(default_factory=set)
+    """As ``reclaimed``, of blocks that windows and states moved on from: any long prompt does so, there is
+    more time to end them."""
 
 
 @dataclass(frozen=True)
