@@ -30,6 +30,7 @@ NAMES = {
     "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
     "operator": "many LMCacheClusters on a real API server: writes, requests and memory at rest",
     "peer_server": "the sidecar's path and the connector beside lmcache 0.5.6's server; only when named",
+    "hybrid": "time to first token of a model with sliding windows: cold, hit in memory",
     "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
     "load": "hits on a busy engine: queueing requests, one hot prefix, an engine that is new",
 }

@@ -10,6 +10,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch
@@ -30,6 +31,7 @@ class Child:
         self._kv: dict[str, list[list[str]]] = {}
         self._hashes_kv = True
         self._num_preemptions = 0
+        self._loaded_blocks: list[int] | None = None
         self._times: dict[str, list[float]] = {}
         self._watch_finished_requests()
         self._count_preemptions()
@@ -83,6 +85,17 @@ class Child:
         """Of each layer, in the model's order: the tokens of its blocks."""
         return [tokens for _, tokens in self._layers()]
 
+    def loaded_tokens(self) -> list[tuple[str, int]]:
+        """Per KV group: its kind, as vLLM calls it, and how many tokens were loaded since the first call."""
+        groups = [group.kv_cache_spec for group in self._core.scheduler.kv_cache_config.kv_cache_groups]
+        if self._loaded_blocks is None:
+            self._loaded_blocks = [0] * len(groups)
+            self._count_loads(self._loaded_blocks)
+        return [
+            (type(spec).__name__, blocks * spec.block_size)
+            for spec, blocks in zip(groups, self._loaded_blocks, strict=True)
+        ]
+
     def num_preemptions(self) -> int:
         """How often a request was preempted so far."""
         return self._num_preemptions
@@ -95,8 +108,7 @@ class Child:
         """Overwrite all KV blocks, and forget which are cached in the engine itself."""
         self._drain()
         assert self._core.scheduler.reset_prefix_cache()
-        for kv in self._kv_caches():
-            kv.view(torch.uint8).fill_(_SCRUBBED)
+        self._on_workers(_scrub)
 
     def reset_caches(self) -> bool:
         """What the engine does when it is paused, put to sleep or given other weights."""
@@ -159,9 +171,10 @@ class Child:
         while self._core.scheduler.has_finished_requests() and time.monotonic() < deadline:
             self._engine.step()
 
-    def _kv_caches(self) -> list[torch.Tensor]:
-        runner = self._core.model_executor.driver_worker.worker.model_runner
-        return list(runner.kv_caches)
+    def _on_workers(self, do: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``do(worker, *args)`` on each rank."""
+        results: list[Any] = self._core.model_executor.collective_rpc(do, args=args)
+        return results
 
     def _layers(self) -> list[tuple[int, int]]:
         """Of each layer, in the model's order: its KV group, and the tokens of its blocks."""
@@ -184,17 +197,24 @@ class Child:
 
         def watch(request: Any) -> Any:
             tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            num_computed = request.num_computed_tokens if self._hashes_kv else 0
-            self._kv[request.request_id] = [
-                [
-                    _digest(kv[block]) if block else ""
-                    for block in tables[group][: num_computed // block_tokens]
-                ]
-                for kv, (group, block_tokens) in zip(self._kv_caches(), self._layers(), strict=True)
-            ]
+            num_computed = request.num_computed_tokens
+            blocks = [tables[group][: num_computed // tokens] for group, tokens in self._layers()]
+            by_rank = self._on_workers(_digests, blocks) if self._hashes_kv else []
+            self._kv[request.request_id] = list(itertools.chain(*by_rank))
             return finished(request)
 
         scheduler._connector_finished = watch
+
+    def _count_loads(self, num_blocks: list[int]) -> None:
+        from lmcache.engines.core.copier import CpuCopier
+
+        load = CpuCopier.load
+
+        def count(copier: Any, group: int, slot: Any, first_block: int, blocks: Any, *args: Any) -> None:
+            num_blocks[group] += len(blocks)
+            load(copier, group, slot, first_block, blocks, *args)
+
+        CpuCopier.load = count  # type: ignore[assignment,method-assign]
 
     def _count_preemptions(self) -> None:
         preempt = self._core.scheduler._preempt_request
@@ -204,6 +224,19 @@ class Child:
             return preempt(*args, **kwargs)
 
         self._core.scheduler._preempt_request = count
+
+
+def _scrub(worker: Any) -> None:
+    for kv in worker.worker.model_runner.kv_caches:
+        kv.view(torch.uint8).fill_(_SCRUBBED)
+
+
+def _digests(worker: Any, blocks: list[list[int]]) -> list[list[str]]:
+    """``blocks`` per layer."""
+    caches = worker.worker.model_runner.kv_caches
+    return [
+        [_digest(kv[block]) if block else "" for block in ids] for kv, ids in zip(caches, blocks, strict=True)
+    ]
 
 
 def _digest(block: torch.Tensor) -> str:

@@ -73,7 +73,7 @@ class Generated(NamedTuple):
     ended: float  # seconds after the first of the requests that were run with it arrived
     num_cached_tokens: int
     finish_reason: str
-    kv: list[list[str]]  # per layer: a digest of each full block's bytes; "": slid out
+    kv: list[list[str]]  # per layer of each rank: a digest of each full block's bytes; "": slid out
 
 
 class EngineFailed(Exception):
@@ -86,7 +86,13 @@ class EngineProcess(ChildProcess):
     child: Sequence[str | Path] = ("-m", "testing.engine.child")
     python_path: str | Path = REPOSITORY
 
-    def __init__(self, log: Path, connector: dict[str, Any] | None = None, **engine_args: Any) -> None:
+    def __init__(
+        self,
+        log: Path,
+        connector: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **engine_args: Any,
+    ) -> None:
         """``engine_args`` go over ``ENGINE_ARGS``; the child's output goes to ``log``."""
         super().__init__("the engine", log)
         args = {"model": str(tiny_model()), **ENGINE_ARGS, **engine_args}
@@ -96,11 +102,11 @@ class EngineProcess(ChildProcess):
         self._answers, child_writes = os.pipe()
         command = [sys.executable, *map(str, self.child), str(child_reads), str(child_writes)]
         paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": _python_path(self.python_path)}
-        environment = {**os.environ, **ENVIRONMENT, **paths}
+        variables = {**os.environ, **ENVIRONMENT, **paths, **(environment or {})}
         self.spawn(
             [*command, json.dumps(args)],
             cwd=self.python_path,
-            env=environment,
+            env=variables,
             pass_fds=(child_reads, child_writes),
         )
         os.close(child_reads)
@@ -158,6 +164,10 @@ class EngineProcess(ChildProcess):
         """Of each layer, in the model's order: the tokens of its blocks."""
         tokens: list[int] = self._call("block_tokens")
         return tokens
+
+    def loaded_tokens(self) -> list[tuple[str, int]]:
+        """Per KV group: its kind, as vLLM calls it, and how many tokens were loaded since the first call."""
+        return [(kind, tokens) for kind, tokens in self._call("loaded_tokens")]
 
     def num_preemptions(self) -> int:
         """How often a request was preempted so far."""

@@ -118,8 +118,9 @@ def assert_loaded(served, hit, stored, num_loaded):
     """All that was loaded, and is still held, is byte for byte what was stored."""
     assert hit.num_cached_tokens == num_loaded
     num_compared = 0
-    for layer, block_tokens in enumerate(served.engine.block_tokens()):
-        loaded, computed = (of.kv[layer][: num_loaded // block_tokens] for of in (hit, stored))
+    layers = itertools.cycle(served.engine.block_tokens())  # of each rank
+    for layer, (block_tokens, *both) in enumerate(zip(layers, hit.kv, stored.kv, strict=False)):
+        loaded, computed = (blocks[: num_loaded // block_tokens] for blocks in both)
         for at, (ours, theirs) in enumerate(zip(loaded, computed, strict=True)):
             if ours and theirs:
                 assert ours == theirs, f"layer {layer} block {at}"
@@ -152,6 +153,28 @@ def test_a_prefix_that_others_share_while_the_engine_has_a_cache_of_its_own(serv
     if served.case.is_exact:
         assert hit.tokens == reference.tokens
         assert hit.logprobs == pytest.approx(reference.logprobs, abs=1e-3)
+
+
+def test_latents_of_two_ranks_are_stored_once(tmp_path):
+    case = CASES["deepseek"]
+    options = {"model": str(case.kind.path), "tensor_parallel_size": 2, **case.kind.engine_args}
+    with SidecarProcess(memory_size="256Mi") as sidecar:
+        connector = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
+        cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+        with EngineProcess(
+            tmp_path / "log", connector, cores, enable_prefix_caching=True, **options
+        ) as engine:
+            served = Served(case, engine.wait_ready(timeout=180), sidecar)
+            served.wait_attached()
+            assert len(sidecar.stats()["clients"]) == 3
+            assert sidecar.stats()["geometry"]["num_columns"] == 1
+            prompt = case.make_prompt()
+            (computed,) = engine.generate(prompt)
+            (own,) = engine.generate(prompt)
+            engine.scrub_kv()
+            (hit,) = engine.generate(prompt)
+            assert_loaded(served, hit, computed, case.full_hit)
+            assert hit.tokens == own.tokens
 
 
 def test_under_load_requests_queue_and_all_are_hits(served):
