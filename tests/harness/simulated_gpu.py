@@ -1,0 +1,61 @@
+"""What processes on a simulated driver do in its tests."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from lmcache.cuda.copies import CopyBatch
+from lmcache.cuda.errors import CudaError
+from lmcache.cuda.pins import Pins
+from testing import cuda_memory
+from testing.cuda_memory import pages
+from testing.cuda_peers import open_context, peer
+
+SIZE = 1 << 20
+DATA = np.random.default_rng(0).bytes(SIZE)
+
+
+def failure(state, function, *arguments):
+    """What a function of a peer ends with: the error's class, code and whether it is sticky."""
+    try:
+        return function(state, *arguments)
+    except CudaError as error:
+        return error.code, error.is_sticky
+    except Exception as error:
+        return repr(error)
+
+
+def free_bytes(state):
+    return int(state["context"].call("cuMemGetInfo")[0])
+
+
+def copy(state, to, from_, size=SIZE):
+    CopyBatch(*(np.array([value], np.uint64) for value in (to, from_, size))).submit(state["stream"])
+    state["stream"].synchronize()
+
+
+def submit(state, to, from_, size=SIZE):
+    CopyBatch(*(np.array([value], np.uint64) for value in (to, from_, size))).submit(state["stream"])
+
+
+def make_memory(state):
+    state["device"] = cuda_memory.allocate(state["context"], DATA)
+    state["host"] = pages(2 * SIZE)
+    state["pins"] = Pins(state["context"], state["host"].ctypes.data, SIZE)
+    state["pins"].set_ready(SIZE)
+    assert state["pins"].wait(60)
+    return state["device"], state["host"].ctypes.data
+
+
+def held(state):
+    return bytes(state["host"][:SIZE])
+
+
+@contextlib.contextmanager
+def copying(node, **settings):
+    with peer(**node.environment("copier", **settings)) as process:
+        process.call(open_context)
+        device, host = process.call(make_memory)
+        yield process, device, host
