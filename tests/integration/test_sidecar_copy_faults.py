@@ -59,8 +59,6 @@ def test_a_slot_is_nobody_s_until_its_copy_ended_whatever_the_engine_says(gpus):
         assert engine.answer() == "SidecarUnavailableError", "and aborted"
         rows = sidecar.stats()["memory"]["usable_rows"]
         assert sidecar.stats()["memory"]["used_rows"] == under_way(sidecar) == 1
-        gpus.order("")
-        gpus.order("reader: stall")
         assert engine.ask("fill_by_itself", rows + 5) == rows - 1, "all but the one that is being written"
         gpus.order("")
         wait_for_copies(sidecar, 0)
@@ -160,6 +158,14 @@ def test_a_sidecar_that_is_killed_in_mid_copy_takes_its_reader_along(gpus):
         engine.ask("attach_again")
         engine.store_by_sidecar([1], [OTHER_ROW])
         assert engine.ask("is_stored", 1, OTHER_ROW)
+
+
+def test_a_sidecar_that_stops_ends_its_reader(gpus):
+    with make_sidecar(gpus, None, PATIENT) as sidecar, GpuEngine(sidecar, gpus) as engine:
+        start_stalled_store(gpus, sidecar, engine)
+        assert sidecar.terminate(timeout=60) == 0
+        assert not gpus.processes("reader")
+        assert engine.answer().startswith("SidecarUnavailableError")
 
 
 def test_many_attaches_leave_nothing_behind(gpus):

@@ -1,0 +1,137 @@
+"""Slots that somebody copies into for their owner: neither committed nor reused, whatever else happens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache.tiers.errors import StaleSlotError
+from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.tier import MemoryTier
+
+OWNERS = [bytes([number]) * 16 for number in (1, 2)]
+SLOT_BYTES = 4096
+
+
+def key(number: int) -> bytes:
+    return bytes(32) + number.to_bytes(32, "big")
+
+
+def make_memory(num_rows: int = 8, slots_per_frame: int = 1, clock=lambda: 0.0) -> MemoryTier:
+    memory = MemoryTier(PrivateArena(Geometry(SLOT_BYTES, 2, slots_per_frame), num_rows), clock=clock)
+    memory.release_adopted()
+    return memory
+
+
+def reserve(memory: MemoryTier, number: int, owner: bytes = OWNERS[0], column: int = 0, num_slots: int = 1):
+    return memory.reserve(key(number), column, owner, length=num_slots * SLOT_BYTES).slot
+
+
+def test_a_slot_that_is_being_filled_is_not_committed_and_not_filled_twice():
+    memory = make_memory()
+    slot = reserve(memory, 1)
+    memory.hold([slot], 0, OWNERS[0])
+    for refused in (memory.commit, memory.hold):
+        with pytest.raises(StaleSlotError, match="a copy into column 0 of row 0 is under way"):
+            refused([slot], 0, OWNERS[0])
+    memory.let_go([slot], 0)
+    memory.commit([slot], 0, OWNERS[0])
+    assert memory.num_held == 0
+
+
+def test_only_the_owner_s_reserved_slots_are_held():
+    memory = make_memory()
+    slot = reserve(memory, 1)
+    for slots, column, owner in (
+        ([slot], 1, OWNERS[0]),
+        ([slot], 0, OWNERS[1]),
+        ([slot, Slot(5, 1)], 0, OWNERS[0]),
+    ):
+        with pytest.raises(StaleSlotError):
+            memory.hold(slots, column, owner)
+    assert memory.num_held == 0
+
+
+class HeldSlots(RuleBasedStateMachine):
+    """Two owners, rows of one to three slots, and copies that end when they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.memory = make_memory(num_rows=8, slots_per_frame=4, clock=lambda: self.now)
+        self.reserved: dict[tuple[Slot, int], tuple[bytes, range]] = {}
+        self.held: dict[tuple[Slot, int], range] = {}
+
+    def places(self, slot: Slot, num_slots: int) -> range:
+        begin = (self.address(slot.row) - self.address(0)) // SLOT_BYTES
+        return range(begin, begin + num_slots)
+
+    def address(self, row: int) -> int:
+        return np.frombuffer(self.memory.arena.view(row, 0), np.uint8).ctypes.data
+
+    @rule(number=st.integers(0, 9), column=st.integers(0, 1), owner=st.sampled_from(OWNERS))
+    def reserve(self, number, column, owner):
+        num_slots = number % 3 + 1
+        answer = self.memory.reserve(key(number), column, owner, length=num_slots * SLOT_BYTES)
+        if answer.result is Reserved.SLOT:
+            taken = self.places(answer.slot, num_slots)
+            for (_, other_column), others in self.held.items():
+                assert other_column != column or not set(taken) & set(others), "under somebody's copy"
+            self.reserved[answer.slot, column] = owner, taken
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), action=st.sampled_from(["hold", "commit", "abort", "abort"]))
+    def use(self, data, action):
+        (slot, column), (owner, taken) = data.draw(st.sampled_from(list(self.reserved.items())))
+        if action != "abort" and (slot, column) in self.held:
+            with pytest.raises(StaleSlotError):
+                getattr(self.memory, action)([slot], column, owner)
+            return
+        getattr(self.memory, action)([slot], column, owner)
+        if action == "hold":
+            self.held[slot, column] = taken
+        else:
+            del self.reserved[slot, column]
+
+    @rule(owner=st.sampled_from(OWNERS), is_proven_dead=st.booleans())
+    def lose(self, owner, is_proven_dead):
+        self.memory.quarantine(owner)
+        if is_proven_dead:
+            self.memory.end_quarantine(owner)
+        self.reserved = {at: held for at, held in self.reserved.items() if held[0] != owner}
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def copy_ends(self, data):
+        slot, column = data.draw(st.sampled_from(list(self.held)))
+        self.memory.let_go([slot], column)
+        del self.held[slot, column]
+
+    @invariant()
+    def as_many_are_held_as_are_copied(self):
+        assert self.memory.num_held == len(self.held)
+
+    def teardown(self) -> None:
+        """When all copies and owners are gone, all of the arena can be used."""
+        for slot, column in list(self.held):
+            self.memory.let_go([slot], column)
+        for owner in OWNERS:
+            self.memory.quarantine(owner)
+            self.memory.end_quarantine(owner)
+        self.now = 1000.0  # nobody waits any more for the other half of a row
+        for number in range(100, 108):
+            slot = reserve(self.memory, number)
+            assert slot is not None
+            for column in (0, 1):
+                if column:
+                    assert self.memory.reserve(key(number), 1, OWNERS[0], length=1).slot == slot
+                self.memory.commit([slot], column, OWNERS[0])
+        assert self.memory.num_used == 8
+
+
+TestHeldSlots = HeldSlots.TestCase
+TestHeldSlots.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
