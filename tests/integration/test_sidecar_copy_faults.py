@@ -178,7 +178,7 @@ def test_many_attaches_leave_nothing_behind(gpus):
             each.wait_until_copied_by(sidecar=True)
             assert each.ask("store", [1], [ROW]) in ("stored", "busy")
         before, descriptors = gpus.processes("reader"), open_descriptors(sidecar)
-        assert engine.ask("attach_often", 40) == 40
+        assert engine.ask("attach_often", 20) == 20
         (after,) = wait_until(lambda: gpus.processes("reader"))
         names = ("pid", "contexts", "mappings", "streams", "events", "pins", "pinned_bytes")
         assert {name: after[name] for name in names} == {name: before[0][name] for name in names}
