@@ -157,11 +157,6 @@ class Context:
         with self:
             return self.driver.call(function, *arguments)
 
-    def is_device_memory(self, address: int) -> bool:
-        """Does ``address`` lie in memory of this device?"""
-        found = Device.of(address)
-        return found is not None and found.ordinal == self.device.ordinal
-
     def close(self) -> None:
         """Let go of it. What was made in it must be closed before."""
         if self._raw is not None:

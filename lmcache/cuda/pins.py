@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import mmap
 import threading
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from lmcache.cuda.errors import CudaError
 
 logger = logging.getLogger(__name__)
 
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE  # 64 KiB on some hosts
 EXTENT_BYTES = 256 << 20
 """Registering takes some 0.1 s per GiB: between two extents the thread can be told to stop."""
 
