@@ -25,6 +25,8 @@ class Child:
     def __init__(self, engine_args: dict[str, Any]) -> None:
         from vllm import LLM
 
+        if engine_args.pop("is_patient"):
+            _give_no_store_up()
         self._engine = LLM(**engine_args).llm_engine
         self._core = self._engine.engine_core.engine_core
         self._next_id = 0
@@ -224,6 +226,13 @@ class Child:
             return preempt(*args, **kwargs)
 
         self._core.scheduler._preempt_request = count
+
+
+def _give_no_store_up() -> None:
+    """On a busy machine stores would be late for blocks that windows leave behind, and hits fewer."""
+    from lmcache.engines.core import worker
+
+    worker.HOLD_SECONDS = worker.LEFT_BEHIND_SECONDS = 60.0
 
 
 def _scrub(worker: Any) -> None:

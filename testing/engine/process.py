@@ -91,11 +91,14 @@ class EngineProcess(ChildProcess):
         log: Path,
         connector: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        is_patient: bool = False,
         **engine_args: Any,
     ) -> None:
-        """``engine_args`` go over ``ENGINE_ARGS``; the child's output goes to ``log``."""
+        """``engine_args`` go over ``ENGINE_ARGS``; the child's output goes to ``log``. A patient engine's
+        connector gives no store up because it is late.
+        """
         super().__init__("the engine", log)
-        args = {"model": str(tiny_model()), **ENGINE_ARGS, **engine_args}
+        args = {"model": str(tiny_model()), "is_patient": is_patient, **ENGINE_ARGS, **engine_args}
         if connector is not None:
             args["kv_transfer_config"] = connector
         child_reads, self._commands = os.pipe()

@@ -6,6 +6,7 @@ model is not (``tests/harness/sim_engine.py``), and all that its layers would re
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -65,8 +66,9 @@ def patient(monkeypatch):
     monkeypatch.setattr(worker, "HOLD_SECONDS", 60.0)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize(
+    ("runner", "is_async"), [(1, False), (2, True)], ids=["runner1-sync", "runner2-async"]
+)
 @pytest.mark.usefixtures("patient")
 def test_a_hit_is_what_was_computed(world, runner, is_async):
     prompt = make_tokens(MANY + 10)
@@ -76,6 +78,29 @@ def test_a_hit_is_what_was_computed(world, runner, is_async):
             assert_idle(engine)
             assert engine.results[name].num_cached_tokens == num_cached
             assert engine.results[name].tokens == answer(prompt, 20)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_hit_moves_no_more_than_the_model_will_read_and_a_chunk(world, monkeypatch):
+    """However long the prompt is."""
+    prompt = make_tokens(MANY + 1)
+    with world.engines(world.settings) as (engine,):
+        engine.add(prompt)
+        assert_idle(engine)
+        num_blocks, load = Counter(), CpuCopier.load
+
+        def count(copier, group, slot, first_block, blocks, fence):
+            num_blocks[group] += len(blocks)
+            load(copier, group, slot, first_block, blocks, fence)
+
+        monkeypatch.setattr(CpuCopier, "load", count)
+        name = engine.add(prompt)
+        assert_idle(engine)
+        assert engine.results[name].num_cached_tokens == MANY
+    for number, group in enumerate(world.settings.groups):
+        num_read = MANY - group.read_from(MANY)
+        moved = num_blocks[number] * group.block_tokens
+        assert num_read <= moved < num_read + group.block_tokens, group.kind
 
 
 @pytest.mark.usefixtures("patient")
@@ -201,7 +226,7 @@ def test_a_load_without_the_first_block_of_a_group_is_seen(world, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # other threads do
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), happens=st.lists(events, min_size=10, max_size=40))
 def test_any_order_of_events(world, data, happens):
     has_states = world.settings.has_states
