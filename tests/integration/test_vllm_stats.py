@@ -6,9 +6,10 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
 from lmcache.engines.vllm.connector import LMCacheClusterConnector
 from lmcache.engines.vllm.stats import FIGURES, LMCacheStats
@@ -36,7 +37,11 @@ def test_ranks_and_steps_add_up() -> None:
 
 
 def test_among_other_connectors_its_figures_are_found_by_its_name() -> None:
-    built = MultiConnector.build_kv_connector_stats({"LMCacheClusterConnector": dict(ONE)})
+    stats = MultiKVConnectorStats()
+    stats["LMCacheClusterConnector"] = LMCacheStats(dict(ONE))
+    # As it goes from the engine to the process that counts; vLLM 0.29 leaves the form to msgspec.
+    sent = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
+    built = MultiConnector.build_kv_connector_stats(msgspec.to_builtins(sent))
     assert built.data["LMCacheClusterConnector"].data == ONE
     assert built.data["LMCacheClusterConnector"].aggregate(LMCacheStats(dict(OTHER))).data["loads"] == 2
 

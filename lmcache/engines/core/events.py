@@ -7,7 +7,7 @@ step, so that what the sidecar gave up is told within some steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from lmcache.engines.core.jobs import StoreJob
 from lmcache.engines.core.requests import EngineRequest
 from lmcache.tiers.base import ROW_KEY_BYTES, RowKey
 
-CHECKED_PER_STEP = 64
-"""Chunks that are looked for again: some 30 us."""
+CHECKED_PER_STEP = 32
+"""Chunks that are looked for again: some 30 us of the scheduler's thread."""
 
 
 class Chunk(NamedTuple):
@@ -36,30 +36,28 @@ class ChunkEvents:
     """
 
     def __init__(self) -> None:
-        self._storing: dict[int, tuple[Chunk, list[RowKey]]] = {}  # by job
-        self._seen: dict[RowKey, Chunk] = {}  # perhaps in memory, and not told of
+        self._storing: dict[int, dict[RowKey, Chunk]] = {}  # by job
+        self._seen: dict[RowKey, Chunk] = {}  # perhaps in memory
         self._told: dict[RowKey, tuple[bytes, ...]] = {}  # the engine's hashes, the next to look for first
         self._gone: list[tuple[bytes, ...]] = []
 
     def begin_stores(self, request: EngineRequest, jobs: Iterable[StoreJob], group: int) -> None:
         """Chunks are to be stored; ``group``: the one by whose rows they go."""
         for job in jobs:
-            for part in (part for part in job.groups if part.group == group):
-                ends = range(ROW_KEY_BYTES, len(part.keys) + 1, ROW_KEY_BYTES)
-                row_keys = [part.keys[end - ROW_KEY_BYTES : end] for end in ends]
-                self._storing[job.job_id] = Chunk(request, part.first_chunk), row_keys
+            self._storing[job.job_id] = {
+                part.keys[at : at + ROW_KEY_BYTES]: Chunk(request, number)
+                for part in job.groups
+                if part.group == group
+                for number, at in enumerate(range(0, len(part.keys), ROW_KEY_BYTES), part.first_chunk)
+            }
 
     def end_store(self, job_id: int) -> None:
         """All ranks ended it; what came of it, the index says."""
-        if job_id in self._storing:
-            first, row_keys = self._storing.pop(job_id)
-            self.note_found(first.request, row_keys, first.number)
+        self._seen |= self._storing.pop(job_id, {})
 
-    def note_found(self, request: EngineRequest, row_keys: Sequence[RowKey], first_chunk: int = 0) -> None:
-        """These were in memory just now."""
-        for number, key in enumerate(row_keys, first_chunk):
-            if key not in self._told:
-                self._seen[key] = Chunk(request, number)
+    def note_found(self, request: EngineRequest, row_keys: Iterable[RowKey]) -> None:
+        """The leading chunks were in memory just now."""
+        self._seen |= {key: Chunk(request, number) for number, key in enumerate(row_keys)}
 
     def clear(self) -> None:
         """Nothing of what there was is found any more."""
@@ -72,22 +70,21 @@ class ChunkEvents:
         can be loaded."""
         if index is None:
             self.clear()
-        seen, self._seen = self._seen, {}
+        seen = {key: chunk for key, chunk in self._seen.items() if key not in self._told}
         again = list(islice(self._told, CHECKED_PER_STEP))
         is_there = dict(_look(index, [*seen, *again]))
-        stored = [chunk for key, chunk in seen.items() if is_there[key]]
         for key in again:
-            told = self._told.pop(key)
+            hashes = self._told.pop(key)
             if is_there[key]:
-                self._told[key] = told
+                self._told[key] = hashes
             else:
-                self._gone.append(told)
-        for key, (request, number) in seen.items():
-            if is_there[key]:
-                hashes = request.block_hashes[number * hashes_per_chunk : (number + 1) * hashes_per_chunk]
-                self._told[key] = tuple(hashes)
-        gone, self._gone = self._gone, []
-        return stored, gone
+                self._gone.append(hashes)
+        stored = {key: chunk for key, chunk in seen.items() if is_there[key]}
+        for key, (request, number) in stored.items():
+            first, end = number * hashes_per_chunk, (number + 1) * hashes_per_chunk
+            self._told[key] = tuple(request.block_hashes[first:end])
+        gone, self._gone, self._seen = self._gone, [], {}
+        return list(stored.values()), gone
 
 
 def _look(index: Index | None, row_keys: list[RowKey]) -> Iterable[tuple[RowKey, bool]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -47,19 +46,12 @@ def _converted(hashes: Any, grid: Grid) -> list[Any]:
 
 
 def _extra_keys(request: Any, first: int, end: int, block_tokens: int) -> Any:
-    """As vLLM hashed them, an entry per block; None if there are none."""
-    has_any = request.lora_request or request.mm_features or request.cache_salt
-    if not has_any and request.prompt_embeds is None:
-        return None
-
-    def of_blocks() -> Iterator[Any]:
-        medium = 0
-        for start in range(first, end, block_tokens):
-            keys, medium = kv_cache_utils.generate_block_hash_extra_keys(
-                request, start, start + block_tokens, medium
-            )
-            yield keys
-
+    """As vLLM hashed them, an entry per block."""
+    found, medium = [], 0
+    for start in range(first, end, block_tokens):
+        keys, medium = kv_cache_utils.generate_block_hash_extra_keys(
+            request, start, start + block_tokens, medium
+        )
+        found.append(keys)
     # Since vLLM 0.30 the hashes have tagged ones, and the events don't.
-    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
-    return untagged(list(of_blocks()))
+    return getattr(kv_cache_utils, "to_event_extra_keys", list)(found)
