@@ -102,9 +102,11 @@ CUresult check_room(int device, uint64_t bytes) {
 
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
     ENTER(1);
+    pthread_mutex_lock(&lock);
     node_lock();
     uint64_t used = used_bytes(current->device);
     node_unlock();
+    pthread_mutex_unlock(&lock);
     *total = total_bytes();
     *free_bytes = used < *total ? *total - used : 0;
     return OK;

@@ -51,7 +51,7 @@ extern pthread_cond_t changed;  /* broadcast when anything that somebody waits f
 void count(enum counter which, int64_t by);
 int node_open(void);            /* take part in the node; once. Returns an error code. */
 const char *node_path(char *out, const char *name); /* out: 512 bytes */
-void node_lock(void);           /* between processes: for what lies in the node's folder */
+void node_lock(void);           /* between processes, and `lock` held: for what lies in the node's folder */
 void node_unlock(void);
 int is_abandoned(const char *path); /* does no process hold this file any more? */
 int contexts_of_others(int device);

@@ -22,7 +22,7 @@ static const char *NAMES[NUM_COUNTERS] = {
 };
 struct entry { char name[24]; int64_t value; };
 static struct entry *record;
-static int lock_fd = -1, record_fd = -1;
+static int lock_fd = -1;
 static pid_t node_pid;
 
 const char *setting(const char *name, const char *otherwise) {
@@ -37,6 +37,20 @@ const char *node_path(char *out, const char *name) {
 
 void count(enum counter which, int64_t by) { __atomic_fetch_add(&record[which].value, by, __ATOMIC_RELAXED); }
 
+/* Locked last: who reads the counters of live processes finds it whole. */
+static int make_record(int fd) {
+    const size_t bytes = sizeof(struct entry) * NUM_COUNTERS;
+    if (fd < 0 || ftruncate(fd, (off_t)bytes)) return NO_DEVICE;
+    struct entry *mapped = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped == MAP_FAILED) return NO_DEVICE;
+    for (int i = 0; i < NUM_COUNTERS; i++) strcpy(mapped[i].name, NAMES[i]);
+    record = mapped;
+    node_pid = getpid();
+    count(PID, node_pid);
+    while (flock(fd, LOCK_EX) && errno == EINTR) {} /* held until the process ends */
+    return OK;
+}
+
 int node_open(void) {
     if (record) return node_pid == getpid() ? OK : NOT_INITIALIZED; /* no driver survives a fork */
     char path[512], name[64];
@@ -44,16 +58,10 @@ int node_open(void) {
     lock_fd = open(node_path(path, "lock"), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (lock_fd < 0) return NO_DEVICE;
     snprintf(name, sizeof name, "process-%s-XXXXXX", setting("CUDASIM_ROLE", "any"));
-    record_fd = mkostemp((char *)node_path(path, name), O_CLOEXEC);
-    if (record_fd < 0 || flock(record_fd, LOCK_EX) || ftruncate(record_fd, sizeof(struct entry) * NUM_COUNTERS))
-        return NO_DEVICE;
-    void *mapped = mmap(NULL, sizeof(struct entry) * NUM_COUNTERS, PROT_READ | PROT_WRITE, MAP_SHARED, record_fd, 0);
-    if (mapped == MAP_FAILED) return NO_DEVICE;
-    record = mapped;
-    for (int i = 0; i < NUM_COUNTERS; i++) strcpy(record[i].name, NAMES[i]);
-    node_pid = getpid();
-    count(PID, node_pid);
-    return OK;
+    node_lock(); /* or it would be taken for that of a dead process before it is locked */
+    int rc = make_record(mkostemp((char *)node_path(path, name), O_CLOEXEC));
+    node_unlock();
+    return rc;
 }
 
 void node_lock(void) { while (flock(lock_fd, LOCK_EX) && errno == EINTR) {} }
@@ -67,6 +75,7 @@ int is_abandoned(const char *path) {
     return abandoned;
 }
 
+/* Node locked. */
 static int contexts_in_records(int device, int without_own) {
     char path[512];
     int found = 0;
@@ -100,6 +109,7 @@ static struct order orders[MAX_ORDERS];
 static int num_orders, has_read_environment;
 static struct timespec orders_time;
 static off_t orders_size = -1;
+static ino_t orders_file;
 static pthread_mutex_t orders_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void check(int is_right, const char *text) {
@@ -165,7 +175,8 @@ static void read_orders(int is_urgent) {
     char path[512], text[8192];
     struct stat now = {.st_size = -1};
     if (stat(node_path(path, "orders"), &now)) now.st_size = -1;
-    if (now.st_size == orders_size && !memcmp(&now.st_mtim, &orders_time, sizeof orders_time)) return;
+    if (now.st_ino == orders_file && now.st_size == orders_size && !memcmp(&now.st_mtim, &orders_time, sizeof orders_time)) return;
+    orders_file = now.st_ino;
     orders_size = now.st_size;
     orders_time = now.st_mtim;
     num_orders = num_of_environment;
