@@ -34,6 +34,7 @@ KINDS = {
     "chunked": (SimGroup("chunked", CHUNK), SimGroup()),
     "wide chunked": (SimGroup("chunked", 2 * CHUNK), SimGroup()),
     "states": (SimGroup("state", block_tokens=32), SimGroup(block_tokens=32)),
+    "states and latents": (SimGroup("state"), SimGroup("state"), SimGroup("mla")),
 }
 MANY = 5 * CHUNK
 
