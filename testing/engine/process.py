@@ -64,6 +64,22 @@ def _python_path(folder: str | Path) -> str:
     return os.pathsep.join(filter(None, [os.environ.get("LMCACHE_TEST_VLLM"), str(folder)]))
 
 
+def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
+    """Return the kv-transfer-config of several connectors."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
+
+
+def example_config(folder: Path) -> dict[str, Any]:
+    """Return the kv-transfer-config of vLLM's own example, which keeps all KV in files."""
+    extra = {"shared_storage_path": str(folder)}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
 class Generated(NamedTuple):
     """What a request brought."""
 

@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,7 +65,9 @@ def content_of(key: bytes, generation: object = 0) -> np.ndarray:
 class OffloadingWorld:
     """One engine's tiers. ``settings`` are the tier's; a context manager."""
 
-    def __init__(self, num_rows: int = 8, config: object = None, **settings: object) -> None:
+    def __init__(
+        self, num_rows: int = 8, config: object = None, waits_for_weights: bool = True, **settings: object
+    ) -> None:
         self.weights: object = 0
         config = config or make_config()
         region = _call(
@@ -87,7 +90,7 @@ class OffloadingWorld:
         if not self.tier._is_off:
             indexed = getattr(self.tier._tier, "indexed", None)
             assert indexed is None or indexed.wait(TIMEOUT)  # a disk refuses stores until then
-        self.wait(lambda: self.tier._is_off or self.tier._namespace is not None)
+            assert not waits_for_weights or not futures.wait([self.tier._weights], TIMEOUT).not_done
 
     def __enter__(self) -> OffloadingWorld:
         return self

@@ -132,23 +132,27 @@ def test_weights_are_named_by_their_content(disk, tmp_path):
 
 
 def test_until_the_weights_have_a_name_nothing_is_stored_or_found(disk, monkeypatch, tmp_path):
-    from lmcache.engines.vllm.tier_settings import TierSettings
-
     named = threading.Event()
-    monkeypatch.setattr(TierSettings, "weights", lambda self: named.wait(60) and "w1")
-    monkeypatch.setattr(OffloadingWorld, "wait", lambda self, is_so: None)
-    world = OffloadingWorld(**disk)
-    monkeypatch.undo()
-    with world:
+    monkeypatch.setattr(tier_settings.TierSettings, "weights", lambda self: named.wait(60) and "w1")
+    monkeypatch.setattr(tier_module, "_START_SECONDS", 0)
+    with OffloadingWorld(**disk, waits_for_weights=False) as world:
         world.store(KEYS[0])
         world.settle()
         assert world.tier._tier.stats.stored == 0
         assert world.look(world.request(), [KEYS[1]]) == [LookupResult.MISS]
         named.set()
-        world.wait(lambda: world.tier._namespace is not None)
+        world.wait(lambda: world.tier._weights.done())
         world.store(KEYS[1])
         world.settle()
         assert world.tier._tier.stats.stored == 1
+
+
+def test_the_first_request_finds_what_there_is(disk):
+    with OffloadingWorld(**disk) as world:
+        world.store(KEYS[0])
+        world.settle()
+    with OffloadingWorld(**disk) as world:  # no step before
+        assert world.manager.lookup(KEYS[0], world.request()) is LookupResult.RETRY
 
 
 def test_a_reset_leaves_nothing_of_the_old_weights(disk):

@@ -18,6 +18,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable
+from concurrent import futures
 from typing import Any, TypeVar
 
 import vllm
@@ -35,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 32
 """Of block hashes by SHA-256. The others, of xxhash, can be made to collide by whoever writes prompts."""
+
+_START_SECONDS = 2.0
+"""Of the engine's start for the weights' name: time enough where hashes are known, so that the first request
+finds something."""
 
 _CLOSE_SECONDS = 2.0
 
@@ -106,6 +111,7 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
         self._listing = listing(config, row_bytes=rows.shape[1], version=minor, device=device)
         self._tier = settings.open(config.parallel)
         self._weights = files.in_background(settings.weights)
+        futures.wait([self._weights], _START_SECONDS)
         self._access = TierAccess(self._tier, rows, settings.lookup_seconds, settings.job_seconds)
 
     # ---- what is there ----
@@ -133,8 +139,6 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
     @_guarded(None)
     def on_schedule_end(self, context: Any) -> None:
         """At a step's end: look for what was asked for in it."""
-        if self._namespace is None and self._weights.done():
-            self._namespace = self._make_namespace()
         self._access.flush()
 
     # ---- jobs ----
@@ -199,6 +203,8 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
     def _row_keys(self, offload_keys: Collection[bytes]) -> list[bytes]:
         """Name chunks here; none while that can't be done. Salts, LoRA and media are in the block hashes."""
         named = [(base.get_offload_block_hash(key), base.get_offload_group_idx(key)) for key in offload_keys]
+        if self._namespace is None and self._weights.done():
+            self._namespace = self._make_namespace()
         if self._namespace is None or any(len(block_hash) != _HASH_BYTES for block_hash, _ in named):
             return []
         return [self._namespace + keys.chunk_key(block_hash, group=group) for block_hash, group in named]
