@@ -238,8 +238,12 @@ class SchedulerSide:
         ``num_computed_tokens``: when the step is over, without its drafts; ``snapshots``: see ``stores``.
         """
         state = self._states.get(request_id)
-        if state is not None:
-            state.has_drafts |= num_drafts > 0
+        if state is None:
+            return
+        if num_drafts:
+            state.has_drafts = True
+        # Most steps of most requests complete no chunk.
+        if num_computed_tokens >= (state.num_stored_chunks + 1) * self._grid.chunk_tokens:
             self._store(state, get_tables, num_computed_tokens, snapshots=snapshots)
 
     def end_step(self, num_tokens: int) -> StepMeta:

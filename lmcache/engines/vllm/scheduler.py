@@ -87,13 +87,14 @@ class VLLMScheduler(SchedulerSide):
         if get_tables is None:  # vLLM 0.29 shows only those that grew in this step
             self._tables |= blocks.block_ids
             get_tables = self._tables.get
+        scheduled, snapshots = output.num_scheduled_tokens, blocks.boundary_state_offloads
         computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        for request_id, num_computed_tokens in computed:
-            num_drafts = len(drafts.get(request_id, ()))
-            num_tokens = num_computed_tokens + output.num_scheduled_tokens[request_id] - num_drafts
-            snapshots = blocks.boundary_state_offloads.get(request_id, ())
-            self.note_scheduled(request_id, get_tables, num_tokens, num_drafts, snapshots)
+        for request_id, num_tokens in computed:
+            num_drafts = len(drafts.get(request_id, ())) if drafts else 0
+            own = snapshots.get(request_id, ()) if snapshots else ()
+            num_tokens += scheduled[request_id] - num_drafts
+            self.note_scheduled(request_id, get_tables, num_tokens, num_drafts, own)
 
 
 def _handed_out(output: Any) -> set[int]:
