@@ -9,7 +9,7 @@ must not: whose a row is, and under which generation, is read from this process'
 
 **Eviction** happens when a row is needed and no slots are free: first rows dropped after a restart, then
 incomplete ones, then what the policy says, with the neighbours in its frame that stand in the way of a longer
-row. Costs: O(1) per row.
+row, of the next few victims the one whose neighbours are next, too. Costs: O(1) per row.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ INCOMPLETE_SECONDS = 30.0
 
 _MAX_DEPTH = (1 << 32) - 1  # that fits a number of 32 bits
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
+_MAX_NEIGHBOURS = 16  # victims that are looked at for one whose neighbours are no loss
 
 
 @dataclass(slots=True, eq=False)
@@ -372,13 +373,28 @@ class Rows:
                 break
             self._evict(number)
             return True
-        for victim in first_usable(self.policy.victims(sparing) if self.is_evicting else ()):
-            for leaving in self.allocator.ways_to_free(victim, num_slots):
-                if not any(map(self._user, leaving)):
-                    for number in leaving:
-                        self._evict(number)
-                    return True
-        return False
+        leaving = self._leaving(
+            first_usable(self.policy.victims(sparing) if self.is_evicting else ()), num_slots
+        )
+        for number in leaving:
+            self._evict(number)
+        return bool(leaving)
+
+    def _leaving(self, victims: Iterable[int], num_slots: int) -> Sequence[int]:
+        """Choose the rows of one frame that are to go. Its neighbours need not be old because a victim is: so
+        among the next few victims those go first whose neighbours are victims, too."""
+        older: set[int] = set()
+        fallback: Sequence[int] = ()
+        for victim in victims:
+            older.add(victim)
+            for rows in self.allocator.ways_to_free(victim, num_slots):
+                if not any(map(self._user, rows)):
+                    if older.issuperset(rows):
+                        return rows
+                    fallback = fallback or rows
+            if fallback and len(older) >= _MAX_NEIGHBOURS:
+                break
+        return fallback
 
     def _evict(self, number: int) -> None:
         self._unindex(self._keys[number], number)

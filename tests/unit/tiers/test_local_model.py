@@ -92,8 +92,13 @@ class LocalMachine(RuleBasedStateMachine):
             if num_slots <= FRAME and any(taken.isdisjoint(run) for run in runs):
                 return gone, True
             victims = [number for number in self.order.victims(sparing) if number not in gone]
-            ways = (way for victim in victims for way in self.ways_to_free(victim, num_slots, {*gone}, held))
-            way = next(ways, None)
+            ways = [
+                (way, {*way} <= {*victims[: at + 1]})
+                for at, victim in enumerate(victims)
+                for way in self.ways_to_free(victim, num_slots, {*gone}, held)
+            ]
+            # Best without neighbours that are not next, too.
+            way = next((way for way, is_next in ways if is_next), ways[0][0] if ways else None)
             if way is None or not self.usable or num_slots > FRAME:
                 return gone, False
             gone += way
