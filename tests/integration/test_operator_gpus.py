@@ -1,13 +1,21 @@
 """GPUs by claims, on a real API server, scheduler and claim controller; devices are only said to exist."""
 
+import asyncio
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from lmcache_operator.components.base import Sidecar
+from lmcache_operator.reconcile.probe import SidecarProber
+from lmcache_operator.stats import StatsClient
 
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
+from testing.processes import SidecarProcess
 from tests.harness.clusters import ENGINE, condition, pods, wait_quiet, wait_ready
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+from tests.harness.wire import RawClient
 
 pytestmark = pytest.mark.kube
 
@@ -104,3 +112,23 @@ def test_a_claim_of_a_class_that_is_not_there_is_told_by_the_scheduler(plane, op
     plane.api.create(CLUSTERS, example(engine=engine), namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "Unschedulable", 60)
     assert "no-such-class" in condition(plane, namespace, "Degraded")["message"]
+
+
+def test_what_a_real_sidecar_says_of_its_copies_is_understood():
+    async def read(sidecar: SidecarProcess) -> Sidecar:
+        async def stats(_: str) -> Any:
+            async with StatsClient(sidecar.http_port) as client:
+                return await client.read("127.0.0.1")
+
+        status = {"phase": "Running", "podIP": "127.0.0.1"}
+        pod = {"metadata": {"name": "p", "uid": "u"}, "spec": {"initContainers": [{"name": "sidecar"}]}}
+        found = await SidecarProber(stats, time.monotonic).probe([pod | {"status": status}])
+        return found.sidecars[0]
+
+    with SidecarProcess(transfer="CudaIPC") as sidecar:
+        assert asyncio.run(read(sidecar)).transfer == ""
+        with RawClient(sidecar) as engine:
+            engine.attach()
+            told = asyncio.run(read(sidecar))
+    assert (told.is_attached, told.transfer) == (True, "SharedMemory")
+    assert told.transfer_reason == "the engine copies: its KV is in host memory"
