@@ -15,6 +15,8 @@ from typing import IO, Any
 
 import torch
 
+from testing.engine import simulated_gpu
+
 _SCRUBBED = 0x5A
 """KV bytes that no kernel wrote: a load that copies nothing must not find the right bytes by luck."""
 
@@ -27,7 +29,8 @@ class Child:
 
         if engine_args.pop("is_patient"):
             _give_no_store_up()
-        self._engine = LLM(**engine_args).llm_engine
+        with simulated_gpu.kv_in_device_memory():
+            self._engine = LLM(**engine_args).llm_engine
         self._core = self._engine.engine_core.engine_core
         self._next_id = 0
         self._kv: dict[str, list[list[str]]] = {}

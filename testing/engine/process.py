@@ -108,10 +108,11 @@ class EngineProcess(ChildProcess):
         connector: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         is_patient: bool = False,
+        prefix: Sequence[str] = (),
         **engine_args: Any,
     ) -> None:
         """``engine_args`` go over ``ENGINE_ARGS``; the child's output goes to ``log``. A patient engine's
-        connector gives no store up because it is late.
+        connector gives no store up because it is late. ``prefix`` is a command that starts the child.
         """
         super().__init__("the engine", log)
         args = {"model": str(tiny_model()), "is_patient": is_patient, **ENGINE_ARGS, **engine_args}
@@ -123,7 +124,7 @@ class EngineProcess(ChildProcess):
         paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": _python_path(self.python_path)}
         variables = {**os.environ, **ENVIRONMENT, **paths, **(environment or {})}
         self.spawn(
-            [*command, json.dumps(args)],
+            [*prefix, *command, json.dumps(args)],
             cwd=self.python_path,
             env=variables,
             pass_fds=(child_reads, child_writes),

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache.cuda.driver import Device, Stream
+from testing.engine import simulated_gpu
 
 Kernel = Callable[[], None]
 
@@ -96,10 +97,9 @@ class LateDevice(HostDevice):
         self._context.close()
 
     def _zeros(self, num_bytes: int, *, dtype: torch.dtype, device: object) -> torch.Tensor:
-        address = int(self._context.call("cuMemAlloc", num_bytes))
-        self._addresses.append(address)
-        memory = (ctypes.c_char * num_bytes).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.uint8).zero_().view(dtype)
+        memory = simulated_gpu.zeros(self._context, num_bytes, dtype)
+        self._addresses.append(memory.data_ptr())
+        return memory
 
     def _work(self) -> None:
         while (launched := self._kernels.get()) is not None:

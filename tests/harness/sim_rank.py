@@ -106,8 +106,7 @@ class SimRank:
     def execute(self, step: Step) -> ModelRunnerOutput:
         """As the runner's execute_model and sample_tokens."""
         self._step = step
-        if not step.output.total_num_scheduled_tokens:
-            self._device.go_on()
+        self._device.go_on()  # what the last step launched ends only now: the host was ahead of it
         with self._in_place():
             run = self.execute_v2 if self.hooks is not None else self._execute_v1
             return run(step)
@@ -142,8 +141,7 @@ class SimRank:
         return ran(step, hooks.post_forward(output.finished_req_ids))
 
     def forward(self, step: Step) -> None:
-        """Launch the model's work. That of the last step ends only now: the host was ahead of it."""
-        self._device.go_on()
+        """Launch the model's work."""
         self._device.launch(partial(self._compute, step))
 
     def _compute(self, step: Step) -> None:

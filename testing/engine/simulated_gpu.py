@@ -1,0 +1,43 @@
+"""KV of a CPU's engine in memory of the simulated GPU, in a process that is on a simulated node."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lmcache.cuda.driver import Context, Device
+
+
+def zeros(context: Context, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """A blank tensor over device memory, which is never freed."""
+    address = int(context.call("cuMemAlloc", num_bytes))
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_().view(dtype)
+
+
+@contextlib.contextmanager
+def kv_in_device_memory() -> Iterator[None]:
+    """Engines that are made in this block keep their KV there, if this process is on a simulated node."""
+    if "CUDASIM_NODE" not in os.environ:
+        yield
+        return
+    from vllm.v1.worker import gpu_model_runner, utils
+
+    context = Device.visible()[0].primary_context()
+    allocate = utils.allocate_kv_cache
+
+    def allocate_there(*args: object, **kwargs: object) -> Any:
+        def there(num_bytes: int, *, dtype: torch.dtype, device: object) -> torch.Tensor:
+            return zeros(context, num_bytes, dtype)
+
+        with mock.patch.object(torch, "zeros", there):
+            return allocate(*args, **kwargs)
+
+    with mock.patch.object(gpu_model_runner, "allocate_kv_cache", allocate_there):
+        yield
