@@ -21,6 +21,7 @@ NAMES = {
     "disk": "store and load of objects on disk, against a bare loop; the index at a start",
     "gil": "longest stall of another thread while bytes are checksummed, stored, loaded and populated",
     "cuda": "a batch of copies of GPU memory: what it costs Python; a large arena that is being pinned",
+    "gpu_stores": "what a store costs the engine: copied by the sidecar over CUDA IPC, and by the engine",
     "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
     "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
