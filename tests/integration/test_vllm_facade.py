@@ -47,7 +47,9 @@ def make_config():
         kv_connector_extra_config={"lmcache.socket": "/nonexistent/kvcache.sock"},
     )
     parallel = SimpleNamespace(world_size=1)
-    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, instance_id="test")
+    return SimpleNamespace(
+        kv_transfer_config=transfer, parallel_config=parallel, kv_events_config=None, instance_id="test"
+    )
 
 
 @pytest.fixture
