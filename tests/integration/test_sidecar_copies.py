@@ -58,7 +58,7 @@ def test_what_the_sidecar_copies_is_what_the_gpu_has(gpus, sidecar):
             "asked": "Auto", "mode": "CudaIPC",
             "num_workers": {"CudaIPC": 1, "SharedMemory": 0}, "num_slots_under_way": 0,
             "copied_slots": 3, "copied_bytes": 3 * BLOCKS_PER_ROW * LAYERS * PAGE_BYTES, "copy_batches": 2,
-            "failed_slots": 0, "started_readers": 1, "failed_readers": 0,
+            "failed_slots": 0, "started_readers": 1, "failed_readers": 0, "left_to_engines": {},
         }  # fmt: skip
         assert transfer_of(sidecar)["mode"] == "CudaIPC"
         assert gpus.count("mappings", "reader") == 2
@@ -117,6 +117,10 @@ def test_what_stands_in_the_way_is_said_and_the_engine_copies(gpus, of_engine, o
             assert (transfer["asked"], transfer["mode"]) == ("CudaIPC", "SharedMemory")
             assert re.search(reason, transfer["reason"])
             assert re.search(reason, transfer_of(sidecar)["reason"])
+            ((counted, number),) = transfer["left_to_engines"].items()
+            assert re.search(reason, counted)
+            assert number == 1
+            assert 'lmcache_transfer_left_to_engines_total{reason="' in sidecar.get("/metrics")
             assert sidecar.get("/readyz") == "ready\n"
         wait_until(lambda: not gpus.processes(), what="no context is left")
 

@@ -7,8 +7,10 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.stats import count_reason
 from lmcache_sidecar.clients.offers import SlotCopy
 from lmcache_sidecar.clients.registry import Client, Transfer
 from lmcache_sidecar.clients.validation import precondition
@@ -17,6 +19,10 @@ from lmcache_sidecar.copiers.gpu import CopyStats, Gpu, Job, Member
 
 CLOSE_SECONDS = 2.0
 """For readers to be gone; one that hangs in the driver may never be."""
+
+
+_MAX_GPUS = 64
+"""A process each: no more of these than GPUs that a node may have, whatever clients say."""
 
 
 class Mode(enum.Enum):
@@ -71,24 +77,33 @@ class SidecarCopier:
         offer = client.peer.hello.transfer
         if not client.peer.is_worker:
             return
+        self._gpus = {uuid: one for uuid, one in self._gpus.items() if not one.is_idle}
         if self.mode is Mode.SHARED_MEMORY:
-            self._turn(client, False, "the sidecar runs with --transfer SharedMemory")
+            refusal = "the sidecar runs with --transfer SharedMemory"
         elif not offer.gpu_uuid:
-            self._turn(client, False, "its KV is in host memory")
+            refusal = "its KV is in host memory"
         elif not offer.allocations:
-            self._turn(client, False, offer.refusal or "it does not share its GPU memory")
+            refusal = offer.refusal or "it does not share its GPU memory"
+        elif offer.gpu_uuid not in self._gpus and len(self._gpus) == _MAX_GPUS:
+            refusal = f"the sidecar reads {_MAX_GPUS} GPUs already"
         else:
-            if offer.gpu_uuid not in self._gpus:
-                self._gpus[offer.gpu_uuid] = Gpu(offer.gpu_uuid, self._arena, self.stats)
-            self._gpus[offer.gpu_uuid].add(
-                Member(
-                    client.epoch,
-                    client.peer.hello.pid,
-                    self._arena.column_offset(client.peer.hello.column),
-                    offer,
-                    lambda is_ipc, reason: self._turn(client, is_ipc, reason),
-                )
+            self._attach_to(client, offer)
+            return
+        count_reason(self.stats.left_to_engines, refusal)
+        self._turn(client, False, refusal)
+
+    def _attach_to(self, client: Client, offer: pb.TransferOffer) -> None:
+        if offer.gpu_uuid not in self._gpus:
+            self._gpus[offer.gpu_uuid] = Gpu(offer.gpu_uuid, self._arena, self.stats)
+        self._gpus[offer.gpu_uuid].add(
+            Member(
+                client.epoch,
+                client.peer.hello.pid,
+                self._arena.column_offset(client.peer.hello.column),
+                offer,
+                lambda is_ipc, reason: self._turn(client, is_ipc, reason),
             )
+        )
 
     def detach(self, client: Client) -> None:
         """The client's stream ended: close its memory at once."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.stats import counter
+from lmcache.tiers.stats import count_reason, counter, counters
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.fair_queue import FairQueue
 from lmcache_sidecar.copiers.messages import Kind
@@ -65,6 +65,9 @@ class CopyStats:
     failed_slots: int = counter("Slots that were not filled because a reader ended: the engine copied them")
     started_readers: int = counter("Processes started to read a GPU")
     failed_readers: int = counter("Of these, how many ended by a fault")
+    left_to_engines: Counter[str] = counters(
+        "reason", "Times that a worker was left to copy its stores itself"
+    )
 
 
 @dataclass(eq=False)
@@ -163,6 +166,11 @@ class Gpu:
     def num_slots_under_way(self) -> int:
         """Slots that a reader may be writing to."""
         return sum(map(len, self._batches.values()))
+
+    @property
+    def is_idle(self) -> bool:
+        """Is there no client, and no reader any more?"""
+        return self._task is None
 
     # ---- clients ----
 
@@ -327,6 +335,7 @@ class Gpu:
     def _turn_off(self, member: Member, reason: str) -> None:
         """From now on its engine copies."""
         logger.warning("An engine on %s copies its stores itself: %s", self.uuid, reason)
+        count_reason(self._stats.left_to_engines, reason)
         self.remove(member.number)
         member.on_turn(False, reason)
 

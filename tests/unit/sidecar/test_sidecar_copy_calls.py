@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +33,7 @@ class FakeGpu:
         self.jobs: list[Job] = []
         self.dropped: list[Job] = []
         self.num_slots_under_way = 0
+        self.is_idle = False
 
     def add(self, member) -> None:
         member.on_turn(True, "it reads")
@@ -142,6 +144,16 @@ def test_what_can_t_be_copied_is_refused_and_nothing_is_held(engine):
     error = asyncio.run(refused(request(engine, slots)))
     assert (error.message, error.reason) == ("the engine copies: no GPU", service.REASON_ENGINE_COPIES)
     assert engine.memory.num_held == 0
+
+
+def test_more_gpus_than_a_node_has_are_not_read(engine):
+    """Each costs a process, and any client can name one."""
+    for number in range(copier._MAX_GPUS):
+        uuid = f"{UUID[:-4]}{number:04x}"
+        client = engine.world.attach(new_uuid(), transfer=replace(OFFER, gpu_uuid=uuid))
+    assert client.transfer == Transfer(False, "the engine copies: the sidecar reads 64 GPUs already")
+    engine.gpu.is_idle = True
+    assert engine.world.attach(new_uuid(), transfer=replace(OFFER, gpu_uuid=uuid)).transfer.is_ipc
 
 
 def test_the_arena_gets_no_other_format_under_a_copy(engine):
