@@ -8,7 +8,9 @@ import pytest
 
 from lmcache.engines.core import worker as module
 from lmcache.engines.core.jobs import GroupLoad, LoadJob, StepMeta
+from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.tiers.memory.contracts import Slot
+from tests.harness.scheduler_rig import make_identity
 from tests.harness.session_double import SessionDouble
 from tests.harness.worker_rig import IDENTITY, WorkerRig, found
 
@@ -316,3 +318,34 @@ def test_a_rank_whose_kv_another_one_stores_copies_nothing_and_gives_blocks_back
     assert sent == ["r"]
     assert rig.copier.fences == []
     assert rig.session.rows == {}
+
+
+def test_copies_of_what_a_window_left_behind_get_more_time_but_once_only_when_they_hang(rig):
+    rig.worker._clock = time.monotonic
+    rig.copier.gate.clear()
+    rig.store()
+    assert rig.copier.in_copy.wait(10)
+    timer = threading.Timer(0.02, rig.copier.gate.set)  # longer than a preemption waits
+    rig.worker._patience = 60
+    timer.start()
+    rig.worker.handle_preemptions(StepMeta(left_behind={1, 77}))
+    assert len(rig.session.committed) == 2, "it was waited for"
+    assert rig.worker._patience == module.LEFT_BEHIND_SECONDS
+    rig.copier.gate.clear()
+    rig.store(names=(b"c", b"d"))
+    rig.worker.handle_preemptions(StepMeta(left_behind={2}))
+    assert rig.worker._patience == module.PREEMPTION_SECONDS, "the sidecar may hang"
+    rig.copier.gate.set()
+    rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
+    rig.worker.handle_preemptions(StepMeta(left_behind={2}))
+    assert rig.worker._patience == module.LEFT_BEHIND_SECONDS
+
+
+def test_with_several_groups_a_load_fails_as_a_whole(rig):
+    window = KVGroup(1, 32, 2048, 40, GroupKind.SLIDING_WINDOW)
+    rig.worker.identity = make_identity(KVGroup(0, 32, 4096), window)
+    rig.load(Slot(5, 1))
+    assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
+    assert rig.worker.take_bad_blocks() == set(), "vLLM would end"
+    assert rig.worker.take_failed_requests() == {"r"}
+    assert rig.worker.take_failed_requests() == set()
