@@ -1,5 +1,7 @@
 """The scheduler side against requests and steps made by hand, in the shapes of both model runners."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from lmcache import keys
@@ -341,3 +343,28 @@ def test_offline_takes_back_the_blocks_of_stores_under_way(rig):
     assert rig.finish(request) is False
     assert rig.step(preempted=["another"]).reclaimed == under_way
     assert rig.step().reclaimed == set()
+
+
+def test_vllm_0_29_shows_tables_only_of_requests_that_got_blocks(rig):
+    request = rig.arrive(make_request(200))
+
+    def step(computed, scheduled, shown):
+        cached = SimpleNamespace(req_ids=["r"], new_block_ids=[None], num_computed_tokens=[computed])
+        return rig.scheduler.build_connector_meta(
+            SimpleNamespace(
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens={"r": scheduled},
+                total_num_scheduled_tokens=scheduled,
+                scheduled_spec_decode_tokens={},
+                kv_connector_block_state=SimpleNamespace(block_ids=shown, boundary_state_offloads={}),
+            )
+        )
+
+    assert not step(0, 60, {"r": (blocks(2),)}).stores
+    (job,) = step(60, 10, {}).stores
+    assert job.groups[0].blocks == tuple(blocks(2))
+    (job,) = step(70, 130, {"r": (blocks(7),)}).stores
+    assert job.groups[0].blocks == tuple(blocks(7)[2:6])
+    rig.finish(request)
+    assert not rig.scheduler._tables
