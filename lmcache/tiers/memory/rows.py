@@ -92,7 +92,7 @@ class Rows:
         self.open_rows: dict[int, OpenRow] = {}
         self.pin_counts: dict[int, int] = {}  # row -> readers of our own; it stays in the policy
         self.lease_counts: dict[int, int] = {}  # row -> users; it is out of the policy
-        self.num_leased_slots = 0  # of those rows
+        self._num_more_leased = 0  # slots of those rows beyond the first of each
         # Generations below were given by an earlier process, and so were the rows under them.
         self.next_generation = self.first_generation = arena.first_generation
         self.is_evicting = True  # False: what is full refuses
@@ -157,9 +157,14 @@ class Rows:
             for key in keys
         ]
 
-    def num_slots(self, rows: Sequence[int]) -> int:
-        """Slots of these rows together."""
-        return len(rows) if self.allocator.slots_per_frame == 1 else sum(map(self.allocator.size, rows))
+    @property
+    def num_leased_slots(self) -> int:
+        """Slots of the rows under a lease."""
+        return len(self.lease_counts) + self._num_more_leased
+
+    def _num_more(self, rows: Iterable[int]) -> int:
+        """Slots of these rows beyond the first of each."""
+        return sum(self.allocator.size(row) - 1 for row in rows) if self.allocator.slots_per_frame > 1 else 0
 
     def key(self, row: int) -> RowKey:
         """Return the key of a row that is not free."""
@@ -288,7 +293,7 @@ class Rows:
         """Keep visible rows from eviction, and out of the policy."""
         leases = self.lease_counts
         self.policy.remove(*numbers)
-        self.num_leased_slots += self.num_slots([number for number in numbers if number not in leases])
+        self._num_more_leased += self._num_more(number for number in numbers if number not in leases)
         for number in numbers:
             leases[number] = leases.get(number, 0) + 1
 
@@ -303,7 +308,7 @@ class Rows:
             else:
                 del leases[number]
                 ended.append(number)
-        self.num_leased_slots -= self.num_slots(ended)
+        self._num_more_leased -= self._num_more(ended)
         invalid = self.open_rows.keys() & ended
         for number in invalid:
             self.release_if_unused(number)

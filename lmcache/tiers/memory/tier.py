@@ -216,8 +216,8 @@ class MemoryTier:
         Asking again under the same id extends the lease. At most half of the usable slots are leased in all.
         """
         lease = self._leases.get(lease_id, {})
-        leases, num_chunks = self._rows.lease_counts, chains.num_chunks
-        if chains.is_prefix:
+        leases, num_chunks, is_prefix = self._rows.lease_counts, chains.num_chunks, chains.is_prefix
+        if is_prefix:
             resident = self._rows.prefix(chains.keys[0])
             num_resident = len(resident)
             present: tuple[bytes, ...] = ((b"\1" * num_resident).ljust(num_chunks, b"\0"),)
@@ -234,7 +234,7 @@ class MemoryTier:
         self._rows.policy.touch([row for row in resident[len(leased) :] if row not in leases], lease_id[1])
         self.stats.count_lookup(lease_id, chains.keys[0], num_resident)
         slots = self._rows.slots(leased)
-        if chains.is_prefix:
+        if is_prefix:
             return Residency(num_resident, len(leased), chains.keys[0], slots, present)
         kept = set(leased)
         num_leased = chains.longest_hit([bytes(row in kept for row in part) for part in rows]) if kept else 0

@@ -32,7 +32,9 @@ class Search:
         self._windows = [at for at, group in enumerate(chains.groups) if not group.is_full]
         self.num_full = self._num_leading()
         """Leading chunks of which full groups have all, by what was found, too."""
-        self.num_expected = chains.longest_hit(present, self.num_full)
+        self.num_expected = self.num_full
+        if not chains.is_prefix:
+            self.num_expected = chains.longest_hit(present, self.num_full)
         """The hit when all that is present, or was found, is there."""
         self._found: dict[Place, int] = {}  # by whom, of what is not yet to be brought
         self._before = self.num_full, self._found  # the last question

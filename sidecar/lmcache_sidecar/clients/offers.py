@@ -63,8 +63,10 @@ def check_offer(peer: Peer) -> None:
         len(offer.groups) <= MAX_GROUPS, f"at most {MAX_GROUPS} groups are taken, not {len(offer.groups)}"
     )
     groups = sorted(pages.group for pages in offer.groups)
-    storing = sorted(group for group, num_bytes in peer.chunk_bytes.items() if num_bytes)
-    require(groups == storing, f"pages must be offered of each of the groups {storing} once, not of {groups}")
+    require(
+        groups == peer.storing,
+        f"pages must be offered of each of the groups {peer.storing} once, not of {groups}",
+    )
     for pages in offer.groups:
         _check_pages(pages, offer, peer.chunk_bytes[pages.group])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import grpc
 
@@ -72,7 +73,7 @@ class Peer:
         """Of one column, by KV group; 0: the group stores nothing."""
         return {number: group.chunk_bytes for number, group in self.groups.items()}
 
-    @property
+    @cached_property
     def storing(self) -> list[int]:
         """Groups that store something."""
         return sorted(number for number, group in self.groups.items() if group.chunk_bytes)
