@@ -1,7 +1,7 @@
 """Random-weight models of a few MB, one per kind of KV that vLLM runs on a CPU.
 
 Made once per content of this file and of ``tiny_model``, into the cache directory. What vLLM 0.32 demands of
-them: head sizes of at least 32, linear attention in bfloat16 with heads of 128, Gemma 2 with tied embeddings.
+them: head sizes of at least 32, linear attention in bfloat16 with heads of 128.
 """
 
 from __future__ import annotations
@@ -52,13 +52,6 @@ class TinyKind:
 
         torch.manual_seed(0)
         self.make().float().save_pretrained(target)
-
-
-def _gemma2() -> Any:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    changes = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
-    return Gemma2ForCausalLM(Gemma2Config(**_BASE | changes))
 
 
 def _gemma3() -> Any:
@@ -155,7 +148,6 @@ def _mla_block_tokens() -> int:
     return 32 if cpuinfo.exists() and "amx_tile" in cpuinfo.read_text() else 16
 
 
-GEMMA2 = TinyKind(_gemma2)
 GEMMA3 = TinyKind(_gemma3)
 MISTRAL = TinyKind(_mistral)
 GPT_OSS = TinyKind(_gpt_oss)

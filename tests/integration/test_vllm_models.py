@@ -1,7 +1,7 @@
 """Real engines with a model of each kind of KV: what is loaded is what was computed.
 
-An engine is started once per model: gpt-oss and Gemma (full and window groups), Mistral (windows only),
-Llama 4 (chunked attention), DeepSeek (latents), Qwen3-Next (states of linear attention).
+An engine is started once per model: gpt-oss and Gemma 3 (full and window groups), Mistral (windows only),
+Llama 4 (chunked attention), DeepSeek (latents).
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class Case:
 
 
 CASES = {
+    "gemma3": Case(tiny_kinds.GEMMA3, lower_tier="disk"),
+    "mistral": Case(tiny_kinds.MISTRAL),
+    "gpt-oss": Case(tiny_kinds.GPT_OSS, lower_tier="disk"),
+    "llama4": Case(tiny_kinds.LLAMA4),
     "deepseek": Case(tiny_kinds.DEEPSEEK2, step_tokens=32, is_exact=False),
 }
 
@@ -107,6 +111,7 @@ def served(request, tmp_path_factory):
                 sidecar.socket_path, answer_seconds=ANSWER_SECONDS, chunk_tokens=case.chunk_tokens
             )
             options = {"model": str(case.kind.path), "enable_prefix_caching": True, "max_num_seqs": 4}
+            options["is_patient"] = True
             with EngineProcess(folder / "log", connector, **options | case.kind.engine_args) as engine:
                 engine.wait_ready()
                 served = Served(case, engine, sidecar)
