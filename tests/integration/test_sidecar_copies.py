@@ -81,6 +81,9 @@ def test_two_ranks_on_one_gpu_share_a_reader_and_no_bytes(gpus, sidecar):
         for engine in (first, second):
             assert all(engine.ask("is_stored", key, many[key]) for key in (0, 31, 59))
         assert len(gpus.processes("reader")) == 1
+        transfer = sidecar.stats()["transfer"]
+        assert transfer["copied_slots"] == 120
+        assert transfer["copy_batches"] <= 8, "not a batch per slot"
 
 
 def test_rows_of_unlike_groups_lie_side_by_side(gpus, sidecar):
