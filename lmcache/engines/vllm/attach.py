@@ -80,7 +80,7 @@ def attach_worker(
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    check_supported(vllm_config)
+    check_supported(vllm_config, kv_cache_config)
     specs = read_groups(kv_cache_config, can_fail_requests=hasattr(base, "KVConnectorTransferResults"))
     step_tokens = math.lcm(*(spec.block_tokens for spec in specs))
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or step_tokens

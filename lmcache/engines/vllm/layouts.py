@@ -25,8 +25,16 @@ The id of any other content holds the engine's version: its bytes are shared wit
 """
 
 
-def check_supported(vllm_config: Any) -> None:
-    """Raise UnsupportedError when the engine is set up in a way that can't be cached, whatever its KV is."""
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise UnsupportedError when the engine is set up in a way that can't be cached."""
+    zeroes_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    if zeroes_blocks and getattr(vllm_config, "use_v2_model_runner", False):
+        # ``GPUModelRunner.update_requests`` in v1/worker/gpu comes before ``handle_preemptions``: a copy may
+        # end in between, and would be committed with zeros.
+        raise UnsupportedError(
+            "vLLM's second model runner zeroes blocks of states, or of KV in several precisions, before it"
+            " says whose they were; start vLLM with VLLM_USE_V2_MODEL_RUNNER=0 to cache"
+        )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:

@@ -24,15 +24,19 @@ def test_content_ids_tell_apart_what_differs_and_only_that():
     assert name(isa="amx", version="0.32.9") == name(isa="amx") != name(isa="amx", version="0.33.0")
 
 
-def engine(policy="recompute", dcp=1, sleep=False):
+def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1):
     parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1)
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
     model = SimpleNamespace(enable_sleep_mode=sleep)
-    return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)
+    config.use_v2_model_runner = runner == 2
+    return config, SimpleNamespace(needs_kv_cache_zeroing=zeroing)
 
 
 def test_a_plain_engine_is_supported():
-    check_supported(engine())
+    check_supported(*engine())
+    check_supported(*engine(runner=2))
+    check_supported(*engine(zeroing=True))
 
 
 @pytest.mark.parametrize(
@@ -41,11 +45,12 @@ def test_a_plain_engine_is_supported():
         (engine(policy="fail"), "kv_load_failure_policy"),
         (engine(dcp=2), "decode_context_parallel_size"),
         (engine(sleep=True), "--enable-sleep-mode"),
+        (engine(zeroing=True, runner=2), "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
 def test_what_can_t_be_cached_runs_untouched_with_a_reason(unsupported, reason):
     with pytest.raises(UnsupportedError, match=reason):
-        check_supported(unsupported)
+        check_supported(*unsupported)
 
 
 @pytest.mark.parametrize(
