@@ -145,7 +145,7 @@ class SimEngine:
             self._update(*self._batches.popleft())
         assert self.scheduler.reset_prefix_cache(reset_running_requests=also_of_running)
 
-    def run(self, *names: str, timeout: float = 20.0) -> None:
+    def run(self, *names: str, timeout: float = 60.0) -> None:
         """Step until these requests ended; without names, until nothing is left to do: no block is held."""
         deadline = time.monotonic() + timeout
         while (

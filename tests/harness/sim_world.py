@@ -69,13 +69,13 @@ class Gate:
     def wait_arrived(self) -> None:
         """Until a copy waits here."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.num_waiting, 20), "no copy came"
+            assert self._changed.wait_for(lambda: self.num_waiting, 60), "no copy came"
 
     def drain(self) -> None:
         """Open, until every copy that was here has ended."""
         self.open()
         with self._changed:
-            assert self._changed.wait_for(lambda: not self.num_waiting, 20), "a copy does not end"
+            assert self._changed.wait_for(lambda: not self.num_waiting, 60), "a copy does not end"
 
 
 class SimWorld:
