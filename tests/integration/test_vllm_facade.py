@@ -89,7 +89,9 @@ def make_output(new=(), cached=None):
     tables |= dict(
         zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.new_block_ids, strict=True)
     )
-    output.kv_connector_block_state = KVConnectorBlockState(set(tables), tables.__getitem__, {})
+    is_old = "block_ids" in KVConnectorBlockState.__dataclass_fields__  # vLLM 0.29
+    shown = (tables, {}) if is_old else (set(tables), tables.__getitem__, {})
+    output.kv_connector_block_state = KVConnectorBlockState(*shown)
     ids = [request.req_id for request in new] + output.scheduled_cached_reqs.req_ids
     output.num_scheduled_tokens = dict.fromkeys(ids, 64)
     output.total_num_scheduled_tokens = 64 * len(ids)
