@@ -21,11 +21,11 @@ from tools.cache import cache_root, uv
 
 SIMULATED = (
     "tests/unit/vllm_connector",
-    *(f"tests/integration/test_vllm_{name}.py" for name in ("facade", "tier", "tier_model")),
+    *(f"tests/integration/test_vllm_{name}.py" for name in ("facade", "multi", "tier", "tier_model")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "mixed_up", "stats")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios")),
 )
-ENGINES = ("tests/integration/test_vllm.py",)
+ENGINES = ("tests/integration/test_vllm.py", "tests/integration/test_vllm_tier_engine.py")
 NEEDS_KERNELS = "test_golden_content_of_the_cpu_backend"
 
 
