@@ -125,7 +125,7 @@ class Promotions:
         try:
             while order:
                 position = order.popleft()
-                num_full, num_expected = search.num_full, search.num_expected
+                num_expected = search.num_expected
                 num_chunks = await search.extend({at: self._lower[at] for at in (*tiers, position)}, position)
                 found = search.found(num_chunks)
                 if not self._is_worth(search, found, position, (num_chunks - num_expected) * chunk_seconds):
@@ -133,6 +133,8 @@ class Promotions:
                     search.undo()
                     continue
                 tiers.append(position)
+                if search.has_found_more and not search.chains.is_prefix:
+                    order.extend(other for other in tiers if other not in (position, *order))
                 for place, source in found:
                     self._start(search, place, request, source)
                 search.take(num_chunks)
@@ -140,8 +142,6 @@ class Promotions:
                     return
                 names.add(following)
                 self._probing.add(following)
-                if search.num_full > num_full and not search.chains.is_prefix:
-                    order.extend(other for other in tiers if other not in (position, *order))
         finally:
             self._probing -= names
         for key in search.absent():

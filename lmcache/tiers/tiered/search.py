@@ -63,7 +63,9 @@ class Search:
         the chunks of the longest hit by what they have."""
         self._before = self.num_full, dict(self._found)
         chunks = range(self.num_full, self.limit)
-        following = [(chunk, at) for chunk in chunks for at in self._full if not self._present[at][chunk]]
+        following = [
+            (chunk, at) for chunk in chunks for at in self._full if not self._is_present((chunk, at))
+        ]
         keys = list(
             itertools.takewhile(lambda key: not self._is_absent(key), map(self.chains.key, following))
         )
@@ -72,6 +74,11 @@ class Search:
             self._found |= dict.fromkeys(following[:num_found], position)
             self.num_full = following[num_found][0] if num_found < len(following) else self.limit
         return await self._settle(tiers) if self._windows else self.num_full
+
+    @property
+    def has_found_more(self) -> bool:
+        """Did the last question find a row?"""
+        return len(self._found) > len(self._before[1])
 
     def found(self, num_chunks: int) -> list[tuple[Place, int]]:
         """Rows to be brought for a hit of so many chunks, and the positions of the tiers that have them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lmcache.kv_groups import GroupKind, KVGroup, longest_hit
@@ -166,6 +166,16 @@ def test_one_tier_below_brings_the_longest_hit_and_no_row_more(case):
 
 
 @settings(max_examples=60)
+@example(
+    (
+        ("full", "other full", "long window"),
+        [
+            [bytes(7)] * 3,
+            [bytes(7), b"\0\1\0\0\0\0\0", b"\0\1\0\0\0\0\0"],
+            [b"\1\1\0\0\0\0\0", b"\1\0\0\0\0\0\0", b"\1\0\0\0\0\0\1"],
+        ],
+    )
+)
 @given(cases(num_tiers=3))
 def test_two_tiers_below_bring_the_longest_hit_of_all_three(case):
     names, residencies = case
