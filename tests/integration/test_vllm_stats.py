@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
 from lmcache.engines.vllm.connector import LMCacheClusterConnector
 from lmcache.engines.vllm.stats import FIGURES, LMCacheStats
+from testing.engine.process import connector_config
 
 pytestmark = pytest.mark.vllm
 
@@ -36,12 +39,15 @@ def test_ranks_and_steps_add_up() -> None:
     assert stats.is_empty()
 
 
-def test_among_other_connectors_its_figures_are_found_by_its_name() -> None:
+def among_others() -> Any:
+    """As it goes from the engine to the process that counts; vLLM 0.29 leaves the form to msgspec."""
     stats = MultiKVConnectorStats()
     stats["LMCacheClusterConnector"] = LMCacheStats(dict(ONE))
-    # As it goes from the engine to the process that counts; vLLM 0.29 leaves the form to msgspec.
-    sent = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
-    built = MultiConnector.build_kv_connector_stats(msgspec.to_builtins(sent))
+    return msgspec.to_builtins(stats.to_dict() if hasattr(stats, "to_dict") else stats.data)
+
+
+def test_among_other_connectors_its_figures_are_found_by_its_name() -> None:
+    built = MultiConnector.build_kv_connector_stats(among_others())
     assert built.data["LMCacheClusterConnector"].data == ONE
     assert built.data["LMCacheClusterConnector"].aggregate(LMCacheStats(dict(OTHER))).data["loads"] == 2
 
@@ -65,3 +71,22 @@ def test_they_are_counters_with_vllm_s_labels() -> None:
     assert 'vllm:lmcache_loads_total{engine="1",model_name="m"} 2.0' in text
     assert 'vllm:lmcache_loads_total{engine="0",model_name="m"} 0.0' in text
     assert 'vllm:lmcache_load_seconds_total{engine="1",model_name="m"} 0.75' in text
+
+
+def test_among_other_connectors_it_brings_its_counters_along() -> None:
+    """Without them vLLM's MultiConnector would end the process that counts at the first figure."""
+    ours = connector_config("unused")
+    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    several = {"connectors": [ours, example]}
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=several
+    )
+    registry = CollectorRegistry()
+    metrics = MultiConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=transfer),
+        {Counter: partial(Counter, registry=registry), Gauge: None, Histogram: None},
+        ["engine"],
+        {0: ["0"]},
+    )
+    metrics.observe(among_others(), 0)
+    assert 'vllm:lmcache_loaded_blocks_total{engine="0"} 8.0' in generate_latest(registry).decode()
