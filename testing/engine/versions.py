@@ -21,7 +21,10 @@ from tools.cache import cache_root, uv
 
 SIMULATED = (
     "tests/unit/vllm_connector",
-    *(f"tests/integration/test_vllm_{name}.py" for name in ("facade", "multi", "tier", "tier_model")),
+    *(
+        f"tests/integration/test_vllm_{name}.py"
+        for name in ("facade", "multi", "tier", "tier_faults", "tier_model")
+    ),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "mixed_up", "stats")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios")),
 )

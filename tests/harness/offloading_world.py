@@ -31,6 +31,9 @@ TIMEOUT = 60.0
 PATIENT = {"lookup_seconds": 60, "job_seconds": 60}
 """Settings with which nothing is given up for the machine's slowness."""
 
+SHARED = {"weights_fingerprint": "w1", **PATIENT, "remote_timeout_seconds": 30}
+"""Settings of engines that share."""
+
 _NAMES = itertools.count()
 
 
@@ -54,6 +57,10 @@ def make_config(**model: object) -> offload_config.OffloadingConfig:
 
 def key_of(name: object, group: int = 0) -> bytes:
     return make_offload_key(hashlib.sha256(repr(name).encode()).digest(), group)
+
+
+KEYS = [key_of(number) for number in range(6)]
+"""A prompt's chunks."""
 
 
 def content_of(key: bytes, generation: object = 0) -> np.ndarray:
