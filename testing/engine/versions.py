@@ -28,7 +28,10 @@ SIMULATED = (
     *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "mixed_up", "stats")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios")),
 )
-ENGINES = ("tests/integration/test_vllm.py", "tests/integration/test_vllm_tier_engine.py")
+ENGINES = (
+    "tests/integration/test_vllm.py",
+    *(f"tests/integration/test_vllm_{name}_engine.py" for name in ("multi", "tier")),
+)
 NEEDS_KERNELS = "test_golden_content_of_the_cpu_backend"
 
 
