@@ -153,4 +153,8 @@ MISTRAL = TinyKind(_mistral)
 GPT_OSS = TinyKind(_gpt_oss)
 LLAMA4 = TinyKind(_llama4)
 DEEPSEEK2 = TinyKind(_deepseek2, {"dtype": "bfloat16", "block_size": _mla_block_tokens()})
-QWEN3_NEXT = TinyKind(_qwen3_next, {"dtype": "bfloat16", "block_size": None})
+QWEN3_NEXT = TinyKind(
+    _qwen3_next,
+    # vLLM makes blocks of 640 tokens, as long as a state; and states are kept where steps end.
+    {"dtype": "bfloat16", "block_size": None, "max_num_batched_tokens": 640},
+)

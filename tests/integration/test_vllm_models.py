@@ -1,7 +1,7 @@
 """Real engines with a model of each kind of KV: what is loaded is what was computed.
 
 An engine is started once per model: gpt-oss and Gemma 3 (full and window groups), Mistral (windows only),
-Llama 4 (chunked attention), DeepSeek (latents).
+Llama 4 (chunked attention), DeepSeek (latents), Qwen3-Next (states of linear attention).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ CASES = {
     "mistral": Case(tiny_kinds.MISTRAL),
     "gpt-oss": Case(tiny_kinds.GPT_OSS, lower_tier="disk"),
     "llama4": Case(tiny_kinds.LLAMA4),
+    "qwen3-next": Case(tiny_kinds.QWEN3_NEXT, chunk_tokens=640, step_tokens=640),
     "deepseek": Case(tiny_kinds.DEEPSEEK2, step_tokens=32, is_exact=False),
 }
 
