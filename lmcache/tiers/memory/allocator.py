@@ -29,7 +29,7 @@ that nobody touches is never taken. With one slot per frame, row and slot are th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from lmcache.units import ceil_div, round_up
@@ -38,6 +38,7 @@ SLOTS_PER_FRAME = 16
 """Slots of a full chunk in an arena whose rows take several."""
 
 _LEAF_BITS = 1024
+_MAX_NEIGHBOURS = 16  # victims that are looked at for one whose neighbours are no loss
 _PACKED_ROWS = 16  # of each size, when sizes of slots are compared
 
 
@@ -164,6 +165,27 @@ class FrameAllocator:
             for first in firsts
         ]
         return sorted(ways, key=lambda way: sum(map(self.size, way)))
+
+    def leaving(
+        self, victims: Iterable[int], num_slots: int, is_used: Callable[[int], object]
+    ) -> Sequence[int]:
+        """Choose rows of one frame that are to go so that ``num_slots`` are free: none if nothing helps.
+
+        ``victims``: in the order in which they can be spared. Their neighbours need not be old because they
+        are: so among the next few of them those go first whose neighbours are victims, too.
+        """
+        older: set[int] = set()
+        fallback: Sequence[int] = ()
+        for victim in victims:
+            older.add(victim)
+            for rows in self.ways_to_free(victim, num_slots):
+                if not any(map(is_used, rows)):
+                    if older.issuperset(rows):
+                        return rows
+                    fallback = fallback or rows
+            if fallback and len(older) >= _MAX_NEIGHBOURS:
+                break
+        return fallback
 
     def _occupy(self, frame: int, offset: int, num_slots: int) -> None:
         self._first[frame] |= 1 << offset

@@ -157,6 +157,14 @@ class Geometry:
         return f"slots of {self.slot_bytes} bytes in {self.num_columns} columns{frames}"
 
 
+class VacateResult(NamedTuple):
+    """What ``vacate`` did."""
+
+    num_evicted: int
+    blocked: dict[str, int]
+    """Rows that had to stay, by who uses them."""
+
+
 class Arena(Protocol):
     """Memory for rows. ``MemoryTier`` decides what is in it; an arena only holds bytes and the slot table."""
 

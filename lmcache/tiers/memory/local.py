@@ -14,8 +14,8 @@ from typing import TypeVar
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
-from lmcache.tiers.memory.contracts import Arena
-from lmcache.tiers.memory.rows import Rows, VacateResult
+from lmcache.tiers.memory.contracts import Arena, VacateResult
+from lmcache.tiers.memory.rows import Rows
 from lmcache.tiers.stats import MemoryStats
 from lmcache.units import ceil_div
 

@@ -19,12 +19,11 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import FrameAllocator
-from lmcache.tiers.memory.contracts import Arena, Slot
+from lmcache.tiers.memory.contracts import Arena, Slot, VacateResult
 from lmcache.tiers.pages import zeros
 from lmcache.tiers.policy import LRU
 from lmcache.tiers.stats import MemoryStats, Removal, Tenants, TenantUse
@@ -35,7 +34,6 @@ INCOMPLETE_SECONDS = 30.0
 
 _MAX_DEPTH = (1 << 32) - 1  # that fits a number of 32 bits
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
-_MAX_NEIGHBOURS = 16  # victims that are looked at for one whose neighbours are no loss
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +53,6 @@ class OpenRow:
 
     is_invalid: bool = False
     """Out of the index for good."""
-
-
-class VacateResult(NamedTuple):
-    """What ``vacate`` did."""
-
-    num_evicted: int
-    blocked: dict[str, int]
-    """Rows that had to stay, by who uses them."""
 
 
 class Rows:
@@ -213,11 +203,20 @@ class Rows:
             self.stats.refused += 1
             return None
         row = self.open_rows[number] = OpenRow(key, Slot(number, self.next_generation), request)
-        use = self.stats.tenants.enter(tenant, num_slots * self._bytes_per_slot)
-        self._name(number, key, self.next_generation, use)
+        self.name(row.slot, key, tenant)
         self.next_generation += 1
         self.depths[number] = min(depth, _MAX_DEPTH)
         return row
+
+    def name(self, slot: Slot, key: RowKey, tenant: bytes = b"") -> None:
+        """Note whose the slots of a row are from now on."""
+        number, generation = slot
+        use = self.stats.tenants.enter(tenant, self.allocator.size(number) * self._bytes_per_slot)
+        if (missing := number + 1 - len(self._keys)) > 0:
+            self._keys.extend(itertools.repeat(b"", missing))
+            self._tenants.extend(itertools.repeat(use, missing))
+        self._keys[number], self._generations[number] = key, generation
+        self._tenants[number] = use
 
     def publish(self, row: OpenRow) -> None:
         """All columns are committed: the row takes the place of what the index has under its key."""
@@ -271,21 +270,6 @@ class Rows:
         self.table.reserve(number, column, key=row.key, owner=owner, length=length, generation=generation)
         row.writers[column] = owner
         self._incomplete.pop(number, None)
-
-    # ---- restart ----
-
-    def adopt(self, slot: Slot, num_slots: int, key: RowKey, *, is_whole: bool) -> bool:
-        """Take a row that an earlier process left in slots that are free. If it is whole, and the first of
-        its key, it is in the index from now on, to be verified before use; else it is for the caller to open
-        as invalid."""
-        number, generation = slot
-        use = self.stats.tenants.enter(b"", num_slots * self._bytes_per_slot)
-        self._name(number, key, generation, use)
-        if not is_whole or self.row_by_key.setdefault(key, number) != number:
-            return False
-        self.unverified[number] = 1
-        self.policy.admit(number, None)
-        return True
 
     # ---- use ----
 
@@ -378,41 +362,17 @@ class Rows:
                 break
             self._evict(number)
             return True
-        leaving = self._leaving(
-            first_usable(self.policy.victims(sparing) if self.is_evicting else ()), num_slots
-        )
+        victims = first_usable(self.policy.victims(sparing) if self.is_evicting else ())
+        leaving = self.allocator.leaving(victims, num_slots, self._user)
         for number in leaving:
             self._evict(number)
         return bool(leaving)
-
-    def _leaving(self, victims: Iterable[int], num_slots: int) -> Sequence[int]:
-        """Choose the rows of one frame that are to go. Its neighbours need not be old because a victim is: so
-        among the next few victims those go first whose neighbours are victims, too."""
-        older: set[int] = set()
-        fallback: Sequence[int] = ()
-        for victim in victims:
-            older.add(victim)
-            for rows in self.allocator.ways_to_free(victim, num_slots):
-                if not any(map(self._user, rows)):
-                    if older.issuperset(rows):
-                        return rows
-                    fallback = fallback or rows
-            if fallback and len(older) >= _MAX_NEIGHBOURS:
-                break
-        return fallback
 
     def _evict(self, number: int) -> None:
         self._unindex(self._keys[number], number)
         self.policy.remove(number)
         self._free(number)
         self.stats.removed[Removal.EVICTED] += 1
-
-    def _name(self, number: int, key: RowKey, generation: int, use: TenantUse) -> None:
-        if (missing := number + 1 - len(self._keys)) > 0:
-            self._keys.extend(itertools.repeat(b"", missing))
-            self._tenants.extend(itertools.repeat(use, missing))
-        self._keys[number], self._generations[number] = key, generation
-        self._tenants[number] = use
 
     def _publish_key(self, key: RowKey, number: int) -> None:
         if self._shared is not None:

@@ -16,21 +16,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import ArenaError, StaleSlotError
-from lmcache.tiers.memory.contracts import Arena, Chains, Reservation, Reserved, Residency, Slot
-from lmcache.tiers.memory.rows import OpenRow, Rows, VacateResult
-from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
+from lmcache.tiers.memory.adoption import SIDECAR, Quarantine, adopt_rows
+from lmcache.tiers.memory.contracts import (
+    Arena,
+    Chains,
+    Reservation,
+    Reserved,
+    Residency,
+    Slot,
+    VacateResult,
+)
+from lmcache.tiers.memory.leases import LeaseId, Leases
+from lmcache.tiers.memory.rows import OpenRow, Rows
 from lmcache.tiers.stats import MemoryStats, Removal
 from lmcache.units import ceil_div
-
-SIDECAR = bytes(16)  # owner of the rows that the tier's own process fills (promotions)
-LeaseId = tuple[bytes, str]  # (engine uuid, request id)
-
-_ADOPT_SLICE_ROWS = 128
 
 
 class MemoryTier:
@@ -50,60 +51,23 @@ class MemoryTier:
         if arena.geometry is None:
             raise ArenaError("the arena is not formatted yet")
         self._slot_bytes = arena.geometry.slot_bytes
-        self._slots_per_frame = arena.geometry.slots_per_frame
-        self._rows = Rows(arena, clock, self._slots_per_frame, stats)
+        self._rows = Rows(arena, clock, arena.geometry.slots_per_frame, stats)
         self._rows.is_holding_adopted = True
         self._table = arena.table
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
-        self._quarantine: dict[bytes, set[tuple[int, int]]] = {}
+        self._quarantine: Quarantine = {}
         self._held: set[tuple[int, int]] = set()  # a copy of ours goes there
-        self._leases: dict[LeaseId, dict[int, None]] = {}  # rows, head first
-        self._lease_quarantine: dict[bytes, list[tuple[str, dict[int, None]]]] = {}  # engine -> its leases
+        self._leases = Leases(self._rows)
 
     # ---- restart ----
 
     def adopt(self) -> Iterator[None]:
-        """Build the index from the slot table in slices of less than 1 ms; exhaust it before anything else.
-
-        Committed rows with checksums come back, to be verified on first use; reserved slots are quarantined
-        under the owner that the table names; what else there is was not finished, and is dropped.
-        """
-        rows = self._rows
-        for first in range(0, self.arena.num_rows, _ADOPT_SLICE_ROWS):
-            entries = self._table.snapshot(first, min(first + _ADOPT_SLICE_ROWS, self.arena.num_rows))
-            is_given = were_given(entries, self.arena.first_generation)
-            entries["generation"] *= is_given
-            rows.next_generation = max(
-                rows.next_generation, next_generation(entries, self.arena.first_generation)
-            )
-            rows.first_generation = rows.next_generation
-            is_whole = whole_rows(entries) & is_given.all(axis=0)
-            lengths = np.where(entries["state"] != State.FREE, entries["length"], 0).max(axis=0)
-            for offset in np.flatnonzero((entries["state"] != State.FREE).any(axis=0)).tolist():
-                key = entries[0, offset]["key"].tobytes()
-                slot = Slot(first + offset, int(entries[0, offset]["generation"]))
-                num_slots = self.num_slots(int(lengths[offset]))
-                if not rows.allocator.allocate_at(slot.row, num_slots):
-                    self._table.free(slot.row)  # an engine wrote over this entry, or that of a neighbour
-                elif not rows.adopt(slot, num_slots, key, is_whole=is_whole[offset]):
-                    self._adopt_invalid(slot.row, entries[:, offset])
-            yield
-        rows.is_holding_adopted = bool(rows.row_by_key or rows.dropped)
+        """Bring back what an earlier process left, in slices; exhaust it before anything else."""
+        return adopt_rows(self.arena, self._rows, self.num_slots, self._quarantine)
 
     def release_adopted(self) -> None:
         """All clients from before the restart are drained or dead: adopted rows may be evicted."""
         self._rows.is_holding_adopted = False
-
-    def _adopt_invalid(self, number: int, entries: NDArray[np.void]) -> None:
-        newest = entries[int(entries["generation"].argmax())]
-        row = OpenRow(newest["key"].tobytes(), Slot(number, int(newest["generation"])), is_invalid=True)
-        for column, entry in enumerate(entries):
-            owner = entry["owner"].tobytes()
-            if entry["state"] == State.RESERVED and owner != SIDECAR:
-                row.writers[column] = None
-                self._quarantine.setdefault(owner, set()).add((number, column))
-        self._rows.open_rows[number] = row
-        self._rows.release_if_unused(number)
 
     # ---- store ----
 
@@ -205,7 +169,7 @@ class MemoryTier:
     @property
     def quarantined_owners(self) -> set[bytes]:
         """Clients whose slots or engines whose leases are in quarantine."""
-        return self._quarantine.keys() | self._lease_quarantine.keys()
+        return self._quarantine.keys() | self._leases.quarantined.keys()
 
     # ---- load ----
 
@@ -215,7 +179,6 @@ class MemoryTier:
 
         Asking again under the same id extends the lease. At most half of the usable slots are leased in all.
         """
-        lease = self._leases.get(lease_id, {})
         leases, num_chunks, is_prefix = self._rows.lease_counts, chains.num_chunks, chains.is_prefix
         if is_prefix:
             resident = self._rows.prefix(chains.keys[0])
@@ -227,10 +190,7 @@ class MemoryTier:
             num_resident = chains.longest_hit(present)
             places = chains.places(num_resident if is_hint else num_chunks)
             resident = [row for chunk, group in places if (row := rows[group][chunk]) >= 0]
-        leased = [] if is_hint else self._leasable(resident)
-        if new := dict.fromkeys(row for row in leased if row not in lease):
-            self._rows.lease(new)
-            self._leases[lease_id] = lease | new
+        leased = [] if is_hint else self._leases.extend(lease_id, resident)
         self._rows.policy.touch([row for row in resident[len(leased) :] if row not in leases], lease_id[1])
         self.stats.count_lookup(lease_id, chains.keys[0], num_resident)
         slots = self._rows.slots(leased)
@@ -250,18 +210,15 @@ class MemoryTier:
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease; unknown ids are ignored."""
-        self._rows.end_lease(self._leases.pop(lease_id, {}), lease_id[1])
+        self._leases.end(lease_id)
 
     def quarantine_leases(self, engine: bytes) -> None:
         """The engine's leases can't be extended or released any more, and go on holding their rows."""
-        for lease_id in [lease_id for lease_id in self._leases if lease_id[0] == engine]:
-            lease = self._leases.pop(lease_id)
-            self._lease_quarantine.setdefault(engine, []).append((lease_id[1], lease))
+        self._leases.quarantine(engine)
 
     def end_lease_quarantine(self, engine: bytes) -> None:
         """All clients of the engine are drained or dead: its quarantined leases end."""
-        for request, lease in self._lease_quarantine.pop(engine, []):
-            self._rows.end_lease(lease, request)
+        self._leases.end_quarantine(engine)
 
     # ---- for the tiers below ----
 
@@ -403,17 +360,6 @@ class MemoryTier:
         return len(self._held)
 
     # ---- inside ----
-
-    def _leasable(self, rows: list[int]) -> list[int]:
-        """The leading ones of visible rows that can be leased: at most half of the usable slots are."""
-        leases = self._rows.lease_counts
-        room = self.usable_slots // 2 - self._rows.num_leased_slots
-        if len(rows) * self._slots_per_frame <= room:
-            return rows
-        for position, row in enumerate(rows):
-            if row not in leases and (room := room - self._rows.allocator.size(row)) < 0:
-                return rows[:position]
-        return rows
 
     def _new_row(
         self, key: RowKey, length: int, request: Hashable, depth: int = 0, tenant: bytes = b""

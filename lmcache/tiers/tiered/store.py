@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lmcache.tiers.base import LowerTier, RowKey, split_row_key
 from lmcache.tiers.memory.contracts import Arena, Chains, LookupResult, Reservation, Slot
-from lmcache.tiers.memory.tier import LeaseId, MemoryTier
+from lmcache.tiers.memory.leases import LeaseId
+from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.checksums import Checksums
 from lmcache.tiers.tiered.promotions import Promotions

@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.tiers.header import checksum
+from lmcache.tiers.memory.adoption import SIDECAR
 from lmcache.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.tier import SIDECAR, MemoryTier
+from lmcache.tiers.memory.tier import MemoryTier
 
 SLOT_BYTES, SLOTS_PER_FRAME, NUM_FRAMES, NUM_COLUMNS = 4096, 3, 7, 2
 NUM_SLOTS = SLOTS_PER_FRAME * NUM_FRAMES
