@@ -19,11 +19,9 @@ from lmcache.tiers.memory.tier import MemoryTier
 from tests.harness.chains import one_chain
 from tests.harness.memory_oracle import KnownRow, Order, tenant_of
 
-NUM_ROWS = 6
-NUM_COLUMNS = 2
-SLOT_BYTES = 4096
+NUM_ROWS, NUM_COLUMNS, SLOT_BYTES = 6, 2, 4096
 CHAIN = [bytes([number]) * 64 for number in range(9)]
-OWNERS = [b"a" * 16, b"b" * 16, b"c" * 16]
+OWNERS = [name * 16 for name in (b"a", b"b", b"c")]
 ENGINES = [b"E" * 16, b"F" * 16]
 REQUESTS = ["r0", "r1"]
 # The default is for everybody's work; what is merged sees more.
