@@ -142,8 +142,9 @@ class Sessions:
         peer = client.peer
         copies = offers.parse_copies(request, peer, self.arena.num_rows)
         memory, held = self._present_store.memory, [copy.slot for copy in copies]
+        lengths = [peer.chunk_bytes[copy.group] for copy in copies]
         try:
-            memory.hold(held, peer.hello.column, peer.uuid)
+            memory.hold(held, peer.hello.column, peer.uuid, lengths)
         except StaleSlotError as error:
             raise precondition(f"nothing was copied: {error}") from error
         copying = self.copier.begin(client, copies)

@@ -136,10 +136,10 @@ class World:
         hello = hello_message(ClientHello(role, **(defaults | fields)), client_uuid)
         return asyncio.run(self.sessions.attach(hello))
 
-    def reserve(self, client: Client, *numbers: int) -> pb.ReserveReply:
+    def reserve(self, client: Client, *numbers: int, group: int = 0) -> pb.ReserveReply:
         keys = b"".join(bytes([number]) * 64 for number in numbers)
         return self.sessions.reserve(
-            pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys)
+            pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys, group=group)
         )
 
     def lookup(self, client: Client, request_id: str, *numbers: int) -> pb.LookupReply:

@@ -106,11 +106,14 @@ class MemoryTier:
         self._assign(row, column, owner, length)
         return Reservation(Reserved.SLOT, row.slot)
 
-    def hold(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
-        """Somebody copies into these reserved slots for the owner: until ``let_go`` they are not committed,
-        and not reused, whatever becomes of the reservation."""
+    def hold(self, slots: Sequence[Slot], column: int, owner: bytes, lengths: Sequence[int]) -> None:
+        """Somebody copies so many bytes into these reserved slots for the owner: until ``let_go`` they are
+        not committed, and not reused, whatever becomes of the reservation."""
         rows = [row.slot.row for row in self._reserved_rows(slots, column, owner)]
         self._check_not_held(rows, column)
+        for number, length in zip(rows, lengths, strict=True):
+            if self._rows.allocator.size(number) < self.num_slots(length):  # what follows is another row's
+                raise StaleSlotError(f"row {number} is not reserved for {length} bytes")
         self._held.update((number, column) for number in rows)
         for number in rows:
             self._rows.pin(number)

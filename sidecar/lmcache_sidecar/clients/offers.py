@@ -93,6 +93,7 @@ def parse_copies(request: pb.CopyBlocksRequest, peer: Peer, num_rows: int) -> li
             f"blocks of group {copies.group} must be below {pages.num_blocks}",
         )
         found += [SlotCopy(copies.group, slot, ids) for slot, ids in zip(slots, blocks, strict=True)]
+    require(bool(found), "the call names no slot")  # nothing would ever end
     return found
 
 

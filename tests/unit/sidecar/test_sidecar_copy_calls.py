@@ -13,6 +13,7 @@ from lmcache_sidecar.clients.validation import RefusedError
 from lmcache_sidecar.copiers import copier
 from lmcache_sidecar.copiers.gpu import Job
 
+from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
@@ -144,6 +145,38 @@ def test_what_can_t_be_copied_is_refused_and_nothing_is_held(engine):
     error = asyncio.run(refused(request(engine, slots)))
     assert (error.message, error.reason) == ("the engine copies: no GPU", service.REASON_ENGINE_COPIES)
     assert engine.memory.num_held == 0
+
+
+def test_a_row_of_another_group_does_not_reach_into_the_neighbour_s_slots(engine):
+    """It would be written over KV that others have committed."""
+    groups = (KVGroup(0, 16, 3 * 4096), KVGroup(1, 16, 4096))
+    pages = [
+        GroupPages(group, 9, 1, (LayerPages(0, 0, size, size),)) for group, size in ((0, 12288), (1, 4096))
+    ]
+    offer = TransferOffer(UUID, OFFER.allocations, tuple(pages))
+    other = {"engine_uuid": b"o" * 16, "groups": groups, "transfer": offer}
+    engine.world.sessions.clients.detach(engine.client)
+    engine.world.die(engine.client.peer.uuid)
+    engine.world.pass_time(10.0)
+    client = engine.world.attach(new_uuid(), **other)
+    reserved = engine.world.reserve(client, 1, group=1)
+    blocks = np.zeros(1, "<u4").tobytes()
+    message = pb.CopyBlocksRequest(
+        epoch=client.epoch,
+        client_uuid=client.peer.uuid,
+        groups=[pb.GroupCopies(group=0, slots=reserved.slots, blocks=blocks)],
+    )
+    with pytest.raises(RefusedError, match=r"nothing was copied: .* is not reserved for 12288 bytes"):
+        asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 30))
+    assert engine.world.sessions.store.memory.num_held == 0
+
+
+def test_a_call_for_nothing_has_an_answer(engine):
+    """And does not wait for the end of no copies for ever."""
+    for message in (request(engine, b""), pb.CopyBlocksRequest(epoch=engine.client.epoch)):
+        message.client_uuid = engine.client.peer.uuid
+        with pytest.raises(RefusedError, match="names no slot"):
+            asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 30))
 
 
 def test_more_gpus_than_a_node_has_are_not_read(engine):

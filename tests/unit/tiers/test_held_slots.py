@@ -34,10 +34,10 @@ def reserve(memory: MemoryTier, number: int, owner: bytes = OWNERS[0], column: i
 def test_a_slot_that_is_being_filled_is_not_committed_and_not_filled_twice():
     memory = make_memory()
     slot = reserve(memory, 1)
-    memory.hold([slot], 0, OWNERS[0])
-    for refused in (memory.commit, memory.hold):
+    memory.hold([slot], 0, OWNERS[0], [SLOT_BYTES])
+    for refused, lengths in ((memory.commit, []), (memory.hold, [[SLOT_BYTES]])):
         with pytest.raises(StaleSlotError, match="a copy into column 0 of row 0 is under way"):
-            refused([slot], 0, OWNERS[0])
+            refused([slot], 0, OWNERS[0], *lengths)
     memory.let_go([slot], 0)
     memory.commit([slot], 0, OWNERS[0])
     assert memory.num_held == 0
@@ -52,8 +52,17 @@ def test_only_the_owner_s_reserved_slots_are_held():
         ([slot, Slot(5, 1)], 0, OWNERS[0]),
     ):
         with pytest.raises(StaleSlotError):
-            memory.hold(slots, column, owner)
+            memory.hold(slots, column, owner, [SLOT_BYTES] * len(slots))
     assert memory.num_held == 0
+
+
+def test_no_more_is_copied_than_what_is_reserved():
+    memory = make_memory(num_rows=8, slots_per_frame=4)
+    slots = [reserve(memory, 1), reserve(memory, 2, num_slots=2)]
+    with pytest.raises(StaleSlotError, match=r"row \d+ is not reserved for 8193 bytes"):
+        memory.hold(slots, 0, OWNERS[0], [SLOT_BYTES, 2 * SLOT_BYTES + 1])
+    assert memory.num_held == 0
+    memory.hold(slots, 0, OWNERS[0], [SLOT_BYTES, 2 * SLOT_BYTES])
 
 
 class HeldSlots(RuleBasedStateMachine):
@@ -88,13 +97,15 @@ class HeldSlots(RuleBasedStateMachine):
     def use(self, data, action):
         (slot, column), (owner, taken) = data.draw(st.sampled_from(list(self.reserved.items())))
         if action != "abort" and (slot, column) in self.held:
-            with pytest.raises(StaleSlotError):
-                getattr(self.memory, action)([slot], column, owner)
+            lengths = [[len(taken) * SLOT_BYTES]] if action == "hold" else []
+            with pytest.raises(StaleSlotError, match="is under way"):
+                getattr(self.memory, action)([slot], column, owner, *lengths)
             return
-        getattr(self.memory, action)([slot], column, owner)
         if action == "hold":
+            self.memory.hold([slot], column, owner, [len(taken) * SLOT_BYTES])
             self.held[slot, column] = taken
         else:
+            getattr(self.memory, action)([slot], column, owner)
             del self.reserved[slot, column]
 
     @rule(owner=st.sampled_from(OWNERS), is_proven_dead=st.booleans())
