@@ -39,8 +39,8 @@ OPEN_SECONDS = 30.0
 COPY_SECONDS = 5.0
 """A batch takes a few ms."""
 
-CLOSE_SECONDS = 2.0
-"""A restarted engine waits for its memory."""
+CLOSE_SECONDS = 1.5
+"""A restarted engine waits for its memory: with the last chance that a reader has, 2 s."""
 
 _SAME_PID = "its reader's process id is an engine's, too"
 
@@ -237,13 +237,13 @@ class Gpu:
 
     def _pump(self) -> None:
         """Send batches as long as few are under way."""
-        if self._reader is None or self._is_retiring:
+        if (reader := self._working_reader) is None:
             return
         while self._queue and len(self._batches) < _MAX_BATCHES:
             number = next(self._batch_numbers)
             items = self._batches[number] = self._queue.take(_BATCH_COST, lambda item: item.cost)
             body = messages.pack_copies(_grouped(items))
-            self._reader.ask(Kind.COPY, number, body, Kind.COPIED, COPY_SECONDS)
+            reader.ask(Kind.COPY, number, body, Kind.COPIED, COPY_SECONDS)
             self._stats.copy_batches += 1
 
     def _end_batch(self, number: int, refusal: str = "") -> None:
@@ -308,14 +308,23 @@ class Gpu:
             self._pump()
             self._check_end()
 
+    @property
+    def _working_reader(self) -> Reader | None:
+        """The reader, unless it gets no more work: who asks one that is ending would share its fault."""
+        reader = self._reader
+        is_working = (
+            self._has_started and not self._is_retiring and reader is not None and not reader.is_ending
+        )
+        return reader if is_working else None
+
     def _open_waiting(self) -> None:
-        if self._reader is None or not self._has_started or self._is_retiring:
+        if (reader := self._working_reader) is None:
             return
         for member in self._members.values():
             if not member.is_asked:
                 member.is_asked = True
                 body = messages.pack_open(member.column_offset, member.offer.SerializeToString())
-                self._reader.ask(Kind.OPEN, member.number, body, Kind.OPENED, OPEN_SECONDS)
+                reader.ask(Kind.OPEN, member.number, body, Kind.OPENED, OPEN_SECONDS)
 
     def _opened(self, number: int, reason: str) -> None:
         if (member := self._members.get(number)) is None:  # it left meanwhile

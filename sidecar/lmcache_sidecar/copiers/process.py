@@ -32,6 +32,8 @@ class Reader:
         self.pid = process.pid
         self.verdict = ""
         """Why it was killed, or what it said before it ended."""
+        self.is_ending = False
+        """It was killed, or has said its last word."""
         self._process = process
         self._incoming, self._outgoing = incoming, outgoing
         self._deadlines: dict[tuple[Kind, int], asyncio.TimerHandle] = {}
@@ -93,6 +95,7 @@ class Reader:
             )
             reason = (await self._incoming.readexactly(num_bytes)).decode(errors="replace")
         except (asyncio.IncompleteReadError, OSError):
+            self.is_ending = True
             return None
         except MessageError as error:
             self.kill(f"its reader sent something else: {error}")
@@ -100,13 +103,13 @@ class Reader:
         if (deadline := self._deadlines.pop((kind, number), None)) is not None:
             deadline.cancel()
         if kind == Kind.FAILED:
-            self.verdict = self.verdict or reason
+            self.verdict, self.is_ending = self.verdict or reason, True
             return None
         return kind, number, reason
 
     def kill(self, verdict: str) -> None:
         """End it, at once."""
-        self.verdict = self.verdict or verdict
+        self.verdict, self.is_ending = self.verdict or verdict, True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

@@ -47,7 +47,7 @@ class FakeReader:
         return reader
 
     def ask(self, kind: Kind, number: int, body: bytes, answer: Kind, seconds: float) -> None:
-        if self.said_end:
+        if self.is_ending:
             return
         if kind == Kind.OPEN:
             _, offer = messages.parse_open(body)
@@ -66,7 +66,7 @@ class FakeReader:
         return await self.said.get()
 
     @property
-    def said_end(self) -> bool:
+    def is_ending(self) -> bool:
         return bool(self.verdict)
 
     def kill(self, verdict: str) -> None:
@@ -112,9 +112,9 @@ class Model(RuleBasedStateMachine):
         """From now on all goes well."""
         for _ in range(50):
             for reader in list(FakeReader.alive):
-                if reader.said_end:
+                if reader.is_ending:
                     reader.gone.set()
-                while reader.asked and not reader.said_end:
+                while reader.asked and not reader.is_ending:
                     reader.answer("")
             self.run()
 
@@ -198,7 +198,7 @@ class Model(RuleBasedStateMachine):
     def answer(self, refused):
         for reason in refused:
             for reader in FakeReader.alive:
-                if reader.asked and not reader.said_end:
+                if reader.asked and not reader.is_ending:
                     reader.answer(reason)
             self.run()
 
@@ -214,7 +214,7 @@ class Model(RuleBasedStateMachine):
     def be_reaped(self):
         """A process that was killed, or died, may hang in the kernel before."""
         for reader in list(FakeReader.alive):
-            if reader.said_end:
+            if reader.is_ending:
                 reader.gone.set()
         self.run()
 
@@ -230,14 +230,14 @@ class Model(RuleBasedStateMachine):
     def there_is_one_reader_and_its_id_is_nobody_s(self):
         assert len(FakeReader.alive) <= 1
         for reader in FakeReader.alive:
-            if not reader.said_end and not self.gpu._is_retiring:
+            if not reader.is_ending and not self.gpu._is_retiring:
                 assert reader.pid not in self.gpu._pids()
 
     @invariant()
     def whoever_was_told_so_has_its_memory_open(self):
         reader = FakeReader.alive[0] if FakeReader.alive else None
         for number, is_ipc in self.told.items():
-            if is_ipc and reader is not None and not reader.said_end:
+            if is_ipc and reader is not None and not reader.is_ending:
                 assert number in reader.handles
 
 
@@ -251,11 +251,27 @@ def test_who_comes_while_a_reader_goes_gets_the_next_one():
     (reader,) = FakeReader.alive
     reader.answer("")
     model.run()
-    assert reader.said_end, "nobody needs it"
+    assert reader.is_ending, "nobody needs it"
     model.attach(pid=201, handle=1)
     assert not model.told[2]
     model.serve_all()
     assert model.told[2]
+    model.teardown()
+
+
+def test_who_comes_or_asks_while_a_reader_is_reaped_has_no_part_in_its_end():
+    """A process that hangs in the kernel may take long to die."""
+    model = Model()
+    model.attach(pid=200, handle=1)
+    model.serve_all()
+    model.die()
+    model.attach(pid=201, handle=2)
+    model.begin(1, 2)
+    assert model.gpu.num_slots_under_way == 0
+    model.serve_all()
+    assert model.told == {1: True, 2: True}
+    ((_, _, job),) = model.jobs
+    assert job.refusal == "died"
     model.teardown()
 
 
