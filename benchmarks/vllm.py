@@ -8,19 +8,23 @@ engines first by chance, so that what else the machine does falls out of the rat
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most, of, paired, spread
-from testing.child_process import wait_until
+from testing.child_process import ChildProcess, wait_until
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import RedisProcess, SidecarProcess
 
 PROMPT_TOKENS, CHUNK_TOKENS, REPEATS = 8192, 256, 15
 ROWS = PROMPT_TOKENS // CHUNK_TOKENS
 BATCH, BATCH_TOKENS, BATCH_REPEATS = 6, 2048, 31
+NICENESS = (
+    10  # of sidecar and Redis under new prompts: a pod's engine asks for far more CPU, and Redis is elsewhere
+)
 
 Seconds = dict[str, list[float]]
 
@@ -84,6 +88,13 @@ def first_tokens(engine: EngineProcess, bare: EngineProcess, sidecar: SidecarPro
     return seconds
 
 
+def give_way(*processes: ChildProcess) -> None:
+    """Let engines go before these processes and all their threads."""
+    for process in processes:
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), NICENESS)
+
+
 def batches(engines: dict[str, tuple[EngineProcess, SidecarProcess | None]]) -> Seconds:
     """New prompts at once, on each engine in turn; what is written through is waited for in between."""
     seconds: Seconds = {name: [] for name in engines}
@@ -112,6 +123,7 @@ def run() -> Report:
             ttft(warm, prompt(REPEATS))
             batch_seconds(warm, itertools.count(1_000))
         seconds = first_tokens(engine, bare, sidecar)
+        give_way(sidecar, memory_alone, redis)
         throughput = batches(
             {"with": (small, memory_alone), "with Redis": (engine, sidecar), "without": (bare, None)}
         )
@@ -123,7 +135,8 @@ def _conditions(seconds: Seconds) -> str:
     return (
         "vLLM on the CPU, a tiny Llama (fp32, 4 KiB of KV per token), Redis over a UNIX socket;\n"
         f"{PROMPT_TOKENS} prompt tokens, 1 answer token, {REPEATS} prompts; with / with Redis / without:"
-        f" {BATCH} new prompts of {BATCH_TOKENS} at once, {BATCH_REPEATS} times.\n"
+        f" {BATCH} new prompts of {BATCH_TOKENS} at once, {BATCH_REPEATS} times,"
+        f" sidecar and Redis at nice {NICENESS}.\n"
         "Ratios are medians of neighbours' with 95 % intervals. Median (min-max):\n" + shown
     )
 
@@ -139,5 +152,5 @@ def _figures(seconds: Seconds, throughput: Seconds) -> list[Figure]:
         of("speed of one cold prompt, of an engine with no connector", paired(seconds["bare"], cold), "%"),
         at_least("throughput of new prompts, of an engine with no connector", speed, "%", 97),
         at_least("    its interval's lower end", 100 * speed.low, "%", 95),
-        of("    the same, written through to Redis on the same cores", written, "%"),
+        at_least("    the same, written through to Redis on the same cores", written, "%", 97),
     ]
