@@ -15,7 +15,7 @@ _HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{names.RENDERED_HASH}")
 
 def differences(wanted: list[Object], observed: Observed) -> Plan:
     """Apply what is not as rendered, delete what is not wanted any more."""
-    due, lost, problems = [], {}, list(_conflicts(observed))
+    due, lost, problems, must_wait = [], {}, list(_conflicts(observed)), False
     unwanted = dict(observed.children)
     for rendered in wanted:
         ref = ref_of(rendered)
@@ -28,7 +28,11 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         if () in contested and () in missing:
             problems.append(_contest(f"deleting or taking over {ref}"))
         elif live is not None and _must_go(declared, live):
-            unwanted[ref] = live
+            # What comes later stands on it. Were the pods' template there first, a pod that is made meanwhile
+            # would pass for what is wanted, with a claim of before.
+            unwanted[ref], must_wait = live, True
+        elif must_wait:
+            continue
         elif live is None or missing or _rendered_hash(live) != _rendered_hash(declared):
             due.append(declared)
             lost[ref] = missing
