@@ -229,6 +229,20 @@ def test_a_change_of_the_transfer_replaces_pods() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("engine", [{}, CLAIMS], ids=["device plugin", "claims"])
+def test_to_ask_for_cuda_ipc_instead_of_auto_replaces_no_pod(engine: dict[str, Any]) -> None:
+    """Both mean the same to a pod; the difference is what the status says."""
+    rig = Rig(engine=engine)
+    rig.settle()
+    rig.world.change(sidecar={"transfer": "CudaIPC"})
+    assert not [write for write in rig.settle() if write.startswith("evict")]
+    assert rig.transfer["requested"] == "CudaIPC"
+    rig.world.change(sidecar={"transfer": "SharedMemory"})
+    assert "evict demo-engine-0" in rig.settle()
+    rig.world.change(sidecar={"transfer": "CudaIPC"})
+    assert "evict demo-engine-0" in rig.settle()
+
+
 def test_another_operator_flag_replaces_no_pod() -> None:
     rig = Rig()
     rig.settle()

@@ -15,6 +15,7 @@ from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.components.base import Component, Context, Observed, Plan, Status
 from lmcache_operator.components.differences import differences
 from lmcache_operator.components.engine.gpus import (
+    CUDA_IPC,
     Transfer,
     claim_spec,
     planned_transfer,
@@ -138,7 +139,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
         "tiers": {key: value for key, value in tiers.items() if key != "memory"},
         "images": resolved_images(cluster, default_images),
     }
-    if sidecar := {key: value for key, value in sidecar.items() if key != "image"}:
+    no_news = ("transfer", CUDA_IPC)  # to a pod it is what Auto is
+    if sidecar := dict(item for item in sidecar.items() if item[0] != "image" and item != no_news):
         kept["sidecar"] = sidecar
     return names.digest(wanted | kept)
 
