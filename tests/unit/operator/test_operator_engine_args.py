@@ -16,8 +16,10 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator_model import cluster
 
 
-def test_the_engine_loads_our_connector() -> None:
-    rendered = engine_args(parse(cluster(sidecar={"chunkTokens": 512})), 60)
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_the_engine_loads_our_connector(num_gpus: int) -> None:
+    changes = {"engine": {"gpu": {"count": num_gpus}}, "sidecar": {"chunkTokens": 512}}
+    rendered = engine_args(parse(cluster(**changes)), 60)
     (argument,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config=")]
     config = json.loads(argument.partition("=")[2])
     assert config["kv_connector"] == "LMCacheClusterConnector"
@@ -25,7 +27,7 @@ def test_the_engine_loads_our_connector() -> None:
     assert config["kv_connector_extra_config"] == {
         "lmcache.socket": "/run/lmcache/kvcache.sock",
         "lmcache.chunk_tokens": 512,
-        "lmcache.kv_cache_layout": "BLHNC",
+        **({"lmcache.kv_cache_layout": "BLHNC"} if num_gpus else {}),
     }
 
 

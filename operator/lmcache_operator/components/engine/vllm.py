@@ -114,6 +114,8 @@ def _checked_flags(args: list[str], chunk_tokens: int) -> list[str]:
 
 
 def _kv_transfer_config(cluster: Cluster) -> str:
+    # All layers of a block in one piece: short pieces don't fill the bus of a GPU. CPUs have one layout.
+    layout = {"lmcache.kv_cache_layout": "BLHNC"} if cluster.spec.engine.gpu.count else {}
     config = {
         "kv_connector": "LMCacheClusterConnector",
         "kv_connector_module_path": "lmcache.engines.vllm.connector",
@@ -123,8 +125,7 @@ def _kv_transfer_config(cluster: Cluster) -> str:
         "kv_connector_extra_config": {
             "lmcache.socket": SOCKET_PATH,
             "lmcache.chunk_tokens": cluster.spec.sidecar.chunk_tokens,
-            # All layers of a block in one piece: short pieces don't fill the bus of a GPU.
-            "lmcache.kv_cache_layout": "BLHNC",
+            **layout,
         },
     }
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
