@@ -77,7 +77,8 @@ class TierAccess:
         self._is_stuck = False  # something was not done in time, and nothing was done since
         self._is_touching = False
         self._unasked: dict[str, list[RowKey]] = {}
-        # By request and key: the answer, or when it was asked for. Threads write what they were asked only.
+        # By request and key: the answer, or when it was asked for. Threads write what they were asked only,
+        # and each is given up, or not, under the lock.
         self._answers: dict[str, dict[RowKey, bool | float]] = {}
         self._lock = threading.Lock()  # protects jobs and what follows; held by no copy
         self._jobs: dict[int, _Job] = {}
@@ -101,8 +102,10 @@ class TierAccess:
             answers[key] = time.monotonic()
             self._unasked.setdefault(request_id, []).append(key)
         elif not isinstance(answer, bool) and time.monotonic() - answer > self._lookup_seconds:
-            answer = answers[key] = False
-            self._note_late()
+            with self._lock:
+                if not isinstance(answers[key], bool):  # else it came just now
+                    self._note_late()
+                answer = answers[key] = answers[key] is True
         return answer if isinstance(answer, bool) else None
 
     def flush(self) -> None:
@@ -197,9 +200,11 @@ class TierAccess:
     def _find(self, keys: Sequence[RowKey], answers: dict[RowKey, bool | float]) -> None:
         ids = [ObjectId(key, 0) for key in keys]
         found = self._attempt(lambda: self._tier.find_each(ids), [False] * len(keys))
-        for key, is_here in zip(keys, found, strict=True):
-            if not isinstance(answers.get(key), bool):
-                answers[key] = is_here
+        with self._lock:
+            self._is_stuck = False
+            for key, is_here in zip(keys, found, strict=True):
+                if not isinstance(answers.get(key), bool):
+                    answers[key] = is_here
 
     def _touch(self, keys: Sequence[RowKey]) -> None:
         self._attempt(lambda: self._tier.touch(keys, 1, [self._row_bytes] * len(keys)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -92,4 +93,32 @@ def test_a_tier_that_was_late_is_asked_again_when_it_has_answered(tier, rows, mo
     while not access.is_available:
         assert time.monotonic() < deadline
         time.sleep(0.001)
+    assert access.close(60)
+
+
+def test_an_answer_that_comes_while_it_is_given_up_does_not_end_the_tier(tier, rows, monkeypatch):
+    """Nothing would be under way that could find out that the tier answers."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+    find_each = tier.find_each
+
+    def answer(ids):
+        is_asked.set()
+        assert may_answer.wait(60)
+        return find_each(ids)
+
+    monkeypatch.setattr(tier, "find_each", answer)
+    access = TierAccess(tier, rows, 60, 60)
+    assert access.find("r", KEYS[0]) is None
+    access.flush()
+    assert is_asked.wait(60)
+
+    def late():
+        """The time that is looked at when nothing has come so far; then it comes."""
+        may_answer.set()
+        access._finders.submit(lambda: None).result(60)
+        return time.monotonic() + 61
+
+    with mock.patch.object(tier_access, "time", SimpleNamespace(monotonic=late)):
+        assert access.find("r", KEYS[0]) is False
+    assert access.is_available
     assert access.close(60)
