@@ -161,10 +161,11 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
         for job_id, done in ended:
             if (job := self._open.pop(job_id, None)) is None:
                 continue
-            keys = [key for position, key in enumerate(job.keys) if position in set(done)]
-            if len(keys) < len(job.keys) and job.is_promotion:
-                self._note_absent(job.req_context.req_id, set(job.keys) - set(keys))
-            results.append(JobResult(job_id, len(keys) == len(job.keys), keys))
+            all_keys = list(job.keys)
+            keys = [all_keys[position] for position in done]
+            if len(keys) < len(all_keys) and job.is_promotion:
+                self._note_absent(job.req_context.req_id, set(all_keys) - set(keys))
+            results.append(JobResult(job_id, len(keys) == len(all_keys), keys))
         return results
 
     @_guarded(None)
