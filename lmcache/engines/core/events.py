@@ -7,6 +7,7 @@ step, so that what the sidecar gave up is told within some steps.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
@@ -38,7 +39,8 @@ class ChunkEvents:
     def __init__(self) -> None:
         self._storing: dict[int, dict[RowKey, Chunk]] = {}  # by job
         self._seen: dict[RowKey, Chunk] = {}  # perhaps in memory
-        self._told: dict[RowKey, tuple[bytes, ...]] = {}  # the engine's hashes, the next to look for first
+        # The engine's hashes, the next to look for first: a dict would be searched for its first again.
+        self._told: OrderedDict[RowKey, tuple[bytes, ...]] = OrderedDict()
         self._gone: list[tuple[bytes, ...]] = []
 
     def begin_stores(self, request: EngineRequest, jobs: Iterable[StoreJob], group: int) -> None:
