@@ -81,9 +81,10 @@ class WorkerRig:
     def stored_bytes(self):
         return [self.session.slots[slot.row][:2].tolist() for slot in self.session.committed]
 
-    def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14)):
+    def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14), fails_by_block=True):
         size = len(blocks) // len(slots)
-        job = LoadJob(request_id, (GroupLoad(0, blocks, found(*slots), blocks_per_row=size),))
+        group = GroupLoad(0, blocks, found(*slots), blocks_per_row=size)
+        job = LoadJob(request_id, (group,), fails_by_block)
         self.worker.start_loads(StepMeta(loads=[job]))
 
     def reclaim(self, *job_ids):

@@ -7,6 +7,7 @@ vLLM's own aggregator.
 
 from __future__ import annotations
 
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -144,3 +145,54 @@ def test_a_rank_that_is_not_attached(world):
             assert_idle(engine)
             assert engine.results[name].num_cached_tokens == 0
             assert engine.results[name].tokens == answer(prompt, 20)
+
+
+@contextmanager
+def unattached(*ranks):
+    """Their attaching takes long: the others, and the scheduler, know who they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in ranks:
+            for name in ("identity", "_client"):
+                patch.setattr(rank.worker._worker, name, None)
+        yield
+
+
+WINDOWS = {
+    "windows": SimSettings(groups=(SimGroup("full"), SimGroup("window", 50)), tensor_parallel=2),
+    "window": SimSettings(groups=(SimGroup("window", 50),), tensor_parallel=2),
+}
+
+
+@pytest.mark.parametrize("settings", [*SHAPES.values(), *WINDOWS.values()], ids=[*SHAPES, *WINDOWS])
+def test_a_rank_that_attaches_later_than_the_others(settings):
+    """An engine comes back to a sidecar that has its KV: the first requests find one rank not attached."""
+    prompt = make_tokens(5 * CHUNK + 10)
+    with (
+        SidecarProcess(memory_size="64Mi") as sidecar,
+        closing(SimWorld(sidecar, settings)) as world,
+        world.engines(settings) as (engine,),
+    ):
+        engine.add(prompt)
+        assert_idle(engine)
+        with unattached(engine.ranks[-1]):
+            name = engine.add(prompt, max_tokens=20)
+            assert_idle(engine)
+        assert engine.results[name].num_cached_tokens == 0
+        assert engine.results[name].tokens == answer(prompt, 20)
+
+
+def test_blocks_are_held_for_the_rank_that_stores_while_others_are_not_attached(world, monkeypatch):
+    prompt = make_tokens(5 * CHUNK + 10)
+    with world.engines(world.settings) as (engine,):
+        owners = [rank for rank in engine.ranks if not rank.worker._worker.identity.is_replica]
+        with unattached(*(rank for rank in engine.ranks if rank not in owners)):
+            of_last = OneRank(monkeypatch, owners[-1])
+            of_last.gate.shut()
+            name = engine.add(prompt, max_tokens=5)
+            engine.run(name)
+            of_last.gate.wait_arrived()
+            engine.step()
+            (state,) = engine.scheduler.connector._scheduler._states.values()
+            assert state.num_stores, "a copy reads the request's blocks"
+            of_last.gate.open()
+            assert_idle(engine)

@@ -43,6 +43,12 @@ class Grid:
         """Do all groups keep all tokens?"""
         return all(group.is_full for group in self.groups)
 
+    @property
+    def fails_by_block(self) -> bool:
+        """Does the engine take back single blocks of a failed load, and keep what is before? With several KV
+        groups, or a window, it begins the request again."""
+        return len(self.groups) == 1 and self.is_full
+
     @cached_property
     def step_tokens(self) -> int:
         """Edges of the blocks of all groups: what is loaded begins on one."""

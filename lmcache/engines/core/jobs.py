@@ -65,6 +65,8 @@ class LoadJob:
 
     request_id: str
     groups: tuple[GroupLoad, ...]
+    fails_by_block: bool = True
+    """See ``Grid``. The job says it: a rank that is not attached does not know, and has to report it."""
 
     @classmethod
     def from_offer(
@@ -82,17 +84,18 @@ class LoadJob:
             part = Found(found.rows[chunks], found.generations[chunks])
             blocks = tuple(tables[group.group][needed.start : needed.stop])
             if len(blocks) < len(needed) or NULL_BLOCK in blocks:
-                return cls.failing(request_id, tables)
+                return cls.failing(request_id, grid, tables)
             first = needed.start % per_chunk - (per_chunk - per_row)
             loads.append(GroupLoad(group.group, blocks, part, first, per_row))
         if num_tokens != offer.num_tokens and not grid.is_full:
-            return cls.failing(request_id, tables)
-        return cls(request_id, tuple(loads))
+            return cls.failing(request_id, grid, tables)
+        return cls(request_id, tuple(loads), grid.fails_by_block)
 
     @classmethod
-    def failing(cls, request_id: str, tables: BlockTables) -> LoadJob:
+    def failing(cls, request_id: str, grid: Grid, tables: BlockTables) -> LoadJob:
         """Report all the blocks as not loaded: what was promised can't be kept."""
-        return cls(request_id, tuple(GroupLoad(group, tuple(ids)) for group, ids in enumerate(tables)))
+        loads = tuple(GroupLoad(group, tuple(ids)) for group, ids in enumerate(tables))
+        return cls(request_id, loads, grid.fails_by_block)
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -152,8 +155,10 @@ class EngineIdentity:
     hello: ClientHello
     """As a worker says it."""
     hash_tokens: int
+    num_replicas: int = 1
+    """Ranks that hold the same KV as this one, itself included."""
     is_replica: bool = False
-    """Another rank holds the same KV, and stores it."""
+    """Another one of these stores it."""
 
     @property
     def grid(self) -> Grid:
@@ -161,10 +166,9 @@ class EngineIdentity:
         return Grid(self.hello.chunk_tokens, self.hash_tokens, self.hello.groups)
 
     @property
-    def fails_by_block(self) -> bool:
-        """Does the engine take back single blocks of a failed load, and keep what is before? With several KV
-        groups, or a window, it begins the request again."""
-        return len(self.hello.groups) == 1 and self.grid.is_full
+    def num_ranks(self) -> int:
+        """Of the engine."""
+        return self.hello.num_columns * self.num_replicas
 
 
 @dataclass
@@ -172,7 +176,7 @@ class WorkerReport:
     """From the worker sides to the scheduler side, once per engine step when there is something to say."""
 
     stores_ended: Counter[int] = field(default_factory=Counter)
-    """Job id -> ranks that ended it, of those that store."""
+    """Job id -> ranks that ended it. One that stores nothing has ended it at once."""
     failed_loads: set[str] = field(default_factory=set)
     timed_step: int = 0
     identity: EngineIdentity | None = None

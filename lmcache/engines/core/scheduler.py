@@ -103,7 +103,7 @@ class SchedulerSide:
         for message in messages:
             if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
                 self._grid, self._tenant_secret = message.grid, message.hello.namespace
-                self._stores = Stores(self._grid, message.hello.num_columns, self._computing)
+                self._stores = Stores(self._grid, message.num_ranks, self._computing)
                 self._namespace = self._namespace or message.hello.namespace
                 self._lookups = LookupThread(
                     self._connect(message),
@@ -198,7 +198,7 @@ class SchedulerSide:
         if num_tokens == 0:
             return
         if state is None or self._lookups is None or offer is None or num_tokens > offer.num_tokens:
-            self._next.loads.append(LoadJob.failing(request_id, tables))
+            self._next.loads.append(LoadJob.failing(request_id, self._grid, tables))
             return
         self._next.loads.append(LoadJob.from_offer(request_id, self._grid, offer, num_tokens, tables))
         if self._events is not None and state.ticket.keys:
@@ -303,8 +303,8 @@ class SchedulerSide:
                 state.has_failed = True
                 state.num_stored_chunks = 0  # what was found is gone: store it again
         if self._stores is not None:
-            for job_id, num_columns in report.stores_ended.items():
-                if self._stores.note_ended(job_id, num_columns) and self._events is not None:
+            for job_id, num_ranks in report.stores_ended.items():
+                if self._stores.note_ended(job_id, num_ranks) and self._events is not None:
                     self._events.end_store(job_id)
 
     def take_changes(self) -> tuple[list[Chunk], list[tuple[bytes, ...]]]:

@@ -30,7 +30,7 @@ Snapshot = tuple[int, int, int]
 class _Job:
     state: RequestState
     num_missing: int
-    """Columns whose ranks did not end it."""
+    """Ranks that did not end it."""
     chunks: slice
     """That are stored when it ended."""
     transient: Set[int]
@@ -40,9 +40,9 @@ class _Job:
 class Stores:
     """The StoreJobs under way of one engine."""
 
-    def __init__(self, grid: Grid, num_columns: int, computing: Computing) -> None:
+    def __init__(self, grid: Grid, num_ranks: int, computing: Computing) -> None:
         self._grid = grid
-        self._num_columns = num_columns
+        self._num_ranks = num_ranks
         self._computing = computing
         self._jobs: dict[int, _Job] = {}
         self._last_id = 0
@@ -106,11 +106,11 @@ class Stores:
         """Jobs that read blocks which this step gives to somebody."""
         return {job_id for job_id, job in self._jobs.items() if not job.transient.isdisjoint(handed_out)}
 
-    def note_ended(self, job_id: int, num_columns: int) -> bool:
-        """So many columns' ranks ended it; whether these were the last. Unknown jobs are ignored."""
+    def note_ended(self, job_id: int, num_ranks: int) -> bool:
+        """So many ranks ended it; whether these were the last. Unknown jobs are ignored."""
         if (job := self._jobs.get(job_id)) is None:
             return False
-        job.num_missing -= num_columns
+        job.num_missing -= num_ranks
         if job.num_missing > 0:
             return False
         del self._jobs[job_id]
@@ -122,7 +122,7 @@ class Stores:
         full = {group.group for group in self._grid.stored if group.is_full}
         transient = itertools.chain.from_iterable(part.blocks for part in parts if part.group not in full)
         self._last_id += 1
-        self._jobs[self._last_id] = _Job(state, self._num_columns, chunks, frozenset(transient))
+        self._jobs[self._last_id] = _Job(state, self._num_ranks, chunks, frozenset(transient))
         state.num_stores += 1
         ticket = state.ticket
         return StoreJob(self._last_id, ticket.request_id, tuple(parts), ticket.tenant)

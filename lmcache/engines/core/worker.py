@@ -205,6 +205,7 @@ class WorkerSide:
         self._begin_waiting()
         self._step = step
         if self.identity is not None and self.identity.is_replica:
+            self._report.stores_ended.update(job.job_id for job in step.stores)
             return
         for job in step.stores:
             self._stores[job.job_id] = transfer = StoreTransfer(job)
@@ -258,7 +259,7 @@ class WorkerSide:
         loaded.add(request_id)
         if bad_blocks := transfer.bad_blocks:
             self._report.failed_loads.add(request_id)
-            if self.identity is None or self.identity.fails_by_block:
+            if transfer.job.fails_by_block:
                 self._bad_blocks.update(bad_blocks)
             else:
                 self._failed_requests.add(request_id)

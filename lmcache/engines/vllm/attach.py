@@ -106,7 +106,7 @@ def attach_worker(
         model=vllm_config.model_config.model,
         transfer=_transfer(copier, is_replica=bool(rank % replicas)),
     )
-    identity = EngineIdentity(hello, hash_tokens, is_replica=bool(rank % replicas))
+    identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier.prepare), copier, identity
 
 

@@ -7,7 +7,7 @@ from lmcache import keys
 from lmcache.engines.core.grid import Grid
 from lmcache.engines.core.jobs import GroupLoad, GroupStore, LoadJob, Offer, Piece, StoreJob
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
-from lmcache.kv_groups import KVGroup
+from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Slot
 from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request
@@ -154,3 +154,9 @@ def test_an_offer_is_cut_where_each_group_s_blocks_are():
         Piece(2, Slot(18, 1), 1, (503,)),
         Piece(2, Slot(19, 1), 0, (504,)),
     ]
+
+
+def test_a_load_says_whether_the_engine_takes_back_single_blocks_of_it():
+    window = KVGroup(0, 32, 4096, 40, GroupKind.SLIDING_WINDOW)
+    for groups, is_so in [((SMALL,), True), ((SMALL, LARGE), False), ((window,), False)]:
+        assert LoadJob.failing("r", Grid(64, 32, groups), TABLES).fails_by_block == is_so

@@ -8,9 +8,7 @@ import pytest
 
 from lmcache.engines.core import worker as module
 from lmcache.engines.core.jobs import GroupLoad, LoadJob, StepMeta
-from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.tiers.memory.contracts import Slot
-from tests.harness.scheduler_rig import make_identity
 from tests.harness.session_double import SessionDouble
 from tests.harness.worker_rig import IDENTITY, WorkerRig, found
 
@@ -318,6 +316,7 @@ def test_a_rank_whose_kv_another_one_stores_copies_nothing_and_gives_blocks_back
     assert sent == ["r"]
     assert rig.copier.fences == []
     assert rig.session.rows == {}
+    assert rig.worker.take_report(StepMeta()).stores_ended == {1: 1}, "all ranks are counted"
 
 
 def test_copies_of_what_a_window_left_behind_get_more_time_but_once_only_when_they_hang(rig):
@@ -341,10 +340,12 @@ def test_copies_of_what_a_window_left_behind_get_more_time_but_once_only_when_th
     assert rig.worker._patience == module.LEFT_BEHIND_SECONDS
 
 
-def test_with_several_groups_a_load_fails_as_a_whole(rig):
-    window = KVGroup(1, 32, 2048, 40, GroupKind.SLIDING_WINDOW)
-    rig.worker.identity = make_identity(KVGroup(0, 32, 4096), window)
-    rig.load(Slot(5, 1))
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_with_several_groups_a_load_fails_as_a_whole(rig, is_attached):
+    """Also where a rank does not know yet which groups there are."""
+    if not is_attached:
+        rig.worker.identity = rig.worker._client = None
+    rig.load(Slot(5, 1), fails_by_block=False)
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
     assert rig.worker.take_bad_blocks() == set(), "vLLM would end"
     assert rig.worker.take_failed_requests() == {"r"}
