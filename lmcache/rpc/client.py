@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 
@@ -129,8 +130,10 @@ class SidecarClient:
                 reason = error.details() or error.code().name
                 if service.reason_of(error) == service.REASON_PROTOCOL:
                     backoff = _PROTOCOL_BACKOFF
+                _let_go(error)
             except Exception as error:  # this thread must outlive whatever a broken file system comes up with
                 reason = str(error)
+                _let_go(error)
             self._detached(reason)
             num_failures = 1 if time.monotonic() - started > _STABLE_SECONDS else num_failures + 1
             self._closing.wait(backoff.seconds(num_failures))
@@ -144,8 +147,11 @@ class SidecarClient:
             self._socket_path, self._hello, self._copies, self._pending_releases, self._on_rows
         )
         self._attachment = attachment
-        if not self._closing.is_set():  # else close() has not seen this attachment
-            attachment.run(self._attached)
+        try:
+            if not self._closing.is_set():  # else close() has not seen this attachment
+                attachment.run(self._attached)
+        finally:
+            self._attachment = None
 
     def _attached(self, session: Session) -> None:
         self._session, self._reason = session, ""
@@ -166,3 +172,14 @@ class SidecarClient:
     def _wake(self) -> None:
         if (attachment := self._attachment) is not None:
             attachment.wake()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear what an error's frames refer to.
+
+    gRPC raises the stream itself, which they refer to: such a circle keeps the session and its mapping of the
+    arena, with all that a GPU's driver has pinned of it, until a garbage collection. Engines put that off.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
 import subprocess
 import sys
 import urllib.error
+import weakref
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailableError, StaleSessionError
-from testing.child_process import REPOSITORY
-from tests.harness.wire import attached, usable
+from testing.child_process import REPOSITORY, wait_until
+from tests.harness.wire import attached, make_hello, make_keys, usable
 
 
 def test_pages(sidecar, connect):
@@ -64,6 +67,32 @@ def test_two_sidecars_can_not_share_a_socket_or_an_arena(sidecar):
     assert same_arena.returncode == 2
     assert "in use by another sidecar" in same_arena.stderr
     assert sidecar.get("/readyz") == "ready\n"
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "unanswered"])
+def test_an_engine_lets_go_of_the_arena_with_its_session(sidecar, how):
+    """At once: a garbage collection may be hours away, and an arena that was replaced stays in memory."""
+    mappings = []
+    client = SidecarClient(
+        sidecar.socket_path, make_hello(), on_rows=lambda slots, _: mappings.append(weakref.ref(slots.base))
+    )
+    gc.disable()
+    try:
+        client.start()
+        session = attached(client)
+        wait_until(lambda: mappings, timeout=60)
+        if how == "unanswered":
+            sidecar.freeze()
+            with pytest.raises(SidecarUnavailableError, match="was not answered"):
+                session.reserve(0, make_keys(1), timeout=0.1)
+        else:
+            sidecar.kill() if how == "killed" else sidecar.terminate()
+        del session
+        wait_until(lambda: client.session is None, timeout=60)
+        wait_until(lambda: mappings[0]() is None, timeout=60, what="the mapping is gone")
+    finally:
+        gc.enable()
+        client.close()
 
 
 def test_the_socket_of_a_dead_sidecar_is_replaced(sidecar, connect):
