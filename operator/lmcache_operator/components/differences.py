@@ -25,17 +25,21 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         contested = observed.contested.get(ref, frozenset())
         declared = _uncontested(rendered, contested)
         missing = _lost(declared, live)
+        is_other = live is None or _rendered_hash(live) != _rendered_hash(declared)
+        # The API server lets nobody change it: it is made anew the next time, and the rest comes after that.
+        is_fixed = is_other and declared["kind"] == "ResourceClaimTemplate"
         if () in contested and () in missing:
             problems.append(_contest(f"deleting or taking over {ref}"))
-        elif live is not None and _must_go(declared, live):
-            # What comes later stands on it. Were the pods' template there first, a pod that is made meanwhile
-            # would pass for what is wanted, with a claim of before.
-            unwanted[ref], must_wait = live, True
         elif must_wait:
             continue
-        elif live is None or missing or _rendered_hash(live) != _rendered_hash(declared):
+        elif is_fixed and live is not None and _is_deletable(live):
+            unwanted[ref] = live
+        elif missing or is_other:
             due.append(declared)
             lost[ref] = missing
+        # Were the pods' template there before the claims', pods would be replaced that then have no claim, or
+        # one of before; and where claims can't be had, none would serve.
+        must_wait = must_wait or is_fixed
     return Plan(
         apply=tuple(due),
         lost=lost,
@@ -43,12 +47,6 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         delete=tuple(ref for ref, live in reversed(unwanted.items()) if _is_deletable(live)),
         problems=(*problems, *pod_problems(observed)),
     )
-
-
-def _must_go(declared: Object, live: Object) -> bool:
-    """Whether a child is to be made anew, the next time: the API server lets nobody change its spec."""
-    is_fixed = declared["kind"] == "ResourceClaimTemplate"
-    return is_fixed and _rendered_hash(live) != _rendered_hash(declared) and _is_deletable(live)
 
 
 def _is_deletable(live: Object) -> bool:

@@ -13,7 +13,7 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.gpus import planned_transfer
-from lmcache_operator.errors import ApiError, InvalidSpecError
+from lmcache_operator.errors import ApiError, InvalidSpecError, RefusedError
 from lmcache_operator.kube.client import KubeApi, error_of
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref
@@ -194,6 +194,22 @@ def test_claims_come_change_and_go_on_a_living_cluster() -> None:
     rig.world.change(engine={"gpu": {"deviceClassName": None}})
     assert rig.settle() == [f"apply {STATEFUL_SET}", f"delete {TEMPLATE}", "evict demo-engine-0"]
     assert rig.condition("Ready")[0] == "True"
+
+
+def test_where_claims_cannot_be_had_the_pods_serve() -> None:
+    rig = Rig()
+    rig.settle()
+    refused = RefusedError("PATCH x", "it needs a newer Kubernetes")
+    rig.world.failures["apply ResourceClaimTemplate"] = refused
+    rig.world.change(engine=CLAIMS)
+    assert rig.settle() == []
+    assert "resourceClaims" not in rig.world.objects[STATEFUL_SET]["spec"]["template"]["spec"]
+    status, reason, message = rig.condition("Degraded")
+    assert (status, reason) == ("True", "Refused")
+    assert "needs a newer Kubernetes" in message
+    assert rig.condition("EngineAvailable")[0] == "True"
+    rig.world.failures.clear()
+    assert rig.settle() == [f"apply {TEMPLATE}", f"apply {STATEFUL_SET}", "evict demo-engine-0"]
 
 
 @pytest.mark.parametrize("field", ["labels", "annotations"])
