@@ -133,6 +133,26 @@ def test_an_engine_that_dies_in_mid_copy_has_its_memory_closed(gpus):
         assert sidecar.stats()["memory"]["used_rows"] == 1
 
 
+def test_memory_is_not_closed_under_a_copy_from_it(gpus):
+    """That would break the context, and with it the copies of all engines on the GPU."""
+    with (
+        make_sidecar(gpus, None, PATIENT) as sidecar,
+        GpuEngine(sidecar, gpus, engine=new_engine()) as other,
+    ):
+        other.wait_until_copied_by(sidecar=True)
+        with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as engine:
+            start_stalled_store(gpus, sidecar, engine)
+        sidecar.wait_until(lambda stats: stats["num_clients"]["attached"] == 1, timeout=60)
+        reader = reader_of(gpus)
+        assert gpus.count("mappings", "reader") == 4
+        gpus.order("")
+        wait_until(lambda: gpus.count("mappings", "reader") == 2, timeout=60)
+        wait_for_copies(sidecar, 0)
+        other.store_by_sidecar([2], [ROW])
+        assert reader_of(gpus) == reader
+        assert sidecar.stats()["transfer"]["failed_readers"] == 0
+
+
 def test_an_engine_that_leaves_has_its_memory_closed_and_no_more(gpus):
     with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus, engine=new_engine()) as stays:
         stays.wait_until_copied_by(sidecar=True)
