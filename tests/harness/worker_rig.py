@@ -69,11 +69,19 @@ class WorkerRig:
         self.worker.register_kv_caches({})
         self.jobs = 0
 
-    def job(self, request_id="r", names=(b"a", b"b"), blocks=(1, 2, 3, 4)):
+    def job(
+        self, request_id="r", names=(b"a", b"b"), blocks=(1, 2, 3, 4), *, groups=None, is_transient=False
+    ):
+        """``groups``: blocks by KV group."""
         self.jobs += 1
-        self.copier.kv |= {block: block for block in blocks}
-        keys = b"".join(NAMESPACE + name.ljust(32) for name in names)
-        return StoreJob(self.jobs, request_id, (GroupStore(0, 0, keys, blocks),))
+        stores = []
+        for group, ids in (groups or {0: blocks}).items():
+            self.copier.kv |= {block: block for block in ids}
+            keys = b"".join(
+                NAMESPACE + (b"%d %s" % (group, name) if group else name).ljust(32) for name in names
+            )
+            stores.append(GroupStore(group, 0, keys, ids))
+        return StoreJob(self.jobs, request_id, tuple(stores), is_transient=is_transient)
 
     def store(self, **fields):
         self.worker.start_stores(StepMeta(stores=[self.job(**fields)]))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from lmcache.engines.core.grid import NULL_BLOCK, BlockTables, Grid
 from lmcache.rpc.hello import ClientHello
+from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Slot
 from lmcache.units import ceil_div
 
@@ -126,6 +127,13 @@ class StoreJob:
     request_id: str
     groups: tuple[GroupStore, ...]
     tenant: bytes = b""
+    is_transient: bool = False
+    """The engine may hand out these blocks while the request runs."""
+
+    @property
+    def num_rows(self) -> int:
+        """In all groups."""
+        return sum(len(group.keys) for group in self.groups) // ROW_KEY_BYTES
 
 
 @dataclass

@@ -120,12 +120,13 @@ class Stores:
 
     def _begin(self, state: RequestState, parts: Sequence[GroupStore], chunks: slice) -> StoreJob:
         full = {group.group for group in self._grid.stored if group.is_full}
-        transient = itertools.chain.from_iterable(part.blocks for part in parts if part.group not in full)
+        lent = itertools.chain.from_iterable(part.blocks for part in parts if part.group not in full)
+        transient = frozenset(lent)
         self._last_id += 1
-        self._jobs[self._last_id] = _Job(state, self._num_ranks, chunks, frozenset(transient))
+        self._jobs[self._last_id] = _Job(state, self._num_ranks, chunks, transient)
         state.num_stores += 1
         ticket = state.ticket
-        return StoreJob(self._last_id, ticket.request_id, tuple(parts), ticket.tenant)
+        return StoreJob(self._last_id, ticket.request_id, tuple(parts), ticket.tenant, bool(transient))
 
     def _run(self, group: KVGroup, table: Sequence[int], first: int, end: int) -> tuple[int, tuple[int, ...]]:
         """Blocks of the rows of chunks ``first`` to ``end``, or of the last ones that the engine still has,

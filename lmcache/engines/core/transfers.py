@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Sequence
+from operator import itemgetter
 
 from lmcache.engines.core.copier import EngineCopier, Fence
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece, StoreJob
@@ -91,11 +92,14 @@ class StoreTransfer:
         self._lock = threading.Lock()  # protects what follows
         self._is_cancelled = False
         self._copied: list[Slot] = []
+        self._num_rows = job.num_rows  # to copy, as far as is known
 
     @property
     def figures(self) -> dict[str, float]:
         """What came of it, to be summed up."""
-        return {"stores": 1, "stored_rows": len(self._copied), "store_seconds": self.seconds}
+        num_rows = len(self._copied)
+        num_lost = self._num_rows - num_rows if self._is_cancelled else 0
+        return {"stores": 1, "stored_rows": num_rows, "lost_rows": num_lost, "store_seconds": self.seconds}
 
     def cancel(self) -> None:
         """From now on no copy of this job counts: the engine takes the blocks back."""
@@ -110,17 +114,24 @@ class StoreTransfer:
             return not self._is_cancelled
 
     def run(self, session: Session, copier: EngineCopier) -> None:
-        """Reserve, copy, commit what was copied in time, abort the rest. Raises SidecarError."""
+        """Reserve, copy, commit what was copied in time, abort the rest. Raises SidecarError.
+
+        All groups of a chunk go together, for it is of no use without one of them: the head of the chain
+        first, where all of it is needed, else the last chunk.
+        """
         if session.slots is None or self._is_cancelled:
             return
-        reserved: list[Piece] = []
+        reserved: list[tuple[int, Piece]] = []  # by chunk
         with session.copying():
             try:
                 for store in self.job.groups:
                     reserved += self._reserve(session, store)
-                if session.store_copier.is_sidecar and self._have_copied(session, copier, reserved):
+                reserved.sort(key=itemgetter(0), reverse=self.job.is_transient)
+                self._num_rows = len(reserved)
+                pieces = [piece for _, piece in reserved]
+                if session.store_copier.is_sidecar and self._have_copied(session, copier, pieces):
                     return
-                for piece in reserved:
+                for piece in pieces:
                     if piece.slot in self._copied:
                         continue
                     row = session.view(piece.slot.row, copier.row_bytes[piece.group])
@@ -128,7 +139,7 @@ class StoreTransfer:
                     if not self.note_copied(piece.slot):
                         break
             finally:
-                self._commit(session, [piece.slot for piece in reserved])
+                self._commit(session, [piece.slot for _, piece in reserved])
 
     def _have_copied(self, session: Session, copier: EngineCopier, reserved: Sequence[Piece]) -> bool:
         """Let the sidecar copy. False: it can't any more, and the engine has to copy the rest.
@@ -150,7 +161,8 @@ class StoreTransfer:
                     self.note_copied(copy.slot)
         return True
 
-    def _reserve(self, session: Session, store: GroupStore) -> list[Piece]:
+    def _reserve(self, session: Session, store: GroupStore) -> list[tuple[int, Piece]]:
+        """Numbers of chunks, and what is to be copied of them."""
         answers = session.reserve(
             store.group,
             store.keys,
@@ -161,8 +173,8 @@ class StoreTransfer:
         per_chunk = len(store.blocks) // len(answers)
         blocks = (store.blocks[at : at + per_chunk] for at in range(0, len(store.blocks), per_chunk))
         return [
-            Piece(store.group, answer.slot, 0, part)
-            for answer, part in zip(answers, blocks, strict=True)
+            (chunk, Piece(store.group, answer.slot, 0, part))
+            for chunk, (answer, part) in enumerate(zip(answers, blocks, strict=True), store.first_chunk)
             if answer.slot is not None
         ]
 

@@ -1,4 +1,4 @@
-"""The worker side: one rank's copies, on two threads, and the rules of how long blocks must live.
+"""The worker side: one rank's copies, on three threads, and the rules of how long blocks must live.
 
 Loads and stores have a thread each: a request that waits for its load must not queue behind stores. The
 methods are called on the engine's model thread; none waits longer than it says. Both sides of the engine's
@@ -8,7 +8,8 @@ every held request is reported exactly once, at most ``HOLD_SECONDS`` later.
 - **Finished**: blocks are held at most ``HOLD_SECONDS``, then what is not copied is aborted.
 - **Reclaimed** (a preempted request's, say): waits at most ``PREEMPTION_SECONDS`` for copies that read the
   blocks, then aborts them.
-- **Left behind** by a window or a state: the same, with ``LEFT_BEHIND_SECONDS``.
+- **Left behind** by a window or a state: the same, for at most ``LEFT_BEHIND_SHARE`` of the engine's time and
+  ``LEFT_BEHIND_SECONDS`` at once. They have a thread of their own: what can wait must not be in their way.
 
 The blocks then go back to the engine even if a copy still reads them: its bytes may be torn, so the slot of
 an aborted copy is never committed.
@@ -41,8 +42,12 @@ HOLD_SECONDS = 2.0
 PREEMPTION_SECONDS = 0.005
 
 LEFT_BEHIND_SECONDS = 0.05
-"""Of a step that computes in the blocks that windows left behind. Without these copies nothing of a long
-prompt could be resumed, but where a copy did not end in time, the next ones get ``PREEMPTION_SECONDS``."""
+"""Of a step that computes in the blocks that windows left behind: without these copies nothing of a long
+prompt could be resumed."""
+
+LEFT_BEHIND_SHARE = 0.25
+"""Of the engine's time that may be spent so. Long steps, which leave much behind, wait longer; a sidecar
+that hangs costs no more, and when it is back, copies get their time again."""
 
 ATTACH_WAIT_SECONDS = 2.0
 """Of the engine's start for the cache: time enough for weights whose hashes are known, so that the first
@@ -74,12 +79,13 @@ class WorkerSide:
         self._copier: EngineCopier | None = None
         self._loader = futures.ThreadPoolExecutor(1, "lmcache-load", spread)
         self._storer = futures.ThreadPoolExecutor(1, "lmcache-store", spread)
+        self._urgent_storer = futures.ThreadPoolExecutor(1, "lmcache-urgent", spread)
         self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
         self._loading: set[str] = set()
         self._stores: dict[int, StoreTransfer] = {}  # by job: those that did not end
         self._step = StepMeta()  # whose stores were announced last
         self._waiting: list[StoreTransfer] = []  # of that step, not begun
-        self._patience = LEFT_BEHIND_SECONDS
+        self._patience, self._patient_at = LEFT_BEHIND_SECONDS, clock()  # seconds that may be waited, then
         self._held: dict[str, float] = {}  # request id -> when it was first asked for
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -108,8 +114,12 @@ class WorkerSide:
         if step.reclaimed:
             self._end(step.reclaimed, PREEMPTION_SECONDS)
         if step.left_behind:
-            is_in_time = self._end(step.left_behind, self._patience)
-            self._patience = LEFT_BEHIND_SECONDS if is_in_time else PREEMPTION_SECONDS
+            began = self._clock()
+            gained = LEFT_BEHIND_SHARE * (began - self._patient_at)
+            patience = min(LEFT_BEHIND_SECONDS, self._patience + gained)
+            self._end(step.left_behind, patience)
+            self._patient_at = self._clock()
+            self._patience = max(0.0, patience - (self._patient_at - began))
 
     def start_loads(self, meta: Any) -> None:
         """Begin the step's loads. A load that was begun already is not begun again."""
@@ -169,7 +179,7 @@ class WorkerSide:
         """End the threads and detach; waits for the copy and the call under way."""
         client = self._client
         self.go_offline()
-        for thread in (self._loader, self._storer):
+        for thread in (self._loader, self._storer, self._urgent_storer):
             thread.shutdown()
         if client is not None:
             client.close()
@@ -188,15 +198,14 @@ class WorkerSide:
                 return
         client.close()
 
-    def _end(self, job_ids: Iterable[int], seconds: float) -> bool:
-        """Give copies time to end, then abort them; whether all ended."""
+    def _end(self, job_ids: Iterable[int], seconds: float) -> None:
+        """Give copies time to end, then abort them."""
         transfers = [self._stores[job_id] for job_id in job_ids if job_id in self._stores]
         deadline = self._clock() + seconds
         for transfer in transfers:
             if transfer not in self._waiting:
                 transfer.ended.wait(max(0.0, deadline - self._clock()))
         _cancel(transfers)
-        return all(transfer.ended.is_set() for transfer in transfers)
 
     def _announce(self, step: StepMeta) -> None:
         """Count the step's stores as under way, once; first begin those of the step before if nobody did."""
@@ -218,7 +227,8 @@ class WorkerSide:
         while self._waiting:
             transfer = self._waiting.pop(0)
             transfer.fence = fence
-            self._storer.submit(self._run, transfer)
+            storer = self._urgent_storer if transfer.job.is_transient else self._storer
+            storer.submit(self._run, transfer)
 
     def _wait_for_a_load(self, loaded: set[str]) -> None:
         deadline = time.monotonic() + LOAD_WAIT_SECONDS

@@ -14,6 +14,7 @@ FIGURES = {
     "load_seconds": "Time in loads, without the wait for their turn.",
     "stores": "Stores of requests' chunks that ended, of all ranks.",
     "stored_rows": "Rows that were copied in time and committed.",
+    "lost_rows": "Rows that were not: the engine needed their blocks before.",
     "store_seconds": "Time in stores, without the wait for their turn.",
 }
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -319,25 +320,53 @@ def test_a_rank_whose_kv_another_one_stores_copies_nothing_and_gives_blocks_back
     assert rig.worker.take_report(StepMeta()).stores_ended == {1: 1}, "all ranks are counted"
 
 
-def test_copies_of_what_a_window_left_behind_get_more_time_but_once_only_when_they_hang(rig):
-    rig.worker._clock = time.monotonic
+def test_copies_of_what_a_window_left_behind_get_their_share_of_the_engine_s_time(rig):
+    """However long the sidecar hangs; and when it is back, they get it again."""
     rig.copier.gate.clear()
-    rig.store()
+    rig.store(is_transient=True)
     assert rig.copier.in_copy.wait(10)
-    timer = threading.Timer(0.02, rig.copier.gate.set)  # longer than a preemption waits
-    rig.worker._patience = 60
-    timer.start()
-    rig.worker.handle_preemptions(StepMeta(left_behind={1, 77}))
-    assert len(rig.session.committed) == 2, "it was waited for"
-    assert rig.worker._patience == module.LEFT_BEHIND_SECONDS
+    waits, ended = [], rig.worker._stores[1].ended
+
+    def wait(seconds):
+        waits.append(seconds)
+        rig.now += seconds
+
+    rig.worker._stores[1].ended = SimpleNamespace(wait=wait, set=ended.set)
+    for passed in (100.0, 0.0, 0.2, 100.0):
+        rig.now += passed
+        rig.worker.handle_preemptions(StepMeta(left_behind={1, 77}))
+    most, share = module.LEFT_BEHIND_SECONDS, module.LEFT_BEHIND_SHARE
+    assert waits == pytest.approx([most, 0.0, 0.2 * share, most])
+
+
+def test_what_a_window_left_behind_does_not_queue_behind_what_can_wait(rig):
     rig.copier.gate.clear()
-    rig.store(names=(b"c", b"d"))
-    rig.worker.handle_preemptions(StepMeta(left_behind={2}))
-    assert rig.worker._patience == module.PREEMPTION_SECONDS, "the sidecar may hang"
-    rig.copier.gate.set()
-    rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
-    rig.worker.handle_preemptions(StepMeta(left_behind={2}))
-    assert rig.worker._patience == module.LEFT_BEHIND_SECONDS
+    rig.store(names=(b"a",), blocks=(1, 2))
+    assert rig.copier.in_copy.wait(10)
+    copied, store = threading.Event(), rig.copier.store
+    rig.copier.store = lambda *args: copied.set()
+    rig.store(names=(b"b",), blocks=(3, 4), is_transient=True)
+    assert copied.wait(10)
+    rig.copier.store = store
+
+
+@pytest.mark.parametrize(("is_transient", "chunks"), [(False, [0, 0, 1, 1]), (True, [1, 1, 0, 0])])
+def test_the_chunks_of_use_are_copied_first_in_all_groups(rig, is_transient, chunks):
+    """A hit at the end of one needs all groups there: nothing else is of use when the rest is lost."""
+    blocks, copied = {0: (1, 2), 1: (11, 12)}, []
+
+    def store(group, slot, ids, fence):
+        copied.append(blocks[group].index(*ids))
+        if len(copied) == 2:
+            rig.worker._stores[1].cancel()
+
+    rig.copier.row_bytes = {0: 4096, 1: 4096}
+    rig.copier.store = store
+    rig.store(is_transient=is_transient, groups=blocks)
+    rig.collect_until(lambda *_: not rig.worker._stores)
+    assert copied == chunks[:2]
+    figures = rig.worker.take_figures()
+    assert (figures["stored_rows"], figures["lost_rows"]) == (1, 3), "the second was cancelled under its copy"
 
 
 @pytest.mark.parametrize("is_attached", [True, False])
