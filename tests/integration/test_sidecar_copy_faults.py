@@ -55,7 +55,7 @@ def start_stalled_store(
 
 def test_a_slot_is_nobody_s_until_its_copy_ended_whatever_the_engine_says(gpus):
     with make_sidecar(gpus, {"memory_size": "1Mi"}, PATIENT) as sidecar, GpuEngine(sidecar, gpus) as engine:
-        start_stalled_store(gpus, sidecar, engine, timeout=0.3)
+        start_stalled_store(gpus, sidecar, engine, timeout=3.0)  # it must begin before
         assert engine.answer() == "SidecarUnavailableError", "and aborted"
         rows = sidecar.stats()["memory"]["usable_rows"]
         assert sidecar.stats()["memory"]["used_rows"] == under_way(sidecar) == 1
