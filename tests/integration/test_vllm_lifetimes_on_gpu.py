@@ -15,7 +15,7 @@ import pytest
 from testing import cuda
 from testing.child_process import REPOSITORY
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 FILES = ["tests/integration/test_vllm_lifetimes.py", "tests/gpu/engine"]
 SHAPES = "not runner or runner1-drafts-sync or runner2-plain-async"
@@ -29,7 +29,7 @@ def test_on_the_simulated_gpu():
             env=os.environ | node.environment(),
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=840,
         )
     print(done.stdout, done.stderr)
     assert done.returncode == 0
