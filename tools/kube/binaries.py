@@ -31,7 +31,7 @@ from pathlib import Path
 from tools.cache import cache_root, uv
 
 HERE = Path(__file__).resolve().parent
-KUBERNETES, ETCD, HELM, KWOK, KUBECONFORM = "v1.34.4", "v3.6.4", "v3.18.6", "v0.8.0", "v0.7.0"
+KUBERNETES, ETCD, HELM, KWOK, KUBECONFORM = "v1.36.3", "v3.6.8", "v3.18.6", "v0.8.0", "v0.7.0"
 COMPONENTS = (
     "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy",
 )  # fmt: skip
