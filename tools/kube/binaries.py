@@ -32,9 +32,12 @@ from tools.cache import cache_root, uv
 
 HERE = Path(__file__).resolve().parent
 KUBERNETES, ETCD, HELM, KWOK, KUBECONFORM = "v1.36.3", "v3.6.8", "v3.18.6", "v0.8.0", "v0.7.0"
+CONTAINERD = "v2.4.2"  # the kubelet needs 2.1 or newer; distributions have older ones
 COMPONENTS = (
     "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy",
 )  # fmt: skip
+NODE = ("containerd", "containerd-shim-runc-v2", "ctr", "coredns")
+"""What a node that runs pods needs beyond the others; runc and CNI plugins are the distribution's."""
 ARCH = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 DOWNLOAD_TIMEOUT_SECONDS = 5
 PROGRESS_SECONDS = 10
@@ -64,6 +67,8 @@ class Program:
     """The file with the SHA-256, alone or in lines of ``sha256  file``."""
     built_as: str = ""
     """The one binary that the program is a symbolic link to."""
+    module: str = "."
+    """The folder whose go.mod it is built with."""
 
 
 def _kubernetes(name: str) -> Program:
@@ -71,6 +76,10 @@ def _kubernetes(name: str) -> Program:
     if name == "kubectl":
         return Program("k8s.io/kubernetes/cmd/kubectl", 0.5, url, f"{url}.sha256")
     return Program(".", 6, url, f"{url}.sha256", built_as="kube")
+
+
+def _containerd(name: str) -> Program:
+    return Program(f"github.com/containerd/containerd/v2/cmd/{name}@{CONTAINERD}", 1.5)
 
 
 _ETCD = f"https://github.com/etcd-io/etcd/releases/download/{ETCD}"
@@ -83,22 +92,24 @@ PROGRAMS: dict[str, Program] = {
     "helm": Program(f"helm.sh/helm/v3/cmd/helm@{HELM}", 1.7, _HELM, f"{_HELM}.sha256sum"),
     "kwok": Program(f"sigs.k8s.io/kwok/cmd/kwok@{KWOK}", 1.8),
     "kubeconform": Program(f"github.com/yannh/kubeconform/cmd/kubeconform@{KUBECONFORM}", 0.2),
+    **{name: _containerd(name) for name in NODE[:3]},
+    "coredns": Program(".", 1, module="coredns"),
 }
-ALL = tuple(PROGRAMS)
+ALL = tuple(name for name in PROGRAMS if name not in NODE)
 
 
 def cache_directory() -> Path:
     """The folder of exactly these versions: another pin gets another folder."""
-    digest = hashlib.sha256(repr((ETCD, KWOK, KUBECONFORM, LDFLAGS, ARCH)).encode())
-    for name in ("go.mod", "go.sum", "main.go"):
+    digest = hashlib.sha256(repr((ETCD, KWOK, KUBECONFORM, CONTAINERD, LDFLAGS, ARCH)).encode())
+    for name in ("go.mod", "go.sum", "main.go", "coredns/go.mod", "coredns/go.sum", "coredns/main.go"):
         digest.update((HERE / name).read_bytes())
     return cache_root() / "kube" / digest.hexdigest()[:16]
 
 
 def find(names: Sequence[str] = ALL) -> Path | None:
     """A directory that already holds ``names``."""
-    if unknown := set(names) - set(ALL):
-        raise BinariesError(f"unknown program {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    if unknown := set(names) - set(PROGRAMS):
+        raise BinariesError(f"unknown program {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
     given = os.environ.get("KUBEBUILDER_ASSETS")
     for candidate in [*([Path(given)] if given else []), cache_directory()]:
         if all(os.access(candidate / name, os.X_OK) for name in names):
@@ -203,17 +214,17 @@ def _build(name: str, temporary: Path, bin_dir: Path) -> None:
     _say(
         f"building {program.built_as or name}: {program.minutes:g} min on 2 cores if nothing is compiled yet"
     )
-    _run_with_progress(argv, temporary / "log", env)
+    _run_with_progress(argv, HERE / program.module, temporary / "log", env)
     os.replace(temporary / (program.built_as or name), bin_dir / (program.built_as or name))
     for link in COMPONENTS if program.built_as else ():
         (temporary / link).symlink_to(program.built_as)
         os.replace(temporary / link, bin_dir / link)
 
 
-def _run_with_progress(argv: Sequence[str], log: Path, env: dict[str, str]) -> None:
+def _run_with_progress(argv: Sequence[str], module: Path, log: Path, env: dict[str, str]) -> None:
     start = time.monotonic()
     with log.open("w") as output:
-        process = subprocess.Popen(argv, cwd=HERE, env=env, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(argv, cwd=module, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
         while True:
             try:
@@ -261,11 +272,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"programs (default all): {', '.join(ALL)}")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"programs (default {', '.join(ALL)}; for a node, too: {', '.join(NODE)})",
+    )
     parser.add_argument("--list", action="store_true", help="say what is there and fetch nothing")
     options = parser.parse_args()
     if options.list:
-        for name in ALL:
+        for name in PROGRAMS:
             found = cache_directory() / name
             print(f"{name:<24} {found if found.exists() else 'missing'}")
         return 0
