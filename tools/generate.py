@@ -18,7 +18,11 @@ CRD = ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml"
 CHART_CRD = ROOT / "charts" / "lmcache-operator" / "files" / "crds" / CRD.name
 API = ROOT / "docs" / "reference" / "api.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
-PROTO_CODE = [ROOT / "lmcache" / "rpc" / name for name in ("kvcache_pb2.py", "kvcache_pb2.pyi")]
+PROTO_CODE = [
+    ROOT / f"{name}_pb2.{suffix}"
+    for name in ("lmcache/rpc/kvcache", "testing/dra/kubelet")
+    for suffix in ("py", "pyi")
+]
 
 
 def generated() -> dict[Path, str]:

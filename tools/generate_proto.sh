@@ -4,4 +4,5 @@
 set -eu
 cd "$(dirname "$0")/.."
 uv run --quiet --no-project --isolated --with grpcio-tools==1.75.1 --with 'setuptools<81' \
-  python -m grpc_tools.protoc -I. --python_out="${1:-.}" --pyi_out="${1:-.}" lmcache/rpc/kvcache.proto
+  python -m grpc_tools.protoc -I. --python_out="${1:-.}" --pyi_out="${1:-.}" \
+  lmcache/rpc/kvcache.proto testing/dra/kubelet.proto

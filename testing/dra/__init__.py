@@ -1,0 +1,1 @@
+"""A driver of simulated GPUs for dynamic resource allocation (DRA), on the node of a real kubelet."""

@@ -1,0 +1,184 @@
+"""The driver of simulated GPUs, asked by one who speaks as a kubelet does."""
+
+import ctypes
+import json
+from pathlib import Path
+
+import grpc
+import pytest
+
+from testing.dra import kubelet_pb2
+from testing.dra.driver import CLAIMS, CLASSES, GPUS_DIR, NAME, SLICES, GpuDriver, gpu_uuid
+from testing.dra.plugin import DRA, REGISTRATION, DriverError, KubeletPlugin
+
+UUIDS = [gpu_uuid("node", f"gpu-{number}") for number in range(3)]
+
+
+class FakeApi:
+    def __init__(self):
+        self.objects = {}
+
+    def get(self, kind, name, namespace=None):
+        return self.objects[kind, name]
+
+    def apply(self, kind, obj, namespace=None):
+        self.objects[kind, obj["metadata"]["name"]] = obj
+
+    def delete(self, kind, name, namespace=None):
+        del self.objects[kind, name]
+
+    def allocate(self, name, uid, *devices, of=NAME):
+        results = [{"request": "gpu", "driver": of, "pool": "node", "device": device} for device in devices]
+        results.append({"request": "nic", "driver": "net.example.com", "pool": "node", "device": "nic-0"})
+        status = {"allocation": {"devices": {"results": results}}}
+        self.objects[CLAIMS, name] = {"metadata": {"name": name, "uid": uid}, "status": status}
+
+
+class Kubelet:
+    """Looks at the sockets in its folder of plugins, and calls who is there."""
+
+    def __init__(self, root: Path):
+        (socket,) = (root / "plugins_registry").glob("*.sock")
+        self.info = self.call(socket, REGISTRATION, "GetInfo", kubelet_pb2.InfoRequest(), "PluginInfo")
+        self.socket = socket
+
+    def call(self, socket, service, method, request, answer):
+        # A kubelet, which is not Python, names the socket where a host's name is expected.
+        options = [("grpc.default_authority", str(socket).replace("/", "%2F"))]
+        with grpc.insecure_channel(f"unix:{socket}", options) as channel:
+            parse = getattr(kubelet_pb2, answer).FromString
+            stub = channel.unary_unary(f"/{service}/{method}", lambda m: m.SerializeToString(), parse)
+            return stub(request, timeout=60, wait_for_ready=True)
+
+    def notify(self, error=""):
+        status = kubelet_pb2.RegistrationStatus(plugin_registered=not error, error=error)
+        method, answer = "NotifyRegistrationStatus", "RegistrationStatusResponse"
+        self.call(self.socket, REGISTRATION, method, status, answer)
+
+    def ask(self, method, answer, **claims):
+        claims = [kubelet_pb2.Claim(namespace="app", name=name, uid=uid) for name, uid in claims.items()]
+        request = kubelet_pb2.Claims(claims=claims)
+        return dict(self.call(self.info.endpoint, DRA, method, request, answer).claims)
+
+    def prepare(self, **claims):
+        return self.ask("NodePrepareResources", "PreparedClaims", **claims)
+
+    def unprepare(self, **claims):
+        return self.ask("NodeUnprepareResources", "UnpreparedClaims", **claims)
+
+
+@pytest.fixture
+def api():
+    return FakeApi()
+
+
+@pytest.fixture
+def gpus(api, tmp_path):
+    return GpuDriver(api, "node", 3, cdi=tmp_path / "cdi", state=tmp_path / "gpus")
+
+
+@pytest.fixture
+def served(gpus, tmp_path):
+    with KubeletPlugin(gpus, tmp_path) as served:
+        yield served
+
+
+@pytest.fixture
+def kubelet(served, tmp_path):
+    return Kubelet(tmp_path)
+
+
+def cdi_devices(tmp_path):
+    """What a container runtime would find: device name -> what a container with it gets."""
+    found = {}
+    for file in (tmp_path / "cdi").glob("*.json"):
+        spec = json.loads(file.read_text())
+        for device in spec["devices"]:
+            edits = spec["containerEdits"] | device["containerEdits"]
+            found[f"{spec['kind']}={device['name']}"] = edits
+    return found
+
+
+def test_devices_are_told_when_the_kubelet_has_taken_the_driver(api, served, kubelet):
+    assert (kubelet.info.type, kubelet.info.name) == ("DRAPlugin", NAME)
+    assert list(kubelet.info.supported_versions) == ["v1.DRAPlugin"]
+    assert not api.objects
+    kubelet.notify()
+    served.wait_registered()
+    (found,) = [obj for (kind, _), obj in api.objects.items() if kind == SLICES]
+    assert [one["attributes"]["uuid"]["string"] for one in found["spec"]["devices"]] == UUIDS
+    assert (CLASSES, NAME) in api.objects
+    served.driver.retire()
+    assert not api.objects
+
+
+def test_a_kubelet_that_refuses_or_does_not_come_is_told(served, kubelet):
+    with pytest.raises(DriverError, match=r"no kubelet has looked at .*reg\.sock within 0\.01 s"):
+        served.wait_registered(0.01)
+    kubelet.notify("unsupported version")
+    with pytest.raises(DriverError, match="refused the driver: unsupported version"):
+        served.wait_registered()
+
+
+def test_sockets_go_with_the_driver(gpus, tmp_path):
+    for _ in range(2):
+        with KubeletPlugin(gpus, tmp_path):
+            Kubelet(tmp_path)
+        assert not list(tmp_path.rglob("*.sock"))
+
+
+def test_a_claim_gets_its_devices_and_no_other_driver_s(api, kubelet, tmp_path):
+    api.allocate("two", "u-2", "gpu-1", "gpu-2")
+    prepared = kubelet.prepare(two="u-2")["u-2"]
+    assert not prepared.error
+    assert [(d.pool_name, d.device_name, list(d.request_names)) for d in prepared.devices] == [
+        ("node", "gpu-1", ["gpu"]),
+        ("node", "gpu-2", ["gpu"]),
+    ]
+    edits = cdi_devices(tmp_path)
+    assert sorted(edits) == [name for device in prepared.devices for name in device.cdi_device_ids]
+    assert {f"CUDASIM_DEVICES={UUIDS[1]},{UUIDS[2]}", f"CUDASIM_NODE={GPUS_DIR}"} < set(
+        edits[f"{NAME}/claim=u-2-gpu-2"]["env"]
+    )
+    assert [one["path"] for edit in edits.values() for one in edit["deviceNodes"]] == [
+        "/dev/gpu-1",
+        "/dev/gpu-2",
+    ]
+    assert kubelet.prepare(two="u-2")["u-2"] == prepared, "a kubelet asks again"
+
+
+def test_one_claim_s_failure_is_its_own(api, kubelet, tmp_path):
+    api.allocate("good", "u-1", "gpu-0")
+    api.allocate("renewed", "u-3", "gpu-1")
+    api.allocate("other", "u-4", "gpu-1", of="else.example.com")
+    found = kubelet.prepare(good="u-1", renewed="u-2", other="u-4")
+    assert not found["u-1"].error
+    assert "is another one than u-2" in found["u-2"].error
+    assert "has no devices" in found["u-4"].error
+    assert len(cdi_devices(tmp_path)) == 1
+
+
+def test_what_a_claim_had_is_gone_also_by_the_next_driver(api, gpus, tmp_path):
+    api.allocate("one", "u-1", "gpu-0")
+    with KubeletPlugin(gpus, tmp_path):
+        kubelet = Kubelet(tmp_path)
+        kubelet.prepare(one="u-1")
+    memory = gpus.gpus_of("u-1").path / "memory-0-1-0"
+    memory.write_bytes(b"KV")
+    second = GpuDriver(api, "node", 3, cdi=tmp_path / "cdi", state=tmp_path / "gpus")
+    assert second.prepared() == {"u-1": [UUIDS[0]]}
+    del api.objects[CLAIMS, "one"]  # a kubelet need not have come before its end
+    with KubeletPlugin(second, tmp_path):
+        for _ in range(2):
+            assert not Kubelet(tmp_path).unprepare(one="u-1")["u-1"].error
+    assert not second.prepared()
+    assert not memory.exists()
+
+
+def test_the_driver_in_containers_can_be_loaded_and_not_changed(api, kubelet, tmp_path):
+    api.allocate("one", "u-1", "gpu-0")
+    kubelet.prepare(one="u-1")
+    (edits,) = cdi_devices(tmp_path).values()
+    (library,) = [m for m in edits["mounts"] if m["containerPath"].endswith("-linux-gnu/libcuda.so.1")]
+    assert library["options"][0] == "ro"
+    ctypes.CDLL(library["hostPath"]).cuGetErrorName  # noqa: B018
