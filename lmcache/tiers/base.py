@@ -82,6 +82,11 @@ class Health(ABC):
     def num_outages(self) -> int:
         """Changes whenever what it held may be lost: it was unavailable, or was restarted."""
 
+    @property
+    def problem(self) -> str:
+        """Why it is unavailable, where an operation has found that; holds no secret."""
+        return ""
+
     def subscribe(self, listener: Listener) -> None:
         """Have changes told from now on."""
         self._listeners += (listener,)

@@ -69,6 +69,11 @@ class Circuit(Health):
         return self._num_outages
 
     @property
+    def problem(self) -> str:
+        """See Health."""
+        return self._logged[0] if self.is_open else ""
+
+    @property
     def seconds_to_probe(self) -> float:
         """Seconds until a probe is due; 0 when it is, or when the circuit is closed."""
         return max(0.0, (self._next_probe or 0.0) - self._clock())
@@ -181,3 +186,8 @@ class JointHealth(Health):
     def num_outages(self) -> int:
         """See Health; of any of them."""
         return sum(circuit.num_outages for circuit in self._circuits())
+
+    @property
+    def problem(self) -> str:
+        """See Health; of the first that says it."""
+        return next((circuit.problem for circuit in self._circuits() if circuit.problem), "")

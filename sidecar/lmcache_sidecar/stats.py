@@ -252,7 +252,9 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
         figures |= read(declared(TieredStats), handle.traffic) | read(TRAFFIC, worker)
         if handle.tier.used_bytes is not None:
             figures |= read([USED_BYTES], handle.tier)
-    facts = {"address": handle.address, "off_reason": handle.off_reason}
+    health = handle.tier.health if handle.tier is not None else None
+    why = health.problem if health is not None and health.is_open else handle.off_reason
+    facts = {"address": handle.address, "off_reason": why}
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass, fields
 
@@ -18,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import LOOKUP, RELEASE
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.rows import Removal
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
@@ -167,6 +170,18 @@ def test_a_tier_s_counts_by_reason_are_json():
     part = tier_part("remote", TierHandle("nowhere", remote), None)
     found = json.loads(json.dumps(document([part])))["remote"]
     assert (found["invalid"], found["refused"]) == ({"checksum": 2}, {"OOM": 1})
+
+
+def test_why_a_tier_is_off_is_told(tmp_path):
+    disk = DiskTier(tmp_path, 1 << 20)
+    try:
+        disk._directory.check = lambda: os.listdir(tmp_path / "gone")  # what its probe finds
+        disk.health.failure(OSError(errno.EROFS, "Read-only file system"))
+        part = tier_part("disk", TierHandle("/disk", disk), None)
+    finally:
+        disk.close()
+    found = document([part])["disk"]
+    assert (found["is_reachable"], found["off_reason"]) == (0, "[Errno 30] Read-only file system")
 
 
 def test_reasons_that_threads_add_meanwhile_do_not_break_a_page():

@@ -349,14 +349,17 @@ class TestFullVolume:
 
     def test_read_only_in_mid_work(self, volume):
         tier = open_tier(volume, 512 << 10)
+        assert tier.health.problem == ""
         store(tier, 1)
         subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
         with pytest.raises(TierUnavailableError):
             store(tier, 2)
         check_away(tier)
         assert not tier.health.probe()
+        assert "Read-only file system" in tier.health.problem
         subprocess.run(["mount", "-o", "remount,rw", volume], check=True)
         assert tier.health.probe()
+        assert tier.health.problem == ""
         assert load(tier, 1) == content(1, PAGE)
         assert store(tier, 2)
         tier.close()
