@@ -42,6 +42,12 @@ REFUSED = [
     (remote("redis://user:word@h"), "credentials belong into authSecretRef"),
     ({"tiers": {"memory": {"size": "4GB"}}}, "an amount of bytes such as 64Gi or 0.5Ti"),
     ({"tiers": {"memory": {"size": "17Ti"}}}, "between 64Mi and 16Ti"),
+    ({"tiers": {"disk": {"size": "512Mi"}}}, "tiers.disk.size must be between 1Gi and 1024Ti"),
+    (
+        {"tiers": {"disk": {"size": "1Gi", "storageClassName": "Fast_One"}}},
+        "spec.tiers.disk.storageClassName",
+    ),
+    ({"tiers": {"admit": "Some"}}, 'supported values: "All", "OnReuse"'),
     ({"engine": {"image": "UPPER/::bad@@"}}, "must be an image such as"),
     ({"sidecar": {"image": "a b"}}, "must be an image such as"),
     ({"engine": {"args": ["--data-parallel-size=2"]}}, "engine.replicas for more engines"),
@@ -71,6 +77,7 @@ def test_what_could_never_run_is_refused(plane, admission, spec, message):
     [
         remote("rediss-sentinel://a:1,[fd00::1]/master/3?prefix=x&verify=ca"),
         {"tiers": {"memory": {"size": "0.5Ti"}}},
+        {"tiers": {"disk": {"size": "0.5Ti", "storageClassName": "local-nvme"}, "admit": "OnReuse"}},
         {"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}, "sidecar": {"transfer": "CudaIPC"}},
         {"engine": {"gpu": {"resourceName": "amd.com/gpu"}}, "sidecar": {"transfer": "SharedMemory"}},
         {"engine": {"image": "ghcr.io/a/b:c@sha256:" + "0" * 64}},

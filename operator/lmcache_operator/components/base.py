@@ -58,6 +58,10 @@ class Sidecar(NamedTuple):
     """Whether its engine uses it."""
     is_remote_reachable: bool | None = None
     """None: it has no remote tier, or does not say."""
+    is_disk_available: bool | None = None
+    """None: it has no disk tier, or does not say."""
+    disk_reason: str = ""
+    """Why it is not."""
     transfer: str = ""
     """Who copies its engine's KV: CudaIPC or SharedMemory; empty: it has no engine, or does not say."""
     transfer_reason: str = ""

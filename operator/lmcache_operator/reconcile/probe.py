@@ -27,6 +27,7 @@ _PROBE_SECONDS = 3.0
 _SILENCE_SECONDS = 60.0
 """Who did not answer is not asked for that long: reconciling stays fast where pods can't be reached."""
 _MAX_REASON = 512
+_SILENT = "it does not say why"
 
 
 class _Last(NamedTuple):
@@ -94,22 +95,30 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
     if former := last.sidecar:
         reason = _steady(said.reason, former.reason)
         transfer_reason = _steady(said.transfer_reason, former.transfer_reason)
-        said = said._replace(reason=reason, transfer_reason=transfer_reason)
+        disk_reason = _steady(said.disk_reason, former.disk_reason)
+        said = said._replace(reason=reason, transfer_reason=transfer_reason, disk_reason=disk_reason)
     return _Last(said, now)
 
 
 def _read(stats: dict[str, Any]) -> Sidecar:
-    found = (stats.get(name) for name in ("num_clients", "remote", "transfer"))
-    clients, remote, transfer = (value if isinstance(value, dict) else {} for value in found)
-    num_attached, is_remote_reachable = clients.get("attached"), remote.get("is_reachable")
-    reason = _plain(stats.get("not_ready_reason")) or "it does not say why"
+    found = (stats.get(name) for name in ("num_clients", "disk", "remote", "transfer"))
+    clients, disk, remote, transfer = (value if isinstance(value, dict) else {} for value in found)
+    num_attached = clients.get("attached")
+    reason = _plain(stats.get("not_ready_reason")) or _SILENT
     return Sidecar(
         reason="" if stats.get("is_ready") is True else reason,
         is_attached=isinstance(num_attached, int) and num_attached > 0,
         transfer=_plain(transfer.get("mode")),
-        transfer_reason=_plain(transfer.get("reason")) or "it does not say why",
-        is_remote_reachable=is_remote_reachable if isinstance(is_remote_reachable, bool) else None,
+        transfer_reason=_plain(transfer.get("reason")) or _SILENT,
+        is_remote_reachable=_is_reachable(remote),
+        is_disk_available=_is_reachable(disk),
+        disk_reason=_plain(disk.get("off_reason")) or _SILENT,
     )
+
+
+def _is_reachable(tier: dict[str, Any]) -> bool | None:
+    said = tier.get("is_reachable")
+    return said if isinstance(said, bool) else None
 
 
 def _plain(text: Any) -> str:

@@ -101,6 +101,20 @@ def test_whether_the_remote_tier_answers_is_told() -> None:
     assert rig.told("Ready")[0] == "True"
 
 
+def test_whether_the_disk_tier_is_in_use_is_told() -> None:
+    rig = Rig(GOOD, GOOD)
+    assert rig.told("DiskTierAvailable") == ("", "", "")
+    rig.answers["10.0.0.0"] = GOOD | {"disk": {"is_reachable": True, "off_reason": ""}}
+    assert rig.told("DiskTierAvailable") == ("True", "Available", "all 1 disk tiers are in use")
+    lost = {"is_reachable": False, "off_reason": "[Errno 30] Read-only file system"}
+    rig.answers["10.0.0.1"] = GOOD | {"disk": lost}
+    told = rig.told("DiskTierAvailable")
+    why = "1 of 2 disk tiers are off: pod demo-engine-1: [Errno 30] Read-only file system"
+    assert told == ("False", "DiskTierOff", why)
+    assert rig.told("Degraded")[:2] == ("True", "DiskTierOff")
+    assert rig.told("Ready")[0] == "True"
+
+
 def test_what_they_say_is_cut_and_cleaned() -> None:
     reason = "no\x00 \x1b[31mred\u202e\ud800\r\n" + "x" * 5000
     rig = Rig(GOOD | {"is_ready": False, "not_ready_reason": reason})

@@ -50,7 +50,11 @@ FULL: dict[str, Any] = {
         },
     },
     "sidecar": {"image": "registry.example/sidecar:1", "chunkTokens": 512},
-    "tiers": {"remote": {"external": {"url": "redis://redis.caches:6379/1", "authSecretRef": AUTH}}},
+    "tiers": {
+        "disk": {"size": "500Gi", "storageClassName": "local-nvme"},
+        "remote": {"external": {"url": "redis://redis.caches:6379/1", "authSecretRef": AUTH}},
+        "admit": "OnReuse",
+    },
 }
 CASES = {"minimal": {}, "full": FULL}
 
@@ -116,6 +120,9 @@ def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Pat
         ({"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}}, True),
         ({"tiers": {"remote": {"external": {"url": "redis://h"}}}}, True),
         ({"engine": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}, True),
+        ({"tiers": {"disk": {"size": "1Ti"}}}, True),
+        ({"tiers": {"admit": "All"}}, False),
+        ({"tiers": {"admit": "OnReuse"}}, True),
     ],
 )
 def test_only_a_declaration_for_the_pod_replaces_pods(changes: dict[str, Any], replaces: bool) -> None:
@@ -126,6 +133,14 @@ def test_only_a_declaration_for_the_pod_replaces_pods(changes: dict[str, Any], r
 def test_another_default_image_replaces_pods() -> None:
     plain = parse(cluster())
     assert spec_hash(plain, IMAGES) != spec_hash(plain, IMAGES | {"sidecar": "sidecar:2"})
+
+
+def test_another_size_of_the_disk_replaces_no_pods_another_class_does() -> None:
+    def hash_of(**disk: str) -> str:
+        return spec_hash(parse(cluster(tiers={"disk": disk})), IMAGES)
+
+    assert hash_of(size="1Ti") == hash_of(size="2Ti")
+    assert hash_of(size="1Ti") != hash_of(size="1Ti", storageClassName="nvme")
 
 
 # -- the pod
@@ -145,6 +160,22 @@ def test_memory_of_the_sidecar_holds_its_arena_and_more() -> None:
     assert "--memory-size=68719476736" in sidecar["args"]
     assert arena["emptyDir"] == {"medium": "Memory", "sizeLimit": "65536Mi"}
     assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == "68096Mi"
+
+
+def test_the_disk_tier_fits_its_volume() -> None:
+    spec = pod_of({"tiers": {"disk": {"size": "500Gi", "storageClassName": "local-nvme"}}})["spec"]
+    (disk,) = [volume for volume in spec["volumes"] if volume["name"] == "disk"]
+    assert disk["ephemeral"]["volumeClaimTemplate"]["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": "512000Mi"}},
+        "storageClassName": "local-nvme",
+    }
+    sidecar, env = spec["initContainers"][0], env_of(spec["initContainers"][0])
+    assert {"mountPath": env["LMCACHE_DISK_PATH"], "name": "disk"} in sidecar["volumeMounts"]
+    assert "disk" not in {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    # ext4 keeps 1.8 % of so large a volume, and the tier is refused above nine tenths of what is left.
+    assert int(env["LMCACHE_DISK_SIZE"]) == 500 * 2**30 * 85 // 100
+    assert not [item for item in env_of(pod_of({})["spec"]["initContainers"][0]) if "DISK" in item]
 
 
 @given(st.integers(2**26, 2**44))
@@ -178,12 +209,15 @@ def test_the_sidecar_accepts_its_configuration(tmp_path: Path) -> None:
     config = pytest.importorskip("lmcache_sidecar.config")
     file = tmp_path / "sidecar.yaml"
     file.write_text(next(o for o in render(FULL) if o["kind"] == "ConfigMap")["data"]["sidecar.yaml"])
-    loaded = config.read({"config": str(file), "memory_size": "1073741824"}, {}).usable()
+    env = env_of(pod_of(FULL)["spec"]["initContainers"][0])
+    reading = config.read({"config": str(file), "memory_size": "1073741824"}, env)
+    loaded = reading.usable()
     assert (loaded.arena_path, loaded.http_port, loaded.memory_size) == (
         "/var/lib/lmcache/arena",
         9464,
         2**30,
     )
+    assert (loaded.disk_path, loaded.admit, reading.warnings) == ("/var/lib/lmcache-disk", "OnReuse", ())
 
 
 def test_the_sidecar_sees_no_gpu() -> None:

@@ -21,7 +21,7 @@ from lmcache_operator.components.engine.gpus import (
     planned_transfer,
     transfer_fields,
 )
-from lmcache_operator.components.engine.pod import pod_template
+from lmcache_operator.components.engine.pod import DISK_SIZE, pod_template
 from lmcache_operator.components.engine.status import engine_status
 from lmcache_operator.components.pods import is_outdated, next_eviction
 from lmcache_operator.specs import Images, Object, names, paths
@@ -33,7 +33,7 @@ _HIGHEST_PORT = 65535
 _HTTP_PORT = {"name": "http", "port": names.ENGINE_PORT, "protocol": "TCP", "targetPort": "http"}
 _METRICS_PORT = {"name": "metrics", "port": names.SIDECAR_PORT, "protocol": "TCP", "targetPort": "metrics"}
 _FORMER_SIZE = (
-    "still have the former size of the memory tier: replaced pods get the new one; a changed annotation in "
+    "still have the former size of a tier: replaced pods get the new one; a changed annotation in "
     "spec.engine.podTemplate replaces all"
 )
 
@@ -78,7 +78,7 @@ class Engine(Component):
         due, stateful_set = differences(wanted, observed), wanted[-1]
         template = stateful_set["spec"]["template"]
         others = [pod for pod in observed.pods if not is_outdated(pod, template)]
-        num_former = sum(_memory_size(pod) != _memory_size(template) for pod in others)
+        num_former = sum(_sizes(pod) != _sizes(template) for pod in others)
         return replace(
             due,
             # Not before the template is written: the old pod would be made again.
@@ -95,13 +95,14 @@ class Engine(Component):
         return engine_status(observed, plan)
 
 
-def _memory_size(pod_or_template: Object) -> list[str]:
-    """The size of the memory tier, as the sidecar's argument has it."""
+def _sizes(pod_or_template: Object) -> list[str]:
+    """The sizes of the tiers that are a pod's own, as the sidecar is told them."""
+    sidecars = [c for c in pod_or_template["spec"].get("initContainers") or () if c["name"] == names.SIDECAR]
+    arguments = [text for sidecar in sidecars for text in sidecar.get("args") or ()]
+    variables = [item for sidecar in sidecars for item in sidecar.get("env") or ()]
     return [
-        argument
-        for container in pod_or_template["spec"].get("initContainers") or ()
-        for argument in container.get("args") or ()
-        if container["name"] == names.SIDECAR and argument.startswith("--memory-size")
+        *(text for text in arguments if text.startswith("--memory-size")),
+        *(item.get("value", "") for item in variables if item["name"] == DISK_SIZE),
     ]
 
 
@@ -134,6 +135,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     """
     wanted = declared(cluster.spec)
     engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
+    if "disk" in tiers:
+        tiers["disk"].pop("size")
     kept: Object = {
         "engine": {key: value for key, value in engine.items() if key not in ("image", "replicas")},
         "tiers": {key: value for key, value in tiers.items() if key != "memory"},
@@ -172,6 +175,8 @@ def _sidecar_yaml(cluster: Cluster) -> str:
     config |= {"http_port": names.SIDECAR_PORT, "log_format": "json"}
     if (transfer := cluster.spec.sidecar.transfer) != "Auto":
         config["transfer"] = transfer
+    if (admit := cluster.spec.tiers.admit) != "All":
+        config["admit"] = admit
     if external := cluster.spec.tiers.external:
         config["remote_url"] = external.url
     if auth := cluster.spec.tiers.remote_auth:

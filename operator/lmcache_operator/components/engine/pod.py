@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from lmcache.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.types import DiskTier
 from lmcache_operator.components.engine.gpus import (
     CLAIM,
     CONTEXT_BYTES,
@@ -44,6 +45,7 @@ _FREE_TO_CHANGE = (
     "startupProbe", "terminationGracePeriodSeconds",
 )  # fmt: skip
 _SHM = "shm"
+DISK_SIZE = "LMCACHE_DISK_SIZE"
 _NOTICE_SECONDS = 5
 _SHUTDOWN_SECONDS = 60
 _WRITE_OUT_SECONDS = 55
@@ -161,6 +163,9 @@ def _engine_resources(cluster: Cluster) -> Object:
 
 def _sidecar(cluster: Cluster, image: str, transfer: Transfer) -> Object:
     env = {"HOME": paths.SOCKET_DIR} | sidecar_env(transfer)
+    if disk := cluster.spec.tiers.disk:
+        # Variables, not keys of the shared file: they are of this pod's volume, as the size of its memory is.
+        env |= {"LMCACHE_DISK_PATH": paths.DISK_DIR, DISK_SIZE: f"{disk.num_bytes}"}
     memory_bytes, has_gpus = cluster.spec.tiers.memory.num_bytes, transfer.mode == CUDA_IPC
     num_gpus = cluster.spec.engine.gpu.count if has_gpus else 0
     memory = format_mebibytes(sidecar_memory(memory_bytes, num_gpus))
@@ -250,6 +255,8 @@ def _volumes(cluster: Cluster) -> list[_Volume]:
         _Volume(_SHM, "/dev/shm", engine, _in_memory("8Gi")),
         _Volume("socket", paths.SOCKET_DIR, engine + sidecar, _in_memory("16Mi")),
     ]
+    if disk := spec.tiers.disk:
+        found.append(_Volume("disk", paths.DISK_DIR, sidecar, _own_volume(disk)))
     if token := spec.model.token_secret_ref:
         found.append(_Volume("hub-token", paths.HUB_TOKEN_DIR, engine, _secret(token.name, token=token.key)))
     if auth := spec.tiers.remote_auth:
@@ -260,6 +267,15 @@ def _volumes(cluster: Cluster) -> list[_Volume]:
 
 def _in_memory(size: str) -> Object:
     return {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
+
+
+def _own_volume(disk: DiskTier) -> Object:
+    """A generic ephemeral volume: made for the pod, and deleted with it."""
+    claim: Object = {"accessModes": ["ReadWriteOnce"]}
+    claim["resources"] = {"requests": {"storage": format_mebibytes(disk.volume_bytes)}}
+    if disk.storage_class_name is not None:
+        claim["storageClassName"] = disk.storage_class_name
+    return {"ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
 
 
 def _secret(name: str, **keys: str | None) -> Object:

@@ -19,7 +19,7 @@ from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE, selector_text
 
 _DEADLINE = "ProgressDeadlineExceeded"
-_ATTACHED, _REACHABLE = "SidecarAttached", "RemoteTierReachable"
+_ATTACHED, _REACHABLE, _DISK = "SidecarAttached", "RemoteTierReachable", "DiskTierAvailable"
 
 
 def engine_status(observed: Observed, plan: Plan) -> Status:
@@ -78,7 +78,7 @@ def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
 
 def _of_sidecars(observed: Observed) -> dict[str, Condition]:
     before = former_conditions(observed.resource)
-    former = {kind: before[kind] for kind in (_ATTACHED, _REACHABLE) if kind in before}
+    former = {kind: before[kind] for kind in (_ATTACHED, _REACHABLE, _DISK) if kind in before}
     if observed.probed is None:
         return former
     sidecars, is_certain = observed.probed
@@ -92,6 +92,14 @@ def _of_sidecars(observed: Observed) -> dict[str, Condition]:
         found[_REACHABLE] = Condition("False", "RemoteTierUnreachable", message)
     elif with_remote:
         found[_REACHABLE] = Condition("True", "Reachable", "no sidecar misses an answer from it")
+    with_disk = [sidecar for sidecar in sidecars if sidecar.is_disk_available is not None]
+    if bare := [sidecar for sidecar in with_disk if not sidecar.is_disk_available]:
+        message = (
+            f"{len(bare)} of {len(with_disk)} disk tiers are off: pod {bare[0].pod}: {bare[0].disk_reason}"
+        )
+        found[_DISK] = Condition("False", "DiskTierOff", message)
+    elif with_disk:
+        found[_DISK] = Condition("True", "Available", f"all {len(with_disk)} disk tiers are in use")
     return found
 
 
