@@ -67,9 +67,13 @@ class Cluster:
     garbage-collected only after the collector's next discovery, up to 40 s away.
     """
 
+    programs: Sequence[str] = PROGRAMS
+    api_server_flags: Sequence[str] = ("--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none")
+    """Beyond those that all have."""
+
     def __init__(self, *, crds: Sequence[Path] = (), num_nodes: int = 2) -> None:
         self.crds, self.num_nodes = crds, num_nodes
-        self.bin = binaries.directory(PROGRAMS)
+        self.bin = binaries.directory(self.programs)
         self.directory, self._owner = _new_directory()
         self.components: dict[str, Component] = {}
         self.seconds: dict[str, float] = {}
@@ -174,34 +178,43 @@ class Cluster:
     # -- start
 
     def _start(self) -> None:
-        begin = time.monotonic()
+        self._begin = time.monotonic()
         self._tokens = pki.make(self.directory / "pki")
         self.ca = self.directory / "pki" / "ca.crt"
         self._audit = self.directory / "audit.jsonl"
         self._audit.touch()
-        etcd_port, peer_port, api_port, manager_port, scheduler_port, kwok_port = free_ports(6)
+        etcd_port, peer_port, api_port, manager_port, scheduler_port = free_ports(5)
         self.url = f"https://127.0.0.1:{api_port}"
         self.api = Api(self.url, self.ca, self._tokens["admin"])
         self._launch("etcd", *self._etcd_flags(etcd_port, peer_port))
         self._launch("kube-apiserver", *self._api_server_flags(api_port, etcd_port))
         # /readyz and not /livez: before the RBAC roles are made, the other components are refused and exit.
         self.wait(self._is_ready)
-        self.seconds["API server"] = time.monotonic() - begin
+        self.reached("API server")
         self._apply_crds()
         self._launch("kube-controller-manager", *self._controller_manager_flags(manager_port))
         self._launch("kube-scheduler", *self._client_flags(pki.SCHEDULER, scheduler_port))
+        self._start_nodes()
+        self.wait(lambda: self.api.get("v1/serviceaccounts", "default", "default"))
+        self.wait(lambda: sum(map(_is_schedulable, self.api.objects("v1/nodes"))) >= self.num_nodes, 120)
+        self.reached("nodes")
+
+    def _start_nodes(self) -> None:
+        """What runs pods, or says so; it returns before they are ready."""
+        (port,) = free_ports(1)
         self._launch(
             "kwok", f"--kubeconfig={self.kubeconfig('kwok')}", f"--config={HERE / 'stages.yaml'}",
             "--enable-crds=", f"--manage-nodes-with-annotation-selector={FAKE_NODE}=fake",
-            "--node-lease-duration-seconds=40", f"--server-address=127.0.0.1:{kwok_port}",
+            "--node-lease-duration-seconds=40", f"--server-address=127.0.0.1:{port}",
             # Addresses to which nobody can connect, and no packet leaves this machine: pods are not there.
             "--cidr=239.0.0.1/12",
         )  # fmt: skip
         for number in range(self.num_nodes):
             self.add_node(f"node-{number}")
-        self.wait(lambda: self.api.get("v1/serviceaccounts", "default", "default"))
-        self.wait(lambda: all(map(_is_schedulable, self.api.objects("v1/nodes"))))
-        self.seconds["nodes"] = time.monotonic() - begin
+
+    def reached(self, step: str) -> None:
+        """Note in `seconds` that ``step`` is done."""
+        self.seconds[step] = time.monotonic() - self._begin
 
     def add_node(self, name: str) -> None:
         """A fake node with 8 GPUs."""
@@ -246,8 +259,8 @@ class Cluster:
     def _api_server_flags(self, port: int, etcd_port: int) -> list[str]:
         keys = self.ca.parent
         return [
-            "--bind-address=127.0.0.1", f"--secure-port={port}", "--advertise-address=127.0.0.1",
-            "--endpoint-reconciler-type=none", f"--etcd-servers=http://127.0.0.1:{etcd_port}",
+            "--bind-address=127.0.0.1", f"--secure-port={port}",
+            f"--etcd-servers=http://127.0.0.1:{etcd_port}",
             f"--tls-cert-file={keys}/api.crt", f"--tls-private-key-file={keys}/api.key",
             f"--client-ca-file={self.ca}", f"--token-auth-file={keys}/tokens.csv",
             "--service-account-issuer=https://kubernetes.default.svc",
@@ -258,7 +271,7 @@ class Cluster:
             f"--audit-policy-file={HERE / 'audit-policy.yaml'}", f"--audit-log-path={self._audit}",
             # Without these three it waits 30 s and more for open watches before it stops.
             "--shutdown-watch-termination-grace-period=2s", "--request-timeout=10s",
-            "--min-request-timeout=60",
+            "--min-request-timeout=60", *self.api_server_flags,
         ]  # fmt: skip
 
     def _client_flags(self, user: str, port: int) -> list[str]:
