@@ -5,7 +5,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube demo test test-fast test-vllm-versions check format generate pins bench bench-peer gpu-check clean
+.PHONY: help setup kube images demo test test-fast test-vllm-versions check format generate pins bench bench-peer gpu-check clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,6 +15,9 @@ setup: ## everything the other targets need, idempotent
 
 kube: setup ## the Kubernetes binaries, built once into the cache directory (6-8 min from nothing)
 	@$(PY) -m tools.kube.binaries
+
+images: setup ## the images of a release and of tests, with their sizes (root; 3 min from nothing, then seconds)
+	@$(PY) -m tools.images
 
 demo: setup ## the main job on real parts, with something to look at
 	@$(PY) -m demo

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -24,3 +27,16 @@ def uv() -> Path:
         if candidate.exists():
             return candidate
     raise FileNotFoundError("uv is not installed: run `make setup`")
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds a lock file; says so when it has to wait for another process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is building the same; waiting for it ({path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,6 +1,6 @@
 """The client as a folder that any engine's Python can import from: what the sidecar's image hands to engines.
 
-    python -m tools.payload OUT [--python 3.12 ...] [--platform x86_64-manylinux_2_28]
+    python -m tools.payload OUT [--part library] [--python 3.12 ...] [--platform x86_64-manylinux_2_28]
 
     OUT/lmcache/                 the library; OUT is put on the engine's PYTHONPATH
     OUT/lmcache_bundled/cp312/   gRPC and Protobuf for that Python; `lmcache` appends it to sys.path, so the
@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PINS = ROOT / "tools" / "requirements" / "dev.txt"
+PINS = ROOT / "sidecar" / "requirements.txt"
+PARTS = ("library", "bundle")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PLATFORM = f"{platform.machine()}-manylinux_2_28"
 BUNDLED = ("grpcio", "protobuf", "typing-extensions")
@@ -29,7 +30,7 @@ BUNDLED = ("grpcio", "protobuf", "typing-extensions")
 
 
 def pins() -> list[str]:
-    """`BUNDLED` with the versions that the tests run with. Raises ValueError when one is not pinned."""
+    """`BUNDLED` with the versions of the sidecar. Raises ValueError when one is not pinned."""
     found = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", PINS.read_text(), re.MULTILINE))
     if missing := set(BUNDLED) - set(found):
         raise ValueError(f"{PINS.name} has no pin for {', '.join(sorted(missing))}")
@@ -53,12 +54,16 @@ def bundle(out: Path, python: str, target: str = PLATFORM) -> None:
     )  # fmt: skip
 
 
-def make(out: Path, pythons: Sequence[str] = PYTHONS, target: str = PLATFORM) -> None:
-    """Lays the payload out in ``out``, which must not exist."""
+def make(
+    out: Path, parts: Sequence[str] = PARTS, pythons: Sequence[str] = PYTHONS, target: str = PLATFORM
+) -> None:
+    """Lays parts of the payload out in ``out``, which must not exist."""
     out.mkdir(parents=True)
-    copy_library(out)
-    for python in pythons:
-        bundle(out, python, target)
+    if "library" in parts:
+        copy_library(out)
+    if "bundle" in parts:
+        for python in pythons:
+            bundle(out, python, target)
 
 
 def main() -> None:
@@ -66,10 +71,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: both")
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="X.Y", help="default: all four")
     parser.add_argument("--platform", default=PLATFORM, help="default: %(default)s")
     options = parser.parse_args()
-    make(options.out, options.python, options.platform)
+    make(options.out, options.part, options.python, options.platform)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,223 @@
+"""Builds images with buildah, in its own store in the cache directory, each once per content.
+
+No registry is asked: ``debian:bookworm-slim`` is a stand-in made by debootstrap from the same packages. What
+the Dockerfiles install comes from where this machine's own package managers get it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools import debian
+from tools.cache import cache_root, exclusive
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+BASE = "docker.io/library/debian:bookworm-slim"
+SUITE = "bookworm"
+KEPT_ARCHIVES = 6
+"""Of each image: several checkouts with different contents share one cache directory."""
+MAX_LAYERS = 300
+"""In buildah's store; a change of ours adds about four, of 15 MB together."""
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+MOUNTED_CERTIFICATES = "/run/certificates.crt"
+_PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
+
+
+class ImagesError(RuntimeError):
+    """An image can't be built here; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one image is made."""
+
+    reference: str
+    """The name that pods call it by."""
+    folder: Path
+    """Where its Dockerfile is."""
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Build arguments."""
+    max_bytes: int | None = None
+    """How large it may be, uncompressed."""
+
+    def inputs(self) -> list[Path]:
+        """Every file that the image depends on: the Dockerfile, and what it copies from the checkout."""
+        dockerfile = self.folder / "Dockerfile"
+        lines = dockerfile.read_text().splitlines()
+        copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from=" not in line]
+        names = [name for sources in copies for name in sources]
+        return [dockerfile, *(tracked(names) if names else [])]
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image that was built."""
+
+    reference: str
+    """The name that pods call it by."""
+    archive: Path
+    """The docker archive, for ``ctr images import``."""
+
+    @property
+    def size_bytes(self) -> int:
+        """All layers, uncompressed."""
+        return self.archive.stat().st_size
+
+
+def _version() -> str:
+    chart = (ROOT / "charts" / "lmcache-operator" / "Chart.yaml").read_text()
+    return next(line.split()[1].strip('"') for line in chart.splitlines() if line.startswith("appVersion:"))
+
+
+IMAGES = {
+    "pause": Recipe("localhost/pause:test", HERE / "pause"),
+    "redis": Recipe("localhost/redis:test", HERE / "redis"),
+    "engine": Recipe(
+        "localhost/engine:test",
+        HERE / "engine",
+        {"VENV": str(ROOT / ".venv"), "PYTHON_HOME": sys.base_prefix},
+    ),
+    "operator": Recipe(
+        f"ghcr.io/lmcache-cluster/operator:{_version()}", ROOT / "operator", max_bytes=200 << 20
+    ),
+    "sidecar": Recipe(f"ghcr.io/lmcache-cluster/sidecar:{_version()}", ROOT / "sidecar", max_bytes=250 << 20),
+}
+
+
+def tracked(names: list[str]) -> list[Path]:
+    """Files under ``names`` that git knows or would add."""
+    argv = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *names]
+    listed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [path for name in sorted(set(listed)) if (path := ROOT / name).is_file()]
+
+
+def build(name: str) -> Image:
+    """The image with the content of this checkout; built if it is not in the cache. Raises `ImagesError`."""
+    recipe = IMAGES[name]
+    archive = _directory() / f"{name}-{_digest(recipe)}.tar"
+    with exclusive(_directory() / ".lock", _say):
+        if not archive.exists():
+            _require_root()
+            _make_room()
+            _make_base()
+            _make(name, recipe, archive)
+            subprocess.run(["umount", _directory() / "store" / "overlay"], capture_output=True)
+        os.utime(archive)
+        _prune(name)
+    return Image(recipe.reference, archive)
+
+
+def _directory() -> Path:
+    return cache_root() / "images"
+
+
+def _digest(recipe: Recipe) -> str:
+    digest = hashlib.sha256(repr((recipe.reference, recipe.arguments, _base_key())).encode())
+    for path in recipe.inputs():
+        digest.update(f"{path.relative_to(ROOT)} {path.stat().st_mode:o} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _base_key() -> str:
+    return hashlib.sha256((HERE / "base.sh").read_bytes()).hexdigest()[:16]
+
+
+def _require_root() -> None:
+    if os.geteuid():
+        raise ImagesError("images are built as root (mounts and chroot): run this with sudo")
+    try:
+        debian.install(_PACKAGES)
+    except debian.PackagesError as error:
+        raise ImagesError(str(error)) from error
+
+
+def _say(text: str) -> None:
+    print(f"[images] {text}", file=sys.stderr, flush=True)
+
+
+def buildah(*arguments: str | Path, cwd: Path = ROOT) -> str:
+    """Runs buildah on the project's own store. Raises `ImagesError` with the end of its output."""
+    store = _directory() / "store"
+    # What is mounted is written down where a restart of the machine forgets it.
+    state = Path("/run") / f"lmcache-images-{hashlib.sha256(str(store).encode()).hexdigest()[:8]}"
+    argv = ["buildah", "--root", store, "--runroot", state, "--storage-driver", "overlay", *arguments]
+    done = subprocess.run([str(a) for a in argv], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+        raise ImagesError(f"buildah {arguments[0]} failed:\n{tail}")
+    return done.stdout.strip()
+
+
+def _make_room() -> None:
+    """Forgets all layers when there are many; nobody can tell which of them another build would use."""
+    if len(buildah("images", "--all", "--quiet").split()) > MAX_LAYERS:
+        buildah("rmi", "--all", "--force")
+
+
+def _make_base() -> None:
+    """The stand-in of `BASE`, once."""
+    label = f"lmcache.base={_base_key()}"
+    if buildah("images", "--quiet", "--filter", f"label={label}"):
+        return
+    _say(f"{BASE} by debootstrap: about 90 s, once")
+    start = time.monotonic()
+    container = buildah("from", "scratch")
+    try:
+        root = Path(buildah("mount", container))
+        argv = [HERE / "base.sh", SUITE, root, *_mirror()]
+        done = subprocess.run([str(a) for a in argv], capture_output=True, text=True)
+        if done.returncode:
+            tail = "\n".join((done.stdout + done.stderr).splitlines()[-10:])
+            raise ImagesError(f"debootstrap failed (is Debian's mirror reachable?):\n{tail}")
+        buildah("umount", container)
+        buildah("config", "--label", label, "--cmd", "bash", container)
+        buildah("commit", "--quiet", container, BASE)
+    finally:
+        buildah("rm", container)
+    _say(f"{BASE}: {time.monotonic() - start:.0f} s")
+
+
+def _mirror() -> list[str]:
+    """Where this machine's apt gets the suite from; nothing for debootstrap's own choice."""
+    argv = ["apt-get", "indextargets", "--format", "$(RELEASE) $(REPO_URI)"]
+    for line in subprocess.run(argv, capture_output=True, text=True).stdout.splitlines():
+        release, _, uri = line.partition(" ")
+        if release == SUITE:
+            return [uri]
+    return []
+
+
+def _make(name: str, recipe: Recipe, archive: Path) -> None:
+    _say(f"{name}: building")
+    start = time.monotonic()
+    arguments = dict(recipe.arguments)
+    options: list[str] = []
+    if CERTIFICATES.exists():
+        arguments |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), MOUNTED_CERTIFICATES)
+        options += ["--volume", f"{CERTIFICATES}:{MOUNTED_CERTIFICATES}:ro"]
+    for key, value in arguments.items():
+        options += ["--build-arg", f"{key}={value}"]
+    buildah(
+        "bud", "--quiet", "--layers", "--isolation", "chroot", "--network", "host", "--pull-never", *options,
+        "--tag", recipe.reference, "--file", recipe.folder / "Dockerfile", ROOT,
+    )  # fmt: skip
+    new = archive.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    buildah("push", "--quiet", recipe.reference, f"docker-archive:{new}:{recipe.reference}")
+    os.replace(new, archive)
+    _say(f"{name}: {archive.stat().st_size / 2**20:.0f} MiB in {time.monotonic() - start:.0f} s")
+
+
+def _prune(name: str) -> None:
+    """Deletes what was not used for the longest time."""
+    found = sorted(_directory().glob(f"{name}-*.tar"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found[KEPT_ARCHIVES:]:
+        path.unlink()
