@@ -5,7 +5,6 @@ Each line is ``{"do": name, ...}`` and is answered by one line, ``{"error": text
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import sys
@@ -15,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from testing.engine import simulated_gpu
+from testing.engine import kv_digests, simulated_gpu
 
 _SCRUBBED = 0x5A
 """KV bytes that no kernel wrote: a load that copies nothing must not find the right bytes by luck."""
@@ -38,7 +37,7 @@ class Child:
         self._num_preemptions = 0
         self._loaded_blocks: list[int] | None = None
         self._times: dict[str, list[float]] = {}
-        self._watch_finished_requests()
+        kv_digests.watch(self._core, self._kv.__setitem__, lambda: self._hashes_kv)
         self._count_preemptions()
 
     def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
@@ -88,7 +87,7 @@ class Child:
 
     def block_tokens(self) -> list[int]:
         """Of each layer, in the model's order: the tokens of its blocks."""
-        return [tokens for _, tokens in self._layers()]
+        return [tokens for _, tokens in kv_digests.layers(self._core.scheduler)]
 
     def loaded_tokens(self) -> list[tuple[str, int]]:
         """Per KV group: its kind, as vLLM calls it, and how many tokens were loaded since the first call."""
@@ -181,35 +180,6 @@ class Child:
         results: list[Any] = self._core.model_executor.collective_rpc(do, args=args)
         return results
 
-    def _layers(self) -> list[tuple[int, int]]:
-        """Of each layer, in the model's order: its KV group, and the tokens of its blocks."""
-        from vllm.model_executor.models.utils import extract_layer_index
-
-        layers = {
-            extract_layer_index(name): (number, group.kv_cache_spec.block_size)
-            for number, group in enumerate(self._core.scheduler.kv_cache_config.kv_cache_groups)
-            for name in group.layer_names
-        }
-        return [layers[index] for index in sorted(layers)]
-
-    def _watch_finished_requests(self) -> None:
-        """Hash each request's full blocks, of each layer, at the last moment that they are its own.
-
-        Blocks that slid out before have no hash ("").
-        """
-        scheduler = self._core.scheduler
-        finished = scheduler._connector_finished
-
-        def watch(request: Any) -> Any:
-            tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            num_computed = request.num_computed_tokens
-            blocks = [tables[group][: num_computed // tokens] for group, tokens in self._layers()]
-            by_rank = self._on_workers(_digests, blocks) if self._hashes_kv else []
-            self._kv[request.request_id] = list(itertools.chain(*by_rank))
-            return finished(request)
-
-        scheduler._connector_finished = watch
-
     def _count_loads(self, num_blocks: list[int]) -> None:
         from lmcache.engines.core.copier import CpuCopier
 
@@ -241,18 +211,6 @@ def _give_no_store_up() -> None:
 def _scrub(worker: Any) -> None:
     for kv in worker.worker.model_runner.kv_caches:
         kv.view(torch.uint8).fill_(_SCRUBBED)
-
-
-def _digests(worker: Any, blocks: list[list[int]]) -> list[list[str]]:
-    """``blocks`` per layer."""
-    caches = worker.worker.model_runner.kv_caches
-    return [
-        [_digest(kv[block]) if block else "" for block in ids] for kv, ids in zip(caches, blocks, strict=True)
-    ]
-
-
-def _digest(block: torch.Tensor) -> str:
-    return hashlib.sha256(block.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _serve(child: Child, commands: IO[str], answers: IO[str]) -> None:

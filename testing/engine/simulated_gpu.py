@@ -29,10 +29,11 @@ def kv_in_device_memory() -> Iterator[None]:
         return
     from vllm.v1.worker import gpu_model_runner, utils
 
-    context = Device.visible()[0].primary_context()
     allocate = utils.allocate_kv_cache
 
     def allocate_there(*args: object, **kwargs: object) -> Any:
+        context = Device.visible()[0].primary_context()
+
         def there(num_bytes: int, *, dtype: torch.dtype, device: object) -> torch.Tensor:
             return zeros(context, num_bytes, dtype)
 
