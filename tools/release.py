@@ -1,0 +1,115 @@
+"""Builds and pushes what a release consists of: the images, and the chart that names them by digest.
+
+    python -m tools.release --version 0.1.0 --registry ghcr.io/OWNER [--digests FILE]
+
+Needs Docker with buildx, logged in to the registry. Images get SBOM and provenance as attestations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.kube import binaries
+
+ROOT = Path(__file__).resolve().parent.parent
+CHART = ROOT / "charts" / "lmcache-operator"
+IMAGES = ("operator", "sidecar")
+BUILDER = "lmcache-release"
+"""A builder with a container of its own: the default one can't make attestations."""
+
+
+class ReleaseError(RuntimeError):
+    """Nothing was published, or not all of it; the message says what to do."""
+
+
+def run(*argv: str | Path) -> None:
+    """Raises `ReleaseError` with the command."""
+    if subprocess.run([str(a) for a in argv], cwd=ROOT).returncode:
+        raise ReleaseError(f"failed: {' '.join(str(a) for a in argv)}")
+
+
+def check_version(version: str) -> None:
+    """Raises `ReleaseError` if chart or library say that they are another version."""
+    texts = {
+        CHART / "Chart.yaml": f"\nappVersion: {version}\n",
+        ROOT / "pyproject.toml": f'\nversion = "{version}"\n',
+    }
+    for path, line in texts.items():
+        if line not in path.read_text():
+            raise ReleaseError(f"{path.relative_to(ROOT)} is not of version {version}: change it, or the tag")
+
+
+def push_image(name: str, reference: str) -> str:
+    """Builds and pushes one image; its digest."""
+    with tempfile.NamedTemporaryFile() as metadata:
+        run(
+            "docker", "buildx", "build", "--builder", BUILDER, "--platform", "linux/amd64", "--push",
+            "--pull", "--sbom=true", "--provenance=mode=max", "--metadata-file", metadata.name,
+            "--file", ROOT / name / "Dockerfile", "--tag", reference, ROOT,
+        )  # fmt: skip
+        digest = json.loads(Path(metadata.name).read_text())["containerimage.digest"]
+    assert isinstance(digest, str)
+    return digest
+
+
+def replace_once(text: str, old: str, new: str) -> str:
+    if text.count(old) != 1:
+        raise ReleaseError(f"values.yaml has {old!r} {text.count(old)} times: the release has to be adapted")
+    return text.replace(old, new)
+
+
+def pack_chart(version: str, registry: str, digests: dict[str, str], out: Path) -> Path:
+    """The chart's archive in ``out``, with the images of this release in its values."""
+    chart = out / CHART.name
+    shutil.copytree(CHART, chart)
+    values = chart / "values.yaml"
+    text = replace_once(
+        values.read_text(),
+        "repository: ghcr.io/lmcache-cluster/operator\n",
+        f"repository: {registry}/operator\n",
+    )
+    text = replace_once(text, '  digest: ""\n', f"  digest: {digests['operator']}\n")
+    sidecar = f"{registry}/sidecar:{version}@{digests['sidecar']}"
+    values.write_text(replace_once(text, '  sidecarImage: ""\n', f"  sidecarImage: {sidecar}\n"))
+    run(binaries.path("helm"), "package", chart, "--version", version, "--destination", out)
+    return out / f"{CHART.name}-{version}.tgz"
+
+
+def release(version: str, registry: str, digests_file: Path | None) -> None:
+    """Publishes everything. Raises `ReleaseError`."""
+    check_version(version)
+    subprocess.run(["docker", "buildx", "rm", BUILDER], capture_output=True)
+    run("docker", "buildx", "create", "--name", BUILDER, "--driver", "docker-container")
+    digests = {name: push_image(name, f"{registry}/{name}:{version}") for name in IMAGES}
+    if digests_file:
+        with digests_file.open("a") as file:
+            file.writelines(f"{name}={digest}\n" for name, digest in digests.items())
+    with tempfile.TemporaryDirectory() as out:
+        archive = pack_chart(version, registry, digests, Path(out))
+        run(binaries.path("helm"), "push", archive, f"oci://{registry}/charts")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", required=True)
+    parser.add_argument("--registry", required=True)
+    parser.add_argument("--digests", type=Path, metavar="FILE", help="append NAME=DIGEST lines to this file")
+    options = parser.parse_args()
+    try:
+        release(options.version, options.registry, options.digests)
+    except ReleaseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
