@@ -10,8 +10,6 @@ under a lock, so that a killed or a second caller never leaves or sees half of o
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import hashlib
 import io
 import os
@@ -24,11 +22,11 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.cache import cache_root, uv
+from tools.cache import cache_root, exclusive, uv
 
 HERE = Path(__file__).resolve().parent
 KUBERNETES, ETCD, HELM, KWOK, KUBECONFORM = "v1.36.3", "v3.6.8", "v3.18.6", "v0.8.0", "v0.7.0"
@@ -123,7 +121,7 @@ def directory(names: Sequence[str] = ALL) -> Path:
         return found
     bin_dir = cache_directory()
     bin_dir.mkdir(parents=True, exist_ok=True)
-    with _lock(bin_dir / ".lock"):
+    with exclusive(bin_dir / ".lock", _say):
         _install(names, bin_dir)
     return bin_dir
 
@@ -135,17 +133,6 @@ def path(name: str) -> Path:
 
 def _say(text: str) -> None:
     print(f"[kube] {text}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say(f"another process is building the same programs; waiting for it ({path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _install(names: Sequence[str], bin_dir: Path) -> None:
