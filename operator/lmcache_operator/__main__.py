@@ -1,4 +1,4 @@
-"""Command line: ``lmcache-operator run | render``."""
+"""Command line: ``lmcache-operator run | render | inject``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,7 +20,9 @@ from lmcache_operator.api.crd import dump
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
+from lmcache_operator.components.injection.workloads import inject_objects
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE = 2
@@ -60,9 +63,19 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "print what `run` would apply; needs no Kubernetes cluster"
     render = commands.add_parser("render", parents=[rendering], help=about)
-    render.set_defaults(command=_render)
+    render.set_defaults(command=_print, objects=_render)
     about = "YAML file with LMCacheClusters; - for standard input"
     render.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
+
+    about = "print Deployments and the like with the cache in their pods; needs no Kubernetes cluster"
+    inject = commands.add_parser("inject", parents=[rendering], help=about)
+    inject.set_defaults(command=_print, objects=_inject)
+    about = "YAML file with objects that make pods; - for standard input"
+    inject.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
+    about = "YAML file with LMCacheClusters (default: those in FILE)"
+    inject.add_argument("--cluster", type=Path, metavar="FILE", help=about)
+    about = "LMCacheCluster of pods without the label (default: none)"
+    inject.add_argument("--name", metavar="NAME", help=about)
     return parser
 
 
@@ -91,25 +104,39 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _render(arguments: argparse.Namespace) -> int:
-    rendered = []
+def _print(arguments: argparse.Namespace) -> int:
+    """Print the objects that a command makes of a file."""
     try:
-        text = sys.stdin.read() if str(arguments.filename) == "-" else arguments.filename.read_text()
-        for resource in yaml.safe_load_all(text):
-            if isinstance(resource, dict) and resource.get("kind") == KIND:
-                cluster = parse(resource)
-                for component in COMPONENTS:
-                    rendered += component.render(cluster, _context(arguments))
-        if not rendered:
-            raise ValueError(f"holds no {KIND}")
+        text = dump(arguments.objects(arguments))
     except RecursionError:
         print(f"{arguments.filename}: is nested too deeply", file=sys.stderr)
         return _EXIT_USAGE
     except (OSError, ValueError, yaml.YAMLError, InvalidSpecError) as error:
         print(f"{arguments.filename}: {error}", file=sys.stderr)
         return _EXIT_USAGE
-    print(dump(rendered), end="")
+    print(text, end="")
     return 0
+
+
+def _render(arguments: argparse.Namespace) -> list[Object]:
+    rendered = []
+    for resource in _read(arguments.filename):
+        if isinstance(resource, dict) and resource.get("kind") == KIND:
+            cluster = parse(resource)
+            for component in COMPONENTS:
+                rendered += component.render(cluster, _context(arguments))
+    if not rendered:
+        raise ValueError(f"holds no {KIND}")
+    return rendered
+
+
+def _inject(arguments: argparse.Namespace) -> list[Object]:
+    clusters = _read(arguments.cluster) if arguments.cluster else []
+    return inject_objects(_read(arguments.filename), clusters, arguments.name, _context(arguments))
+
+
+def _read(path: Path) -> list[Any]:
+    return list(yaml.safe_load_all(sys.stdin.read() if str(path) == "-" else path.read_text()))
 
 
 if __name__ == "__main__":

@@ -124,6 +124,8 @@ def test_pod_is_admitted_where_only_restricted_pods_are(plane):
     ("verb", "resource", "allowed"),
     [
         ("patch", "statefulsets.apps", True),
+        ("patch", "podtemplates", True),
+        ("delete", "podtemplates", False),
         ("create", "pods/eviction", True),
         ("delete", "resourceclaimtemplates.resource.k8s.io", True),
         ("create", "resourceclaims.resource.k8s.io", False),

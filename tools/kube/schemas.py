@@ -21,12 +21,15 @@ from tools.kube import binaries
 
 SCHEMAS = Path(__file__).with_name("schemas.json")
 KINDS = (
-    "v1/ConfigMap", "v1/Service", "v1/ServiceAccount", "apps/v1/Deployment", "apps/v1/StatefulSet",
+    "v1/ConfigMap", "v1/PodTemplate", "v1/Service", "v1/ServiceAccount",
+    "apps/v1/Deployment", "apps/v1/StatefulSet",
     "policy/v1/PodDisruptionBudget", "networking.k8s.io/v1/NetworkPolicy",
     "resource.k8s.io/v1/ResourceClaimTemplate",
     "rbac.authorization.k8s.io/v1/ClusterRole", "rbac.authorization.k8s.io/v1/ClusterRoleBinding",
     "rbac.authorization.k8s.io/v1/Role", "rbac.authorization.k8s.io/v1/RoleBinding",
     "apiextensions.k8s.io/v1/CustomResourceDefinition",
+    "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy",
+    "admissionregistration.k8s.io/v1/MutatingAdmissionPolicyBinding",
 )  # fmt: skip
 VALUES: tuple[tuple[str, ...], ...] = (
     (),

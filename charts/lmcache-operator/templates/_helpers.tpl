@@ -58,7 +58,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   verbs: [update]
 # What clusters are made of: the kinds of the operator's components (kinds_of in lmcache_operator/components).
 - apiGroups: [""]
-  resources: [serviceaccounts, configmaps, services]
+  resources: [serviceaccounts, configmaps, services, podtemplates]
   verbs: [get, list, watch, create, patch]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]

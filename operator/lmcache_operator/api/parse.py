@@ -19,7 +19,7 @@ from lmcache_operator.errors import InvalidSpecError
 
 # Far more than a pod template needs, and far less than what a stack takes.
 _MAX_LEVELS = 32
-_TYPE_NAMES = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
+TYPE_NAMES = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
 _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "pattern": (lambda value, pattern: re.fullmatch(pattern, value), "{value!r} does not match {limit}"),
     "minimum": (lambda value, limit: value >= limit, "must be at least {limit}, not {value}"),
@@ -63,7 +63,7 @@ def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
     expected = dict if is_part(annotation) else typing.get_origin(annotation) or annotation
     # bool is an int for Python, but not for anyone who writes YAML.
     if not isinstance(raw, expected) or isinstance(raw, bool):
-        raise InvalidSpecError(path, f"must be {_TYPE_NAMES[expected]}, not {reprlib.repr(raw)}")
+        raise InvalidSpecError(path, f"must be {TYPE_NAMES[expected]}, not {reprlib.repr(raw)}")
     if is_part(annotation):
         return _parse_object(annotation, raw, path)
     if expected is list:

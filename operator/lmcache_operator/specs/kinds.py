@@ -52,6 +52,7 @@ CHILDREN = (
     Kind("", "v1", "ServiceAccount", "serviceaccounts"),
     Kind("", "v1", "ConfigMap", "configmaps"),
     Kind("", "v1", "Service", "services"),
+    Kind("", "v1", "PodTemplate", "podtemplates"),
     Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),

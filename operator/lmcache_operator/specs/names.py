@@ -29,6 +29,11 @@ RENDERED_HASH = "lmcache.io/rendered-hash"
 DEFAULT_IMAGES = "lmcache.io/default-images"
 """On the StatefulSet: the images that were resolved when it was made, as JSON by container."""
 
+INJECT_LABEL = "lmcache.io/inject"
+"""On somebody's own pods: the LMCacheCluster of their namespace whose cache they get."""
+INJECTION = "injection"
+"""Component: what such pods are given."""
+
 ENGINE = "engine"
 SIDECAR = "sidecar"
 PAYLOAD = "payload"
@@ -50,6 +55,11 @@ def engine_name(cluster_name: str) -> str:
 def config_name(cluster_name: str) -> str:
     """Name of the ConfigMap with the sidecar's settings."""
     return f"{cluster_name}-sidecar"
+
+
+def injection_name(cluster_name: str) -> str:
+    """Name of the PodTemplate with what other people's pods are given."""
+    return f"{cluster_name}-injection"
 
 
 def selector(cluster_name: str, component: str) -> dict[str, str]:

@@ -131,21 +131,24 @@ def test_render_takes_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str
     file.write_text(yaml.safe_dump(cluster()))
     for flags, value in (((), "void"), (("--allow-all-gpus-sidecar",), "all")):
         assert main(["render", "-f", str(file), *flags]) == 0
-        *_, stateful_set = yaml.safe_load_all(capsys.readouterr().out)
-        sidecar = stateful_set["spec"]["template"]["spec"]["initContainers"][0]
-        assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == value
+        *_, stateful_set, injection = yaml.safe_load_all(capsys.readouterr().out)
+        for template in (stateful_set["spec"]["template"], injection["template"]):
+            sidecar = template["spec"]["initContainers"][0]
+            assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == value
 
 
 # -- a living cluster
 
 
 class Rig:
-    """A cluster that is reconciled, with pods whose sidecars can be asked."""
+    """A cluster of engines that is reconciled, with pods whose sidecars can be asked."""
 
-    def __init__(self, allow_all_gpus: bool = False, **changes: Any) -> None:
-        self.world = World(cluster(**changes))
+    def __init__(self, allow_all_gpus: bool = False, world: World | None = None, **changes: Any) -> None:
+        self.world = world or World(cluster(**changes))
         context = Context(STOCK_IMAGES, "", allow_all_gpus)
-        self.reconciler = Reconciler(cast(KubeApi, self.world), context, self.world.ask)
+        self.reconciler = Reconciler(
+            cast(KubeApi, self.world), context, self.world.ask, components=[Engine()]
+        )
 
     def settle(self) -> list[str]:
         """Reconcile until nothing is written; what was, without the status."""
@@ -262,11 +265,7 @@ def test_to_ask_for_cuda_ipc_instead_of_auto_replaces_no_pod(engine: dict[str, A
 def test_another_operator_flag_replaces_no_pod() -> None:
     rig = Rig()
     rig.settle()
-    other = Rig(allow_all_gpus=True)
-    other.world = rig.world
-    other.reconciler = Reconciler(
-        cast(KubeApi, rig.world), Context(STOCK_IMAGES, "", allow_all_gpus=True), rig.world.ask
-    )
+    other = Rig(allow_all_gpus=True, world=rig.world)
     assert other.settle() == [f"apply {STATEFUL_SET}"]
     assert other.transfer["reason"] == "AllGPUsVisible"
 

@@ -72,7 +72,11 @@ class Bench:
 def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
     bench = Bench()
     bench.reconcile()
-    assert bench.writes[-2:] == ["apply StatefulSet demo-engine", "status"]
+    assert bench.writes[-3:] == [
+        "apply StatefulSet demo-engine",
+        "apply PodTemplate demo-injection",
+        "status",
+    ]
     bench.settle()
     assert bench.ready() == ("True", "1 of 1 engine pods are ready")
     seconds = bench.reconcile()

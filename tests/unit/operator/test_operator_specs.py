@@ -19,6 +19,7 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine, spec_hash
 from lmcache_operator.components.engine.pod import sidecar_memory
+from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.merge import first_difference, merge
@@ -97,7 +98,8 @@ def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Pat
         ).stdout
         for seed in ("1", "2")
     }
-    assert outputs == {dump(render(FULL)).encode()}
+    added = Injection().render(parse(cluster(**FULL)), Context(IMAGES))
+    assert outputs == {dump([*render(FULL), *added]).encode()}
 
 
 # -- spec hash: what makes the operator replace pods

@@ -12,7 +12,7 @@ from lmcache_operator.specs.paths import SOCKET_PATH
 
 _ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
 _HTTP = "the probes and Services expect the engine's HTTP server on a port"
-_RESERVED = {
+RESERVED = {
     "--host": "the probes and Services expect the engine on all addresses",
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
     "--uds": _HTTP,
@@ -35,7 +35,8 @@ _RESERVED = {
     "-r": _ONE_POD,
     "--": "what follows it would be taken for a second model",
 }
-_READ = (*_RESERVED, "--block-size", "--served-model-name", SHUTDOWN_TIMEOUT := "--shutdown-timeout")
+"""Options that the user can't give, and why."""
+_READ = (*RESERVED, "--block-size", "--served-model-name", SHUTDOWN_TIMEOUT := "--shutdown-timeout")
 """Options whose abbreviations have to be recognised."""
 
 
@@ -97,8 +98,8 @@ def _checked_flags(args: list[str], chunk_tokens: int) -> list[str]:
     may_be_value = False
     for index, (arg, flag) in enumerate(zip(args, flags, strict=True)):
         path = f"spec.engine.args[{index}]"
-        if flag in _RESERVED:
-            raise InvalidSpecError(path, f"{flag} can't be set: {_RESERVED[flag]}")
+        if flag in RESERVED:
+            raise InvalidSpecError(path, f"{flag} can't be set: {RESERVED[flag]}")
         if not arg.startswith("-") and not may_be_value:
             raise InvalidSpecError(
                 path, f"{arg!r} belongs to no option: the engine would take it for a second model"

@@ -1,0 +1,95 @@
+"""What a pod of somebody else's needs to use a cluster's cache. Pure.
+
+It is taken out of the cluster's own engine pod, so that there is one implementation of both. What belongs to
+the pod stays its owner's: its user, its resources, its ServiceAccount, its other volumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import resolved_images
+from lmcache_operator.components.engine.gpus import planned_transfer
+from lmcache_operator.components.engine.pod import pod_template
+from lmcache_operator.components.engine.vllm import RESERVED
+from lmcache_operator.specs import Object, names, paths
+
+RESERVED_ARGS = "lmcache.io/reserved-args"
+"""Annotation: a line for each option that such a pod can't have, with the reason."""
+PREFIX = "lmcache-"
+"""Of containers and volumes: a pod may have a "config" or a "sidecar" of its own."""
+SIDECAR = f"{PREFIX}{names.SIDECAR}"
+"""The container by which a pod is known to have the cache."""
+_GROUP = 2000
+"""Of the sidecar's image. Socket and arena belong to it, so the engine is in it, whoever its user is."""
+_SHARED = (paths.ARENA_DIR, paths.PAYLOAD_DIR, paths.SOCKET_DIR)
+_ENV = ("LMCACHE_SOCKET", "PYTHONHASHSEED", "PYTHONPATH")
+_ARGS = ("--kv-transfer-config", "--prefix-caching-hash-algo")
+_ONE_POD = "an engine with a cache is one pod; for more engines run more pods"
+_REFUSED = {option: RESERVED[option] for option in ("--", "--kv-offloading-size", *_ARGS)}
+_REFUSED |= {"--no-enable-prefix-caching": RESERVED["--no-enable-prefix-caching"]}
+for _option in ("--data-parallel-size", "-dp", "--prefill-context-parallel-size", "-pcp", "--nnodes", "-n"):
+    _REFUSED[_option] = _ONE_POD
+
+
+def profile(cluster: Cluster, context: Context) -> Object:
+    """A pod template with what is added to a pod: init containers, volumes and a group.
+
+    Its one container has the arguments, variables and mounts to add to the engine's. Where the cluster's GPUs
+    come by a claim it has that, too, as a sign that the sidecar shares the pod's own.
+
+    Raises:
+        InvalidSpecError: the spec can't be rendered.
+    """
+    transfer = planned_transfer(cluster, context.allow_all_gpus)
+    whole = pod_template(cluster, resolved_images(cluster, context.images), "", transfer)["spec"]
+    (engine,) = (container for container in whole["containers"] if container["name"] == names.ENGINE)
+    own = (names.SIDECAR, names.PAYLOAD)
+    added = [_init_container(container) for container in whole["initContainers"] if container["name"] in own]
+    engine = {
+        "args": [arg for arg in engine["args"] if arg.partition("=")[0] in _ARGS],
+        "env": [variable for variable in engine["env"] if variable["name"] in _ENV],
+        "image": engine["image"],
+        "name": names.ENGINE,
+        "volumeMounts": _mounts(mount for mount in engine["volumeMounts"] if mount["mountPath"] in _SHARED),
+    }
+    mounted = {mount["name"] for container in (*added, engine) for mount in container["volumeMounts"]}
+    spec: Object = {
+        "containers": [engine],
+        "initContainers": added,
+        "securityContext": {"supplementalGroups": [_GROUP]},
+        "volumes": [volume for volume in map(_volume, whole["volumes"]) if volume["name"] in mounted],
+    }
+    if "resourceClaims" in whole:
+        spec["resourceClaims"] = whole["resourceClaims"]
+    lines = [f"{option} can't be set: {_REFUSED[option]}" for option in sorted(_REFUSED)]
+    return {"metadata": {"annotations": {RESERVED_ARGS: "\n".join(lines)}}, "spec": spec}
+
+
+def _init_container(container: Object) -> Object:
+    """One of ours, that asks for nothing from the pod around it."""
+    resources = {kind: amounts for kind, amounts in container["resources"].items() if kind != "claims"}
+    renamed: Object = container | {
+        "name": f"{PREFIX}{container['name']}",
+        "resources": resources,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}, **container["securityContext"]},
+        "volumeMounts": _mounts(container["volumeMounts"]),
+    }
+    if "ports" in container:  # selectors of ports by name would find more than they look for
+        renamed["ports"] = [port | {"name": f"{PREFIX}{port['name']}"} for port in container["ports"]]
+    return renamed
+
+
+def _mounts(mounts: Iterable[Object]) -> list[Object]:
+    return [mount | {"name": f"{PREFIX}{mount['name']}"} for mount in mounts]
+
+
+def _volume(volume: Object) -> Object:
+    """The same volume; what is missing keeps no pod from starting, since its sidecar says so and stays up."""
+    renamed = volume | {"name": f"{PREFIX}{volume['name']}"}
+    for source in ("configMap", "secret"):
+        if source in volume:
+            renamed[source] = volume[source] | {"optional": True}
+    return renamed

@@ -1,0 +1,96 @@
+"""Pods of others, for the command line and the API server: some can have a cache, and some can't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmcache_operator.specs.names import INJECT_LABEL
+
+NAME = "demo"
+
+
+def pod(*, name: str = NAME, **changes: Any) -> dict[str, Any]:
+    """A pod of one engine that asks for the cache of a cluster, with fields of the engine changed."""
+    engine = {"name": "vllm", "image": "vllm/vllm-openai:v0.32.0", "args": ["Qwen/Qwen3-8B", "--port=80"]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "llm", "labels": {"app": "llm", INJECT_LABEL: name}},
+        "spec": {"containers": [engine | changes]},
+    }
+
+
+def pod_with(metadata: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    """The same pod with fields of its own changed."""
+    found = pod()
+    return found | {"metadata": found["metadata"] | (metadata or {}), "spec": found["spec"] | spec}
+
+
+def deployment(**spec: Any) -> dict[str, Any]:
+    """A Deployment of these pods."""
+    found = pod_with(**spec)
+    template = {"metadata": {"labels": found["metadata"]["labels"]}, "spec": found["spec"]}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "llm"},
+        "spec": {"selector": {"matchLabels": {"app": "llm"}}, "template": template},
+    }
+
+
+_PROXY = {"name": "proxy", "image": "proxy:1"}
+_SHELL = "a shell passes no arguments on: write command: [vllm, serve], and args as a list"
+_GROUP = {"labels": {INJECT_LABEL: NAME, "leaderworkerset.sigs.k8s.io/name": "x"}}
+_OPTIONS = {
+    "--kv-transfer-config={}": "--kv-transfer-config can't be set: it loads LMCache",
+    "--kv_transfer_config": "--kv-transfer-config can't be set: it loads LMCache",
+    "--kv-transfer-config.kv_role=kv_both": "--kv-transfer-config can't be set: it loads LMCache",
+    "--kv-t": "--kv-transfer-config can't be set: it loads LMCache",
+    "--prefix-caching-hash-algo=sha256": "chunk keys must be the same in every pod",
+    "--no-enable-prefix-caching": "the keys of cached chunks are made",
+    "--kv-offloading-size=5": "it would replace LMCache",
+    "--data-parallel-size=2": "for more engines run more pods",
+    "-dp": "for more engines run more pods",
+    "--nnodes": "for more engines run more pods",
+    "--": "what follows it would be taken for a second model",
+}
+
+
+def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
+    """Pods that can't have a cache, where the reason is, and a part of what is said."""
+    spec, engine = "spec", "spec.containers[0]"
+    volume, (vllm,) = {"name": "lmcache-x", "emptyDir": {}}, pod()["spec"]["containers"]
+    mounted = vllm | {"volumeMounts": [{"name": "run", "mountPath": "/run/lmcache"}]}
+    variables = {"PYTHONPATH": "/opt/lmcache/client", "PYTHONHASHSEED": "0"}
+    return [
+        (pod_with(_GROUP), spec, "an engine of several pods can't have a cache"),
+        (pod_with(hostNetwork=True), f"{spec}.hostNetwork", "each sidecar needs port 9464"),
+        (
+            pod_with(resources={"limits": {"memory": "1Gi"}}),
+            f"{spec}.resources",
+            "set resources for each cont",
+        ),
+        (pod_with(volumes=[volume]), spec, "with lmcache- are the cache's own"),
+        (pod_with(initContainers=[_PROXY | {"name": "lmcache-x"}]), spec, "with lmcache- are the cache's"),
+        (pod(ports=[{"containerPort": 9464}]), f"{spec}.containers", "port 9464 is the sidecar's"),
+        (pod_with(containers=[_PROXY, vllm]), f"{spec}.containers", "must name the engine's"),
+        (pod(args=[]), f"{engine}.args", "the image's own arguments would be lost: write them out"),
+        (pod(command=["/bin/sh", "-c"], args=["vllm serve x"]), f"{engine}.command", _SHELL),
+        (pod(command=["bash", "-c", "exec vllm serve x"], args=[]), f"{engine}.command", _SHELL),
+        (pod(command=["/opt/start-vllm.sh"]), f"{engine}.command", _SHELL),
+        (pod(command=["python3", "-m", "sglang.launch_server"]), f"{engine}.command", "does not start vLLM"),
+        *((pod(args=["x", option]), f"{engine}.args", says) for option, says in _OPTIONS.items()),
+        *(
+            (
+                pod(env=[{"name": name, "value": "x"}]),
+                f"{engine}.env",
+                f"{name} must be {value}, or not be set",
+            )
+            for name, value in variables.items()
+        ),
+        (
+            pod_with(containers=[mounted], volumes=[volume | {"name": "run"}]),
+            f"{engine}.volumeMounts",
+            "/run/lmcache is the cache's",
+        ),
+    ]

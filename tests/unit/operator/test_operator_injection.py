@@ -1,0 +1,223 @@
+"""The cache for pods of others: what `lmcache-operator inject` makes of them, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lmcache_operator.__main__ import main
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.components.injection.pods import OUTCOME
+from lmcache_operator.components.injection.workloads import inject_objects
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
+
+from tests.harness.operator_injection import deployment, pod, refused_pods
+from tests.harness.operator_model import cluster
+from tools.kube import schemas
+
+CONTEXT = Context(STOCK_IMAGES)
+SOME = [cluster()]
+KINDS = {
+    "Deployment": "spec.template", "StatefulSet": "spec.template", "DaemonSet": "spec.template",
+    "ReplicaSet": "spec.template", "Job": "spec.template", "CronJob": "spec.jobTemplate.spec.template",
+    "Pod": "",
+}  # fmt: skip
+
+
+def injected(*objects: Any, name: str | None = None) -> list[Any]:
+    return inject_objects(objects, SOME, name, CONTEXT)
+
+
+def pod_spec(**changes: Any) -> dict[str, Any]:
+    """Of the pod with the cache, with its engine changed so before."""
+    (found,) = injected(pod(**changes))
+    spec: dict[str, Any] = found["spec"]
+    return spec
+
+
+def init_containers(spec: dict[str, Any]) -> list[str]:
+    return [container["name"] for container in spec["initContainers"]]
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    """An object whose pods are `pod()`."""
+    value = pod()
+    for key in reversed(KINDS[kind].split(".") if KINDS[kind] else ()):
+        value = {key: value, "metadata": {"name": "llm"}}
+    return {**value, "kind": kind}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_of_every_kind_get_the_cache(kind: str) -> None:
+    before = of_kind(kind)
+    untouched = copy.deepcopy(before)
+    (found,) = injected(before)
+    assert before == untouched
+    for key in KINDS[kind].split(".") if KINDS[kind] else ():
+        found = found[key]
+    assert init_containers(found["spec"]) == ["lmcache-sidecar", "lmcache-payload"]
+    assert found["metadata"]["annotations"] == {OUTCOME: "injected"}
+
+
+def test_a_pod_has_the_same_cache_as_the_clusters_own() -> None:
+    """Names apart, and what says whose the pod is."""
+    own = Engine().render(parse(cluster()), CONTEXT)[-1]["spec"]["template"]["spec"]
+    spec = pod_spec()
+    for ours, theirs in zip(own["initContainers"], spec["initContainers"], strict=True):
+        same = ("image", "args", "command", "env", "livenessProbe", "resources", "restartPolicy")
+        assert {key: theirs.get(key) for key in same} == {key: ours.get(key) for key in same}
+        assert ours["securityContext"].items() <= theirs["securityContext"].items()
+        paths = {
+            mount["mountPath"]: mount["name"].removeprefix("lmcache-") for mount in theirs["volumeMounts"]
+        }
+        assert paths == {mount["mountPath"]: mount["name"] for mount in ours["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    for volume in own["volumes"]:
+        if (name := f"lmcache-{volume['name']}") in volumes:
+            assert volume["name"] in ("arena", "config", "payload", "socket")
+            config = {"configMap": volume["configMap"] | {"optional": True}} if "configMap" in volume else {}
+            assert volumes[name] == {**volume, **config, "name": name}
+    (theirs,), ours = spec["containers"], own["containers"][0]
+    assert {"name": "LMCACHE_SOCKET", "value": "/run/lmcache/kvcache.sock"} in theirs["env"]
+    assert [arg for arg in theirs["args"][2:] if arg not in ours["args"]] == []
+    assert "--prefix-caching-hash-algo=sha256_cbor" in theirs["args"]
+    assert any(arg.startswith("--kv-transfer-config=") for arg in theirs["args"])
+
+
+def test_what_is_the_pods_own_stays_as_it_is() -> None:
+    first = {"name": "fetch", "image": "fetch:1"}
+    own = {"name": "config", "emptyDir": {}}
+    before = pod(env=[{"name": "A", "value": "b"}], volumeMounts=[{"name": "config", "mountPath": "/c"}])
+    before["spec"] |= {
+        "initContainers": [first], "volumes": [own], "serviceAccountName": "llm",
+        "securityContext": {"runAsUser": 7, "supplementalGroups": [5]},
+    }  # fmt: skip
+    (found,) = injected(before)
+    spec = found["spec"]
+    assert spec["initContainers"][2] == first
+    assert spec["volumes"][0] == own
+    assert spec["securityContext"] == {"runAsUser": 7, "supplementalGroups": [5, 2000]}
+    engine, was = spec["containers"][0], before["spec"]["containers"][0]
+    for kind in ("args", "env", "volumeMounts"):
+        assert engine[kind][: len(was[kind])] == was[kind]
+    assert spec["serviceAccountName"] == "llm"
+
+
+def test_twice_is_once() -> None:
+    once = injected(deployment())
+    assert injected(*once) == once
+
+
+def test_only_pods_that_ask_for_it_get_it_and_all_else_is_passed_on() -> None:
+    service = {"kind": "Service", "metadata": {"name": "llm"}}
+    other = deployment()
+    del other["spec"]["template"]["metadata"]["labels"][INJECT_LABEL]
+    found = injected(service, other, deployment())
+    assert found[:2] == [service, other]
+    assert found[2] != deployment()
+    named = injected(other, name="demo")[0]
+    assert named["spec"]["template"]["metadata"]["labels"][INJECT_LABEL] == "demo"
+    assert named == found[2]
+
+
+def test_a_list_as_kubectl_prints_it_is_its_items() -> None:
+    listed = {"kind": "List", "items": [deployment(), {"kind": "Service"}]}
+    assert injected(listed) == injected(deployment(), {"kind": "Service"})
+
+
+def test_of_several_containers_an_annotation_names_the_engine() -> None:
+    before = pod()
+    before["spec"]["containers"].insert(0, {"name": "proxy", "image": "p"})
+    with pytest.raises(InvalidSpecError, match=r"spec.containers: the annotation lmcache.io/container must"):
+        injected(before)
+    before["metadata"]["annotations"] = {"lmcache.io/container": "vllm"}
+    proxy, engine = injected(before)[0]["spec"]["containers"]
+    assert proxy == {"name": "proxy", "image": "p"}
+    assert "LMCACHE_SOCKET" in [variable["name"] for variable in engine["env"]]
+
+
+def test_the_sidecar_has_the_engines_user() -> None:
+    spec = pod_spec(securityContext={"runAsUser": 7, "runAsNonRoot": True, "privileged": True})
+    for container in spec["initContainers"]:
+        assert container["securityContext"].items() >= {"runAsUser": 7, "runAsNonRoot": True}.items()
+        assert "privileged" not in container["securityContext"]
+    assert "runAsUser" not in pod_spec()["initContainers"][0]["securityContext"]
+
+
+@pytest.mark.parametrize("gpu", [{"count": 1}, {"count": 1, "deviceClassName": "gpu.nvidia.com"}])
+def test_the_sidecar_shares_the_pods_claim_where_it_is_made_for_that(gpu: dict[str, Any]) -> None:
+    claims = [{"name": "mine"}]
+    resource = cluster(engine={"gpu": gpu})
+    for before in (pod(resources={"claims": claims}), pod()):
+        (found,) = inject_objects([before], [resource], None, CONTEXT)
+        has_both = "deviceClassName" in gpu and "resources" in before["spec"]["containers"][0]
+        sidecar, payload = found["spec"]["initContainers"]
+        assert sidecar["resources"].get("claims") == (claims if has_both else None)
+        assert "claims" not in payload["resources"]
+
+
+@pytest.mark.parametrize(("found", "path", "sentence"), refused_pods())
+def test_what_cannot_work_is_refused_where_it_is(found: Any, path: str, sentence: str) -> None:
+    with pytest.raises(InvalidSpecError, match=re.escape(sentence)) as refused:
+        injected({**found, "kind": "Pod"})
+    assert refused.value.path == f"Pod llm: {path}"
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"kind": "LeaderWorkerSet"}, "kind LeaderWorkerSet: engines of several pods can't have a cache"),
+        ({"kind": "Pod"}, "Pod None.spec: must be an object, not None"),
+        ({"kind": "Job", "metadata": {"name": "x"}, "spec": []}, "Job x: spec.template: must be an object"),
+        (deployment(containers=[]), "spec.containers: the annotation lmcache.io/container must name"),
+        (deployment(containers=[{"image": "x"}]), "spec.template.spec.containers[0].name: must be a string"),
+        (deployment(volumes=[7]), "spec.template.spec.volumes[0]: must be an object, not 7"),
+        (pod(args="--x"), "Pod llm.spec.containers[0].args: must be a list, not '--x'"),
+        (pod(args=[7]), "spec.containers[0].args[0]: must be a string, not 7"),
+        ({"kind": "Service"}, "lmcache.io/inject: no pod has this label: add it, or say --name"),
+        ("text", "lmcache.io/inject: no pod has this label"),
+        (None, "lmcache.io/inject: no pod has this label"),
+        (pod(name="other"), f"metadata.labels[{INJECT_LABEL}]: there is no LMCacheCluster other: give its"),
+    ],
+)
+def test_rubbish_is_refused_with_a_sentence(found: Any, message: str) -> None:
+    with pytest.raises(InvalidSpecError, match=re.escape(message)):
+        injected(found)
+
+
+def test_a_cluster_of_another_namespace_is_refused() -> None:
+    found = deployment()
+    found["metadata"]["namespace"] = "elsewhere"
+    there = cluster()
+    there["metadata"]["namespace"] = "here"
+    with pytest.raises(InvalidSpecError, match="LMCacheCluster demo is in another namespace, here"):
+        inject_objects([found], [there], None, CONTEXT)
+    there["metadata"]["namespace"] = "elsewhere"
+    assert inject_objects([found], [there], None, CONTEXT) != [found]
+
+
+def test_the_template_that_is_applied_fits_the_schema() -> None:
+    for changes in ({}, {"engine": {"gpu": {"count": 1, "deviceClassName": "gpu.nvidia.com"}}}):
+        (child,) = Injection().render(parse(cluster(**changes)), CONTEXT)
+        assert schemas.validate(yaml.safe_dump(child)) == []
+
+
+def test_the_command_reads_and_prints_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload, resource = tmp_path / "deployment.yaml", tmp_path / "cluster.yaml"
+    workload.write_text(yaml.safe_dump(deployment()))
+    resource.write_text(yaml.safe_dump(cluster()))
+    assert main(["inject", "-f", str(workload), "--cluster", str(resource)]) == 0
+    assert list(yaml.safe_load_all(capsys.readouterr().out)) == injected(deployment())
+    assert main(["inject", "-f", str(workload)]) == 2
+    assert "there is no LMCacheCluster demo: give its file with --cluster" in capsys.readouterr().err
+    workload.write_text(yaml.safe_dump_all([cluster(), deployment()]))
+    assert main(["inject", "-f", str(workload)]) == 0
+    assert "lmcache-sidecar" in capsys.readouterr().out
