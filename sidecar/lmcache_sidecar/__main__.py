@@ -1,88 +1,88 @@
-"""The command line: ``lmcache-sidecar serve``."""
+"""The program: the command line, and above it, where it is to stay up, a parent that starts it again.
+
+A kubelet takes a pod out of service, and so a healthy engine, from the end of its sidecar's container until
+that runs again, which it delays by up to five minutes when it happens often. So in an image the container
+does not end with the sidecar. Nothing is imported here that could fail or weigh.
+"""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+import contextlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
-from typing import NoReturn
 
-import lmcache
-from lmcache.logging import FloodFilter, set_up
-from lmcache_sidecar import config as configuration
-from lmcache_sidecar.config import ConfigError, Reading
-
-_SERVE = """\
-Keep the KV cache of the engines in this pod: in host memory, on disk, and in a Redis tier that all pods
-share.
-
-An option is taken from its flag, else from the environment variable in [brackets], else from the file given
-by --config (keys as the flags, with _ for -), else it has its default.
-"""
-
-_EXIT = """\
-exit status: 0 after SIGTERM or SIGINT, 2 when it can't run (one line says why; with --stay-up true it stays).
-
-example: lmcache-sidecar serve --memory-size 64Gi --remote-url redis://kv-remote:6379/0
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}: see {self.prog} --help")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lmcache-sidecar", description="The KV-cache sidecar of an LLM engine.")
-    parser.add_argument("--version", action="version", version=f"lmcache-sidecar {lmcache.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve",
-        help="run the sidecar",
-        description=_SERVE,
-        epilog=_EXIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    configuration.add_arguments(serve)
-    return parser
-
-
-def _read(arguments: Sequence[str] | None) -> Reading:
-    """What the command line and all other sources say. Raises ConfigError, unless the sidecar stays up."""
-    flags: dict[str, str | None] = {}
-    mistakes, unknown = [], []
-    try:
-        known, others = _parser().parse_known_args(arguments)
-        flags = vars(known)
-        # Without values, which may be secrets.
-        names = sorted({other.partition("=")[0] for other in others if other.startswith("--")})
-        unknown = [f"argument {' '.join(names)} is unknown"] if others else []
-    except ConfigError as error:
-        mistakes = [str(error)]
-    reading = configuration.read(flags, os.environ)
-    mistakes += reading.mistakes
-    if reading.config.stay_up:  # and reads on: a newer operator may have written it
-        return reading._replace(mistakes=tuple(mistakes), warnings=(*unknown, *reading.warnings))
-    reading._replace(mistakes=(*mistakes, *unknown)).usable()
-    return reading
+_COMMAND = "lmcache_sidecar.command"
+_CAN_NOT_RUN = 2
+"""Exit status where it is told not to stay up after all; see `lmcache_sidecar.command`."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
+_GOOD_SECONDS = 60.0
+"""After a run of so long the next pause is the first again."""
+_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    try:
-        reading = _read(arguments)
-        set_up(reading.config.log_format, reading.config.log_level, FloodFilter())
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which we never use, cost 50 ms
-        from lmcache_sidecar.daemon import serve
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    if os.environ.get("LMCACHE_STAY_UP") == "true" and given[:1] == ["serve"]:
+        return _run_again_and_again(given)
+    from lmcache_sidecar.command import main as run
 
-        asyncio.run(serve(reading, lambda: _read(arguments)))
-    except ConfigError as error:
-        print(f"lmcache-sidecar: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run(given)
+
+
+def _run_again_and_again(arguments: list[str]) -> int:
+    """Until it is told to end, or ends of its own accord."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    argv, pause = [sys.executable, "-m", _COMMAND, *arguments], _FIRST_PAUSE_SECONDS
+    while True:
+        began = time.monotonic()
+        child = os.posix_spawn(sys.executable, argv, os.environ, setsigmask=())
+        is_told, status = _wait(child)
+        if is_told or status in (0, _CAN_NOT_RUN):
+            return status if status >= 0 else 128 - status
+        if time.monotonic() - began > _GOOD_SECONDS:
+            pause = _FIRST_PAUSE_SECONDS
+        how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
+        print(f"lmcache-sidecar: ended {how}: starting it again in {pause:g} s", file=sys.stderr, flush=True)
+        if _is_told_within(pause):
+            return 0
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _wait(child: int) -> tuple[bool, int]:
+    """Whether we were told to end, and how it ended; what we are told it is told, too."""
+    is_told = False
+    while True:
+        number = signal.sigwait(_SIGNALS)
+        if number != signal.SIGCHLD:
+            is_told = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+        for ended, status in _ended():
+            if ended == child:
+                return is_told, os.waitstatus_to_exitcode(status)
+
+
+def _ended() -> list[tuple[int, int]]:
+    """Children that ended; the first process of a container inherits those of others, too."""
+    found: list[tuple[int, int]] = []
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found.append(ended)
+    return found
+
+
+def _is_told_within(seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        told = signal.sigtimedwait(_SIGNALS, left)
+        if told is not None and told.si_signo != signal.SIGCHLD:
+            return True
+        _ended()
+    return False
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def make_sidecar(
     sidecar.environment = node.environment("reader", **settings)
     if patch:
         lines = [f"gpu.{name} = {value}" for name, value in patch.items()]
-        imports = ["from lmcache_sidecar.copiers import gpu", "from lmcache_sidecar.__main__ import main"]
+        imports = ["from lmcache_sidecar.copiers import gpu", "from lmcache_sidecar.command import main"]
         sidecar.program = ["-c", "\n".join([*imports, *lines, "main()"])]
     return sidecar
 

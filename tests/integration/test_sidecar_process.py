@@ -22,7 +22,7 @@ import pytest
 
 from lmcache.rpc import service
 from lmcache.rpc.service import LOOKUP, UNARY_METHODS
-from testing.child_process import REPOSITORY, wait_until
+from testing.child_process import REPOSITORY, ProcessDied, free_port, wait_until
 from testing.processes import SidecarProcess
 from tests.harness.wire import RawClient
 
@@ -99,6 +99,59 @@ def test_what_a_newer_operator_says_is_ignored(tmp_path):
         assert "key 'something_newer' is unknown, and ignored" in sidecar.log
         assert "argument --newer-flag is unknown" in sidecar.log
         assert "secret" not in sidecar.log
+
+
+# ---- started again, as in its image ----
+
+
+@pytest.fixture
+def supervised() -> Iterator[SidecarProcess]:
+    sidecar = SidecarProcess(http_port=free_port())
+    sidecar.environment = {"LMCACHE_STAY_UP": "true"}
+    with sidecar:
+        yield sidecar
+
+
+def is_ready(sidecar: SidecarProcess) -> bool:
+    with contextlib.suppress(OSError):
+        return readyz(sidecar)[0] == 200
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_sidecar_that_dies_is_started_again(supervised, number):
+    wait_until(lambda: is_ready(supervised), timeout=60)
+    first = supervised.stats()["pid"]
+    assert first != supervised.pid
+    os.kill(first, number)
+    wait_until(lambda: "starting it again" in supervised.log, timeout=60)
+    wait_until(lambda: is_ready(supervised), timeout=60)
+    assert f"ended by signal {number.value}: starting it again" in supervised.log
+    assert supervised.stats()["pid"] != first
+    with RawClient(supervised) as client:
+        client.attach()
+    assert supervised.terminate() == 0
+
+
+def test_it_is_told_to_end_while_it_waits_to_start_again(supervised):
+    wait_until(lambda: is_ready(supervised), timeout=60)
+    os.kill(supervised.stats()["pid"], signal.SIGKILL)
+    wait_until(lambda: "starting it again" in supervised.log, timeout=60)
+    assert supervised.terminate() == 0
+
+
+def test_it_does_not_outlive_its_parent(supervised):
+    wait_until(lambda: is_ready(supervised), timeout=60)
+    child = supervised.stats()["pid"]
+    supervised.kill()
+    wait_until(lambda: not Path(f"/proc/{child}/cmdline").exists(), timeout=60)
+
+
+def test_one_that_is_not_to_stay_up_after_all_ends(supervised):
+    supervised.options |= {"stay_up": "false", "memory_size": "4Gb"}
+    supervised.kill()
+    with pytest.raises(ProcessDied, match="exited with 2"):
+        supervised.start()
 
 
 # ---- bytes from anywhere ----
@@ -195,7 +248,7 @@ HANGING = """
 import asyncio, logging, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from lmcache_sidecar.sidecar import Sidecar
-from lmcache_sidecar.__main__ import main
+from lmcache_sidecar.command import main
 
 async def stop(self):
     if "log" in sys.argv[1]:

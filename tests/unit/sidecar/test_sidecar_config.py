@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from lmcache_sidecar.__main__ import main
+from lmcache_sidecar.command import main
 from lmcache_sidecar.config import Config, ConfigError, options, read, suspect_variables
 
 from lmcache.tiers.remote.address import Address
