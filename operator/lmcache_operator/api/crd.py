@@ -14,6 +14,7 @@ from lmcache_operator.api.fields import Field, Rule, is_part
 from lmcache_operator.api.types import CLUSTER_NAME, Spec, Status
 
 _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
+_UNKNOWN = "x-kubernetes-preserve-unknown-fields"
 _TYPES = {str: {"type": "string"}, int: {"type": "integer"}}
 
 
@@ -97,7 +98,7 @@ def _type_schema(annotation: Any) -> dict[str, Any]:
     if origin is list:
         return {"type": "array", "items": _type_schema(typing.get_args(annotation)[0])}
     if origin is dict:
-        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        return {"type": "object", _UNKNOWN: True}
     return _TYPES[annotation]
 
 
@@ -113,9 +114,13 @@ def _field_schema(field: Field) -> dict[str, Any]:
 
 def _resolved(schema: dict[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
     """With the types of Kubernetes written out where a field has their shape."""
-    if ref := schema.pop("shape", None):
-        del schema["x-kubernetes-preserve-unknown-fields"]
-        return schema | _structural({"$ref": f"/io.k8s.api.core.v1.{ref}"}, definitions)
+    if shape := schema.pop("shape", None):
+        kind, _, member = shape.partition(".")
+        own = {"$ref": f"/io.k8s.api.core.v1.{kind}"}
+        if member:
+            own = definitions[f"io.k8s.api.core.v1.{kind}"]["properties"][member]
+        kept = {key: value for key, value in schema.items() if key not in (_UNKNOWN, "items")}
+        return kept | _structural(own, definitions)
     if properties := schema.get("properties"):
         schema["properties"] = {name: _resolved(own, definitions) for name, own in properties.items()}
     return schema

@@ -28,8 +28,8 @@ def field(description: str, *, default: Any = None, rules: tuple[Rule, ...] = ()
 
     The default is in the form a user would write it: ``{}`` for an object whose own fields have defaults.
     ``keywords`` are those of OpenAPI: pattern, minimum, maximum, multipleOf, maxLength, maxItems, items,
-    enum, format, list types. ``shape`` is the type of Kubernetes that a free-form object is part of: the API
-    server checks it, where the parser does not.
+    enum, format, list types. ``shape`` is the type of Kubernetes that a free-form object is part of, or a
+    field of one, as in ``PodSpec.tolerations``: the API server checks it, where the parser does not.
     """
     known = {"description": description, "default": default, "rules": rules, "keywords": keywords}
     return dataclasses.field(metadata=known)

@@ -138,6 +138,35 @@ class Engine(Part):
             ),
         ),
     )
+    env: list[dict[str, Any]] = field(
+        "More environment variables of the engine's container.",
+        default=[],
+        maxItems=256,
+        shape="Container.env",
+    )
+    resources: dict[str, Any] = field(
+        "CPU and memory of the engine's container; its GPUs are those of gpu. Default: requests of 1 CPU and "
+        "4 GiB for each worker (tensor x pipeline), without those that a limit of yours stands for.",
+        default={},
+        shape="Container.resources",
+    )
+    shared_memory_size: str | None = field(
+        "Most that the engine's workers may have in /dev/shm, which is memory of the pod. Default: 8Gi.",
+        **_size("engine.sharedMemorySize", "64Mi", "16Ti"),
+    )
+    node_selector: dict[str, Any] = field(
+        "Labels of the nodes that pods may run on.", default={}, shape="PodSpec.nodeSelector"
+    )
+    tolerations: list[dict[str, Any]] = field(
+        "Taints of nodes that pods tolerate.", default=[], maxItems=64, shape="PodSpec.tolerations"
+    )
+    topology_spread_constraints: list[dict[str, Any]] = field(
+        "How pods are spread over nodes and zones. Without a labelSelector: the engine pods of this cluster.",
+        default=[],
+        maxItems=16,
+        shape="PodSpec.topologySpreadConstraints",
+    )
+    priority_class_name: str | None = field("PriorityClass of the pods.", **_NAME)
     pod_template: dict[str, Any] = field(
         "Merged into the rendered pod: maps by key, containers, volumes, env and mounts by name (the "
         "containers are called engine, sidecar and payload).",

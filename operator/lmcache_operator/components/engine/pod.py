@@ -11,7 +11,7 @@ finishes the requests it has; when it has ended, the sidecar writes out what is 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lmcache.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
@@ -26,10 +26,15 @@ from lmcache_operator.components.engine.gpus import (
     pod_claims,
     sidecar_env,
 )
+from lmcache_operator.components.engine.template import (
+    SHM,
+    at,
+    declared_template,
+    of_container,
+    with_template,
+)
 from lmcache_operator.components.engine.vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
-from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Images, Object, names, paths
-from lmcache_operator.specs.merge import first_difference, merge
 
 # The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
 _UID = 2000
@@ -40,11 +45,6 @@ _POD_SECURITY = {
 # Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
 _SIDECAR_BASE_BYTES = 512 * 2**20
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-_FREE_TO_CHANGE = (
-    "imagePullPolicy", "lifecycle", "livenessProbe", "readinessProbe", "resources", "securityContext",
-    "startupProbe", "terminationGracePeriodSeconds",
-)  # fmt: skip
-_SHM = "shm"
 DISK_SIZE = "LMCACHE_DISK_SIZE"
 _NOTICE_SECONDS = 5
 _SHUTDOWN_SECONDS = 60
@@ -63,18 +63,15 @@ def sidecar_memory(memory_bytes: int, num_gpus: int = 0) -> int:
 
 
 def pod_template(cluster: Cluster, images: Images, spec_hash: str, transfer: Transfer) -> Object:
-    """The template of the StatefulSet, with the user's ``engine.podTemplate`` merged in.
+    """The template of the StatefulSet, with what the user says of pods merged in.
 
     Raises:
-        InvalidSpecError: the user's template breaks what the cache needs.
+        InvalidSpecError: what the user says breaks what the cache needs.
     """
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
     metadata = {"annotations": annotations, "labels": names.labels(cluster, names.ENGINE)}
     base = {"metadata": metadata, "spec": _pod_spec(cluster, images, transfer)}
-    merged: Object = merge(base, cluster.spec.engine.pod_template)
-    if broken := first_difference(_needed(base), merged):
-        raise InvalidSpecError("spec.engine.podTemplate", f"changes {broken}, which the cache depends on")
-    return merged
+    return with_template(base, cluster)
 
 
 def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer) -> Object:
@@ -109,7 +106,7 @@ class _Ending(NamedTuple):
 def _ending(cluster: Cluster) -> _Ending:
     others = _NOTICE_SECONDS + _WRITE_OUT_SECONDS
     given = int_option(cluster.spec.engine.args, SHUTDOWN_TIMEOUT)
-    grace = _at(cluster.spec.engine.pod_template, "spec", "terminationGracePeriodSeconds")
+    grace = at(cluster.spec.engine.pod_template, "spec", "terminationGracePeriodSeconds")
     if isinstance(grace, int):
         return _Ending(max(0, grace - others) if given is None else given, grace)
     shutdown = _SHUTDOWN_SECONDS if given is None else given
@@ -130,8 +127,9 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
     if cluster.spec.model.token_secret_ref is not None:
         env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
     engine: Object = {}
+    own = of_container(cluster.spec.engine.pod_template, names.ENGINE)
     # The API server wants the sleep to end before the grace period does, and no second thing to do beside it.
-    if ending.grace > _NOTICE_SECONDS and not _at(_declared(cluster, names.ENGINE), "lifecycle", "preStop"):
+    if ending.grace > _NOTICE_SECONDS and not at(own, "lifecycle", "preStop"):
         engine["lifecycle"] = {"preStop": {"sleep": {"seconds": _NOTICE_SECONDS}}}
     return (
         _container(cluster, names.ENGINE, image, env)
@@ -198,26 +196,8 @@ def _payload(cluster: Cluster, image: str) -> Object:
 
 def _unlimited(cluster: Cluster, container: str, requests: dict[str, str]) -> dict[str, str]:
     """Those of our requests that no limit of the user's can contradict: one alone is also the request."""
-    limits = _at(_declared(cluster, container), "resources", "limits")
-    return {name: amount for name, amount in requests.items() if _at(limits, name) is None}
-
-
-def _declared(cluster: Cluster, container: str) -> Any:
-    """What the user's template says of one of our containers."""
-    spec = _at(cluster.spec.engine.pod_template, "spec")
-    items = [item for kind in ("containers", "initContainers") for item in _list(_at(spec, kind))]
-    return next((item for item in items if _at(item, "name") == container), {})
-
-
-def _at(value: Any, *path: str) -> Any:
-    """What lies there in a free-form object; None if there is no such place."""
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    limits = at(of_container(declared_template(cluster), container), "resources", "limits")
+    return {name: amount for name, amount in requests.items() if at(limits, name) is None}
 
 
 def _container(cluster: Cluster, name: str, image: str, env: dict[str, str]) -> Object:
@@ -252,7 +232,7 @@ def _volumes(cluster: Cluster) -> list[_Volume]:
         _Volume("models", paths.MODELS_DIR, engine, spec.model.volume or {"emptyDir": {}}),
         _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), {"emptyDir": {}}),
         # Workers exchange tensors there; a container's own has 64 MiB.
-        _Volume(_SHM, "/dev/shm", engine, _in_memory("8Gi")),
+        _Volume(SHM, "/dev/shm", engine, _in_memory("8Gi")),
         _Volume("socket", paths.SOCKET_DIR, engine + sidecar, _in_memory("16Mi")),
     ]
     if disk := spec.tiers.disk:
@@ -287,22 +267,3 @@ def _secret(name: str, **keys: str | None) -> Object:
 def _probe(path: str, port: int, *, period: int, failures: int) -> Object:
     request = {"path": path, "port": port}
     return {"failureThreshold": failures, "httpGet": request, "periodSeconds": period, "timeoutSeconds": 5}
-
-
-def _needed(base: Object) -> Object:
-    """The part of the rendered template that a user's template must leave alone."""
-
-    def strip(container: Object) -> Object:
-        kept = {key: value for key, value in container.items() if key not in _FREE_TO_CHANGE}
-        if container["name"] == names.SIDECAR:
-            # Less memory than the arena needs would kill the sidecar as soon as it is full.
-            own = container["resources"]
-            kept["resources"] = {"limits": {"memory": own["limits"]["memory"]}}
-            kept["resources"] |= {"claims": own["claims"]} if "claims" in own else {}
-        return kept
-
-    spec = {key: value for key, value in base["spec"].items() if key not in _FREE_TO_CHANGE}
-    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != _SHM]
-    for kind in ("containers", "initContainers"):
-        spec[kind] = [strip(container) for container in spec[kind]]
-    return {"metadata": base["metadata"], "spec": spec}

@@ -10,7 +10,8 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import ENGINE_PORT
 from lmcache_operator.specs.paths import SOCKET_PATH
 
-_ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
+ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
+_NO_CACHE = "the engine would run without its cache"
 _HTTP = "the probes and Services expect the engine's HTTP server on a port"
 RESERVED = {
     "--host": "the probes and Services expect the engine on all addresses",
@@ -26,13 +27,13 @@ RESERVED = {
     "--revision": "it is set by spec.model.revision",
     "--tensor-parallel-size": "it is set by spec.engine.parallelism.tensor",
     "--pipeline-parallel-size": "it is set by spec.engine.parallelism.pipeline",
-    "--prefill-context-parallel-size": _ONE_POD,
-    "-pcp": _ONE_POD,
-    "--data-parallel-size": _ONE_POD,
-    "--nnodes": _ONE_POD,
-    "-n": _ONE_POD,
-    "--node-rank": _ONE_POD,
-    "-r": _ONE_POD,
+    "--prefill-context-parallel-size": ONE_POD,
+    "-pcp": ONE_POD,
+    "--data-parallel-size": ONE_POD,
+    "--nnodes": ONE_POD,
+    "-n": ONE_POD,
+    "--node-rank": ONE_POD,
+    "-r": ONE_POD,
     "--": "what follows it would be taken for a second model",
 }
 """Options that the user can't give, and why."""

@@ -1,0 +1,147 @@
+"""What the user says of the pods: fields of ``spec.engine`` named as in a pod, and ``podTemplate``. Pure.
+
+The fields are short ways to say the most common things; ``podTemplate`` says the rest. What both say has to
+be the same, and nothing of it may break what the cache needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.components.engine.vllm import ONE_POD
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.merge import first_difference, merge
+
+SHM = "shm"
+"""The volume that is the engine's /dev/shm."""
+_FREE_TO_CHANGE = (
+    "imagePullPolicy", "lifecycle", "livenessProbe", "readinessProbe", "resources", "securityContext",
+    "startupProbe", "terminationGracePeriodSeconds",
+)  # fmt: skip
+_PLACES = "engine, sidecar and operator look for each other where the operator says"
+_OF_FILE = "it is set by spec.{}"
+_RESERVED: dict[str, dict[str, str]] = {
+    names.ENGINE: {"VLLM_DP_": ONE_POD},
+    names.SIDECAR: {
+        **dict.fromkeys(("LMCACHE_ARENA", "LMCACHE_SOCKET", "LMCACHE_CONFIG", "LMCACHE_HTTP_"), _PLACES),
+        "LMCACHE_MEMORY_SIZE": _OF_FILE.format("tiers.memory.size"),
+        "LMCACHE_DISK_": _OF_FILE.format("tiers.disk"),
+        "LMCACHE_ADMIT": _OF_FILE.format("tiers.admit"),
+        "LMCACHE_REMOTE_URL": _OF_FILE.format("tiers.remote"),
+        "LMCACHE_REMOTE_PASSWORD_FILE": _OF_FILE.format("tiers.remote"),
+        "LMCACHE_REMOTE_USERNAME_FILE": _OF_FILE.format("tiers.remote"),
+        "LMCACHE_TRANSFER": _OF_FILE.format("sidecar.transfer"),
+        "LMCACHE_STAY_UP": "a sidecar that ends takes its pod out of service",
+    },
+}
+"""Variables that the user may not set, by container and by how they begin, and why."""
+
+
+def declared_template(cluster: Cluster) -> Object:
+    """The user's template: all that the fields and ``podTemplate`` say, on top of one another.
+
+    Raises:
+        InvalidSpecError: ``podTemplate`` says otherwise than a field.
+    """
+    merged: Object = {}
+    parts = dict(_parts(cluster))
+    for part in parts.values():
+        merged = merge(merged, part)
+    for name, part in parts.items():
+        if name != "podTemplate" and (broken := first_difference(part, merged)):
+            sentence = f"says otherwise of {broken} than spec.engine.{name}: write it in one of the two"
+            raise InvalidSpecError("spec.engine.podTemplate", sentence)
+    return merged
+
+
+def with_template(base: Object, cluster: Cluster) -> Object:
+    """The rendered template with the user's merged in.
+
+    Raises:
+        InvalidSpecError: a field, or ``podTemplate``, breaks what the cache needs.
+    """
+    declared_template(cluster)
+    needed, merged = _needed(base), base
+    for name, part in _parts(cluster):
+        path = f"spec.engine.{name}"
+        _check_variables(part, path)
+        merged = merge(merged, part)
+        if broken := first_difference(needed, merged):
+            raise InvalidSpecError(path, f"changes {broken}, which the cache depends on")
+    return merged
+
+
+def of_container(template: Object, name: str) -> Any:
+    """What a user's template, which may have any form, says of a container."""
+    spec = at(template, "spec")
+    items = [item for kind in ("containers", "initContainers") for item in as_list(at(spec, kind))]
+    return next((item for item in items if at(item, "name") == name), {})
+
+
+def at(value: Any, *path: str) -> Any:
+    """What lies there in a free-form object; None if there is no such place."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of a free-form object; empty if it is something else."""
+    return value if isinstance(value, list) else []
+
+
+def _parts(cluster: Cluster) -> Iterator[tuple[str, Object]]:
+    """What is said, by the field that says it, as a part of a template; ``podTemplate`` comes last."""
+    engine = cluster.spec.engine
+    if engine.env:
+        yield "env", _of_engine(env=engine.env)
+    if engine.resources:
+        yield "resources", _of_engine(resources=engine.resources)
+    if engine.shared_memory_size is not None:
+        limit = {"sizeLimit": engine.shared_memory_size}
+        yield "sharedMemorySize", {"spec": {"volumes": [{"name": SHM, "emptyDir": limit}]}}
+    selector = {"matchLabels": names.selector(cluster.name, names.ENGINE)}
+    of_pod = {
+        "nodeSelector": engine.node_selector,
+        "priorityClassName": engine.priority_class_name,
+        "tolerations": engine.tolerations,
+        "topologySpreadConstraints": [
+            {"labelSelector": selector, **constraint} for constraint in engine.topology_spread_constraints
+        ],
+    }
+    yield from ((name, {"spec": {name: value}}) for name, value in of_pod.items() if value)
+    yield "podTemplate", engine.pod_template
+
+
+def _of_engine(**fields: Any) -> Object:
+    return {"spec": {"containers": [{"name": names.ENGINE, **fields}]}}
+
+
+def _check_variables(part: Object, path: str) -> None:
+    for container, reserved in _RESERVED.items():
+        for item in as_list(at(of_container(part, container), "env")):
+            variable = str(at(item, "name"))
+            if why := next((why for begin, why in reserved.items() if variable.startswith(begin)), ""):
+                raise InvalidSpecError(path, f"sets {variable} of the container {container}: {why}")
+
+
+def _needed(base: Object) -> Object:
+    """The part of the rendered template that a user's template must leave alone."""
+
+    def strip(container: Object) -> Object:
+        kept = {key: value for key, value in container.items() if key not in _FREE_TO_CHANGE}
+        if container["name"] in (names.ENGINE, names.SIDECAR):
+            # The engine's GPUs are as many as it has ranks, and its claim is the sidecar's. Less memory than
+            # the arena needs would kill the sidecar as soon as it is full.
+            own = container["resources"]
+            kept["resources"] = {key: own[key] for key in ("claims", "limits") if key in own}
+        return kept
+
+    spec = {key: value for key, value in base["spec"].items() if key not in _FREE_TO_CHANGE}
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != SHM]
+    for kind in ("containers", "initContainers"):
+        spec[kind] = [strip(container) for container in spec[kind]]
+    return {"metadata": base["metadata"], "spec": spec}

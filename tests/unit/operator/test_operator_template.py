@@ -1,0 +1,204 @@
+"""What the user says of the pods is merged into them, in one of two places, and breaks nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+
+from tests.harness.operator_model import cluster
+
+
+def pod_of(changes: dict[str, Any]) -> dict[str, Any]:
+    rendered = Engine().render(parse(cluster(**changes)), Context(IMAGES))[-1]
+    template: dict[str, Any] = rendered["spec"]["template"]
+    return template
+
+
+SMALL = {"limits": {"memory": "1Mi"}}
+
+
+def pod(spec: Any) -> dict[str, Any]:
+    return {"engine": {"podTemplate": {"spec": spec}}}
+
+
+def sidecar_env(name: str) -> dict[str, Any]:
+    return pod({"initContainers": [{"name": "sidecar", "env": [{"name": name, "value": "x"}]}]})
+
+
+def template(**engine: Any) -> dict[str, Any]:
+    return pod({"containers": [{"name": "engine", **engine}]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        (template(command=["sh"]), "spec.containers[engine].command"),
+        (template(args=["x"]), "spec.containers[engine].args"),
+        (template(env=[{"name": "PYTHONHASHSEED", "value": "1"}]), "env[PYTHONHASHSEED].value"),
+        (template(image="x"), "spec.containers[engine].image"),
+        (template(volumeMounts=[{"mountPath": "/run/lmcache", "name": "x"}]), "[/run/lmcache].name"),
+        (pod({"volumes": [{"name": "arena", "emptyDir": None}]}), "volumes[arena]"),
+        (pod({"initContainers": None}), "spec.initContainers"),
+        (pod({"initContainers": [{"name": "sidecar", "resources": SMALL}]}), "resources.limits.memory"),
+        (sidecar_env("LMCACHE_ADMIT"), "sets LMCACHE_ADMIT of the container sidecar: it is set"),
+        (sidecar_env("LMCACHE_SOCKET"), "look for each other where the operator says"),
+        (sidecar_env("LMCACHE_DISK_SIZE"), "it is set by spec.tiers.disk"),
+        (template(env=[{"name": "VLLM_DP_SIZE", "value": "2"}]), "an engine is one pod"),
+        (template(resources={"limits": {"nvidia.com/gpu": 2}}), "resources.limits.nvidia.com/gpu"),
+        (template(resources={"limits": None}), "resources.limits"),
+        (pod("x"), "spec"),
+        (pod({"containers": [{"name": ["engine"]}]}), "spec.containers"),
+        ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/cluster": "x"}}}}}, "labels"),
+    ],
+)  # fmt: skip
+def test_a_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidSpecError) as caught:
+        pod_of(changes)
+    assert caught.value.path == "spec.engine.podTemplate"
+    assert where in str(caught.value)
+
+
+keys = st.sampled_from(
+    ["metadata", "labels", "spec", "containers", "initContainers", "volumes", "env", "name"]
+)
+garbage = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["engine", "sidecar", "arena"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(keys, garbage, max_size=2), st.dictionaries(keys, garbage, max_size=3))
+def test_a_template_of_garbage_is_merged_or_refused_and_never_crashes(
+    template: dict[str, Any], spec: dict[str, Any]
+) -> None:
+    with contextlib.suppress(InvalidSpecError):
+        pod_of({"engine": {"podTemplate": {"spec": spec, **template}}})
+
+
+def test_the_sidecar_can_be_tuned() -> None:
+    sidecar = pod_of(sidecar_env("LMCACHE_LOG_LEVEL"))["spec"]["initContainers"][0]
+    assert {"name": "LMCACHE_LOG_LEVEL", "value": "x"} in sidecar["env"]
+
+
+def test_a_template_may_change_everything_else() -> None:
+    extra = {"name": "logger", "image": "logger:1"}
+    overlay = {
+        "spec": {
+            "containers": [{"name": "engine", "resources": {"limits": {"cpu": "8"}}}, extra],
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "securityContext": {"fsGroup": 3000},
+            "volumes": [
+                {"name": "scratch", "emptyDir": {}},
+                {"name": "shm", "emptyDir": {"sizeLimit": "32Gi"}},
+            ],
+        }
+    }
+    spec = pod_of({"engine": {"podTemplate": overlay}})["spec"]
+    assert spec["containers"][0]["resources"]["limits"] == {"cpu": "8", "nvidia.com/gpu": "1"}
+    assert [c["name"] for c in spec["containers"]] == ["engine", "logger"]
+    assert spec["securityContext"]["fsGroup"] == 3000
+    assert spec["securityContext"]["runAsUser"] == 2000
+    shm = next(volume for volume in spec["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
+
+
+def test_a_limit_of_the_user_is_not_contradicted_by_a_request_of_ours() -> None:
+    limits = {"limits": {"cpu": "500m", "memory": "2Gi"}}
+    spec = pod_of(template(resources=limits))["spec"]
+    assert spec["containers"][0]["resources"] == {
+        "limits": {"cpu": "500m", "memory": "2Gi", "nvidia.com/gpu": "1"}, "requests": {},
+    }  # fmt: skip
+
+
+# -- fields named as in a pod
+
+
+SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+
+
+def test_fields_say_what_the_template_would() -> None:
+    toleration = {"key": "gpu", "operator": "Exists"}
+    engine = {
+        "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}],
+        "resources": {"requests": {"cpu": "8", "memory": "48Gi"}, "limits": {"memory": "64Gi"}},
+        "sharedMemorySize": "32Gi",
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [toleration],
+        "topologySpreadConstraints": [SPREAD, SPREAD | {"labelSelector": {}}],
+        "priorityClassName": "serving",
+    }
+    spec = pod_of({"engine": engine})["spec"]
+    container = spec["containers"][0]
+    assert engine["env"][0] in container["env"]
+    assert "PYTHONHASHSEED" in str(container["env"])
+    assert container["resources"] == {
+        "requests": {"cpu": "8", "memory": "48Gi"},
+        "limits": {"memory": "64Gi", "nvidia.com/gpu": "1"},
+    }
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in spec["volumes"]
+    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"gpu": "h200"}, "serving")
+    assert spec["tolerations"] == [toleration]
+    own, other = spec["topologySpreadConstraints"]
+    assert own["labelSelector"]["matchLabels"]["lmcache.io/cluster"] == "demo"
+    assert other["labelSelector"] == {}
+    # The same in podTemplate is no contradiction, and what it adds comes on top.
+    more = template(resources={"limits": {"cpu": "16"}, "requests": {"memory": "48Gi"}})["engine"]
+    spec = pod_of({"engine": engine | more})["spec"]
+    assert spec["containers"][0]["resources"]["limits"]["cpu"] == "16"
+    assert "cpu" in spec["containers"][0]["resources"]["requests"]
+
+
+def test_a_limit_stands_for_the_request_wherever_it_is_written() -> None:
+    resources = {"limits": {"cpu": "500m", "memory": "2Gi"}}
+    spec = pod_of({"engine": {"resources": resources}})["spec"]
+    assert spec == pod_of(template(resources=resources))["spec"]
+    assert spec["containers"][0]["resources"]["requests"] == {}
+    sidecar = spec["initContainers"][0]["resources"]
+    assert sidecar == pod_of({})["spec"]["initContainers"][0]["resources"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "path", "sentence"),
+    [
+        ({"env": [{"name": "PYTHONHASHSEED", "value": "1"}]}, "env", "changes spec.containers[engine].env["),
+        ({"env": [{"name": "VLLM_DP_RANK", "value": "1"}]}, "env", "sets VLLM_DP_RANK of the container"),
+        ({"resources": {"limits": {"nvidia.com/gpu": "4"}}}, "resources", "limits.nvidia.com/gpu"),
+        (
+            {"priorityClassName": "a", **pod({"priorityClassName": "b"})["engine"]},
+            "podTemplate",
+            "says otherwise of spec.priorityClassName than spec.engine.priorityClassName: write it in one",
+        ),
+        (
+            {"tolerations": [{"key": "a"}], **pod({"tolerations": [{"key": "b"}]})["engine"]},
+            "podTemplate", "than spec.engine.tolerations",
+        ),
+        (
+            {
+                "sharedMemorySize": "1Gi",
+                **pod({"volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "2Gi"}}]})["engine"],
+            },
+            "podTemplate", "volumes[shm].emptyDir.sizeLimit than spec.engine.sharedMemorySize",
+        ),
+        ({"sharedMemorySize": "1Mi"}, "sharedMemorySize", "between 64Mi and 16Ti"),
+        ({"tolerations": {}}, "tolerations", "must be a list"),
+        ({"tolerations": ["x"]}, "tolerations[0]", "must be an object"),
+    ],
+)  # fmt: skip
+def test_fields_that_break_or_contradict_are_refused(
+    engine: dict[str, Any], path: str, sentence: str
+) -> None:
+    with pytest.raises(InvalidSpecError) as caught:
+        pod_of({"engine": engine})
+    assert caught.value.path == f"spec.engine.{path}"
+    assert sentence in str(caught.value)
