@@ -79,7 +79,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 # Why pods are not there or not ready is read from Events; what happens to a cluster is told by Events.
 - apiGroups: [""]
   resources: [events]
-  verbs: [list, create]
+  verbs: [get, list, create, patch]
 # Nothing is made in a namespace that is being deleted.
 - apiGroups: [""]
   resources: [namespaces]

@@ -20,7 +20,7 @@ from lmcache_operator.kube.shallow import loads
 from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, Kind
-from lmcache_operator.specs.names import FIELD_MANAGER
+from lmcache_operator.specs.names import FIELD_MANAGER, digest
 
 _SECONDS = 30.0
 """For one request."""
@@ -104,18 +104,23 @@ class KubeApi:
         return status not in accept
 
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
-        """Report something about a cluster where ``kubectl describe`` and ``kubectl events`` show it."""
-        namespace, time = about["metadata"]["namespace"], now.strftime("%Y-%m-%dT%H:%M:%SZ")
-        keys = ("name", "namespace", "uid", "resourceVersion")
-        involved = {key: about["metadata"].get(key) for key in keys}
+        """Report something about a cluster where ``kubectl describe`` and ``kubectl events`` show it.
+
+        What was reported in the same words before is counted up.
+        """
+        metadata, time = about["metadata"], now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        involved = {key: metadata[key] for key in ("name", "namespace", "uid")}
+        name = f"{metadata['name']}.{digest([metadata['uid'], kind, reason, message])}"
+        before = await self.get(EVENT, metadata["namespace"], name) or {}
         body = {
             "apiVersion": EVENT.api_version, "kind": EVENT.kind, "type": kind, "reason": reason,
-            "metadata": {"generateName": f"{about['metadata']['name']}.", "namespace": namespace},
+            "metadata": {"name": name, "namespace": metadata["namespace"]},
             "involvedObject": {"apiVersion": about["apiVersion"], "kind": about["kind"], **involved},
             "message": message[:_MAX_EVENT_MESSAGE], "source": {"component": FIELD_MANAGER},
-            "count": 1, "firstTimestamp": time, "lastTimestamp": time,
+            "count": (before.get("count") or 0) + 1,
+            "firstTimestamp": before.get("firstTimestamp") or time, "lastTimestamp": time,
         }  # fmt: skip
-        await self._call("POST", _path(EVENT, namespace), body)
+        await self._call("PATCH", _path(EVENT, metadata["namespace"], name), body, query=_FORCE)
 
     async def _call(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from datetime import UTC, datetime
 from typing import Any
@@ -108,8 +109,6 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
         ("evict", ("n", "p", "u"), (429, {}), False, f"POST {CORE}/pods/p/eviction"),
         ("evict", ("n", "p", "u"), (404, {}), False, f"POST {CORE}/pods/p/eviction"),
         ("evict", ("n", "p", "u"), (409, {}), False, f"POST {CORE}/pods/p/eviction"),
-        ("post_event", (cluster(), "Normal", "Ready", "yes", NOW), (201, {}), None,
-         "POST /api/v1/namespaces/team/events"),
     ],
 )  # fmt: skip
 def test_requests_and_their_answers(
@@ -128,6 +127,20 @@ def test_only_the_object_that_was_seen_is_changed_and_none_that_appeared_meanwhi
         asyncio.run(call(server, "apply", SERVICE, uid))
         ((_, _, _, body),) = server.requests
         assert json.loads(body)["metadata"] == SERVICE["metadata"] | condition
+
+
+def test_an_event_is_counted_up_where_the_same_was_told_before(server: Server) -> None:
+    first = {"count": 2, "firstTimestamp": "2025-12-31T00:00:00Z"}
+    for answer, count, since in (((404, {}), 1, None), ((200, first), 3, first["firstTimestamp"])):
+        server.requests.clear()
+        server.answer = answer
+        with contextlib.suppress(ApiError):  # the server answers both calls alike
+            asyncio.run(call(server, "post_event", cluster(), "Normal", "Ready", "yes", NOW))
+        (_, path, *_), (verb, *_, body) = server.requests
+        event = json.loads(body)
+        assert (verb, event["count"]) == ("PATCH", count)
+        assert event["firstTimestamp"] == since or event["lastTimestamp"] == "2026-01-01T00:00:00Z"
+        assert path == f"/api/v1/namespaces/team/events/{event['metadata']['name']}"
 
 
 def test_only_the_object_that_was_seen_is_deleted(server: Server) -> None:
