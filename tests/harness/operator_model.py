@@ -84,9 +84,10 @@ class World:
     ) -> list[Object]:
         self._may_fail("find", kind.kind)
         if kind == EVENT:
-            uid, _, others = fieldSelector.removeprefix("involvedObject.uid=").partition(",")
-            assert others == "type=Warning"
-            return [event for event in self.warnings if event["involvedObject"]["uid"] == uid]
+            wanted = dict(pair.split("=") for pair in fieldSelector.split(","))
+            assert wanted.pop("type", "Warning") == "Warning"
+            about = {key.removeprefix("involvedObject."): value for key, value in wanted.items()}
+            return [event for event in self.warnings if about.items() <= event["involvedObject"].items()]
         labels = dict(pair.split("=") for pair in labelSelector.split(","))
         found = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
         return copy.deepcopy(found)

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
+from lmcache_operator.components.reasons import Reason, Trouble
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.ownership import Path
@@ -33,7 +34,7 @@ class Context(NamedTuple):
 class Problem(NamedTuple):
     """Something that stands in the way, and that the user, and nobody else, can remedy."""
 
-    reason: str
+    reason: Trouble
     message: str
 
 
@@ -41,8 +42,10 @@ class Condition(NamedTuple):
     """One aspect of the present state."""
 
     status: Literal["True", "False", "Unknown"]
-    reason: str
+    reason: Reason
     message: str
+    generation: int | None = None
+    """Of the spec that it was derived from; None: of the present one."""
 
 
 class Sidecar(NamedTuple):
@@ -89,7 +92,7 @@ class Observed:
     pods: tuple[Object, ...] = ()
     """Of its StatefulSets."""
     warnings: tuple[Object, ...] = ()
-    """Events that say why pods are not there, or not ready."""
+    """Events that say why pods are not there, or not ready; some are about the claims of their volumes."""
     probed: Probed | None = None
     """What the sidecars say; asked when all that is due has been done, None before."""
     contested: Mapping[Ref, frozenset[Path]] = field(default_factory=dict)
@@ -145,7 +148,8 @@ class Status:
 def former_conditions(resource: Object) -> dict[str, Condition]:
     """What the status of a cluster says at present, by the conditions' types."""
     before = (resource.get("status") or {}).get("conditions") or ()
-    return {c["type"]: Condition(c["status"], c["reason"], c["message"]) for c in before}
+    keys = ("status", "reason", "message", "observedGeneration")
+    return {c["type"]: Condition(*(c[key] for key in keys)) for c in before if c.keys() >= set(keys)}
 
 
 class Component(ABC):

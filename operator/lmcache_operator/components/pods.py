@@ -7,21 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from lmcache_operator.components.base import Observed, Problem
+from lmcache_operator.components.reasons import Trouble
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import controller_uid
 from lmcache_operator.specs.names import SPEC_HASH, annotations_of
 
-_STUCK = frozenset({
-    "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "ErrImageNeverPull",
-    "ErrImagePull", "ImageInspectError", "ImagePullBackOff", "InvalidImageName", "RunContainerError",
-})  # fmt: skip
-"""What a container waits for that does not come by waiting."""
-_DEADLINE = timedelta(minutes=65)
-"""For a pod to become ready: the hour that an engine is given to load its model, and what comes before it."""
+_STUCK: dict[str, Trouble] = {
+    "CrashLoopBackOff": "CrashLoopBackOff",
+    "CreateContainerConfigError": "CreateContainerConfigError",
+    **dict.fromkeys(
+        ("CreateContainerError", "PostStartHookError", "PreStartHookError", "RunContainerError"),
+        "CreateContainerError",
+    ),
+    **dict.fromkeys(
+        ("ErrImageNeverPull", "ErrImagePull", "ImageInspectError", "ImagePullBackOff", "InvalidImageName",
+         "RegistryUnavailable", "SignatureValidationFailed"),
+        "ImagePullBackOff",
+    ),
+}  # fmt: skip
+"""What a container waits for that does not come by waiting, by the kubelet's words. It takes turns between
+some of them, and that is no news."""
+_OF_PODS = ("FailedAttachVolume", "FailedCreatePodSandBox", "FailedMount", "FailedPrepareDynamicResources")
+_OF_CLAIMS = ("FailedBinding", "ProvisioningFailed")
+_LOADING = timedelta(minutes=5)
+"""For what comes before a pod's slowest startup probe begins."""
 _RECENT = timedelta(minutes=20)
-"""Events older than that say nothing about now; what goes on is reported again."""
+"""What was longer ago says nothing about now; what goes on is reported again."""
+_MAX_LAST_LINES, _MAX_LAST_WORDS = 5, 600
 
 
 def is_ready(pod: Object) -> bool:
@@ -68,8 +83,38 @@ def incomplete_sets(observed: Observed) -> Iterator[tuple[Object, list[Object]]]
 
 def pod_problems(observed: Observed) -> Iterable[Problem]:
     """One for each reason: the first pod that has it stands for all."""
+    unready = (problem for pod in observed.pods for problem in _unready(observed, pod))
+    return _first_of_each((*_missing(observed), *unready))
+
+
+def kill_problems(observed: Observed) -> Iterable[Problem]:
+    """Containers of pods that serve, killed for their memory a while ago: they may be so again."""
+    found = ((pod, *one) for pod in observed.pods if is_ready(pod) for one in _ended(pod))
+    return _first_of_each(
+        Problem("OOMKilled", _history(pod, container, ended))
+        for pod, container, ended in found
+        if _is_oom(ended) and observed.now - _time(ended.get("finishedAt"), observed) < _RECENT
+    )
+
+
+def claim_names(pod: Object) -> list[str]:
+    """The claims of a pod that has not been placed on a node yet."""
+    name, spec = pod["metadata"]["name"], pod["spec"]
+    volumes = [] if spec.get("nodeName") else spec.get("volumes") or ()
+    named = [(volume.get("persistentVolumeClaim") or {}).get("claimName") for volume in volumes]
+    own = [f"{name}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
+    return [*filter(None, named), *own]
+
+
+def plain(text: Any, most: int = 512) -> str:
+    """One printable line of bounded length: what stands in front of the rest is kept."""
+    cut = text[:most] if isinstance(text, str) else ""
+    return " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+
+
+def _first_of_each(problems: Iterable[Problem]) -> Iterable[Problem]:
     found: dict[str, Problem] = {}
-    for problem in (*_missing(observed), *(p for pod in observed.pods for p in _unready(observed, pod))):
+    for problem in problems:
         found.setdefault(problem.reason, problem)
     return found.values()
 
@@ -78,7 +123,7 @@ def _missing(observed: Observed) -> Iterator[Problem]:
     """Why pods that should exist could not be made."""
     for owner, pods in incomplete_sets(observed):
         made = [_time(pod["metadata"].get("creationTimestamp"), observed) for pod in pods]
-        for event in _warnings(observed, owner):
+        for event in _warnings(observed, owner["metadata"]["uid"]):
             # A pod that was made since shows that it is over.
             is_over = bool(made) and _last_seen(event, observed) < max(made)
             if event.get("reason") == "FailedCreate" and not is_over:
@@ -89,34 +134,91 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
     if is_ready(pod) or "deletionTimestamp" in pod["metadata"]:
         return
     name, status = pod["metadata"]["name"], pod.get("status", {})
-    for condition in status.get("conditions") or ():
-        if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
-            yield Problem("Unschedulable", f"pod {name}: {condition.get('message', '')}")
-    containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
-    for container in containers:
-        waiting = container.get("state", {}).get("waiting") or {}
-        if waiting.get("reason") in _STUCK:
-            where = f"pod {name}, container {container['name']}"
-            yield Problem(waiting["reason"], f"{where}: {_why(waiting, container)}")
+    if status.get("phase") == "Failed":  # evicted, or refused by its node
+        yield Problem("PodFailed", f"pod {name}: {_said('PodFailed', status)}")
+    # What is behind it comes first: the scheduler only says that a claim is not bound.
+    for event in _warnings(observed, *claim_names(pod)):
+        if event.get("reason") in _OF_CLAIMS:
+            claim = event["involvedObject"]["name"]
+            yield Problem("FailedBinding", f"pod {name}, claim {claim}: {event.get('message', '')}")
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
+    if (placed := conditions.get("PodScheduled", {})).get("reason") == "Unschedulable":
+        yield Problem("Unschedulable", f"pod {name}: {placed.get('message', '')}")
+    yield from _stuck(pod)
     # Everything is mounted before the first container starts: what was said of it before is over then.
-    has_started = any(container.get("state", {}).keys() - {"waiting"} for container in containers)
-    for event in () if has_started else _warnings(observed, pod):
-        if event.get("reason") in ("FailedMount", "FailedAttachVolume"):
-            yield Problem(event["reason"], f"pod {name}: {event.get('message', '')}")
-    if observed.now - _time(pod["metadata"].get("creationTimestamp"), observed) > _DEADLINE:
-        minutes = _DEADLINE // timedelta(minutes=1)
+    has_started = any(container.get("state", {}).keys() - {"waiting"} for container in _containers(pod))
+    for event in () if has_started else _warnings(observed, pod["metadata"]["uid"]):
+        if event.get("reason") in _OF_PODS:
+            yield Problem("FailedMount", f"pod {name}: {_said('FailedMount', event)}")
+    since = conditions.get("Ready", {}).get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
+    if observed.now - _time(since, observed) > (deadline := _deadline(pod)):
+        minutes = deadline // timedelta(minutes=1)
         yield Problem("ProgressDeadlineExceeded", f"pod {name} has not become ready in {minutes} minutes")
 
 
-def _why(waiting: Object, container: Object) -> str:
-    last = container.get("lastState", {}).get("terminated")
-    ended = f"; it ended with {last.get('reason')}, exit code {last.get('exitCode')}" if last else ""
-    return f"{waiting.get('message') or waiting['reason']}{ended}"
+def _stuck(pod: Object) -> Iterator[Problem]:
+    """Containers that do not run, or that run between two crashes."""
+    endings = {container["name"]: ended for container, ended in _ended(pod)}
+    for container in _containers(pod):
+        waiting, ended = container.get("state", {}).get("waiting") or {}, endings.get(container["name"])
+        reason = _STUCK.get(waiting.get("reason", ""))
+        if reason and reason != "CrashLoopBackOff":
+            yield Problem(reason, f"{_where(pod, container)}: {_said(reason, waiting)}")
+        elif container.get("ready"):
+            continue
+        elif ended and _is_oom(ended):
+            yield Problem("OOMKilled", _history(pod, container, ended))
+        elif reason or (ended and container.get("restartCount", 0) > 1):
+            yield Problem("CrashLoopBackOff", _history(pod, container, ended or {}))
 
 
-def _warnings(observed: Observed, about: Object) -> list[Object]:
-    """Recent events about an object, the latest first."""
-    found = [e for e in observed.warnings if e["involvedObject"].get("uid") == about["metadata"]["uid"]]
+def _containers(pod: Object) -> list[Object]:
+    status = pod.get("status", {})
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def _ended(pod: Object) -> Iterator[tuple[Object, Object]]:
+    """Containers that failed, each with how it ended the last time."""
+    for container in _containers(pod):
+        now, before = (container.get(state, {}).get("terminated") for state in ("state", "lastState"))
+        if (ended := now or before) and ended.get("exitCode"):
+            yield container, ended
+
+
+def _is_oom(ended: Object) -> bool:
+    return ended.get("reason") == "OOMKilled"
+
+
+def _where(pod: Object, container: Object) -> str:
+    return f"pod {pod['metadata']['name']}, container {container['name']}"
+
+
+def _said(reason: Trouble, told: Object) -> str:
+    """The words of who knows it, after its own reason where that is another than ours."""
+    kind = told.get("reason", reason)
+    return f"{'' if kind == reason else f'{kind}: '}{told.get('message', '')}"
+
+
+def _history(pod: Object, container: Object, ended: Object) -> str:
+    """How often a container ended and how, with the last lines that it wrote."""
+    often = container.get("restartCount", 0) + ("running" not in container.get("state", {}))
+    how = f"the last time with {ended.get('reason')}, exit code {ended.get('exitCode')}"
+    lines = [plain(line, _MAX_LAST_WORDS) for line in (ended.get("message") or "").splitlines()]
+    said = " | ".join(list(filter(None, lines))[-_MAX_LAST_LINES:])[-_MAX_LAST_WORDS:]
+    return f"{_where(pod, container)}: ended {often} times, {how}" + (f": {said}" if said else "")
+
+
+def _deadline(pod: Object) -> timedelta:
+    """As long as the startup probes allow, which are the user's to set; an hour is rendered."""
+    probes = [container.get("startupProbe") or {} for container in pod["spec"].get("containers") or ()]
+    tries = (probe.get("failureThreshold", 3) * probe.get("periodSeconds", 10) for probe in probes)
+    return timedelta(seconds=max(tries, default=0)) + _LOADING
+
+
+def _warnings(observed: Observed, *about: str) -> list[Object]:
+    """Recent events about objects, by uid or name, the latest first."""
+    involved = [(event, event["involvedObject"]) for event in observed.warnings]
+    found = [e for e, whom in involved if whom.get("uid") in about or whom.get("name") in about]
     recent = [event for event in found if observed.now - _last_seen(event, observed) < _RECENT]
     return sorted(recent, key=lambda event: _last_seen(event, observed), reverse=True)
 

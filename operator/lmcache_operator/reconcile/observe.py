@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from lmcache_operator.components.base import Component, Observed
-from lmcache_operator.components.pods import incomplete_sets, is_ready
+from lmcache_operator.components.pods import claim_names, incomplete_sets, is_ready
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import Contested
 from lmcache_operator.specs import Object
@@ -40,5 +40,10 @@ async def observe(
     unready = [pod for pod in observed.pods if not is_ready(pod)][:1]
     about = [*(owner for owner, _ in incomplete_sets(observed)), *unready]
     selectors = [f"involvedObject.uid={one['metadata']['uid']},type=Warning" for one in about]
+    # What keeps a claim from being bound is no warning where no storage class is there.
+    claims = [claim for pod in unready for claim in claim_names(pod)]
+    selectors += [
+        f"involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}" for claim in claims
+    ]
     warnings = [event for one in selectors for event in await api.find(EVENT, namespace, fieldSelector=one)]
     return replace(observed, warnings=tuple(warnings))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache_operator.components.base import Probed, Sidecar
-from lmcache_operator.components.pods import is_ready
+from lmcache_operator.components.pods import is_ready, plain
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR
 
@@ -26,7 +26,6 @@ _PROBE_SECONDS = 3.0
 """For all sidecars of a cluster; whoever was not reached then comes first the next time."""
 _SILENCE_SECONDS = 60.0
 """Who did not answer is not asked for that long: reconciling stays fast where pods can't be reached."""
-_MAX_REASON = 512
 _SILENT = "it does not say why"
 
 
@@ -104,27 +103,21 @@ def _read(stats: dict[str, Any]) -> Sidecar:
     found = (stats.get(name) for name in ("num_clients", "disk", "remote", "transfer"))
     clients, disk, remote, transfer = (value if isinstance(value, dict) else {} for value in found)
     num_attached = clients.get("attached")
-    reason = _plain(stats.get("not_ready_reason")) or _SILENT
+    reason = plain(stats.get("not_ready_reason")) or _SILENT
     return Sidecar(
         reason="" if stats.get("is_ready") is True else reason,
         is_attached=isinstance(num_attached, int) and num_attached > 0,
-        transfer=_plain(transfer.get("mode")),
-        transfer_reason=_plain(transfer.get("reason")) or _SILENT,
+        transfer=plain(transfer.get("mode")),
+        transfer_reason=plain(transfer.get("reason")) or _SILENT,
         is_remote_reachable=_is_reachable(remote),
         is_disk_available=_is_reachable(disk),
-        disk_reason=_plain(disk.get("off_reason")) or _SILENT,
+        disk_reason=plain(disk.get("off_reason")) or _SILENT,
     )
 
 
 def _is_reachable(tier: dict[str, Any]) -> bool | None:
     said = tier.get("is_reachable")
     return said if isinstance(said, bool) else None
-
-
-def _plain(text: Any) -> str:
-    """One printable line of bounded length."""
-    cut = text[:_MAX_REASON] if isinstance(text, str) else ""
-    return " ".join("".join(c if c.isprintable() else " " for c in cut).split())
 
 
 def _steady(reason: str, former: str) -> str:

@@ -14,7 +14,7 @@ from lmcache.backoff import Backoff
 from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.components import COMPONENTS
-from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem
+from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem, Status
 from lmcache_operator.errors import ApiError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.apply import Applier
@@ -103,10 +103,14 @@ class Reconciler:
             observed = await self._probe(observed, memory)
         except Exception as error:
             failure = error
+        statuses: list[Status] = []
+        try:
+            statuses = [own.status(observed[own.name], plans[own.name]) for own in self._components if plans]
+        except Exception as error:  # a fault of ours, which is reported like any other
+            failure = error
         problems = [*applier.problems, *_problems_of(failure, memory)]
-        statuses = [own.status(observed[own.name], plans[own.name]) for own in self._components if plans]
         status = derive_status(resource, now, statuses, plans, problems)
-        await self._post(resource, applier.events, now)
+        await self._post(key, resource, applier.events, now)
         is_news = await self._report(key, resource, status, now)
         memory.num_failures = 0 if failure is None else memory.num_failures + 1
         if failure is not None:
@@ -135,11 +139,13 @@ class Reconciler:
             header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
             await self._api.apply_status({**header, "status": status})
             metrics.WRITES.labels("status").inc()
-        await self._post(resource, events(changed), now)
+        await self._post(key, resource, events(before, changed), now)
         return bool(changed)
 
-    async def _post(self, resource: Object, events: Iterable[Event], now: datetime) -> None:
+    async def _post(self, key: ClusterKey, resource: Object, events: Iterable[Event], now: datetime) -> None:
         for event in events:
+            level = logging.WARNING if event.type == "Warning" else logging.INFO
+            logger.log(level, "%s: %s: %s", key, event.reason, event.message)
             try:
                 await self._api.post_event(resource, *event, now)
             except ApiError as error:

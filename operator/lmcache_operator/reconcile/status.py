@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from lmcache_operator.components.base import Condition, Plan, Problem, Status, former_conditions
+from lmcache_operator.components.reasons import Trouble
 from lmcache_operator.specs import Object
 
 _MAX_MESSAGE = 4096
@@ -75,12 +76,16 @@ def news(before: Object, after: Object) -> list[Object]:
     return [c for c in after.get("conditions") or () if old.get(c["type"]) != (c["status"], c["reason"])]
 
 
-def events(changed: Sequence[Object]) -> Iterator[Event]:
-    """Those that report changed conditions."""
-    for kind, about in (("Warning", "Degraded"), ("Normal", "Ready")):
-        for found in changed:
-            if found["type"] == about and found["status"] == "True":
-                yield Event(kind, found["reason"], found["message"])
+def events(before: Object, changed: Sequence[Object]) -> Iterator[Event]:
+    """Those that report changed conditions: one for each reason, in the order of what follows from what."""
+    found = {condition["type"]: condition for condition in changed}
+    if not before.get("conditions") and found.get("Degraded", {}).get("status") == "False":
+        del found["Degraded"]  # new, and nothing has stood in its way yet
+    told: dict[str, str] = {}
+    for condition in (found[kind] for kind in ("Degraded", "Progressing", "Ready") if kind in found):
+        told.setdefault(condition["reason"], condition["message"])
+    for reason, message in told.items():
+        yield Event("Warning" if reason in get_args(Trouble) else "Normal", reason, message)
 
 
 def _unobserved(resource: Object, now: datetime, failures: Sequence[Problem]) -> Object:
@@ -105,10 +110,11 @@ def _conditions(resource: Object, now: datetime, found: Mapping[str, Condition])
     generation, conditions = resource["metadata"].get("generation", 0), []
     # In the order in which they came up, so that nothing is written for another order alone.
     for kind in sorted(found, key=lambda kind: [*before, *found].index(kind)):
-        status, reason, message = found[kind]
+        status, reason, message, of_generation = found[kind]
         last = before.get(kind, {})
         is_flip = last.get("status") != status
         time = now.strftime("%Y-%m-%dT%H:%M:%SZ") if is_flip else last["lastTransitionTime"]
         said: Object = {"type": kind, "status": status, "reason": reason, "message": message[:_MAX_MESSAGE]}
-        conditions.append({**said, "lastTransitionTime": time, "observedGeneration": generation})
+        said["observedGeneration"] = generation if of_generation is None else of_generation
+        conditions.append(said | {"lastTransitionTime": time})
     return conditions

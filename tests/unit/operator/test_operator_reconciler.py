@@ -131,7 +131,7 @@ def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() 
     assert waits == [5, 10, 20, 40, 60, 60, 60]
     assert STATEFUL_SET in bench.world.objects
     assert bench.ready() == ("False", "NetworkPolicy demo-engine: quota exceeded")
-    assert bench.world.told == [("Warning", "Refused")]
+    assert bench.world.told == [("Warning", "Refused"), ("Normal", "Scaling")]
 
 
 @pytest.mark.parametrize("call", ["get Service", "find Pod", "apply Service", "apply StatefulSet", "evict"])

@@ -49,7 +49,7 @@ CRASH = waiting("CrashLoopBackOff", message="back-off 5m0s") | {
         ),
         (
             {"initContainerStatuses": [CRASH]}, "CrashLoopBackOff",
-            "pod demo-engine-0, container engine: back-off 5m0s; it ended with Error, exit code 2",
+            "pod demo-engine-0, container engine: ended 1 times, the last time with Error, exit code 2",
         ),
     ],
 )  # fmt: skip
@@ -211,9 +211,37 @@ def test_events_tell_what_changed_and_nothing_else() -> None:
     world = settled_world()
     good = status_of(world)
     bad = status_of(world, (Problem("Refused", "no quota"),))
-    assert list(events(news({}, good))) == [("Normal", "Ready", "1 of 1 engine pods are ready")]
+    complete = ("Normal", "Complete", "all 1 engine pods are as declared")
+    ready = ("Normal", "Ready", "1 of 1 engine pods are ready")
+    assert list(events({}, news({}, good))) == [complete, ready]
     assert news(good, good) == news(bad, bad) == []
-    assert list(events(news(good, bad))) == [("Warning", "Refused", "no quota")]
+    assert list(events(good, news(good, bad))) == [("Warning", "Refused", "no quota")]
+    healed = ("Normal", "AsDeclared", "nothing stands in the way of the declared state")
+    assert list(events(bad, news(bad, good))) == [healed, ready]
+
+
+def test_events_tell_each_step_of_a_cluster_once() -> None:
+    world, told = settled_world(engine={"replicas": 2}), []
+    pods, world.pods = dict(world.pods), {}
+    for num_ready in (0, 1, 2, 2):
+        status, before = status_of(world), world.resource.get("status") or {}
+        told.append([reason for _, reason, _ in events(before, news(before, status))])
+        world.resource["status"] = status
+        world.pods = pods
+        for number in range(2):
+            world.set_ready(f"demo-engine-{number}", number < num_ready)
+    assert told == [["Scaling"], ["Starting"], [], ["Complete", "Ready"]]
+
+
+def test_a_condition_that_was_not_looked_at_keeps_its_generation() -> None:
+    world = settled_world()
+    world.resource["status"] = status_of(world)
+    world.change(engine={"replicas": 2})
+    found = derive_status(world.resource, EARLY, [], {}, [Problem("Refused", "no right to get services")])
+    generations = {c["type"]: c["observedGeneration"] for c in found["conditions"]}
+    before = world.resource["status"]["observedGeneration"]
+    assert generations["Ready"] == generations["Degraded"] == before + 1
+    assert generations["EngineAvailable"] == generations["Progressing"] == before
 
 
 def test_the_transition_time_changes_only_when_the_status_flips() -> None:

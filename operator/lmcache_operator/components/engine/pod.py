@@ -207,6 +207,8 @@ def _container(cluster: Cluster, name: str, image: str, env: dict[str, str]) -> 
         "image": image,
         "name": name,
         "securityContext": _CONTAINER_SECURITY,
+        # The last lines of one that failed are in the pod's status, and from there in the cluster's.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"mountPath": path, "name": mounts[path]} for path in sorted(mounts)],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final, cast
 
 from lmcache_operator.components.base import (
     Condition,
@@ -14,27 +15,33 @@ from lmcache_operator.components.base import (
     former_conditions,
 )
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
-from lmcache_operator.components.pods import is_ready
+from lmcache_operator.components.pods import is_ready, kill_problems
+from lmcache_operator.components.reasons import Trouble
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.names import ENGINE, selector_text
+from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.names import ENGINE, engine_name, selector_text
 
-_DEADLINE = "ProgressDeadlineExceeded"
+_DEADLINE: Final = "ProgressDeadlineExceeded"
 _ATTACHED, _REACHABLE, _DISK = "SidecarAttached", "RemoteTierReachable", "DiskTierAvailable"
 
 
 def engine_status(observed: Observed, plan: Plan) -> Status:
     """Engines serve without their cache: what sidecars say makes nothing unready."""
     num_pods, num_ready = len(observed.pods), sum(map(is_ready, observed.pods))
-    desired = (observed.resource.get("spec", {}).get("engine") or {}).get("replicas", 1)
+    desired = _num_desired(observed, plan)
     count = f"{num_ready} of {desired} engine pods are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
     of_sidecars, transfer = _of_sidecars(observed), _transfer(observed, plan)
-    degraded = tuple(Problem(c.reason, c.message) for c in of_sidecars.values() if c.status == "False")
+    troubles = [condition for condition in of_sidecars.values() if condition.status == "False"]
     return Status(
         summary=summary,
         progressing=_progressing(plan, num_pods, desired, num_ready, count),
         conditions={"EngineAvailable": _engine_available(desired, num_ready, summary), **of_sidecars},
-        degraded=degraded + transfer_problems(transfer),
+        degraded=(
+            *(Problem(cast(Trouble, trouble.reason), trouble.message) for trouble in troubles),
+            *transfer_problems(transfer),
+            *kill_problems(observed),
+        ),
         fields={
             "readyReplicas": num_ready,
             "replicas": num_pods,
@@ -42,6 +49,15 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
             **({"transfer": transfer} if transfer else {}),
         },
     )
+
+
+def _num_desired(observed: Observed, plan: Plan) -> int:
+    """As declared; while that is invalid, as before."""
+    if any(problem.reason == "InvalidSpec" for problem in plan.problems):
+        live = observed.children.get(Ref("StatefulSet", engine_name(observed.name)))
+        return int(live["spec"].get("replicas", 1)) if live else 1
+    replicas = (observed.resource["spec"].get("engine") or {}).get("replicas")
+    return 1 if replicas is None else int(replicas)
 
 
 def _transfer(observed: Observed, plan: Plan) -> Object:

@@ -19,7 +19,7 @@ SHM = "shm"
 """The volume that is the engine's /dev/shm."""
 _FREE_TO_CHANGE = (
     "imagePullPolicy", "lifecycle", "livenessProbe", "readinessProbe", "resources", "securityContext",
-    "startupProbe", "terminationGracePeriodSeconds",
+    "startupProbe", "terminationGracePeriodSeconds", "terminationMessagePolicy",
 )  # fmt: skip
 _PLACES = "engine, sidecar and operator look for each other where the operator says"
 _OF_FILE = "it is set by spec.{}"

@@ -1,0 +1,20 @@
+"""The reasons that conditions have, all of them: programs match on these words, and people look them up."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Expected = Literal[
+    "AsDeclared", "Attached", "Available", "Complete", "EnginesReady", "NoEngine", "Reachable", "Ready",
+    "Replacing", "ResizePending", "ScaledToZero", "Scaling", "Starting",
+]  # fmt: skip
+"""Of what is as it was declared, or on its way there."""
+Trouble = Literal[
+    "ApiError", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
+    "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
+    "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "NameTaken", "NoAnswer",
+    "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "ProgressDeadlineExceeded", "Refused",
+    "RemoteTierUnreachable", "SidecarNotReady", "Unschedulable",
+]  # fmt: skip
+"""Of what stands in the way. Each has a page in docs/runbooks."""
+Reason = Expected | Trouble
