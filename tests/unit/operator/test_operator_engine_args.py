@@ -53,6 +53,21 @@ def test_the_engine_loads_our_connector(num_gpus: int) -> None:
         (["--uds=/tmp/engine.sock"], "expect the engine's HTTP server on a port"),
         (["--grpc"], "expect the engine's HTTP server on a port"),
         (["--kv-offloading-size=8"], "would replace LMCache"),
+        (["--config=/models/all.yaml"], "a file may hold options that can't be set"),
+        (["--conf", "/models/all.yaml"], "a file may hold options that can't be set"),
+        (["--enable-sleep-mode"], "the engine would run without its cache"),
+        (["-dcp=2"], "the engine would run without its cache"),
+        (
+            ["--ec-transfer-config={}"],
+            "engines that split prefill and decode, or encoders, over pods are not",
+        ),
+        (["--kv-transfer-config", '{"kv_role": "kv_producer"}'], "engines that split prefill and decode"),
+        (["-n2"], "an engine is one pod"),
+        (["-r0"], "an engine is one pod"),
+        (["--master-addr=h"], "an engine is one pod"),
+        (["--distributed-executor-backend=ray"], "can't be ray: an engine is one pod"),
+        (["--dist", "external_launcher"], "can't be external_launcher: an engine is one pod"),
+        (["--ssl-cert-reqs=2"], "the kubelet's probes have no certificate"),
         (["other/model"], "'other/model' belongs to no option"),
         (["--dtype=half", "other/model"], "'other/model' belongs to no option"),
         (["--", "other/model"], "taken for a second model"),
@@ -73,10 +88,23 @@ def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: s
     [
         ["--block-size=32"], ["--block-size", "128"], ["--lora-modules", "a=b", "c=d"], ["--seed", "-1"],
         ["--served-model-name", "llm", "llama"], ["--enforce-eager"], ["--grpc-port=1"],
+        ["--distributed-executor-backend=mp"], ["--config-format=hf"], ["--no-enable-sleep-mode"],
+        ["-q", "fp8"], ["-nx"],
     ],
 )  # fmt: skip
 def test_other_arguments_are_passed_on(args: list[str]) -> None:
     assert engine_args(parse(cluster(engine={"args": args})), 60)[-len(args) :] == args
+
+
+def test_an_engine_with_a_certificate_is_asked_by_tls() -> None:
+    def schemes(*args: str) -> set[str | None]:
+        rendered = Engine().render(parse(cluster(engine={"args": list(args)})), Context(STOCK_IMAGES))
+        engine = rendered[-1]["spec"]["template"]["spec"]["containers"][0]
+        probes = [engine[name] for name in ("livenessProbe", "readinessProbe", "startupProbe")]
+        return {probe["httpGet"].get("scheme") for probe in probes}
+
+    assert schemes() == {None}
+    assert schemes("--ssl-keyfile=/tls/tls.key", "--ssl-certfile", "/tls/tls.crt") == {"HTTPS"}
 
 
 def ending_of(args: list[str], spec: dict[str, Any]) -> tuple[list[str], Any, Any]:

@@ -11,6 +11,7 @@ finishes the requests it has; when it has ended, the sidecar writes out what is 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from lmcache.units import format_mebibytes
@@ -33,7 +34,13 @@ from lmcache_operator.components.engine.template import (
     of_container,
     with_template,
 )
-from lmcache_operator.components.engine.vllm import SHUTDOWN_TIMEOUT, engine_args, int_option
+from lmcache_operator.components.engine.vllm import (
+    SHUTDOWN_TIMEOUT,
+    SSL_CERTIFICATE,
+    engine_args,
+    int_option,
+    option,
+)
 from lmcache_operator.specs import Images, Object, names, paths
 
 # The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
@@ -127,6 +134,9 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
     if cluster.spec.model.token_secret_ref is not None:
         env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
     engine: Object = {}
+    # The kubelet asks as clients do, and does not look at whose certificate it is.
+    has_tls = option(cluster.spec.engine.args, SSL_CERTIFICATE) is not None
+    health = partial(_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
     own = of_container(cluster.spec.engine.pod_template, names.ENGINE)
     # The API server wants the sleep to end before the grace period does, and no second thing to do beside it.
     if ending.grace > _NOTICE_SECONDS and not at(own, "lifecycle", "preStop"):
@@ -137,12 +147,12 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
         | {
             "args": engine_args(cluster, ending.shutdown),
             "command": ["vllm", "serve"],
-            "livenessProbe": _probe("/health", names.ENGINE_PORT, period=10, failures=6),
+            "livenessProbe": health(period=10, failures=6),
             "ports": [{"containerPort": names.ENGINE_PORT, "name": "http", "protocol": "TCP"}],
-            "readinessProbe": _probe("/health", names.ENGINE_PORT, period=5, failures=3),
+            "readinessProbe": health(period=5, failures=3),
             "resources": _engine_resources(cluster),
             # One hour: large models are downloaded and loaded before the engine answers.
-            "startupProbe": _probe("/health", names.ENGINE_PORT, period=5, failures=720),
+            "startupProbe": health(period=5, failures=720),
         }
     )
 
@@ -266,6 +276,6 @@ def _secret(name: str, **keys: str | None) -> Object:
     return {"secret": {"items": items, "secretName": name}}
 
 
-def _probe(path: str, port: int, *, period: int, failures: int) -> Object:
-    request = {"path": path, "port": port}
+def _probe(path: str, port: int, *, period: int, failures: int, scheme: str | None = None) -> Object:
+    request: Object = {"path": path, "port": port} | ({"scheme": scheme} if scheme else {})
     return {"failureThreshold": failures, "httpGet": request, "periodSeconds": period, "timeoutSeconds": 5}

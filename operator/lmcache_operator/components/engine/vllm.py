@@ -13,31 +13,36 @@ from lmcache_operator.specs.paths import SOCKET_PATH
 ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
 _NO_CACHE = "the engine would run without its cache"
 _HTTP = "the probes and Services expect the engine's HTTP server on a port"
+_SPLIT = "engines that split prefill and decode, or encoders, over pods are not supported in this version"
 RESERVED = {
     "--host": "the probes and Services expect the engine on all addresses",
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
     "--uds": _HTTP,
     "--grpc": _HTTP,
     "--headless": _HTTP,
+    "--ssl-cert-reqs": "the kubelet's probes have no certificate",
+    "--config": "a file may hold options that can't be set: write each into spec.engine.args",
     "--prefix-caching-hash-algo": "chunk keys must be the same in every pod",
     "--no-enable-prefix-caching": "the keys of cached chunks are made of the engine's own block hashes",
-    "--kv-transfer-config": "it loads LMCache, and no other connector can run beside it in this version",
+    "--enable-sleep-mode": f"it takes KV away under copies, and {_NO_CACHE}",
+    "--decode-context-parallel-size": _NO_CACHE,
+    "-dcp": _NO_CACHE,
+    "--kv-transfer-config": f"it loads LMCache, and no other connector can run beside it; {_SPLIT}",
+    "--ec-transfer-config": _SPLIT,
     "--kv-offloading-size": "it would replace LMCache as the engine's KV connector",
     "--model": "it is set by spec.model.name",
     "--revision": "it is set by spec.model.revision",
     "--tensor-parallel-size": "it is set by spec.engine.parallelism.tensor",
     "--pipeline-parallel-size": "it is set by spec.engine.parallelism.pipeline",
-    "--prefill-context-parallel-size": ONE_POD,
-    "-pcp": ONE_POD,
-    "--data-parallel-size": ONE_POD,
-    "--nnodes": ONE_POD,
-    "-n": ONE_POD,
-    "--node-rank": ONE_POD,
-    "-r": ONE_POD,
+    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "--data-parallel-size"), ONE_POD),
+    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"), ONE_POD),
     "--": "what follows it would be taken for a second model",
 }
 """Options that the user can't give, and why."""
-_READ = (*RESERVED, "--block-size", "--served-model-name", SHUTDOWN_TIMEOUT := "--shutdown-timeout")
+_READ = (
+    *RESERVED, _EXECUTOR := "--distributed-executor-backend", "--block-size", "--served-model-name",
+    SHUTDOWN_TIMEOUT := "--shutdown-timeout", SSL_CERTIFICATE := "--ssl-certfile",
+)  # fmt: skip
 """Options whose abbreviations have to be recognised."""
 
 
@@ -50,20 +55,25 @@ def flag_of(arg: str) -> str:
     if name.startswith(("--data-parallel", "--data_parallel", "-dp")):
         return "--data-parallel-size"
     if not name.startswith("--") or name == "--":
-        return name
+        return name[:2] if re.fullmatch("-[nr][0-9]+", name) else name  # -n2 is -n 2
     name = name.replace("_", "-")
     return next((ours for ours in _READ if ours.startswith(name)), name)
 
 
-def int_option(args: list[str], option: str) -> int | None:
-    """The number that the arguments give an option; None if they don't, or what they give is no number."""
+def option(args: list[str], name: str) -> str | None:
+    """What the arguments give an option, the last of several; None if they don't."""
     found = None
     for index, arg in enumerate(args):
-        if flag_of(arg) == option:
+        if flag_of(arg) == name:
             _, has_value, text = arg.partition("=")
-            text = text if has_value else "".join(args[index + 1 : index + 2])
-            found = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+            found = text if has_value else "".join(args[index + 1 : index + 2])
     return found
+
+
+def int_option(args: list[str], name: str) -> int | None:
+    """The number that the arguments give an option; None if they don't, or what they give is no number."""
+    text = option(args, name)
+    return int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def engine_args(cluster: Cluster, shutdown_seconds: int) -> list[str]:
@@ -106,6 +116,9 @@ def _checked_flags(args: list[str], chunk_tokens: int) -> list[str]:
                 path, f"{arg!r} belongs to no option: the engine would take it for a second model"
             )
         may_be_value = "=" not in arg if arg.startswith("-") else may_be_value
+    if (executor := option(args, _EXECUTOR)) in ("ray", "external_launcher"):
+        path = f"spec.engine.args[{flags.index(_EXECUTOR)}]"
+        raise InvalidSpecError(path, f"{_EXECUTOR} can't be {executor}: {ONE_POD}")
     block = int_option(args, "--block-size")
     if block is not None and (block == 0 or chunk_tokens % block):
         path = f"spec.engine.args[{flags.index('--block-size')}]"
