@@ -186,6 +186,13 @@ class Sidecar(Part):
         maximum=8192,
         multipleOf=16,
     )
+    payload: str = field(
+        "How the connector comes into the engine's container. InitContainer: copied out of the sidecar's "
+        "image. ImageVolume: that image is mounted, which takes no time and no space, on nodes that can "
+        "(Kubernetes >= 1.35, containerd >= 2.1, and a runtime that does not mount images noexec).",
+        default="InitContainer",
+        enum=["InitContainer", "ImageVolume"],
+    )
     transfer: str = field(
         "Who copies KV out of the GPUs. CudaIPC: the sidecar, which needs to see the engine's: by "
         "gpu.deviceClassName, or by an operator that runs with --allow-all-gpus-sidecar. SharedMemory: the "

@@ -115,6 +115,8 @@ def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Pat
         ({"sidecar": {"image": "other:1"}}, True),
         ({"sidecar": {"chunkTokens": 512}}, True),
         ({"sidecar": {"transfer": "Auto"}}, False),
+        ({"sidecar": {"payload": "InitContainer"}}, False),
+        ({"sidecar": {"payload": "ImageVolume"}}, True),
         ({"sidecar": {"transfer": "SharedMemory"}}, True),
         ({"engine": {"gpu": {"resourceName": "nvidia.com/gpu"}}}, False),
         ({"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}}, True),
@@ -154,6 +156,16 @@ def test_the_sidecar_comes_first_and_gates_nothing() -> None:
     assert (sidecar["name"], sidecar["restartPolicy"], payload["name"]) == ("sidecar", "Always", "payload")
     assert not {"startupProbe", "readinessProbe"} & sidecar.keys()
     assert payload["image"] == sidecar["image"]
+
+
+def test_the_payload_can_be_a_mounted_image() -> None:
+    spec = pod_of({"sidecar": {"payload": "ImageVolume", "image": "sidecar:2"}})["spec"]
+    assert [container["name"] for container in spec["initContainers"]] == ["sidecar"]
+    assert {"name": "payload", "image": {"reference": "sidecar:2"}} in spec["volumes"]
+    engine = spec["containers"][0]
+    assert {"mountPath": "/opt/lmcache/client", "name": "payload"} in engine["volumeMounts"]
+    # The whole image is mounted: not every runtime can mount a part of one.
+    assert env_of(engine)["PYTHONPATH"] == "/opt/lmcache/client/opt/lmcache/payload"
 
 
 def test_memory_of_the_sidecar_holds_its_arena_and_more() -> None:

@@ -52,6 +52,7 @@ _POD_SECURITY = {
 # Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
 _SIDECAR_BASE_BYTES = 512 * 2**20
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+_IMAGE_VOLUME = "ImageVolume"
 DISK_SIZE = "LMCACHE_DISK_SIZE"
 _NOTICE_SECONDS = 5
 _SHUTDOWN_SECONDS = 60
@@ -84,16 +85,19 @@ def pod_template(cluster: Cluster, images: Images, spec_hash: str, transfer: Tra
 def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer) -> Object:
     sidecar_image = images[names.SIDECAR]
     ending = _ending(cluster)
+    before = [_sidecar(cluster, sidecar_image, transfer)]
+    if cluster.spec.sidecar.payload != _IMAGE_VOLUME:
+        before.append(_payload(cluster, sidecar_image))
     spec: Object = {
         "automountServiceAccountToken": False,
         "containers": [_engine(cluster, images[names.ENGINE], ending)],
         # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
         "enableServiceLinks": False,
-        "initContainers": [_sidecar(cluster, sidecar_image, transfer), _payload(cluster, sidecar_image)],
+        "initContainers": before,
         "securityContext": _POD_SECURITY,
         "serviceAccountName": names.engine_name(cluster.name),
         "terminationGracePeriodSeconds": ending.grace,
-        "volumes": [{"name": volume.name, **volume.source} for volume in _volumes(cluster)],
+        "volumes": [{"name": own.name, **own.source} for own in _volumes(cluster, sidecar_image)],
         **pod_claims(cluster),
     }
     if (runtime_class := cluster.spec.engine.gpu.runtime_class_name) is not None:
@@ -121,13 +125,14 @@ def _ending(cluster: Cluster) -> _Ending:
 
 
 def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
+    is_mounted = cluster.spec.sidecar.payload == _IMAGE_VOLUME
     env = {
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
         "LMCACHE_SOCKET": paths.SOCKET_PATH,
         # Block hashes must be the same in every process, or no pod could use what another stored.
         "PYTHONHASHSEED": "0",
-        "PYTHONPATH": paths.PAYLOAD_DIR,
+        "PYTHONPATH": paths.PAYLOAD_DIR + (paths.PAYLOAD_SOURCE if is_mounted else ""),
         # torch asks for the user's name, and an image need not know the uid.
         "USER": "lmcache",
     }
@@ -232,7 +237,10 @@ class _Volume(NamedTuple):
     source: Object
 
 
-def _volumes(cluster: Cluster) -> list[_Volume]:
+def _volumes(cluster: Cluster, sidecar_image: str = "") -> list[_Volume]:
+    payload: Object = {"emptyDir": {}}
+    if cluster.spec.sidecar.payload == _IMAGE_VOLUME:
+        payload = {"image": {"reference": sidecar_image}}
     spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
     # The arena's file is exactly as large as the tier: its head, slot table and index are taken out of that.
     arena = _in_memory(format_mebibytes(spec.tiers.memory.num_bytes))
@@ -242,7 +250,7 @@ def _volumes(cluster: Cluster) -> list[_Volume]:
         _Volume("config", paths.CONFIG_DIR, sidecar, config),
         _Volume("home", paths.HOME_DIR, engine, {"emptyDir": {}}),
         _Volume("models", paths.MODELS_DIR, engine, spec.model.volume or {"emptyDir": {}}),
-        _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), {"emptyDir": {}}),
+        _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), payload),
         # Workers exchange tensors there; a container's own has 64 MiB.
         _Volume(SHM, "/dev/shm", engine, _in_memory("8Gi")),
         _Volume("socket", paths.SOCKET_DIR, engine + sidecar, _in_memory("16Mi")),
