@@ -1,5 +1,7 @@
 """``python -m testing.node COMMAND...``: run a command where a node can run, with nothing of it left after.
 
+Without a command it only says whether a node can run on this machine.
+
 The command gets network, mount and process namespaces of its own, in which /run, /var/log, /var/lib and
 /dev/shm can be written to and are thrown away. What containerd unpacked from images is kept on disk between
 runs. However this ends, by SIGKILL too, a process outside takes away control groups and files.
@@ -34,6 +36,8 @@ def main() -> int:
     if reason := requirements.what_is_missing():
         print(f"no node can run on this machine: {reason}", file=sys.stderr)
         return 1
+    if not sys.argv[1:]:
+        return 0
     disk, lock = _take_disk()
     group = f"lmcache-node-{hashlib.sha256(bytes(disk)).hexdigest()[:8]}"
     _clean_up(disk, group)  # of a run that the machine's own end cut off

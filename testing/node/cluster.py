@@ -8,12 +8,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from testing.child_process import free_ports, wait_until
 from testing.kube import cluster
 from testing.kube.api import Object
+from testing.kube.process import Component
 from testing.node import containerd, groups, inside
 from testing.node.containerd import Containerd
 from tools.kube import binaries
@@ -91,6 +93,13 @@ class NodeCluster(cluster.Cluster):
         """SIGKILL to its processes; ``container_id`` as in a pod's status."""
         task = container_id.rpartition("/")[2]
         self.containerd.ctr("task", "kill", "--all", "--signal", "SIGKILL", task)
+
+    def enforce_network_policies(self) -> None:
+        """From now on, as a CNI plugin that knows them would."""
+        log = self.directory / "policies.log"
+        argv = [sys.executable, "-m", "testing.node.network_policies", str(self.kubeconfig())]
+        component = self.components["policies"] = Component("the enforcer of policies", argv, log)
+        component.start()
 
     @property
     def containerd(self) -> Containerd:

@@ -51,7 +51,7 @@ class Containerd(Component):
                 pause=pause,
                 cdi=CDI,
                 shim=bin_dir / "containerd-shim-runc-v2",
-                plugins=requirements.cni_plugins(),
+                plugins=requirements.CNI_PLUGINS,
                 networks=_NETWORKS,
             )
         )

@@ -53,6 +53,21 @@ def is_version_2() -> bool:
 
 
 def of_container(name: str, container_id: str, controller: str = "memory") -> Path:
-    """The group of one container under the group ``name``. Raises StopIteration when it is not there."""
+    """The group of one container under the group ``name``. Raises FileNotFoundError when it has none."""
     top = ROOT / name if is_version_2() else ROOT / controller / name
-    return next(path for path in top.rglob(f"*{container_id}*") if path.is_dir())
+    for path in top.rglob(f"*{container_id}*") if container_id else ():
+        if path.is_dir():
+            return path
+    raise FileNotFoundError(f"no group of container {container_id!r} under {top}")
+
+
+def memory_limit(group: Path) -> int:
+    """Bytes."""
+    file = group / ("memory.max" if is_version_2() else "memory.limit_in_bytes")
+    return int(file.read_text())
+
+
+def memory_peak(group: Path) -> int:
+    """The most bytes that were ever in use at once."""
+    file = group / ("memory.peak" if is_version_2() else "memory.max_usage_in_bytes")
+    return int(file.read_text())

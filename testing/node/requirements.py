@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 from testing.node import groups
+from tools import debian
 
-COMMANDS = ("runc", "iptables", "conntrack", "ip", "unshare", "setpriv", "mount")
-CNI_PLUGINS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
+CNI_PLUGINS = Path("/usr/lib/cni")
+_PACKAGES = {
+    "conntrack": "conntrack",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "runc": "runc",
+    "setpriv": "util-linux",
+    str(CNI_PLUGINS / "bridge"): "containernetworking-plugins",
+}
 # What the namespaces of a node are made of (`inside`), tried once.
 _TRIAL = """
 mount -t tmpfs tmpfs /run && mkdir /run/upper /run/work
@@ -20,20 +27,14 @@ iptables -t nat -L >/run/rules
 """
 
 
-def cni_plugins() -> Path | None:
-    """The directory of the CNI plugins, where they are installed."""
-    return next((path for path in CNI_PLUGINS if (path / "bridge").exists()), None)
-
-
 def what_is_missing() -> str:
-    """One line, empty when a node can run."""
+    """Why no node can run, in a line; empty when one can. Installs packages that are missing."""
     if os.getuid():
         return "it needs root"
-    absent = [command for command in COMMANDS if shutil.which(command) is None]
-    if not cni_plugins():
-        absent.append("CNI plugins")
-    if absent:
-        return f"not installed: {', '.join(absent)} (tools/setup.sh node installs them)"
+    try:
+        debian.install(_PACKAGES)
+    except debian.PackagesError as error:
+        return str(error)
     name = f"lmcache-trial-{os.getpid()}"
     try:
         groups.make(name)

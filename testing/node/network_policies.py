@@ -1,0 +1,131 @@
+"""``python -m testing.node.network_policies KUBECONFIG``: enforces NetworkPolicies on the node's bridge.
+
+What a CNI plugin with policies does, by iptables and for ingress alone. What it does not know (egress, blocks
+of addresses, ports by name) ends it with a message: a test must not pass because a rule was not understood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from testing.kube.api import Api, ApiError, Object
+
+_CHAIN = "LMCACHE-POLICIES"
+_INTERVAL_SECONDS = 0.3
+
+
+def rules(policies: list[Object], pods: list[Object], namespaces: list[Object]) -> list[str]:
+    """The rules of our chain, for iptables-restore. Raises ValueError for what is not understood."""
+    labels = {space["metadata"]["name"]: _labels(space) for space in namespaces}
+    pods = [pod for pod in pods if _address(pod)]
+    allowed, isolated = [], set()
+    for policy in policies:
+        spec, namespace = policy["spec"], policy["metadata"]["namespace"]
+        if spec.get("policyTypes", ["Ingress"]) != ["Ingress"]:
+            raise ValueError(f"{policy['metadata']['name']}: only policies for ingress are enforced")
+        here = [pod for pod in pods if pod["metadata"]["namespace"] == namespace]
+        targets = [_address(pod) for pod in here if matches(spec["podSelector"], _labels(pod))]
+        isolated.update(targets)
+        for rule in spec.get("ingress") or []:
+            sources = _sources(rule.get("from"), namespace, pods, labels)
+            for target in targets:
+                allowed += [
+                    f"-A {_CHAIN} -d {target}{source}{port} -j RETURN"
+                    for source in sources
+                    for port in _ports(rule)
+                ]
+    known = f"-A {_CHAIN} -m conntrack --ctstate ESTABLISHED,RELATED -j RETURN"
+    return [known, *allowed, *(f"-A {_CHAIN} -d {address} -j DROP" for address in sorted(isolated))]
+
+
+def matches(selector: Object, labels: dict[str, str]) -> bool:
+    """Whether a label selector takes in what has these labels."""
+    if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
+        return False
+    return all(_fulfils(rule, labels) for rule in selector.get("matchExpressions") or [])
+
+
+def _fulfils(rule: Object, labels: dict[str, str]) -> bool:
+    value, wanted = labels.get(rule["key"]), rule.get("values") or []
+    found: dict[str, bool] = {
+        "In": value in wanted,
+        "NotIn": value not in wanted,
+        "Exists": value is not None,
+        "DoesNotExist": value is None,
+    }
+    return found[rule["operator"]]
+
+
+def _sources(
+    peers: list[Object] | None, namespace: str, pods: list[Object], labels: dict[str, dict[str, str]]
+) -> list[str]:
+    """Matches for where it may come from; one that matches all where a rule names nobody."""
+    if not peers:
+        return [""]
+    found = set()
+    for peer in peers:
+        if "ipBlock" in peer:
+            raise ValueError("blocks of addresses are not enforced")
+        for pod in pods:
+            space = pod["metadata"]["namespace"]
+            selector = peer.get("namespaceSelector")
+            is_in_space = space == namespace if selector is None else matches(selector, labels[space])
+            if is_in_space and matches(peer.get("podSelector") or {}, _labels(pod)):
+                found.add(f" -s {_address(pod)}")
+    return sorted(found)
+
+
+def _ports(rule: Object) -> Iterator[str]:
+    for port in rule.get("ports") or [{}]:
+        protocol = f" -p {port.get('protocol', 'TCP').lower()}" if port else ""
+        number = port.get("port")
+        if not isinstance(number, int | None):
+            raise ValueError("ports by name are not enforced")
+        last = f":{port['endPort']}" if "endPort" in port else ""
+        yield protocol if number is None else f"{protocol} --dport {number}{last}"
+
+
+def _labels(obj: Object) -> dict[str, str]:
+    return obj["metadata"].get("labels") or {}
+
+
+def _address(pod: Object) -> str:
+    """Empty while it has none of its own."""
+    is_running = pod["status"].get("phase") == "Running" and not pod["spec"].get("hostNetwork")
+    return pod["status"].get("podIP", "") if is_running else ""
+
+
+def _enforce(api: Api) -> None:
+    # Pods are on one bridge: without this, what they send each other passes no rules.
+    Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
+    subprocess.run(["iptables", "-w", "-N", _CHAIN], check=True)
+    subprocess.run(["iptables", "-w", "-I", "FORWARD", "-j", _CHAIN], check=True)
+    last: list[str] = []
+    while True:
+        kinds = ("networking.k8s.io/v1/networkpolicies", "v1/pods", "v1/namespaces")
+        now = last
+        with contextlib.suppress(ApiError, OSError):  # the API server is down: what is known stays in force
+            now = rules(*(api.objects(kind) for kind in kinds))
+        if now != last:
+            text = "\n".join(["*filter", f":{_CHAIN} - [0:0]", *now, "COMMIT\n"])
+            subprocess.run(["iptables-restore", "-w", "--noflush"], input=text, text=True, check=True)
+            last = now
+        time.sleep(_INTERVAL_SECONDS)
+
+
+def main() -> None:
+    config: Any = json.loads(Path(sys.argv[1]).read_text())
+    (cluster,), (user,) = config["clusters"], config["users"]
+    ca = Path(cluster["cluster"]["certificate-authority"])
+    _enforce(Api(cluster["cluster"]["server"], ca, user["user"]["token"]))
+
+
+if __name__ == "__main__":
+    main()
