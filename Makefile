@@ -5,7 +5,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube images demo test test-fast test-vllm-versions check format generate pins bench bench-peer gpu-check release clean
+.PHONY: help setup kube images demo test e2e test-fast test-vllm-versions check format generate pins bench bench-peer gpu-check release clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,13 @@ demo: setup ## the main job on real parts, with something to look at
 	@$(PY) -m demo
 
 test: setup kube ## everything that needs no GPU, on real Redis, vLLM and kube-apiserver
-	@$(PY) -m pytest -q tests
+	@$(PY) -m pytest -q tests --ignore=tests/e2e
+
+e2e: setup ## the chart, the operator and engines as pods of a real kubelet (root, Linux)
+	@$(PY) -m testing.node
+	@$(PY) -m tools.kube.binaries $$($(PY) -c 'from testing.node.cluster import PROGRAMS; print(*PROGRAMS)')
+	@$(PY) -m tools.images
+	@$(PY) -m testing.node $(PY) -m pytest -q tests/e2e
 
 test-fast: setup ## the part that needs none of them, in under a minute
 	@$(PY) -m pytest -q tests/unit

@@ -1,0 +1,204 @@
+"""What a user of the chart has on a node: the operator as a pod, a Redis with a password, a tiny model, an
+engine's image; and LMCacheClusters of these.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from testing.child_process import REPOSITORY
+from testing.engine.tiny_model import tiny_model
+from testing.kube.api import Object
+from testing.kube.operator import CHART, CLUSTERS, RELEASE, SERVICE_ACCOUNT, SYSTEM_NAMESPACE
+from testing.node.cluster import NodeCluster
+from testing.node.pods import Pod, is_ready
+
+NAMESPACE, REDIS_NAMESPACE = "app", "cache"
+REDIS_URL, REDIS_SECRET = "redis://kv.cache.svc:6379/0", "kv-auth"
+PASSWORD = "correct-horse"
+OPERATOR = SERVICE_ACCOUNT
+"""Its Deployment, too."""
+READY_SECONDS = 420
+"""An engine starts in a minute on a quiet machine; several beside other work take theirs."""
+_RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+# The engine's image is a small one: what weighs 6 GB in a real one lies in these directories.
+_HOST_DIRECTORIES = {"venv": REPOSITORY / ".venv", "python": Path(sys.base_prefix)}
+_MODELS = "models"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles C++ for 15 s
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+}
+ENGINE_ARGS = (
+    "--served-model-name=tiny", "--dtype=float32", "--enforce-eager", "--max-model-len=9000",
+    "--block-size=32", "--max-num-seqs=8", "--max-num-batched-tokens=2048",
+    "--kv-cache-memory-bytes=167772160", "--enable-prompt-tokens-details",
+)  # fmt: skip
+
+
+def prepare(node: NodeCluster, references: Mapping[str, str]) -> None:
+    """Namespaces that enforce ``restricted``, volumes, and Redis as a pod with a Service; they are not waited
+    for. ``references`` are the images' names.
+    """
+    for namespace in (SYSTEM_NAMESPACE, NAMESPACE, REDIS_NAMESPACE):
+        node.api.apply("v1/namespaces", _namespace(namespace))
+    for namespace in (NAMESPACE, REDIS_NAMESPACE):
+        secret = {"metadata": {"name": REDIS_SECRET}, "stringData": {"password": PASSWORD}}
+        node.api.create("v1/secrets", secret, namespace)
+    model = tiny_model()
+    for file in model.iterdir():
+        file.chmod(0o644)  # weights are written for their owner alone, and the engine is another user
+    for name, path in {**_HOST_DIRECTORIES, _MODELS: model}.items():
+        _offer(node, name, path)
+    node.api.create("v1/pods", _redis(references["redis"]), REDIS_NAMESPACE)
+    service = {"metadata": {"name": "kv"}, "spec": {"selector": {"app": "kv"}, "ports": [{"port": 6379}]}}
+    node.api.create("v1/services", service, REDIS_NAMESPACE)
+
+
+def install(node: NodeCluster, *flags: str) -> None:
+    """The chart, by helm, until the operator's pod and Redis are ready."""
+    node.helm("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, *flags)
+    node.reached("chart installed")
+    node.wait(lambda: _is_available(node.api.get("apps/v1/deployments", OPERATOR, SYSTEM_NAMESPACE)), 180)
+    node.reached("operator ready")
+    node.wait(lambda: is_ready(node.api.get("v1/pods", "kv", REDIS_NAMESPACE)), 180)
+    node.reached("Redis ready")
+
+
+def tiny_cluster(name: str, image: str, **tiers: Any) -> Object:
+    """An LMCacheCluster of one engine on the tiny model, with 512 MiB of memory and the Redis; ``tiers`` go
+    over that.
+    """
+    mounts = [
+        {"name": volume, "mountPath": str(path), "readOnly": True}
+        for volume, path in _HOST_DIRECTORIES.items()
+    ]
+    engine = {
+        "name": "engine",
+        "env": [{"name": key, "value": value} for key, value in ENVIRONMENT.items()],
+        "volumeMounts": mounts,
+        # Two of them have room on a node with two CPUs.
+        "resources": {"requests": {"cpu": "200m", "memory": "2Gi"}},
+    }
+    pod = {"containers": [engine], "volumes": [_claimed(volume) for volume in _HOST_DIRECTORIES]}
+    redis = {"external": {"url": REDIS_URL, "authSecretRef": {"name": REDIS_SECRET}}}
+    claim = {"persistentVolumeClaim": {"claimName": _MODELS, "readOnly": True}}
+    return {
+        "apiVersion": "lmcache.io/v1alpha1",
+        "kind": "LMCacheCluster",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "model": {"name": "/models", "volume": claim},
+            "engine": {
+                "image": image,
+                "gpu": {"count": 0},
+                "args": list(ENGINE_ARGS),
+                "podTemplate": {"spec": pod},
+            },
+            "tiers": {"memory": {"size": "512Mi"}, "remote": redis, **tiers},
+        },
+    }
+
+
+class App:
+    """One LMCacheCluster on a node, and its pods."""
+
+    def __init__(self, node: NodeCluster, spec: Object) -> None:
+        self.node, self.spec = node, spec
+        self.name: str = spec["metadata"]["name"]
+
+    def apply(self) -> None:
+        """Declare it as `spec` now says."""
+        self.node.api.apply(CLUSTERS, self.spec, NAMESPACE)
+
+    def delete(self) -> None:
+        """Until its pods are gone."""
+        self.node.api.delete(CLUSTERS, self.name, NAMESPACE)
+        self.node.wait(lambda: not self.pods(), 180)
+
+    def pods(self) -> list[Pod]:
+        selector = f"lmcache.io/cluster={self.name},lmcache.io/component=engine"
+        return [Pod(self.node, obj) for obj in self.node.api.objects("v1/pods", NAMESPACE, selector)]
+
+    def pod(self, number: int = 0) -> Pod:
+        """The pod of that ordinal, as it is now. Raises `ApiError` 404."""
+        name = f"{self.name}-engine-{number}"
+        return Pod(self.node, self.node.api.get("v1/pods", name, NAMESPACE))
+
+    def ready_pod(self, number: int = 0, *, instead_of: Pod | None = None) -> Pod:
+        """That pod, when it is Ready; when it is another one than ``instead_of``."""
+
+        def look() -> Pod | None:
+            pod = self.pod(number)
+            is_other = instead_of is None or pod.uid != instead_of.uid
+            return pod if pod.is_ready and is_other else None
+
+        return self.node.wait(look, READY_SECONDS)
+
+    def conditions(self) -> dict[str, Object]:
+        status = self.node.api.get(CLUSTERS, self.name, NAMESPACE).get("status", {})
+        return {condition["type"]: condition for condition in status.get("conditions", [])}
+
+    def wait_condition(self, kind: str, status: str = "True", timeout: float = READY_SECONDS) -> Object:
+        """The condition, when its status is that and it is about the present spec."""
+
+        def look() -> Object | None:
+            cluster = self.node.api.get(CLUSTERS, self.name, NAMESPACE)
+            is_new = cluster.get("status", {}).get("observedGeneration") == cluster["metadata"]["generation"]
+            found = self.conditions().get(kind)
+            return found if is_new and found and found["status"] == status else None
+
+        return self.node.wait(look, timeout)
+
+
+def _is_available(deployment: Object) -> bool:
+    status = deployment.get("status", {})
+    wanted = deployment["spec"]["replicas"]
+    is_seen = status.get("observedGeneration") == deployment["metadata"]["generation"]
+    return bool(is_seen and status.get("availableReplicas") == status.get("updatedReplicas") == wanted)
+
+
+def _offer(node: NodeCluster, name: str, path: Path) -> None:
+    """A claim in `NAMESPACE` for a directory of this machine: pods there may not name it themselves."""
+    size = {"storage": "1Gi"}
+    volume = {
+        "capacity": size, "accessModes": ["ReadOnlyMany"], "hostPath": {"path": str(path)},
+        "claimRef": {"namespace": NAMESPACE, "name": name}, "persistentVolumeReclaimPolicy": "Retain",
+    }  # fmt: skip
+    node.api.create("v1/persistentvolumes", {"metadata": {"name": name}, "spec": volume})
+    claim = {
+        "accessModes": ["ReadOnlyMany"], "storageClassName": "", "volumeName": name,
+        "resources": {"requests": size},
+    }  # fmt: skip
+    node.api.create("v1/persistentvolumeclaims", {"metadata": {"name": name}, "spec": claim}, NAMESPACE)
+
+
+def _claimed(name: str) -> Object:
+    return {"name": name, "persistentVolumeClaim": {"claimName": name, "readOnly": True}}
+
+
+def _redis(image: str) -> Object:
+    secret = {"secretKeyRef": {"name": REDIS_SECRET, "key": "password"}}
+    container = {
+        "name": "redis",
+        "image": image,
+        "args": ["--requirepass", "$(PASSWORD)", "--maxmemory", "1gb", "--save", "", "--dir", "/tmp"],
+        "env": [{"name": "PASSWORD", "valueFrom": secret}],
+        "readinessProbe": {"tcpSocket": {"port": 6379}, "periodSeconds": 1},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    security = {"runAsNonRoot": True, "runAsUser": 999, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {"containers": [container], "securityContext": security, "automountServiceAccountToken": False}
+    return {"metadata": {"name": "kv", "labels": {"app": "kv"}}, "spec": spec}
+
+
+def _namespace(name: str) -> Object:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": _RESTRICTED}}

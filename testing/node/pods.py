@@ -1,0 +1,123 @@
+"""Pods on a node: their containers, their control groups, and what engines and sidecars in them answer."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testing.kube.api import Object
+from testing.node import groups
+from testing.node.cluster import NodeCluster
+
+ENGINE_PORT, SIDECAR_PORT = 8000, 9464
+_REQUEST_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one request brought."""
+
+    tokens: list[int]
+    num_cached: int
+    """Prompt tokens that were not computed."""
+    ttft_seconds: float
+
+
+class Pod:
+    """A pod as it was when it was read."""
+
+    def __init__(self, node: NodeCluster, obj: Object) -> None:
+        self._node, self.object = node, obj
+        self.name: str = obj["metadata"]["name"]
+        self.namespace: str = obj["metadata"]["namespace"]
+        self.uid: str = obj["metadata"]["uid"]
+
+    @property
+    def is_ready(self) -> bool:
+        return is_ready(self.object)
+
+    @property
+    def address(self) -> str:
+        address: str = self.object["status"]["podIP"]
+        return address
+
+    def container(self, name: str) -> Object:
+        """The status of a container, whatever its kind; as one that never ran while there is none."""
+        status = self.object["status"]
+        statuses = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+        none = {"name": name, "containerID": "", "restartCount": 0, "state": {}, "lastState": {}}
+        return next((found for found in statuses if found["name"] == name), none)
+
+    def group(self, container: str, controller: str = "memory") -> Path:
+        """The container's control group. Raises FileNotFoundError while it does not run."""
+        container_id = self.container(container)["containerID"].rpartition("/")[2]
+        return groups.of_container(self._node.group, container_id, controller)
+
+    def kill(self, container: str) -> None:
+        """SIGKILL to all processes of the container; the kubelet starts it again."""
+        self._node.kill_container(self.container(container)["containerID"])
+
+    def exec(self, container: str, *argv: str) -> str:
+        """Standard output of a command in the container. Raises CalledProcessError."""
+        return self._node.kubectl("exec", "-n", self.namespace, self.name, "-c", container, "--", *argv)
+
+    def logs(self, container: str, *flags: str) -> str:
+        return self._node.kubectl("logs", "-n", self.namespace, self.name, "-c", container, *flags)
+
+    def stats(self) -> Any:
+        """What the sidecar says of itself. Raises OSError when it does not answer."""
+        return json.loads(self.get(SIDECAR_PORT, "/stats"))
+
+    def get(self, port: int, path: str) -> bytes:
+        """Raises OSError."""
+        with urllib.request.urlopen(f"http://{self.address}:{port}{path}", timeout=30) as answer:
+            body: bytes = answer.read()
+        return body
+
+    def reset_engine_cache(self) -> None:
+        """Have the engine forget what it keeps itself, so that hits are the sidecar's."""
+        url = f"http://{self.address}:{ENGINE_PORT}/reset_prefix_cache"
+        urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60).close()
+
+    def complete(self, prompt: list[int], max_tokens: int = 8) -> Completion:
+        """A greedy streamed completion. Raises OSError, also when the stream ends early."""
+        return complete(self.address, prompt, max_tokens)
+
+
+def is_ready(pod: Object) -> bool:
+    """Ready, and not about to go."""
+    conditions = pod["status"].get("conditions", [])
+    is_going = "deletionTimestamp" in pod["metadata"]
+    return not is_going and any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def complete(host: str, prompt: list[int], max_tokens: int = 8) -> Completion:
+    """A greedy streamed completion of the engine (or Service) there; see `Pod.complete`."""
+    body = {
+        "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"http://{host}:{ENGINE_PORT}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    began, first, usage = time.monotonic(), 0.0, None
+    tokens: list[int] = []
+    with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            for choice in event["choices"]:
+                first = first or time.monotonic()
+                tokens += choice["token_ids"] or []
+            usage = event.get("usage") or usage
+    if usage is None:
+        raise OSError(f"the stream ended after {len(tokens)} of {max_tokens} tokens")
+    num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Completion(tokens, num_cached, first - began)

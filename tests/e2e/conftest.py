@@ -1,0 +1,83 @@
+"""A node, the chart on it, and one LMCacheCluster that tests share. Started by ``make e2e``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from testing.child_process import REPOSITORY
+from testing.node import app, inside
+from testing.node.app import App
+from testing.node.cluster import NodeCluster
+from testing.node.report import report
+from tools import images
+
+RUN = REPOSITORY / ".e2e"
+"""What is kept of a run: when each step was reached, and the logs after a failure."""
+_NODE = pytest.StashKey[NodeCluster]()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(1200))
+    # It reboots the node, on which there is nothing else yet.
+    items.sort(key=lambda item: item.path.name != "test_node.py")
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, str]:
+    """The images' names as pods call them."""
+    return {name: images.IMAGES[name].reference for name in images.IMAGES}
+
+
+@pytest.fixture(scope="session")
+def node(request, references) -> Iterator[NodeCluster]:
+    if not inside.group():
+        pytest.fail("these tests run in the namespaces of a node: use `make e2e`")
+    archives = [images.build(name).archive for name in references]
+    with NodeCluster(pause=references["pause"], images=archives) as node:
+        request.config.stash[_NODE] = node
+        yield node
+        RUN.mkdir(exist_ok=True)
+        (RUN / "timeline.json").write_text(json.dumps(node.seconds, indent=1))
+
+
+@pytest.fixture(scope="session")
+def installed(node, references) -> NodeCluster:
+    """The node with the chart, a Redis and the volumes of `testing.node.app`."""
+    app.prepare(node, references)
+    app.install(node)
+    return node
+
+
+@pytest.fixture(scope="session")
+def make_app(installed, references) -> Callable[..., App]:
+    """An LMCacheCluster that is not applied yet; tests delete theirs."""
+    return lambda name, **tiers: App(installed, app.tiny_cluster(name, references["engine"], **tiers))
+
+
+@pytest.fixture(scope="session")
+def tiny(make_app) -> App:
+    """One LMCacheCluster, Ready once; a test leaves it Ready and as it was declared."""
+    tiny = make_app("tiny")
+    tiny.apply()
+    tiny.node.reached("LMCacheCluster applied")
+    tiny.ready_pod()
+    tiny.node.reached("engine's pod ready")
+    tiny.wait_condition("Ready")
+    tiny.node.reached("condition Ready")
+    return tiny
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    node = item.config.stash.get(_NODE, None)
+    if outcome.failed and node is not None:
+        outcome.sections.append(("the node", report(node)))
+    return outcome
