@@ -14,6 +14,7 @@ import hashlib
 import io
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,12 @@ from pathlib import Path
 from tools.cache import cache_root, exclusive, uv
 
 HERE = Path(__file__).resolve().parent
-KUBERNETES, ETCD, HELM, KWOK, KUBECONFORM = "v1.36.3", "v3.6.8", "v3.18.6", "v0.8.0", "v0.7.0"
+NEWEST, OLDEST = "1.36", "1.33"
+"""The releases of Kubernetes that are tested: one by every run, the other by ``make test-kube-versions``."""
+VERSION = os.environ.get("LMCACHE_KUBE_VERSION", NEWEST)
+MODULE = HERE if VERSION == NEWEST else HERE / "versions" / VERSION
+"""Where the release's go.mod is."""
+HELM, KWOK, KUBECONFORM = "v3.18.6", "v0.8.0", "v0.7.0"
 CONTAINERD = "v2.4.2"  # the kubelet needs 2.1 or newer; distributions have older ones
 COMPONENTS = (
     "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy",
@@ -40,6 +46,25 @@ ARCH = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.
 DOWNLOAD_TIMEOUT_SECONDS = 5
 PROGRESS_SECONDS = 10
 
+
+class BinariesError(RuntimeError):
+    """A binary can be neither found, downloaded nor built; the message says what to do."""
+
+
+def _required(module: str) -> str:
+    """The version of a module that go.mod names."""
+    try:
+        text = (MODULE / "go.mod").read_text()
+    except FileNotFoundError as error:
+        raise BinariesError(
+            f"LMCACHE_KUBE_VERSION={VERSION}: no such version, there are {NEWEST} and {OLDEST}"
+        ) from error
+    found = re.search(rf"^\s+{re.escape(module)} (v\S+)$", text, re.MULTILINE)
+    assert found is not None, f"{MODULE}/go.mod does not require {module}"
+    return found[1]
+
+
+KUBERNETES, ETCD = _required("k8s.io/kubernetes"), _required("go.etcd.io/etcd/server/v3")
 _MAJOR, _MINOR, _ = KUBERNETES.removeprefix("v").split(".")
 # Helm takes the version of Kubernetes that it renders for from its linker flags; unset, it is 1.20.
 _HELM_PACKAGE = "helm.sh/helm/v3/pkg/chartutil.k8sVersion"
@@ -47,10 +72,6 @@ LDFLAGS = (
     f"-s -w -X k8s.io/component-base/version.gitVersion={KUBERNETES} "
     f"-X {_HELM_PACKAGE}Major={_MAJOR} -X {_HELM_PACKAGE}Minor={_MINOR}"
 )
-
-
-class BinariesError(RuntimeError):
-    """A binary can be neither found, downloaded nor built; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,12 @@ class Program:
     built_as: str = ""
     """The one binary that the program is a symbolic link to."""
     module: str = "."
-    """The folder whose go.mod it is built with."""
+    """The folder whose go.mod it is built with, unless its package names a version."""
+
+    @property
+    def is_of_kubernetes(self) -> bool:
+        """Whether it is built with the go.mod of the release."""
+        return self.module == "." and "@" not in self.package
 
 
 def _kubernetes(name: str) -> Program:
@@ -98,9 +124,14 @@ ALL = tuple(name for name in PROGRAMS if name not in NODE)
 
 def cache_directory() -> Path:
     """The folder of exactly these versions: another pin gets another folder."""
-    digest = hashlib.sha256(repr((ETCD, KWOK, KUBECONFORM, CONTAINERD, LDFLAGS, ARCH)).encode())
-    for name in ("go.mod", "go.sum", "main.go", "coredns/go.mod", "coredns/go.sum", "coredns/main.go"):
-        digest.update((HERE / name).read_bytes())
+    digest = hashlib.sha256(repr((KWOK, KUBECONFORM, CONTAINERD, LDFLAGS, ARCH)).encode())
+    for path in (
+        MODULE / "go.mod",
+        MODULE / "go.sum",
+        HERE / "main.go",
+        *sorted((HERE / "coredns").iterdir()),
+    ):
+        digest.update(path.read_bytes())
     return cache_root() / "kube" / digest.hexdigest()[:16]
 
 
@@ -196,6 +227,7 @@ def _build(name: str, temporary: Path, bin_dir: Path) -> None:
         "-gcflags=all=-l",
         "-ldflags",
         LDFLAGS,
+        *([f"-modfile={MODULE / 'go.mod'}"] if program.is_of_kubernetes else []),
         program.package,
     ]
     _say(

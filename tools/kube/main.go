@@ -32,7 +32,12 @@ func command(name string) *cobra.Command {
 	case "kube-scheduler":
 		return scheduler.NewSchedulerCommand()
 	case "kubelet":
-		return kubelet.NewKubeletCommand(context.Background())
+		switch command := any(kubelet.NewKubeletCommand).(type) {
+		case func(context.Context) *cobra.Command:
+			return command(context.Background())
+		case func() *cobra.Command: // until 1.33
+			return command()
+		}
 	case "kube-proxy":
 		return proxy.NewProxyCommand()
 	}
