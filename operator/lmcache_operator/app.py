@@ -66,8 +66,9 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     # Coroutines, though they wait for nothing: kopf runs plain functions in threads, the queue lives here.
-    async def cluster_changed(namespace: str | None, name: str | None, uid: str | None, **_: Any) -> None:
-        queue.wake(ClusterKey(namespace or "", name or "", uid or ""))
+    async def cluster_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
+        # The generation is that of the spec: not of what the operator says of it.
+        queue.wake(ClusterKey(namespace or "", meta["name"], meta["uid"]), meta.get("generation"))
 
     async def child_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
         if (key := owner_key(namespace or "", meta)) is not None:

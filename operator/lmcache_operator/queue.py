@@ -1,5 +1,8 @@
 """A queue of keys in which no wake-up is lost and no key is worked on twice at a time.
 
+Whose version changed comes first: somebody waits for it. Then those that were never worked on, for a restart
+or a thousand new keys would otherwise work on the first ones again and again before it begins with the last.
+
 Each key has its own lane: one task that waits for a wake-up or a deadline and then does the work. Wake-ups
 that come in a burst, or while the work runs, make one more run. The event is cleared before the work observes
 anything, so a change is either seen by the run or starts the next one.
@@ -11,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 from lmcache.backoff import Backoff
@@ -27,13 +31,19 @@ BACKOFF = Backoff(0.5, 60.0, jitter=0.5)
 """Before a key whose work failed is worked on again."""
 
 
+class _Rank(enum.IntEnum):
+    CHANGED, NEW, USUAL = range(3)
+
+
 class _Lane:
     task: asyncio.Task[None]
+    turn: asyncio.Future[None]
     started: float | None = None
     """When the present run began; None between runs."""
+    rank = _Rank.NEW
 
-    def __init__(self) -> None:
-        self.wakeup = asyncio.Event()
+    def __init__(self, version: object) -> None:
+        self.wakeup, self.version = asyncio.Event(), version
 
 
 class KeyedQueue(Generic[Key]):
@@ -52,7 +62,8 @@ class KeyedQueue(Generic[Key]):
         debounce_seconds: float = 0.05,
     ) -> None:
         self._work = work
-        self._workers = asyncio.Semaphore(num_workers)
+        self._num_free = num_workers
+        self._waiting: list[_Lane] = []
         self._debounce_seconds = debounce_seconds
         self._lanes: dict[Key, _Lane] = {}
         self._is_closed = False
@@ -60,14 +71,21 @@ class KeyedQueue(Generic[Key]):
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def wake(self, key: Key) -> None:
-        """Have the key worked on soon. Nothing happens after ``close``."""
+    def wake(self, key: Key, version: object = None) -> None:
+        """Have the key worked on soon, ahead of others if ``version`` is known and not what it was.
+
+        Nothing happens after ``close``.
+        """
         if self._is_closed:
             return
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane()
+            lane = self._lanes[key] = _Lane(version)
             lane.task = asyncio.get_running_loop().create_task(self._serve(key, lane), name=f"lane {key}")
+        elif version is not None and version != lane.version:
+            # Not the first that is heard of it: a child may have been heard of before.
+            lane.rank = lane.rank if lane.version is None else _Rank.CHANGED
+            lane.version = version
         lane.wakeup.set()
 
     def longest_run_seconds(self) -> float:
@@ -93,9 +111,8 @@ class KeyedQueue(Generic[Key]):
                 await asyncio.wait_for(lane.wakeup.wait(), delay)
             # What happens to a key comes in bursts: one run for all of it.
             await asyncio.sleep(self._debounce_seconds)
-            async with self._workers:
+            async with self._turn(lane):
                 lane.wakeup.clear()
-                lane.started = asyncio.get_running_loop().time()
                 try:
                     delay = await self._work(key)
                     num_failures = 0
@@ -103,11 +120,30 @@ class KeyedQueue(Generic[Key]):
                     num_failures += 1
                     delay = BACKOFF.seconds(num_failures)
                     _log_failure(key, error, delay)
-                lane.started = None
             # No await between this check and the removal, or a wake-up in between would be lost.
             if delay is None and not lane.wakeup.is_set():
                 del self._lanes[key]
                 return
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, lane: _Lane) -> AsyncIterator[None]:
+        """One of the workers, as soon as it is this lane's turn."""
+        loop = asyncio.get_running_loop()
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            lane.turn = loop.create_future()
+            self._waiting.append(lane)
+            await lane.turn  # cancelled by `close` alone, after which nobody's turn comes
+        lane.rank, lane.started = _Rank.USUAL, loop.time()
+        yield
+        lane.started = None
+        if self._waiting:
+            following = min(self._waiting, key=lambda waiting: waiting.rank)  # the first one of equals
+            self._waiting.remove(following)
+            following.turn.set_result(None)
+        else:
+            self._num_free += 1
 
 
 def _log_failure(key: object, error: Exception, delay: float) -> None:

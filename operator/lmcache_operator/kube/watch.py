@@ -22,7 +22,10 @@ from lmcache_operator.kube.shallow import loads
 
 _METADATA_ONLY = "application/json;as={};g=meta.k8s.io;v=v1"
 _KIND = "PartialObjectMetadata"
-_NEEDED = ("name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences", "deletionTimestamp")
+_NEEDED = (
+    "name", "namespace", "uid", "generation", "resourceVersion",
+    "labels", "ownerReferences", "deletionTimestamp",
+)  # fmt: skip
 
 
 async def configuration() -> Configuration:

@@ -52,13 +52,13 @@ async def until_empty(queue: KeyedQueue[str]) -> None:
 
 
 events = st.lists(
-    st.tuples(st.floats(0, 1), st.sampled_from("abc")), min_size=1, max_size=20
-)  # seconds after the event before it, key
+    st.tuples(st.floats(0, 1), st.sampled_from("abc"), st.sampled_from([None, 1, 2])), min_size=1, max_size=20
+)  # seconds after the event before it, key, version
 
 
 @given(events, st.floats(0, 0.5), st.integers(1, 3), st.sets(st.integers(0, 10)))
 def test_no_wake_up_is_lost(
-    wakes: list[tuple[float, str]], work_seconds: float, num_workers: int, failing: set[int]
+    wakes: list[tuple[float, str, int | None]], work_seconds: float, num_workers: int, failing: set[int]
 ) -> None:
     """Every wake-up is followed by a whole run of its key, whatever runs, fails or ends meanwhile."""
 
@@ -83,14 +83,45 @@ def test_no_wake_up_is_lost(
 
         queue = KeyedQueue(work, num_workers=num_workers)
         woken: dict[str, float] = {}
-        for pause, key in wakes:
+        for pause, key, version in wakes:
             await asyncio.sleep(pause)
-            queue.wake(key)
+            queue.wake(key, version)
             woken[key] = now()
         await until_empty(queue)
         assert all(starts[key][-1] >= woken[key] for key in woken)
 
     run(scenario())
+
+
+def test_who_is_changed_comes_first_then_who_is_new() -> None:
+    async def scenario() -> list[str]:
+        runs: list[str] = []
+
+        async def work(key: str) -> float:
+            runs.append(key)
+            await asyncio.sleep(1)
+            return 100.0
+
+        queue = KeyedQueue(work, num_workers=1)
+        for key in "abc":
+            queue.wake(key)  # a child of it is heard of before it
+            queue.wake(key, version=1)
+        await asyncio.sleep(10)
+        queue.wake("new-1", version=1)
+        await asyncio.sleep(0.5)
+        queue.wake("a")  # a child of it
+        queue.wake("b", version=1)  # its status
+        queue.wake("new-2", version=1)
+        queue.wake("c", version=1)
+        queue.wake("c", version=2)  # its spec
+        await asyncio.sleep(10)
+        queue.wake("c", version=2)
+        queue.wake("a")
+        await asyncio.sleep(10)
+        await queue.close()
+        return runs
+
+    assert run(scenario()) == ["a", "b", "c", "new-1", "c", "new-2", "a", "b", "c", "a"]
 
 
 def test_a_burst_of_wake_ups_makes_one_run() -> None:
