@@ -90,6 +90,6 @@ def _volume(volume: Object) -> Object:
     """The same volume; what is missing keeps no pod from starting, since its sidecar says so and stays up."""
     renamed = volume | {"name": f"{PREFIX}{volume['name']}"}
     for source in ("configMap", "secret"):
-        if source in volume:
+        if isinstance(volume.get(source), dict):
             renamed[source] = volume[source] | {"optional": True}
     return renamed

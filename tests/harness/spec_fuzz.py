@@ -1,0 +1,116 @@
+"""Random LMCacheClusters: what the definition's schema allows, and the same with one thing broken.
+
+A walk through the schema as the API server has it, from a seed: hypothesis needs seconds for a pod.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+from typing import Any
+
+from lmcache_operator.api.crd import crd
+
+from tools.kube import schemas
+
+Object = dict[str, Any]
+_SPEC: Object = crd(schemas.definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][
+    "spec"
+]
+_MAX_LEVELS = 12
+_WORDS = ("a", "engine", "sidecar", "payload", "arena", "/models", "10m", "1Gi", "x-y", "Always", "0.5")
+_EXAMPLES = {
+    "size": ("1Gi", "0.5Ti", "1073741824"),
+    "resourceName": ("nvidia.com/gpu", "amd.com/gpu"),
+    "url": ("redis://h:1", "rediss://h:1,i:2/3?verify=ca", "redis-cluster://h:7000"),
+    "image": ("engine:2", "registry.example/team/vllm@sha256:" + "0" * 64),
+}
+_ODD = (
+    None, "", " ", "\x00", "ü" * 300, "-1",
+    0, -1, 2**63, 1.5, True, [], [None], {}, {"": {}}, {"a": [{"name": "a"}, {"name": "a"}]}, "a" * 5000,
+)  # fmt: skip
+
+
+def spec(seed: int) -> tuple[Object, bool]:
+    """A spec, and whether something in it was broken."""
+    rng = random.Random(seed)
+    made: Object = _value(_SPEC, "spec", rng, 0)
+    _obey_rules(made)
+    if is_broken := rng.random() < 0.4:
+        _break(made, rng)
+    return made, is_broken
+
+
+def _obey_rules(made: Object) -> None:
+    """Those that tell one field by another; nearly everything else would be refused by them alone."""
+    engine, tiers = made.get("engine") or {}, made["tiers"]
+    if gpu := engine.get("gpu"):
+        gpu["count"] = 1 if gpu.get("count") else 0
+        if "deviceClassName" in gpu:
+            gpu.pop("resourceName", None)
+    engine.pop("parallelism", None)
+    if "replicas" in engine:
+        engine["replicas"] %= 2
+    remote = tiers.get("remote") or {}
+    for other in ("managed", "clusterRef"):
+        remote.pop(other, None)
+    if remote and "external" not in remote:
+        del tiers["remote"]
+
+
+def _value(schema: Object, name: str, rng: random.Random, level: int) -> Any:
+    if name in _EXAMPLES and level < 5:
+        return rng.choice(_EXAMPLES[name])
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    if schema.get("x-kubernetes-int-or-string"):
+        return rng.choice((0, 1, "1", "100m", "1Gi", 8000))
+    match schema.get("type"):
+        case "object":
+            return _object(schema, rng, level)
+        case "array":
+            return [_value(schema["items"], name, rng, level + 1) for _ in range(rng.choice((0, 1, 1, 2)))]
+        case "integer":
+            low, step = schema.get("minimum", 0), schema.get("multipleOf", 1)
+            return low + step * rng.randrange(min(3, (schema.get("maximum", 3) - low) // step + 1))
+        case "boolean":
+            return rng.random() < 0.5
+        case "number":
+            return rng.random()
+    if "pattern" in schema:
+        return rng.choice(string.ascii_lowercase) + rng.choice(("", "1", "b"))
+    return rng.choice(_WORDS)
+
+
+def _object(schema: Object, rng: random.Random, level: int) -> Object:
+    if "properties" not in schema:
+        inner = schema.get("additionalProperties")
+        return {"key": _value(inner, "", rng, level + 1)} if inner and rng.random() < 0.5 else {}
+    required = schema.get("required", ())
+    # Few of a pod's many fields; of ours about half.
+    share = 0 if level > _MAX_LEVELS else min(0.5, 2.5 / len(schema["properties"]))
+    return {
+        name: None if own.get("nullable") and rng.random() < 0.03 else _value(own, name, rng, level + 1)
+        for name, own in schema["properties"].items()
+        if name in required or rng.random() < share
+    }
+
+
+def _break(made: Object, rng: random.Random) -> None:
+    """One value becomes another, goes, or gets a neighbour that nobody knows."""
+    parent, key = rng.choice(list(_places(made)))
+    match rng.randrange(4):
+        case 0 if isinstance(parent, dict):
+            parent["unknown"] = rng.choice(_ODD)
+        case 1:
+            del parent[key]
+        case _:
+            parent[key] = rng.choice(_ODD)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict | list):
+        for key, own in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            yield value, key
+            yield from _places(own)
