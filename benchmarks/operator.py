@@ -1,105 +1,302 @@
-"""The operator with many LMCacheClusters on a real control plane: writes, requests and memory at rest.
+"""The operator on a real control plane: how soon it acts, and what many LMCacheClusters cost.
 
 Etcd, API server, controllers, scheduler are real; kwok plays the kubelets. The operator runs as in its pod,
 with the chart's flags and rights. Writes are counted in the API server's audit log, requests by the operator
-itself.
+itself. `NUM_CLUSTERS=100` makes it short.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
+import ssl
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.report import Figure, Report, at_most
+import aiohttp
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components import COMPONENTS
+from lmcache_operator.components.base import Context
+from lmcache_operator.kube.client import apply_patch
+from lmcache_operator.specs.kinds import BY_NAME
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from benchmarks.report import Figure, Report, at_least, at_most
 from testing.kube import operator as kube
-from testing.kube.api import Object
+from testing.kube.api import APPLY, FIELD_MANAGER, Object, wait_for
 from testing.kube.cluster import Cluster
 
 NUM_CLUSTERS = int(os.environ.get("NUM_CLUSTERS", "1000"))
-NUM_REPLICAS = int(os.environ.get("NUM_REPLICAS", "1"))
+NUM_EDITED, NUM_ROLLED = 10, 20
+"""Clusters that are changed while the others are made; pods of the one whose image is changed."""
 PODS_PER_NODE = 200
 IDLE_SECONDS = 60.0
 RESYNC_MINUTES = 10.0
+READY_SECONDS = 5
+"""What a rolled pod takes to get ready."""
+NUM_LANES = 16
+"""Clusters worked on at the same time, as in the operator."""
 REQUESTS = "lmcache_operator_api_requests_total"
+APPLIED = 'lmcache_operator_writes_total{what="apply"}'
+SETS = "apps/v1/statefulsets"
 
 
 def run() -> Report:
-    num_nodes = max(1, -(-NUM_CLUSTERS * NUM_REPLICAS // PODS_PER_NODE))
-    with tempfile.TemporaryDirectory() as directory, Cluster(crds=kube.CRDS, num_nodes=num_nodes) as plane:
-        flags = ["--namespace", kube.SYSTEM_NAMESPACE, "--create-namespace", "--set", "crds.enabled=false"]
-        plane.helm("install", kube.RELEASE, kube.CHART, *flags)
-        operator = kube.Operator(plane, Path(directory), f"{kube.SYSTEM_NAMESPACE}/{kube.SERVICE_ACCOUNT}")
+    bare = seconds_of_bare_applies()
+    with control_plane() as plane, operator_of(plane) as operator:
         operator.start()
+        figures = [*alone(plane), *rolling(plane)]
+        operator.terminate()
+        figures += many(plane, operator, bare)
+    return Report("operator", f"{NUM_CLUSTERS} LMCacheClusters, each of one pod, simulated nodes", figures)
+
+
+@contextlib.contextmanager
+def control_plane() -> Iterator[Cluster]:
+    num_nodes = -(-(NUM_CLUSTERS + 2 * NUM_EDITED + NUM_ROLLED) // PODS_PER_NODE)
+    with Cluster(crds=kube.CRDS, num_nodes=num_nodes) as plane:
+        yield plane
+
+
+@contextlib.contextmanager
+def operator_of(plane: Cluster) -> Iterator[kube.Operator]:
+    """The chart is installed; the operator doesn't run yet."""
+    flags = ["--namespace", kube.SYSTEM_NAMESPACE, "--create-namespace", "--set", "crds.enabled=false"]
+    plane.helm("install", kube.RELEASE, kube.CHART, *flags)
+    account = f"{kube.SYSTEM_NAMESPACE}/{kube.SERVICE_ACCOUNT}"
+    with tempfile.TemporaryDirectory() as directory:
+        operator = kube.Operator(plane, Path(directory), account)
         try:
-            figures = measure(plane, operator)
+            yield operator
         finally:
-            operator.kill()
-    conditions = f"{NUM_CLUSTERS} LMCacheClusters of {NUM_REPLICAS} pods, {num_nodes} simulated nodes"
-    return Report("operator", conditions, figures)
+            if operator.is_running:
+                operator.kill()
 
 
-def measure(plane: Cluster, operator: kube.Operator) -> list[Figure]:
+def cluster(name: str, **engine: object) -> Object:
+    requests = {"requests": {"cpu": "10m", "memory": "1Mi"}}
+    template = {
+        "metadata": {"annotations": {"test/ready-delay": f"{READY_SECONDS if engine else 0}s"}},
+        "spec": {"containers": [{"name": "engine", "resources": requests}]},
+    }
+    declared = {"gpu": {"count": 0}, "podTemplate": template} | engine
+    spec = {"model": {"name": "org/model"}, "engine": declared, "tiers": {"memory": {"size": "1Gi"}}}
+    header = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster"}
+    return {**header, "metadata": {"name": name}, "spec": spec}
+
+
+def many_clusters() -> list[Object]:
+    return [cluster(f"c{number:04}") for number in range(NUM_CLUSTERS)]
+
+
+def children(one: Object) -> list[Object]:
+    rendered = [child for own in COMPONENTS for child in own.render(parse(one), Context(STOCK_IMAGES))]
+    for child in rendered:
+        del child["metadata"]["ownerReferences"]  # of an owner that isn't there: it would be collected
+    return rendered
+
+
+# -- what anything that makes these objects takes
+
+
+def seconds_of_bare_applies() -> float:
+    """The children of all clusters, applied by a client that does nothing else."""
+    with control_plane() as plane:
+        plane.wait(lambda: plane.api.get("v1/serviceaccounts", "default", "default"))
+        made = [children(one) for one in many_clusters()]
+        start = time.monotonic()
+        asyncio.run(_apply_all(plane, made))
+        return time.monotonic() - start
+
+
+async def _apply_all(plane: Cluster, made: list[list[Object]]) -> None:
+    connector = aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(cafile=str(plane.ca)))
+    headers = {"Authorization": f"Bearer {plane.api.token}", "Content-Type": APPLY}
+
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+
+        async def lane() -> None:
+            while made:
+                for child in made.pop():
+                    kind = BY_NAME[child["kind"]]
+                    collection = f"{kind.api_version}/{kind.plural}"
+                    path = plane.api.path(collection, "default", child["metadata"]["name"])
+                    url = f"{plane.url}{path}?fieldManager={FIELD_MANAGER}&force=true"
+                    async with session.patch(url, data=apply_patch(child)) as answer:
+                        answer.raise_for_status()
+                        await answer.read()
+
+        await asyncio.gather(*(lane() for _ in range(NUM_LANES)))
+
+
+# -- one cluster, on an idle control plane
+
+
+def alone(plane: Cluster) -> list[Figure]:
+    one = cluster("one")
+    wanted = [(_collection(child), child["metadata"]["name"]) for child in children(one)]
     start = time.monotonic()
+    plane.kubectl("apply", "--filename", "-", stdin=apply_patch(one))
+    wait_for(lambda: all(plane.api.find(kind, name, "default") for kind, name in wanted), 60)
+    made = time.monotonic() - start
+    wait_for(lambda: num_ready(plane) == 1, 60)
+    healed = []
+    for kind, name in wanted:
+        start = time.monotonic()
+        plane.api.patch(kind, name, {"metadata": {"labels": {"app.kubernetes.io/name": "other"}}}, "default")
+        wait_for(lambda at=(kind, name): _label(plane, *at) == "lmcache-cluster", 60)  # type: ignore[misc]
+        healed.append(time.monotonic() - start)
+    return [
+        at_most("kubectl apply until all children are there", made, "s", 5),
+        at_most("an edited child is healed, slowest kind", max(healed), "s", 2),
+    ]
+
+
+def _collection(child: Object) -> str:
+    kind = BY_NAME[child["kind"]]
+    return f"{kind.api_version}/{kind.plural}"
+
+
+def _label(plane: Cluster, kind: str, name: str) -> str:
+    return str(plane.api.get(kind, name, "default")["metadata"]["labels"]["app.kubernetes.io/name"])
+
+
+def rolling(plane: Cluster) -> list[Figure]:
+    """Another image for one cluster's pods, which are looked at all the while."""
+    plane.api.create(kube.CLUSTERS, cluster("rolled", replicas=NUM_ROLLED), "default")
+    wait_for(lambda: sum(ready_since(plane).values()) == NUM_ROLLED, 120)
+    old, seen, ready, least = set(ready_since(plane)), dict[str, float](), dict[str, float](), NUM_ROLLED
+    start = time.monotonic()
+    plane.api.patch(kube.CLUSTERS, "rolled", {"spec": {"engine": {"image": "engine:2"}}}, "default")
+    while len(ready) < NUM_ROLLED:
+        now, found = time.monotonic(), ready_since(plane)
+        for uid, is_ready in found.items():
+            if uid not in old:
+                seen.setdefault(uid, now)
+                if is_ready:
+                    ready.setdefault(uid, now)
+        least = min(least, sum(found.values()))
+        if now - start > 10 * NUM_ROLLED * READY_SECONDS:
+            raise TimeoutError(f"{len(ready)} of {NUM_ROLLED} pods are replaced")
+        time.sleep(0.05)
+    starts = sum(ready[uid] - seen[uid] for uid in ready)
+    return [
+        at_least(f"pods ready at least, of {NUM_ROLLED} that are replaced", least, "", NUM_ROLLED - 1),
+        at_most("time for it, of the sum of pod starts", (time.monotonic() - start) / starts, "", 1.2),
+    ]
+
+
+def ready_since(plane: Cluster) -> dict[str, bool]:
+    """Whether each pod of the rolled cluster is ready and stays."""
+    pods = plane.api.objects("v1/pods", "default", "lmcache.io/cluster=rolled")
+    return {
+        pod["metadata"]["uid"]: _is_ready(pod) for pod in pods if "deletionTimestamp" not in pod["metadata"]
+    }
+
+
+def _is_ready(obj: Object) -> bool:
+    conditions = obj.get("status", {}).get("conditions") or []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+# -- many
+
+
+def many(plane: Cluster, operator: kube.Operator, bare: float) -> list[Figure]:
+    edited = [cluster(f"edited-{number}") for number in range(NUM_EDITED)]
+    all_of_them = [*edited, *many_clusters()]
     with ThreadPoolExecutor(4) as pool:
-        made = (pool.submit(plane.api.create, kube.CLUSTERS, one, "default") for one in clusters())
-        for creation in list(made):
-            creation.result()
-    wait(plane, lambda: num_ready(plane) == NUM_CLUSTERS)
+        list(pool.map(lambda one: plane.api.create(kube.CLUSTERS, one, "default"), all_of_them))
+    num_children = len(children(all_of_them[0])) * len(all_of_them)
+    start = time.monotonic()
+    operator.start()
+    with Editor(plane) as while_made:
+        wait(operator, lambda: operator.metric(APPLIED) >= num_children, 0.5)
+        made_seconds = time.monotonic() - start
+    # The two of before, too.
+    wait(operator, lambda: num_ready(plane) == 2 + len(all_of_them), 5)
     ready_seconds = time.monotonic() - start
     come_to_rest(operator)
-
     mark, requests = plane.mark(), operator.metric(REQUESTS)
     time.sleep(IDLE_SECONDS)  # what is measured is that nothing happens
     idle_writes, idle_requests = written(plane, operator, mark), operator.metric(REQUESTS) - requests
-    first_peak = peak_mib(operator)
-
-    mark = plane.mark()
+    first_peak, mark = peak_mib(operator), plane.mark()
     operator.terminate()
     operator.start()
-    wait(plane, lambda: operator.num_reconciliations() >= NUM_CLUSTERS)
+    with Editor(plane) as while_restarted:
+        wait(operator, lambda: operator.num_reconciliations() >= len(all_of_them), 0.5)
     come_to_rest(operator)
     per_run = operator.metric(REQUESTS) / operator.num_reconciliations()
-    restart_writes = written(plane, operator, mark)
-    per_minute = idle_requests / NUM_CLUSTERS / IDLE_SECONDS * 60
+    per_minute = max(idle_requests / len(all_of_them) / IDLE_SECONDS * 60, per_run / RESYNC_MINUTES)
     return [
-        Figure("until all are Ready", ready_seconds, "s"),
+        Figure("bare applies of all children", bare, "s"),
+        at_most("all children are there, of the bare applies' time", made_seconds / bare, "", 1.5),
+        Figure("all are Ready", ready_seconds, "s"),
+        at_most("a change is acted on while they are made", max(while_made.seconds), "s", 2),
+        at_most("a change is acted on after a restart", max(while_restarted.seconds), "s", 2),
         at_most("writes at rest", idle_writes, "", 0),
-        at_most("writes after a restart", restart_writes, "", 0),
+        at_most("writes after a restart", written(plane, operator, mark), "", 0),
         Figure("requests for one reconciliation", per_run, ""),
-        at_most("requests at rest, per object and minute", max(per_minute, per_run / RESYNC_MINUTES), "", 1),
+        at_most("requests at rest, per cluster and minute", per_minute, "", 1),
         at_most("memory, highest of the first run", first_peak, "MiB", 256),
         at_most("memory, highest after the restart", peak_mib(operator), "MiB", 256),
     ]
 
 
-def clusters() -> Iterator[Object]:
-    requests = {"requests": {"cpu": "10m", "memory": "1Mi"}}
-    template = {"spec": {"containers": [{"name": "engine", "resources": requests}]}}
-    engine = {"replicas": NUM_REPLICAS, "gpu": {"count": 0}, "podTemplate": template}
-    spec = {"model": {"name": "org/model"}, "engine": engine, "tiers": {"memory": {"size": "1Gi"}}}
-    header = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster"}
-    for number in range(NUM_CLUSTERS):
-        yield {**header, "metadata": {"name": f"c{number:04}"}, "spec": spec}
+class Editor:
+    """Scales one cluster after the other, and takes the time until its StatefulSet follows."""
+
+    def __init__(self, plane: Cluster) -> None:
+        self.seconds: list[float] = []
+        self._plane, self._stop = plane, threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Editor:
+        self._work = self._pool.submit(self._edit)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+        self._work.result()
+
+    def _edit(self) -> None:
+        number = 0
+        while not self._stop.wait(0.5):
+            name = f"edited-{number % NUM_EDITED}"
+            live = self._plane.api.get(kube.CLUSTERS, name, "default")
+            # One that is not made yet is no change.
+            if live.get("status", {}).get("observedGeneration") is None:
+                continue
+            replicas = 3 - live["spec"]["engine"].get("replicas", 1)
+            start = time.monotonic()
+            self._plane.api.patch(
+                kube.CLUSTERS, name, {"spec": {"engine": {"replicas": replicas}}}, "default"
+            )
+            wait_for(lambda n=name, r=replicas: self._replicas(n) == r, 300, 0.1)  # type: ignore[misc]
+            self.seconds.append(time.monotonic() - start)
+            number += 1
+
+    def _replicas(self, name: str) -> int:
+        return int(self._plane.api.get(SETS, f"{name}-engine", "default")["spec"]["replicas"])
 
 
-def wait(plane: Cluster, what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 1800
-    while not what():
-        plane.check()
-        if time.monotonic() > deadline:
-            raise TimeoutError("the operator does not get there")
-        time.sleep(2)
+def wait(operator: kube.Operator, what: Callable[[], bool], interval: float) -> None:
+    def checked() -> bool:
+        operator.check()
+        return what()
+
+    wait_for(checked, 1800, interval)
 
 
 def num_ready(plane: Cluster) -> int:
-    found = plane.api.objects(kube.CLUSTERS, "default")
-    conditions = (c for item in found for c in item.get("status", {}).get("conditions", []))
-    return sum(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+    return sum(map(_is_ready, plane.api.objects(kube.CLUSTERS, "default")))
 
 
 def come_to_rest(operator: kube.Operator) -> None:
@@ -113,7 +310,9 @@ def come_to_rest(operator: kube.Operator) -> None:
 
 
 def written(plane: Cluster, operator: kube.Operator, mark: int) -> int:
-    return len(plane.written_since(mark, by=operator.user, dry_runs=True))
+    """Writes to clusters that nobody has changed."""
+    writes = plane.written_since(mark, by=operator.user, dry_runs=True)
+    return sum(not write.name.startswith("edited") for write in writes)
 
 
 def peak_mib(operator: kube.Operator) -> float:
