@@ -10,13 +10,14 @@ from pathlib import Path
 
 from lmcache_operator.api.crd import render
 
-from tools import api_docs, stats_docs
+from tools import api_docs, resource_docs, stats_docs
 from tools.kube import schemas
 
 ROOT = Path(__file__).resolve().parent.parent
 CRD = ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml"
 CHART_CRD = ROOT / "charts" / "lmcache-operator" / "files" / "crds" / CRD.name
 API = ROOT / "docs" / "reference" / "api.md"
+RESOURCE = ROOT / "docs" / "reference" / "resource.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
 PROTO_CODE = [
     ROOT / f"{name}_pb2.{suffix}"
@@ -31,7 +32,8 @@ def generated() -> dict[Path, str]:
     with tempfile.TemporaryDirectory() as out:
         subprocess.run([ROOT / "tools" / "generate_proto.sh", out], check=True)
         code = {path: (Path(out) / path.relative_to(ROOT)).read_text() for path in PROTO_CODE}
-    return {CRD: crd, CHART_CRD: crd, API: api_docs.render(), STATS: stats_docs.render(), **code}
+    docs = {API: api_docs.render(), RESOURCE: resource_docs.render(), STATS: stats_docs.render()}
+    return {CRD: crd, CHART_CRD: crd, **docs, **code}
 
 
 def main() -> int:

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, new_namespace
 from tests.harness.operator_model import cluster
+from tools.resource_docs import COMPLETE
 
 pytestmark = pytest.mark.kube
 
@@ -32,6 +34,14 @@ def remote(url: str) -> Object:
 
 def pod(**spec: object) -> Object:
     return {"engine": {"podTemplate": {"spec": spec}}}
+
+
+def is_in(part: object, whole: object) -> bool:
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(k in whole and is_in(v, whole[k]) for k, v in part.items())
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(part) == len(whole) and all(map(is_in, part, whole))
+    return part == whole
 
 
 REFUSED = [
@@ -103,15 +113,14 @@ def test_what_can_run_is_kept_as_it_was_written(plane, admission, spec):
         cluster(**spec)["spec"],
         create(plane, admission, "?dryRun=All&fieldValidation=Strict", **spec),
     )
-
-    def is_in(part: object, whole: object) -> bool:
-        if isinstance(part, dict):
-            return isinstance(whole, dict) and all(k in whole and is_in(v, whole[k]) for k, v in part.items())
-        if isinstance(part, list) and isinstance(whole, list):
-            return len(part) == len(whole) and all(map(is_in, part, whole))
-        return part == whole
-
     assert is_in(written, kept["spec"])
+
+
+def test_the_complete_example_of_the_reference_is_admitted(plane, admission):
+    complete = yaml.safe_load(COMPLETE)
+    query = "?dryRun=All&fieldValidation=Strict"
+    kept = plane.api.request("POST", plane.api.path(CLUSTERS, admission) + query, complete)
+    assert is_in(complete["spec"], kept["spec"])
 
 
 def test_a_misspelt_field_of_the_pod_is_refused_by_kubectl(plane, admission):

@@ -1,0 +1,51 @@
+"""The reference of the resource: its examples are values that are accepted, and no field is without one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components import COMPONENTS
+from lmcache_operator.components.base import Context, Probed, Sidecar
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from tests.harness.operator_plans import settled_world, status_of
+from tools import resource_docs
+from tools.resource_docs import COMPLETE, CONDITIONS
+
+
+def test_the_complete_example_can_be_carried_out() -> None:
+    cluster = parse(yaml.safe_load(COMPLETE))
+    for component in COMPONENTS:
+        component.render(cluster, Context(STOCK_IMAGES))
+
+
+def test_what_can_stand_alone_is_accepted() -> None:
+    resource = yaml.safe_load(COMPLETE)
+    for path, value in resource_docs.examples().items():
+        *parents, name = path.split(".")
+        changed: Any = copy.deepcopy(resource)
+        part = changed
+        for parent in parents:
+            part = part[parent]
+        if value is not None:
+            part[name] = value
+            if name == "resourceName":
+                del part["deviceClassName"]
+            parse(changed)
+
+
+def test_a_field_without_an_example_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource_docs, "COMPLETE", COMPLETE.replace("    admit: OnReuse\n", ""))
+    with pytest.raises(ValueError, match=r"has no example of spec\.tiers\.admit"):
+        resource_docs.render()
+
+
+def test_every_condition_is_explained() -> None:
+    world = settled_world(tiers={"disk": {"size": "1Gi"}})
+    said = Sidecar(pod="p", is_attached=True, is_remote_reachable=True, is_disk_available=True)
+    told = status_of(world, probed=Probed((said,), True))
+    assert {condition["type"] for condition in told["conditions"]} == set(CONDITIONS)
