@@ -7,6 +7,9 @@ restart changes nothing.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -18,7 +21,8 @@ from lmcache_operator import metrics
 from lmcache_operator.api import GROUP, KIND
 from lmcache_operator.components import COMPONENTS, kinds_of
 from lmcache_operator.components.base import Context
-from lmcache_operator.kube.client import connect
+from lmcache_operator.errors import ApiError
+from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -26,10 +30,14 @@ from lmcache_operator.specs.kinds import CLUSTER, ClusterKey, controller_of
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
 
+logger = logging.getLogger(__name__)
+
 _NUM_WORKERS = 16
 """Clusters reconciled at the same time."""
 _MAX_RUN_SECONDS = 300.0
 """A reconciliation that takes longer than this hangs: single calls time out after half a minute."""
+_DEFINITION_SECONDS = 1.0
+"""Between looks for the definition of LMCacheClusters."""
 _Queue = KeyedQueue[ClusterKey]
 
 
@@ -49,6 +57,7 @@ async def run(
         reconciler = Reconciler(api, context, stats.read)
         queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
         metrics.CLUSTERS.set_function(lambda: len(queue))
+        await wait_for_definition(api)
         await kopf.operator(
             registry=build_registry(queue),
             settings=_kopf_settings(),
@@ -59,6 +68,21 @@ async def run(
             namespaces=namespaces,
             liveness_endpoint=f"http://0.0.0.0:{health_port}/healthz",
         )
+
+
+async def wait_for_definition(api: KubeApi) -> None:
+    """Until the API server serves LMCacheClusters: kopf looks for them when it starts, and not again."""
+    is_said = False
+    while True:
+        with contextlib.suppress(ApiError):
+            if await api.serves(CLUSTER):
+                return
+        if not is_said:
+            logger.warning(
+                "The API server does not serve %s.%s (yet): waiting", CLUSTER.plural, CLUSTER.group
+            )
+            is_said = True
+        await asyncio.sleep(_DEFINITION_SECONDS)
 
 
 def build_registry(queue: _Queue) -> kopf.OperatorRegistry:

@@ -59,6 +59,11 @@ class KubeApi:
         status, found = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))
         return found if status == HTTPStatus.OK else None
 
+    async def serves(self, kind: Kind) -> bool:
+        """Whether the API server knows this kind: it learns of a definition seconds after it was made."""
+        status, found = await self._call("GET", _root(kind), accept=(HTTPStatus.NOT_FOUND,))
+        return status == HTTPStatus.OK and any(item["name"] == kind.plural for item in found["resources"])
+
     async def find(self, kind: Kind, namespace: str, **selectors: str) -> list[Object]:
         """All objects of a kind that a ``labelSelector``, or a ``fieldSelector``, selects."""
         _, page = await self._call("GET", _path(kind, namespace), query=selectors)
@@ -179,6 +184,9 @@ def _path_of(wanted: Object) -> str:
 
 
 def _path(kind: Kind, namespace: str, name: str | None = None) -> str:
-    root = f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"
-    collection = f"{root}/namespaces/{namespace}/{kind.plural}"
+    collection = f"{_root(kind)}/namespaces/{namespace}/{kind.plural}"
     return f"{collection}/{name}" if name else collection
+
+
+def _root(kind: Kind) -> str:
+    return f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"

@@ -1,0 +1,31 @@
+"""What the operator waits for before it watches."""
+
+import asyncio
+
+from lmcache_operator import app
+from lmcache_operator.errors import UnavailableError
+from lmcache_operator.specs.kinds import CLUSTER
+
+
+class Api:
+    """Gives one of its answers after the other."""
+
+    def __init__(self, *answers: bool | Exception) -> None:
+        self.answers = list(answers)
+
+    async def serves(self, kind) -> bool:
+        assert kind == CLUSTER
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_it_waits_until_its_definition_is_served_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(app, "_DEFINITION_SECONDS", 0)
+    api = Api(UnavailableError("GET /apis", "starting"), False, False, True, False)
+    asyncio.run(asyncio.wait_for(app.wait_for_definition(api), 60))
+    assert api.answers == [False]
+    assert [record.message for record in caplog.records] == [
+        "The API server does not serve lmcacheclusters.lmcache.io (yet): waiting"
+    ]
