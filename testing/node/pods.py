@@ -31,7 +31,7 @@ class Pod:
     """A pod as it was when it was read."""
 
     def __init__(self, node: NodeCluster, obj: Object) -> None:
-        self._node, self.object = node, obj
+        self.node, self.object = node, obj
         self.name: str = obj["metadata"]["name"]
         self.namespace: str = obj["metadata"]["namespace"]
         self.uid: str = obj["metadata"]["uid"]
@@ -55,18 +55,18 @@ class Pod:
     def group(self, container: str, controller: str = "memory") -> Path:
         """The container's control group. Raises FileNotFoundError while it does not run."""
         container_id = self.container(container)["containerID"].rpartition("/")[2]
-        return groups.of_container(self._node.group, container_id, controller)
+        return groups.of_container(self.node.group, container_id, controller)
 
     def kill(self, container: str) -> None:
         """SIGKILL to all processes of the container; the kubelet starts it again."""
-        self._node.kill_container(self.container(container)["containerID"])
+        self.node.kill_container(self.container(container)["containerID"])
 
     def exec(self, container: str, *argv: str) -> str:
         """Standard output of a command in the container. Raises CalledProcessError."""
-        return self._node.kubectl("exec", "-n", self.namespace, self.name, "-c", container, "--", *argv)
+        return self.node.kubectl("exec", "-n", self.namespace, self.name, "-c", container, "--", *argv)
 
     def logs(self, container: str, *flags: str) -> str:
-        return self._node.kubectl("logs", "-n", self.namespace, self.name, "-c", container, *flags)
+        return self.node.kubectl("logs", "-n", self.namespace, self.name, "-c", container, *flags)
 
     def stats(self) -> Any:
         """What the sidecar says of itself. Raises OSError when it does not answer."""

@@ -38,7 +38,7 @@ def hit(pod, node):
         return answer if answer.num_cached >= LEAST_CACHED else None
 
     pod.reset_engine_cache()
-    return node.wait(ask, 180, 1)
+    return node.wait(ask, 180)
 
 
 def test_hit_from_memory(tiny, cold):

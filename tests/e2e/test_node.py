@@ -56,7 +56,7 @@ def test_limits_are_in_the_control_group_and_follow_a_resize(node, sleeper):
 
 def test_a_container_over_its_limit_is_killed_and_started_again(node, sleeper):
     memory = {"memory": "64Mi"}
-    fill = ["tail", "-c", "200m", "/dev/zero"]
+    fill = ["tail", "/dev/zero"]  # it waits for the end of a line
     look = sleeper("eats", command=fill, resources={"requests": memory, "limits": memory})
 
     def reason():

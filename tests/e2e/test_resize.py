@@ -1,0 +1,83 @@
+"""In-place resize of a running sidecar, by hand, as the kubelet of any cluster does it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from testing.node import groups
+from testing.node.pods import Pod
+
+SECONDS = 180
+PROMPT = [token + 4 for token in random.Random(11).choices(range(256), k=2048)]
+
+
+@pytest.fixture
+def kept(tiny):
+    """The answer to a prompt whose rows are in memory, with nothing left to write."""
+    pod = tiny.ready_pod()
+    answer = pod.complete(PROMPT)
+    tiny.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, SECONDS)
+    return answer
+
+
+def resize(pod: Pod, memory: str) -> None:
+    both = {"requests": {"memory": memory}, "limits": {"memory": memory}}
+    patch = {"spec": {"initContainers": [{"name": "sidecar", "resources": both}]}}
+    api = pod.node.api
+    path = api.path("v1/pods", pod.namespace, f"{pod.name}/resize")
+    api.request("PATCH", path, patch, "application/strategic-merge-patch+json")
+
+
+def test_memory_goes_up_and_down_without_a_restart(tiny, kept):
+    before = tiny.ready_pod()
+    (sidecar,) = (c for c in before.object["spec"]["initContainers"] if c["name"] == "sidecar")
+    declared = sidecar["resources"]["limits"]["memory"]
+    mebibytes = groups.memory_limit(before.group("sidecar")) >> 20
+    assert declared == f"{mebibytes}Mi"
+
+    for memory, limit in ((f"{mebibytes + 400}Mi", mebibytes + 400), (declared, mebibytes)):
+        resize(before, memory)
+
+        def is_done(memory=memory, limit=limit):
+            pod = tiny.pod()
+            told = pod.container("sidecar").get("resources", {}).get("limits", {}).get("memory")
+            return told == memory and groups.memory_limit(pod.group("sidecar")) == limit << 20
+
+        tiny.node.wait(is_done, SECONDS)
+        after = tiny.ready_pod()
+        after.reset_engine_cache()
+        answer = after.complete(PROMPT)
+        assert answer.tokens == kept.tokens
+
+    after = tiny.pod()
+    assert after.uid == before.uid
+    for container in ("sidecar", "engine"):
+        assert after.container(container)["restartCount"] == before.container(container)["restartCount"]
+    assert tiny.wait_condition("Ready")["reason"]
+
+
+def test_memory_below_what_is_in_use_kills_nothing(tiny, kept):
+    """The kubelet leaves the limit where it is, and says so; taking the wish back is enough."""
+    before = tiny.ready_pod()
+    (sidecar,) = (c for c in before.object["spec"]["initContainers"] if c["name"] == "sidecar")
+    resize(before, "16Mi")
+
+    def told():
+        conditions = tiny.pod().object["status"]["conditions"]
+        return next((c for c in conditions if c["type"] == "PodResizeInProgress" and c.get("message")), None)
+
+    assert "memory" in tiny.node.wait(told, SECONDS)["message"]
+    resize(before, sidecar["resources"]["limits"]["memory"])
+
+    def is_over():
+        types = {c["type"] for c in tiny.pod().object["status"]["conditions"] if c["status"] == "True"}
+        return not types & {"PodResizeInProgress", "PodResizePending"}
+
+    tiny.node.wait(is_over, SECONDS)
+    after = tiny.ready_pod()
+    assert after.uid == before.uid
+    assert after.container("sidecar")["restartCount"] == before.container("sidecar")["restartCount"]
+    after.reset_engine_cache()
+    assert after.complete(PROMPT).tokens == kept.tokens
