@@ -20,7 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = example.read_text()
-    has_cluster = "kind: LMCacheCluster" in text
+    has_cluster = "LMCacheCluster" in [found["kind"] for found in yaml.safe_load_all(text)]
     assert main(["render", "-f", str(example)]) == (0 if has_cluster else 2)
     kinds = [rendered["kind"] for rendered in yaml.safe_load_all(capsys.readouterr().out)]
     assert kinds == (
@@ -45,9 +45,32 @@ def test_examples_bring_the_secrets_that_they_need(example: Path, capsys: pytest
     """Else the first thing a user tries waits for ever."""
     texts = [file.read_text() for file in example.parent.glob("*.yaml")]
     objects = [found for text in texts for found in yaml.safe_load_all(text)]
-    made = {found["metadata"]["name"] for found in objects if found["kind"] == "Secret"}
     main(["render", "-f", str(example)])
-    assert set(re.findall(r"secretName: (\S+)", capsys.readouterr().out)) <= made
+    rendered = capsys.readouterr().out
+    for kind, field in (("Secret", "secretName"), ("PersistentVolumeClaim", "claimName")):
+        made = {found["metadata"]["name"] for found in objects if found["kind"] == kind}
+        assert set(re.findall(rf"{field}: (\S+)", rendered)) <= made
+
+
+def test_the_example_of_monitoring_finds_the_pods(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = yaml.safe_load((ROOT / "examples" / "monitoring.yaml").read_text())["spec"]
+    main(["render", "-f", str(ROOT / "examples" / "qwen3-0.6b.yaml")])
+    objects = {found["kind"]: found for found in yaml.safe_load_all(capsys.readouterr().out)}
+    template = objects["StatefulSet"]["spec"]["template"]
+    assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert set(monitor["podTargetLabels"]) <= template["metadata"]["labels"].keys()
+    containers = template["spec"]["containers"] + template["spec"]["initContainers"]
+    ports = {port["name"] for container in containers for port in container.get("ports", ())}
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} <= ports
+
+
+def test_the_example_of_autoscaling_scales_the_cluster() -> None:
+    cluster, hpa = (
+        yaml.safe_load((ROOT / "examples" / "autoscaling" / name).read_text())
+        for name in ("cluster.yaml", "hpa.yaml")
+    )
+    target = {key: cluster[key] for key in ("apiVersion", "kind")} | {"name": cluster["metadata"]["name"]}
+    assert hpa["spec"]["scaleTargetRef"] == target
 
 
 def test_render_takes_the_settings_of_run(capsys: pytest.CaptureFixture[str]) -> None:
