@@ -22,18 +22,18 @@ _FREE_TO_CHANGE = (
     "startupProbe", "terminationGracePeriodSeconds", "terminationMessagePolicy",
 )  # fmt: skip
 _PLACES = "engine, sidecar and operator look for each other where the operator says"
-_OF_FILE = "it is set by spec.{}"
+_SET_BY = "it is set by spec.{}"
 _RESERVED: dict[str, dict[str, str]] = {
     names.ENGINE: {"VLLM_DP_": ONE_POD},
     names.SIDECAR: {
         **dict.fromkeys(("LMCACHE_ARENA", "LMCACHE_SOCKET", "LMCACHE_CONFIG", "LMCACHE_HTTP_"), _PLACES),
-        "LMCACHE_MEMORY_SIZE": _OF_FILE.format("tiers.memory.size"),
-        "LMCACHE_DISK_": _OF_FILE.format("tiers.disk"),
-        "LMCACHE_ADMIT": _OF_FILE.format("tiers.admit"),
-        "LMCACHE_REMOTE_URL": _OF_FILE.format("tiers.remote"),
-        "LMCACHE_REMOTE_PASSWORD_FILE": _OF_FILE.format("tiers.remote"),
-        "LMCACHE_REMOTE_USERNAME_FILE": _OF_FILE.format("tiers.remote"),
-        "LMCACHE_TRANSFER": _OF_FILE.format("sidecar.transfer"),
+        "LMCACHE_MEMORY_SIZE": _SET_BY.format("tiers.memory.size"),
+        "LMCACHE_DISK_": _SET_BY.format("tiers.disk"),
+        "LMCACHE_ADMIT": _SET_BY.format("tiers.admit"),
+        "LMCACHE_REMOTE_URL": _SET_BY.format("tiers.remote"),
+        "LMCACHE_REMOTE_PASSWORD_FILE": _SET_BY.format("tiers.remote"),
+        "LMCACHE_REMOTE_USERNAME_FILE": _SET_BY.format("tiers.remote"),
+        "LMCACHE_TRANSFER": _SET_BY.format("sidecar.transfer"),
         "LMCACHE_STAY_UP": "a sidecar that ends takes its pod out of service",
     },
 }
