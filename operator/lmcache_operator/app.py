@@ -32,8 +32,8 @@ from lmcache_operator.stats import StatsClient
 
 logger = logging.getLogger(__name__)
 
-_NUM_WORKERS = 16
-"""Clusters reconciled at the same time."""
+_NUM_WORKERS = 8
+"""Clusters reconciled at the same time. More make no more in a second, and each takes longer."""
 _MAX_RUN_SECONDS = 300.0
 """A reconciliation that takes longer than this hangs: single calls time out after half a minute."""
 _DEFINITION_SECONDS = 1.0

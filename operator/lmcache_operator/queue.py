@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 BACKOFF = Backoff(0.5, 60.0, jitter=0.5)
 """Before a key whose work failed is worked on again."""
+NUM_RESERVED = 4
+"""Workers beside the others that keys whose version changed may have, so that work that hangs or is long does
+not hold them up."""
 
 
 class _Rank(enum.IntEnum):
@@ -86,6 +89,7 @@ class KeyedQueue(Generic[Key]):
             # Not the first that is heard of it: a child may have been heard of before.
             lane.rank = lane.rank if lane.version is None else _Rank.CHANGED
             lane.version = version
+            self._start_next()
         lane.wakeup.set()
 
     def longest_run_seconds(self) -> float:
@@ -129,21 +133,24 @@ class KeyedQueue(Generic[Key]):
     async def _turn(self, lane: _Lane) -> AsyncIterator[None]:
         """One of the workers, as soon as it is this lane's turn."""
         loop = asyncio.get_running_loop()
-        if self._num_free:
-            self._num_free -= 1
-        else:
-            lane.turn = loop.create_future()
-            self._waiting.append(lane)
-            await lane.turn  # cancelled by `close` alone, after which nobody's turn comes
+        lane.turn = loop.create_future()
+        self._waiting.append(lane)
+        self._start_next()
+        await lane.turn  # cancelled by `close` alone, after which nobody's turn comes
         lane.rank, lane.started = _Rank.USUAL, loop.time()
         yield
         lane.started = None
-        if self._waiting:
-            following = min(self._waiting, key=lambda waiting: waiting.rank)  # the first one of equals
+        self._num_free += 1
+        self._start_next()
+
+    def _start_next(self) -> None:
+        if not self._waiting:
+            return
+        following = min(self._waiting, key=lambda waiting: waiting.rank)  # the first one of equals
+        if self._num_free > (-NUM_RESERVED if following.rank is _Rank.CHANGED else 0):
+            self._num_free -= 1
             self._waiting.remove(following)
             following.turn.set_result(None)
-        else:
-            self._num_free += 1
 
 
 def _log_failure(key: object, error: Exception, delay: float) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_operator.errors import OperatorError
-from lmcache_operator.queue import BACKOFF, KeyedQueue
+from lmcache_operator.queue import BACKOFF, NUM_RESERVED, KeyedQueue
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def test_no_wake_up_is_lost(
             num_runs += 1
             assert key not in running, "one key, two runs at a time"
             running.append(key)
-            assert len(running) <= num_workers
+            assert len(running) <= num_workers + NUM_RESERVED
             starts[key].append(now())
             is_failing = num_runs in failing
             await asyncio.sleep(work_seconds)
@@ -122,6 +122,37 @@ def test_who_is_changed_comes_first_then_who_is_new() -> None:
         return runs
 
     assert run(scenario()) == ["a", "b", "c", "new-1", "c", "new-2", "a", "b", "c", "a"]
+
+
+def test_a_changed_key_does_not_wait_for_work_that_hangs() -> None:
+    async def scenario() -> list[str]:
+        starts: list[str] = []
+
+        async def work(key: str) -> float:
+            starts.append(key)
+            await asyncio.sleep(1000 if key.startswith("hanging") and starts.count(key) > 1 else 0)
+            return 5000.0
+
+        queue = KeyedQueue(work, num_workers=2)
+        keys = ("hanging-1", "hanging-2", "waiting", "changed")
+        for key in keys:
+            queue.wake(key, version=1)
+        await asyncio.sleep(10)
+        starts.clear()
+        for key in ("hanging-1", "hanging-2", "waiting"):
+            starts.append(key)
+            queue.wake(key, version=1)
+        await asyncio.sleep(10)
+        starts.clear()
+        queue.wake("changed", version=1)
+        await asyncio.sleep(10)
+        assert starts == []
+        queue.wake("changed", version=2)
+        await asyncio.sleep(10)
+        await queue.close()
+        return starts
+
+    assert run(scenario()) == ["changed"]
 
 
 def test_a_burst_of_wake_ups_makes_one_run() -> None:
