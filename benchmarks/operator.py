@@ -37,10 +37,10 @@ NUM_EDITED, NUM_ROLLED = 10, 20
 """Clusters that are changed while the others are made; pods of the one whose image is changed."""
 PODS_PER_NODE = 200
 IDLE_SECONDS = 60.0
-RESYNC_MINUTES = 10.0
+RESYNC_MINUTES = 15.0
 READY_SECONDS = 5
 """What a rolled pod takes to get ready."""
-NUM_LANES = 16
+NUM_LANES = 8
 """Clusters worked on at the same time, as in the operator."""
 REQUESTS = "lmcache_operator_api_requests_total"
 APPLIED = 'lmcache_operator_writes_total{what="apply"}'

@@ -21,13 +21,12 @@ async def observe(
     """Everything but what sidecars say: they are asked when what is due has been done."""
     namespace, name, uid = (resource["metadata"][key] for key in ("namespace", "name", "uid"))
     refs = component.refs(name)
-    found, pods = await asyncio.gather(
-        asyncio.gather(*(api.get(BY_NAME[ref.kind], namespace, ref.name) for ref in refs)),
-        api.find(POD, namespace, labelSelector=selector_text(name, component.name)),
-    )
+    found = await asyncio.gather(*(api.get(BY_NAME[ref.kind], namespace, ref.name) for ref in refs))
     live = {ref: child for ref, child in zip(refs, found, strict=True) if child is not None}
     own = {ref: child for ref, child in live.items() if controller_uid(child) == uid}
-    owners = {child["metadata"]["uid"] for child in own.values()}
+    owners = {child["metadata"]["uid"] for ref, child in own.items() if ref.kind == "StatefulSet"}
+    labels = selector_text(name, component.name)
+    pods = await api.find(POD, namespace, labelSelector=labels) if owners else ()
     observed = Observed(
         resource=resource,
         children=own,

@@ -28,7 +28,7 @@ from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
 
 logger = logging.getLogger(__name__)
 
-_RESYNC_SECONDS = 600.0
+_RESYNC_SECONDS = 900.0
 """Every cluster is reconciled this often even when nothing was reported about it."""
 _WAIT = Backoff(base=5.0, cap=60.0)
 """Until the next try at what nobody reports: why a pod is not ready, a budget that frees up, a refusal."""

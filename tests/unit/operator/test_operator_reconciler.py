@@ -81,7 +81,7 @@ def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
     assert bench.ready() == ("True", "1 of 1 engine pods are ready")
     seconds = bench.reconcile()
     assert seconds is not None
-    assert 500 < seconds < 700
+    assert 800 < seconds < 1000
 
 
 def test_a_restart_writes_nothing() -> None:
@@ -137,7 +137,8 @@ def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() 
 @pytest.mark.parametrize("call", ["get Service", "find Pod", "apply Service", "apply StatefulSet", "evict"])
 def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: str) -> None:
     bench = Bench()
-    if call == "evict":
+    is_made = call in ("evict", "find Pod")
+    if is_made:
         bench.settle()
         bench.world.change(engine={"args": ["--new"]})
         bench.reconcile()
@@ -149,7 +150,7 @@ def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: st
     assert "failed calling webhook" in bench.ready()[1]
     assert ("Warning", "ApiError") in bench.world.told
     if call != "apply StatefulSet":  # what comes after it, where it can be done
-        assert (STATEFUL_SET in bench.world.objects) is call.startswith(("apply", "evict"))
+        assert (STATEFUL_SET in bench.world.objects) is (is_made or call.startswith("apply"))
     bench.world.failures.clear()
     bench.settle()
     assert bench.ready()[0] == "True"
@@ -166,6 +167,7 @@ def test_a_failure_that_goes_away_is_not_told() -> None:
 
 def test_a_fault_of_the_operator_is_told_too() -> None:
     bench = Bench()
+    bench.settle()
     bench.world.failures["find Pod"] = RecursionError("too deep")
     for _ in range(2):
         with pytest.raises(RecursionError):
