@@ -48,6 +48,7 @@ spec:
     chunkTokens: 256
     payload: ImageVolume
     transfer: CudaIPC
+  images: {policy: Follow}
   tiers:
     memory: {size: 256Gi}
     disk: {size: 2Ti, storageClassName: local-nvme}

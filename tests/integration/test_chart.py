@@ -1,9 +1,11 @@
 """The chart, installed by Helm into a real API server: what it makes, may do, and leaves behind."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -45,8 +47,20 @@ def fresh() -> Iterator[Cluster]:
         yield plane
 
 
-def test_install_use_uninstall_keeps_what_users_made(fresh):
-    notes = fresh.helm("install", "cache", CHART, "--namespace", "system", "--create-namespace")
+def earlier_chart(folder: Path) -> Path:
+    """The chart of a version whose definition lacks a field."""
+    chart = Path(shutil.copytree(CHART, folder / "chart"))
+    (definition,) = (chart / "files" / "crds").iterdir()
+    crd = yaml.safe_load(definition.read_text())
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del spec["properties"]["images"]
+    definition.write_text(yaml.safe_dump(crd))
+    return chart
+
+
+def test_install_upgrade_uninstall_keeps_what_users_made(fresh, tmp_path):
+    earlier = earlier_chart(tmp_path)
+    notes = fresh.helm("install", "cache", earlier, "--namespace", "system", "--create-namespace")
     assert "kubectl -n system rollout status deployment/cache-lmcache-operator" in notes
     assert "keeps the LMCacheCluster definition" in notes
 
@@ -57,7 +71,10 @@ def test_install_use_uninstall_keeps_what_users_made(fresh):
     fresh.wait(is_served)
     fresh.kubectl("apply", "--filename", EXAMPLE)
     made = fresh.api.get(CLUSTERS, NAME, "default")["metadata"]
+    assert "images" not in fresh.kubectl("explain", "lmcacheclusters.spec")
     fresh.helm("upgrade", "cache", CHART, "--namespace", "system", "--set", "image.tag=0.1.1")
+    fresh.wait(lambda: "images" in fresh.kubectl("explain", "lmcacheclusters.spec"))
+    assert fresh.api.get(CLUSTERS, NAME, "default")["metadata"]["uid"] == made["uid"]
     fresh.helm("uninstall", "cache", "--namespace", "system", "--wait")
     assert fresh.api.get(CLUSTERS, NAME, "default")["metadata"]["uid"] == made["uid"]
     assert fresh.api.find(CRD_KIND, CRD) is not None

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from testing.kube.api import Object
+from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, example
 
 pytestmark = pytest.mark.kube
@@ -18,6 +19,19 @@ def images_of(pod: Object) -> list[str]:
     return [
         container["image"] for kind in ("containers", "initContainers") for container in pod["spec"][kind]
     ]
+
+
+def uids(plane: Cluster, namespace: str) -> list[str]:
+    found = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
+    return sorted(pod["metadata"]["uid"] for pod in found)
+
+
+def is_seen(plane: Cluster, namespace: str) -> bool:
+    """Whether the cluster is Ready as it is declared now."""
+    resource = plane.api.get(CLUSTERS, NAME, namespace)
+    conditions = resource.get("status", {}).get("conditions", [])
+    ready = [c["observedGeneration"] for c in conditions if (c["type"], c["status"]) == ("Ready", "True")]
+    return ready == [resource["metadata"]["generation"]]
 
 
 def test_clusters_move_to_the_present_default_images_when_they_are_told(plane, operator, namespace):
@@ -38,10 +52,21 @@ def test_clusters_move_to_the_present_default_images_when_they_are_told(plane, o
     plane.wait(lambda: runs(EARLIER))
     live = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)
     assert json.loads(live["metadata"]["annotations"][RECORDED]) == EARLIER
-    # The guide's command.
-    selector = "--selector=app.kubernetes.io/managed-by=lmcache-operator"
-    plane.kubectl("annotate", "statefulsets", "--namespace", namespace, selector, f"{RECORDED}-")
-    plane.wait(lambda: runs(STOCK_IMAGES))
+
+    def in_use() -> Object:
+        status: Object = plane.api.get(CLUSTERS, NAME, namespace)["status"]["images"]
+        return status
+
+    told = in_use()
+    assert f"engine {STOCK_IMAGES['engine']}, sidecar {STOCK_IMAGES['sidecar']}" in told.pop("message")
+    assert told == EARLIER
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"images": {"policy": "Follow"}}}, namespace)
+    plane.wait(lambda: runs(STOCK_IMAGES), 60)
+    plane.wait(lambda: in_use() == STOCK_IMAGES)
+    before = uids(plane, namespace)
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"images": {"policy": "Keep"}}}, namespace)
+    plane.wait(lambda: is_seen(plane, namespace))
+    assert uids(plane, namespace) == before
 
 
 def test_naming_the_image_that_is_there_already_replaces_no_pod(plane, operator, namespace):
@@ -49,20 +74,9 @@ def test_naming_the_image_that_is_there_already_replaces_no_pod(plane, operator,
 
     plane.api.create(CLUSTERS, example(), namespace)
 
-    def pods() -> list[str]:
-        found = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
-        return sorted(pod["metadata"]["uid"] for pod in found)
-
-    def seen() -> bool:
-        resource = plane.api.get(CLUSTERS, NAME, namespace)
-        status = resource.get("status", {})
-        ready = [c for c in status.get("conditions", []) if c["type"] == "Ready" and c["status"] == "True"]
-        generation = resource["metadata"]["generation"]
-        return bool(ready) and status["observedGeneration"] == ready[0]["observedGeneration"] == generation
-
-    plane.wait(seen)
-    before = pods()
+    plane.wait(lambda: is_seen(plane, namespace))
+    before = uids(plane, namespace)
     images = {"engine": {"image": STOCK_IMAGES["engine"]}, "sidecar": {"image": STOCK_IMAGES["sidecar"]}}
     plane.api.patch(CLUSTERS, NAME, {"spec": images}, namespace)
-    plane.wait(seen)
-    assert pods() == before
+    plane.wait(lambda: is_seen(plane, namespace))
+    assert uids(plane, namespace) == before

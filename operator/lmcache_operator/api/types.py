@@ -316,12 +316,25 @@ class Tiers(Part):
         return self.external.auth_secret_ref if self.external else None
 
 
+class ImageDefaults(Part):
+    """The images of containers for which no ``image`` field names one."""
+
+    policy: str = field(
+        "Keep: those that the operator had when the cluster was made, so that its upgrade replaces no pod. "
+        "Follow: those of the present operator; when it is upgraded, pods are replaced one at a time. A "
+        "change to Follow and back moves the cluster to the present ones once.",
+        default="Keep",
+        enum=["Keep", "Follow"],
+    )
+
+
 class Spec(Part):
     """What an LMCacheCluster should be."""
 
     model: Model = field("What the engine serves.")
     engine: Engine = field("The inference engine.", default={})
     sidecar: Sidecar = field("The cache beside each engine.", default={})
+    images: ImageDefaults = field("Images where no field names one.", default={})
     tiers: Tiers = field("Where KV is kept.")
 
 
@@ -345,6 +358,14 @@ class TransferStatus(Part):
     message: str | None = field("The same for people.")
 
 
+class ImagesStatus(Part):
+    """Images that new pods get."""
+
+    engine: str | None = field("Of the engine.")
+    sidecar: str | None = field("Of the sidecar, and of the client in the engine.")
+    message: str | None = field("Which other images the operator has as its defaults, and how to get them.")
+
+
 class Status(Part):
     """What the operator sees."""
 
@@ -352,5 +373,6 @@ class Status(Part):
     replicas: int | None = field("Engine pods that exist.")
     ready_replicas: int | None = field("Engine pods that are Ready.")
     selector: str | None = field("Label selector of the engine pods, for autoscalers.")
+    images: ImagesStatus | None = field("Images that new pods get.")
     transfer: TransferStatus | None = field("Who copies KV out of the GPUs.")
     conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _RESYNC_SECONDS = 900.0
 """Every cluster is reconciled this often even when nothing was reported about it."""
+_ALWAYS_KNOWN = ("conditions", "observedGeneration", "readyReplicas", "replicas", "selector")
+"""Fields of the status in every version of the LMCacheCluster definition."""
 _WAIT = Backoff(base=5.0, cap=60.0)
 """Until the next try at what nobody reports: why a pod is not ready, a budget that frees up, a refusal."""
 
@@ -137,7 +139,14 @@ class Reconciler:
         if status != before:
             metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
             header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
-            await self._api.apply_status({**header, "status": status})
+            try:
+                await self._api.apply_status({**header, "status": status})
+            except RefusedError as error:  # conditions are told also where the definition is an older one
+                logger.warning(
+                    "%s: is the LMCacheCluster definition older than this operator? %s", key, error
+                )
+                kept = {field: status[field] for field in _ALWAYS_KNOWN if field in status}
+                await self._api.apply_status({**header, "status": kept})
             metrics.WRITES.labels("status").inc()
         await self._post(key, resource, events(before, changed), now)
         return bool(changed)

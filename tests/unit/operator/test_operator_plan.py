@@ -71,6 +71,35 @@ def test_a_field_we_no_longer_render_is_taken_back() -> None:
     assert [o["kind"] for o in plan(observe(world), IMAGES).apply] == ["StatefulSet"]
 
 
+def test_clusters_that_follow_the_operator_get_its_images_one_pod_at_a_time() -> None:
+    newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
+    world = settled_world(engine={"replicas": 2})
+    told = plan(observe(world), newer).fields["images"]
+    assert {name: told[name] for name in IMAGES} == IMAGES
+    assert told["message"].startswith("the operator's defaults are engine vllm:next, sidecar sidecar:next")
+    world.change(images={"policy": "Follow"})
+    assert is_empty(plan(observe(world), IMAGES)), "the wish alone replaces no pod"
+    carry_out(world, plan(observe(world), newer))
+    assert names(plan(observe(world), newer).evict) == ["demo-engine-0"]
+    for _ in range(3):
+        carry_out(world, plan(observe(world), newer))
+    world.change(images={"policy": "Keep"})
+    for images in (newer, IMAGES):  # also when the operator is downgraded
+        due = plan(observe(world), images)
+        assert is_empty(due)
+        assert {name: due.fields["images"][name] for name in newer} == newer
+    assert {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()} == {"vllm:next"}
+
+
+def test_an_image_that_is_named_stays_whatever_is_followed() -> None:
+    newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
+    named = {"engine": {"image": "e:1"}, "sidecar": {"image": "s:1"}}
+    world = settled_world(images={"policy": "Follow"}, **named)
+    due = plan(observe(world), newer)
+    assert due.fields["images"] == {"engine": "e:1", "sidecar": "s:1"}
+    assert not due.num_outdated
+
+
 def test_an_upgrade_of_the_operator_changes_no_image_of_a_cluster_that_exists() -> None:
     world = settled_world()
     newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}

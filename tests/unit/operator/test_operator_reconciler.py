@@ -156,6 +156,45 @@ def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: st
     assert bench.ready()[0] == "True"
 
 
+def test_conditions_are_told_under_an_older_definition_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    apply_status = bench.world.apply_status
+
+    async def refuse_what_is_new(wanted: dict[str, Any]) -> None:
+        if unknown := wanted["status"].keys() - {
+            "conditions",
+            "observedGeneration",
+            "replicas",
+            "readyReplicas",
+            "selector",
+        }:
+            raise RefusedError("apply", f".status.{min(unknown)}: field not declared in schema")
+        await apply_status(wanted)
+
+    monkeypatch.setattr(bench.world, "apply_status", refuse_what_is_new)
+    bench.reconcile()
+    bench.world.run_stateful_sets()
+    bench.reconcile()
+    assert bench.ready()[0] == "True"
+
+
+@pytest.mark.parametrize("engine", ["text", 7, ["x"], {"replicas": "many"}, {"replicas": None}, None])
+@pytest.mark.parametrize("has_pods", [False, True])
+def test_a_spec_of_wrong_types_is_told_and_leaves_pods_alone(engine: Any, has_pods: bool) -> None:
+    """As an older definition may have let them through."""
+    bench = Bench()
+    if has_pods:
+        bench.settle()
+    bench.world.resource["spec"]["engine"] = engine
+    bench.reconcile()
+    if engine in (None, {"replicas": None}):
+        assert "InvalidSpec" not in str(bench.world.resource["status"])
+        return
+    assert ("Warning", "InvalidSpec") in bench.world.told
+    assert bench.ready()[1].startswith("spec.engine")
+    assert not any(write.startswith(("apply", "delete", "evict")) for write in bench.writes)
+
+
 def test_a_failure_that_goes_away_is_not_told() -> None:
     bench = Bench()
     bench.settle()

@@ -74,7 +74,8 @@ class Engine(Component):
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Before anything, the images that the StatefulSet was made with."""
         live = observed.children.get(Ref("StatefulSet", names.engine_name(cluster.name)))
-        wanted = self.render(cluster, context._replace(images=_default_images(live, context.images)))
+        images = _default_images(cluster, live, context.images)
+        wanted = self.render(cluster, context._replace(images=images))
         due, stateful_set = differences(wanted, observed), wanted[-1]
         template = stateful_set["spec"]["template"]
         others = [pod for pod in observed.pods if not is_outdated(pod, template)]
@@ -85,9 +86,12 @@ class Engine(Component):
             evict=() if ref_of(stateful_set) in due.lost else next_eviction(live, observed.pods, template),
             num_outdated=len(observed.pods) - len(others),
             note=f"{num_former} {_FORMER_SIZE}" if num_former else "",
-            fields=transfer_fields(
-                cluster.spec.sidecar.transfer, planned_transfer(cluster, context.allow_all_gpus)
-            ),
+            fields={
+                "images": _images_in_use(cluster, images, context.images),
+                **transfer_fields(
+                    cluster.spec.sidecar.transfer, planned_transfer(cluster, context.allow_all_gpus)
+                ),
+            },
         )
 
     def status(self, observed: Observed, plan: Plan) -> Status:
@@ -106,19 +110,30 @@ def _sizes(pod_or_template: Object) -> list[str]:
     ]
 
 
-def _default_images(stateful_set: Object | None, images: Images) -> Images:
+def _default_images(cluster: Cluster, stateful_set: Object | None, images: Images) -> Images:
     """The images that stand in where the user names none.
 
     They are recorded when the StatefulSet is made, so that an upgrade of the operator changes no image of a
-    cluster that exists.
+    cluster that exists, unless its user wants it to.
     """
-    if stateful_set is None:
+    if stateful_set is None or cluster.spec.images.policy == "Follow":
         return images
     try:
         recorded = json.loads(names.annotations_of(stateful_set).get(names.DEFAULT_IMAGES, "{}"))
         return images | {name: recorded[name] for name in images if isinstance(recorded.get(name), str)}
     except (ValueError, AttributeError):
         return images  # edited by hand: written again
+
+
+def _images_in_use(cluster: Cluster, recorded: Images, present: Images) -> Object:
+    """``status.images``, with a sentence where the operator has others by now."""
+    used, others = resolved_images(cluster, recorded), resolved_images(cluster, present)
+    found = [f"{name} {image}" for name, image in others.items() if image != used[name]]
+    remedy = "spec.images.policy: Follow takes them"
+    return {
+        **used,
+        **({"message": f"the operator's defaults are {', '.join(found)}; {remedy}"} if found else {}),
+    }
 
 
 def resolved_images(cluster: Cluster, default_images: Images) -> Images:

@@ -32,6 +32,7 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
     count = f"{num_ready} of {desired} engine pods are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
     of_sidecars, transfer = _of_sidecars(observed), _transfer(observed, plan)
+    known = {"images": plan.fields.get("images") or _former(observed, "images"), "transfer": transfer}
     troubles = [condition for condition in of_sidecars.values() if condition.status == "False"]
     return Status(
         summary=summary,
@@ -46,7 +47,7 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
             "readyReplicas": num_ready,
             "replicas": num_pods,
             "selector": selector_text(observed.name, ENGINE),
-            **({"transfer": transfer} if transfer else {}),
+            **{field: value for field, value in known.items() if value},
         },
     )
 
@@ -60,12 +61,17 @@ def _num_desired(observed: Observed, plan: Plan) -> int:
     return 1 if replicas is None else int(replicas)
 
 
+def _former(observed: Observed, field: str) -> Object:
+    """What the status says at present."""
+    return dict((observed.resource.get("status") or {}).get(field) or {})
+
+
 def _transfer(observed: Observed, plan: Plan) -> Object:
     """As it was while nothing is known of it: the spec is invalid, or no sidecar was asked."""
-    former = (observed.resource.get("status") or {}).get("transfer") or {}
+    former = _former(observed, "transfer")
     planned = plan.fields.get("transfer")
     if planned is None or (observed.probed is None and former):
-        return dict(former)
+        return former
     return transfer_in_use(planned, observed.probed.sidecars if observed.probed else ())
 
 
