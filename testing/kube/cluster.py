@@ -38,6 +38,7 @@ HERE = Path(__file__).resolve().parent
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok", "kubectl", "helm")
 CRDS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 PREFIX = "lmcache-kube-"
+_LOG_LINES = 15
 FAKE_NODE = "kwok.x-k8s.io/node"
 NODE_CAPACITY = {
     "cpu": "64", "memory": "1Ti", "pods": "250", "ephemeral-storage": "8Ti", "nvidia.com/gpu": "8",
@@ -82,7 +83,9 @@ class Cluster:
     def __enter__(self) -> Cluster:
         try:
             self._start()
-        except BaseException:
+        except BaseException as error:
+            for component in self.components.values():  # whose logs are gone in a moment
+                error.add_note("\n".join([f"{component.name}:", *component.log.splitlines()[-_LOG_LINES:]]))
             self.stop()
             raise
         return self
