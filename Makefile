@@ -29,7 +29,7 @@ e2e: setup ## the chart, the operator and engines as pods of a real kubelet (roo
 	@$(PY) -m testing.node
 	@$(PY) -m tools.kube.binaries $$($(PY) -c 'from testing.node.cluster import PROGRAMS; print(*PROGRAMS)')
 	@$(PY) -m tools.images
-	@$(PY) -m testing.node $(PY) -m pytest -q tests/e2e
+	@$(PY) -m testing.node $(PY) -m pytest -v --durations=8 tests/e2e
 
 test-fast: setup ## the part that needs none of them, in under a minute
 	@$(PY) -m pytest -q tests/unit
