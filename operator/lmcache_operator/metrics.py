@@ -22,5 +22,11 @@ WRITES = Counter(
     ["what"],
 )
 CLUSTERS = Gauge("lmcache_operator_clusters", "LMCacheClusters being reconciled.")
+CONDITION = Gauge(
+    "lmcache_operator_cluster_condition",
+    "Ready and Degraded of each LMCacheCluster: 1 True, 0 False, -1 Unknown.",
+    ["namespace", "name", "condition"],
+)
+CONDITION_VALUES = {"True": 1, "False": 0, "Unknown": -1}
 BUILD_INFO = Gauge("lmcache_operator_build_info", "1, with the version.", ["version"])
 BUILD_INFO.labels(version=__version__).set(1)

@@ -116,6 +116,27 @@ def test_definition_goes_with_the_release_if_it_is_not_kept(plane):
     assert "CustomResourceDefinition" not in {obj["kind"] for obj in rendered(plane, "crds.enabled=false")}
 
 
+def test_monitoring_is_made_where_it_is_asked_for(plane):
+    assert not [obj for obj in rendered(plane) if "monitoring" in obj["apiVersion"]]
+    flags = ["monitoring.enabled=true", "monitoring.labels.team=search", "monitoring.dashboard.enabled=true"]
+    made = {(obj["kind"], obj["metadata"]["name"]): obj for obj in rendered(plane, *flags)}
+    name = "release-lmcache-operator"
+    operator, sidecars = made["PodMonitor", name], made["PodMonitor", f"{name}-sidecars"]
+    assert operator["metadata"]["labels"]["team"] == "search"
+    labels = made["Deployment", name]["spec"]["template"]["metadata"]["labels"]
+    assert operator["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert sidecars["spec"]["namespaceSelector"] == {"any": True}
+    (group,) = made["PrometheusRule", name]["spec"]["groups"]
+    runbooks = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in group["rules"]}
+    assert len(runbooks) == 8
+    assert all(url.endswith(f"/docs/runbooks/{alert}.md") for alert, url in runbooks.items())
+    assert any("{{ $labels.pod }}" in rule["annotations"]["summary"] for rule in group["rules"])
+    json.loads(made["ConfigMap", f"{name}-dashboard"]["data"]["lmcache.json"])
+    listed = rendered(plane, *flags, "watchNamespaces={a,b}")
+    (sidecars,) = [obj for obj in listed if obj["metadata"]["name"] == f"{name}-sidecars"]
+    assert sidecars["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+
+
 def test_pod_is_admitted_where_only_restricted_pods_are(plane):
     with new_namespace(plane, "strict", **{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
         plane.helm("install", "strict", CHART, "--namespace", namespace, "--set", "crds.enabled=false")

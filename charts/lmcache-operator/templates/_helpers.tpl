@@ -23,6 +23,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
+{{- define "lmcache-operator.monitoringLabels" -}}
+{{- include "lmcache-operator.labels" . }}
+{{- with .Values.monitoring.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- define "lmcache-operator.serviceAccountName" -}}
 {{- $default := ternary (include "lmcache-operator.fullname" .) "default" .Values.serviceAccount.create }}
 {{- default $default .Values.serviceAccount.name }}

@@ -32,6 +32,8 @@ _RESYNC_SECONDS = 900.0
 """Every cluster is reconciled this often even when nothing was reported about it."""
 _ALWAYS_KNOWN = ("conditions", "observedGeneration", "readyReplicas", "replicas", "selector")
 """Fields of the status in every version of the LMCacheCluster definition."""
+_MEASURED = ("Ready", "Degraded")
+"""Conditions that are metrics, too, for alerts."""
 _WAIT = Backoff(base=5.0, cap=60.0)
 """Until the next try at what nobody reports: why a pod is not ready, a budget that frees up, a refusal."""
 
@@ -84,6 +86,8 @@ class Reconciler:
             resource = await self._api.get(CLUSTER, key.namespace, key.name)
             if resource is None or resource["metadata"]["uid"] != key.uid:
                 self._memories.pop(key.uid, None)
+                for kind in _MEASURED if resource is None else ():
+                    metrics.CONDITION.remove(key.namespace, key.name, kind)
                 return None
             if "deletionTimestamp" in resource["metadata"]:
                 return None
@@ -136,6 +140,10 @@ class Reconciler:
         """Write the status if it is news; whether more has changed than figures."""
         before = resource.get("status") or {}
         changed = news(before, status)
+        for condition in status.get("conditions") or ():
+            if condition["type"] in _MEASURED:
+                measured = metrics.CONDITION.labels(key.namespace, key.name, condition["type"])
+                measured.set(metrics.CONDITION_VALUES[condition["status"]])
         if status != before:
             metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
             header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}

@@ -10,6 +10,7 @@ import kopf
 import pytest
 from aiohttp import ClientSession
 from kopf._core.engines.probing import health_reporter
+from lmcache_operator import metrics
 from lmcache_operator.app import build_registry, owner_key
 from lmcache_operator.components import COMPONENTS, kinds_of
 from lmcache_operator.components.base import Context
@@ -82,6 +83,21 @@ def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
     seconds = bench.reconcile()
     assert seconds is not None
     assert 800 < seconds < 1000
+
+
+def test_conditions_are_metrics_until_the_cluster_is_gone() -> None:
+    def measured() -> dict[str, float]:
+        samples = metrics.CONDITION.collect()[0].samples
+        return {s.labels["condition"]: s.value for s in samples if s.labels["name"] == NAME}
+
+    bench = Bench()
+    bench.reconcile()
+    assert measured() == {"Ready": 0, "Degraded": 0}
+    bench.settle()
+    assert measured() == {"Ready": 1, "Degraded": 0}
+    bench.world.resource = cast(Any, None)
+    bench.reconcile()
+    assert measured() == {}
 
 
 def test_a_restart_writes_nothing() -> None:

@@ -1,0 +1,76 @@
+"""Alerts, dashboard and runbooks speak of what there is: figures, reasons and each other."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+from lmcache_operator import metrics as operator_metrics
+from lmcache_operator.components.reasons import Expected, Trouble
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = ROOT / "charts" / "lmcache-operator" / "files"
+RUNBOOKS = ROOT / "docs" / "runbooks"
+ALERTS = {alert["name"]: alert for alert in yaml.safe_load((FILES / "alerts.yaml").read_text())["alerts"]}
+DASHBOARD = json.loads((FILES / "dashboard.json").read_text())
+EXPRESSIONS = [
+    *(alert["expr"] for alert in ALERTS.values()),
+    *(target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]),
+]
+
+
+def figures() -> set[str]:
+    """All that sidecars and operator export."""
+    sidecars = re.findall(r"`(lmcache_\w+)`", (ROOT / "docs" / "reference" / "stats.md").read_text())
+    registry = CollectorRegistry()
+    for metric in vars(operator_metrics).values():
+        if isinstance(metric, MetricWrapperBase):
+            registry.register(metric)
+    operators = {name for metric in registry._collector_to_names.values() for name in metric}
+    return {*sidecars, *operators, "lmcache_request_seconds_bucket"}
+
+
+def test_every_reason_and_every_alert_has_a_page_and_no_page_is_for_nothing() -> None:
+    pages = {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"}
+    assert pages == {*typing.get_args(Trouble), *ALERTS}
+
+
+def test_the_list_of_runbooks_is_complete() -> None:
+    text = (RUNBOOKS / "README.md").read_text()
+    assert set(re.findall(r"\[\w+\]\((\w+)\.md\)", text)) == {*typing.get_args(Trouble), *ALERTS}
+    _, _, of_expected = text.partition("Reasons that need nobody")
+    listed = re.findall(r"\w+", " ".join(re.findall(r"^\| ([A-Z][\w, ]+) \|", of_expected, re.MULTILINE)))
+    assert sorted(listed) == sorted(typing.get_args(Expected))
+
+
+@pytest.mark.parametrize("page", sorted(RUNBOOKS.glob("[A-Z]*[a-z].md")), ids=lambda path: path.stem)
+def test_pages_say_what_it_is_how_to_see_it_and_what_to_do(page: Path) -> None:
+    title, *lines = page.read_text().splitlines()
+    assert title == f"# {page.stem}"
+    headings = [line for line in lines if line.startswith("## ")]
+    assert headings == ["## How to see it", "## What to do"]
+    assert len(lines[0]) > 20
+
+
+def test_alerts_and_dashboard_use_figures_that_exist() -> None:
+    used = {name for text in EXPRESSIONS for name in re.findall(r"\blmcache_\w+", text)}
+    assert used - {"lmcache_io_cluster"} <= figures()
+    assert len(used) > 15
+
+
+def test_alerts_are_few_and_complete() -> None:
+    assert 1 <= len(ALERTS) <= 8
+    for alert in ALERTS.values():
+        assert alert.keys() == {"name", "expr", "for", "severity", "summary"}
+        assert alert["severity"] in ("warning", "critical")
+
+
+def test_panels_lie_beside_each_other() -> None:
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in DASHBOARD["panels"]]
+    assert len(set(places)) == len(places) == len({panel["id"] for panel in DASHBOARD["panels"]})
