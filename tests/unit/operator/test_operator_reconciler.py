@@ -10,64 +10,14 @@ import kopf
 import pytest
 from aiohttp import ClientSession
 from kopf._core.engines.probing import health_reporter
-from lmcache_operator import metrics
 from lmcache_operator.app import build_registry, owner_key
 from lmcache_operator.components import COMPONENTS, kinds_of
-from lmcache_operator.components.base import Context
-from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
-from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
-from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref
-from lmcache_operator.specs.names import STOCK_IMAGES
 
-from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
-
-KEY = ClusterKey(NAMESPACE, NAME, UID)
-STATEFUL_SET = Ref("StatefulSet", "demo-engine")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Bench:
-    """A world and a reconciler on it."""
-
-    def __init__(self, **changes: Any) -> None:
-        self.world, self.clock = World(cluster(**changes)), Clock()
-        self.restart()
-
-    def restart(self) -> None:
-        self.reconciler = Reconciler(
-            cast(KubeApi, self.world), Context(STOCK_IMAGES), self.world.ask, monotonic=self.clock
-        )
-
-    def reconcile(self) -> float | None:
-        """Once; what it wrote is in `writes`."""
-        self.world.writes.clear()
-        return asyncio.run(self.reconciler.reconcile(KEY))
-
-    def settle(self) -> None:
-        """Reconciliations and controllers in turn, until nothing is written."""
-        for _ in range(10):
-            self.world.run_stateful_sets()
-            self.reconcile()
-            if not self.writes:
-                return
-        raise AssertionError(f"does not come to rest: {self.writes}")
-
-    @property
-    def writes(self) -> list[str]:
-        return self.world.writes
-
-    def ready(self) -> tuple[str, str]:
-        found = next(c for c in self.world.resource["status"]["conditions"] if c["type"] == "Ready")
-        return found["status"], found["message"]
+from tests.harness.operator_bench import KEY, STATEFUL_SET, Bench
+from tests.harness.operator_model import NAME, NAMESPACE, UID, cluster
 
 
 def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
@@ -83,21 +33,6 @@ def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
     seconds = bench.reconcile()
     assert seconds is not None
     assert 800 < seconds < 1000
-
-
-def test_conditions_are_metrics_until_the_cluster_is_gone() -> None:
-    def measured() -> dict[str, float]:
-        samples = metrics.CONDITION.collect()[0].samples
-        return {s.labels["condition"]: s.value for s in samples if s.labels["name"] == NAME}
-
-    bench = Bench()
-    bench.reconcile()
-    assert measured() == {"Ready": 0, "Degraded": 0}
-    bench.settle()
-    assert measured() == {"Ready": 1, "Degraded": 0}
-    bench.world.resource = cast(Any, None)
-    bench.reconcile()
-    assert measured() == {}
 
 
 def test_a_restart_writes_nothing() -> None:
@@ -138,107 +73,6 @@ def test_a_child_whose_labels_were_removed_is_found_by_its_name() -> None:
     bench.world.edit(Ref("Service", NAME), "metadata", "labels", value={})
     bench.reconcile()
     assert bench.writes == ["apply Service demo"]
-
-
-def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() -> None:
-    bench = Bench()
-    bench.world.failures["apply NetworkPolicy"] = RefusedError("apply", "quota exceeded")
-    waits = [bench.reconcile() for _ in range(7)]
-    assert waits == [5, 10, 20, 40, 60, 60, 60]
-    assert STATEFUL_SET in bench.world.objects
-    assert bench.ready() == ("False", "NetworkPolicy demo-engine: quota exceeded")
-    assert bench.world.told == [("Warning", "Refused"), ("Normal", "Scaling")]
-
-
-@pytest.mark.parametrize("call", ["get Service", "find Pod", "apply Service", "apply StatefulSet", "evict"])
-def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: str) -> None:
-    bench = Bench()
-    is_made = call in ("evict", "find Pod")
-    if is_made:
-        bench.settle()
-        bench.world.change(engine={"args": ["--new"]})
-        bench.reconcile()
-        bench.world.run_stateful_sets()
-    bench.world.failures[call] = UnavailableError(call, "failed calling webhook")
-    for _ in range(2):
-        with pytest.raises(ApiError):
-            bench.reconcile()
-    assert "failed calling webhook" in bench.ready()[1]
-    assert ("Warning", "ApiError") in bench.world.told
-    if call != "apply StatefulSet":  # what comes after it, where it can be done
-        assert (STATEFUL_SET in bench.world.objects) is (is_made or call.startswith("apply"))
-    bench.world.failures.clear()
-    bench.settle()
-    assert bench.ready()[0] == "True"
-
-
-def test_conditions_are_told_under_an_older_definition_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    apply_status = bench.world.apply_status
-
-    async def refuse_what_is_new(wanted: dict[str, Any]) -> None:
-        if unknown := wanted["status"].keys() - {
-            "conditions",
-            "observedGeneration",
-            "replicas",
-            "readyReplicas",
-            "selector",
-        }:
-            raise RefusedError("apply", f".status.{min(unknown)}: field not declared in schema")
-        await apply_status(wanted)
-
-    monkeypatch.setattr(bench.world, "apply_status", refuse_what_is_new)
-    bench.reconcile()
-    bench.world.run_stateful_sets()
-    bench.reconcile()
-    assert bench.ready()[0] == "True"
-
-
-@pytest.mark.parametrize("engine", ["text", 7, ["x"], {"replicas": "many"}, {"replicas": None}, None])
-@pytest.mark.parametrize("has_pods", [False, True])
-def test_a_spec_of_wrong_types_is_told_and_leaves_pods_alone(engine: Any, has_pods: bool) -> None:
-    """As an older definition may have let them through."""
-    bench = Bench()
-    if has_pods:
-        bench.settle()
-    bench.world.resource["spec"]["engine"] = engine
-    bench.reconcile()
-    if engine in (None, {"replicas": None}):
-        assert "InvalidSpec" not in str(bench.world.resource["status"])
-        return
-    assert ("Warning", "InvalidSpec") in bench.world.told
-    assert bench.ready()[1].startswith("spec.engine")
-    assert not any(write.startswith(("apply", "delete", "evict")) for write in bench.writes)
-
-
-def test_a_failure_that_goes_away_is_not_told() -> None:
-    bench = Bench()
-    bench.settle()
-    bench.world.failures["get Service"] = UnavailableError("get", "busy")
-    with pytest.raises(ApiError):
-        bench.reconcile()
-    assert bench.writes == []
-
-
-def test_a_fault_of_the_operator_is_told_too() -> None:
-    bench = Bench()
-    bench.settle()
-    bench.world.failures["find Pod"] = RecursionError("too deep")
-    for _ in range(2):
-        with pytest.raises(RecursionError):
-            bench.reconcile()
-    assert "RecursionError('too deep')" in bench.ready()[1]
-
-
-def test_a_refused_eviction_is_told() -> None:
-    bench = Bench()
-    bench.settle()
-    bench.world.change(engine={"args": ["--new"]})
-    bench.reconcile()
-    bench.world.run_stateful_sets()
-    bench.world.failures["evict"] = RefusedError("evict", "no right to it")
-    bench.reconcile()
-    assert bench.ready() == ("False", "eviction of pod demo-engine-0: no right to it")
 
 
 def test_nothing_is_made_in_a_namespace_that_is_ending() -> None:
