@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import strategies as st
 from lmcache_operator.specs.names import INJECT_LABEL
 
 NAME = "demo"
@@ -94,3 +95,58 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
             "/run/lmcache is the cache's",
         ),
     ]
+
+
+_NAMES = st.sampled_from(["a", "b", "config", "lmcache-x"])
+_WORDS = st.sampled_from([
+    "Qwen/Qwen3-8B", "vllm", "serve", "python3", "/usr/bin/vllm", "--max-model-len=9", "--port", "shell",
+    "--kv-t", "--kv_transfer_config=x", "--data-parallel-size.x", "--data-parallel", "--model-impl",
+    "--", "-", "", "-n", "-nope", "sh", "x.sh", "/bin/bash", "$(A)",
+])  # fmt: skip
+_VARIABLES = st.sampled_from([
+    {"name": "A", "value": "b"}, {"name": "B"}, {"name": "PYTHONHASHSEED", "value": "0"},
+    {"name": "PYTHONPATH"},
+    {"name": "LMCACHE_SOCKET", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+])  # fmt: skip
+_USER = st.fixed_dictionaries({}, optional={
+    "runAsUser": st.integers(1, 9), "runAsGroup": st.integers(1, 9), "runAsNonRoot": st.booleans(),
+    "readOnlyRootFilesystem": st.booleans(),
+})  # fmt: skip
+_PATHS = st.sampled_from(["/a", "/models", "/run/lmcache", "/dev/shm"])
+
+
+@st.composite
+def pods(draw: st.DrawFn) -> dict[str, Any]:
+    """Valid pods of others; a third of them can have a cache."""
+    volumes = draw(st.lists(_NAMES, max_size=2, unique=True))
+    mounts = draw(st.lists(_PATHS, max_size=2 if volumes else 0, unique=True))
+    engine = {
+        "volumeMounts": [{"name": volumes[0], "mountPath": path} for path in mounts],
+        **draw(st.fixed_dictionaries({}, optional={
+            "command": st.just(["vllm", "serve"]) | st.lists(_WORDS, max_size=2),
+            "args": st.just(["Qwen/Qwen3-8B"]) | st.lists(_WORDS, max_size=4),
+            "env": st.lists(_VARIABLES, max_size=2, unique_by=lambda variable: variable["name"]),
+            "ports": st.sampled_from([[{"containerPort": 80}], [{"containerPort": 9464}]]),
+            "securityContext": _USER,
+            "resources": st.just({"claims": [{"name": "gpu"}], "requests": {"cpu": "1"}}),
+        })),
+    }  # fmt: skip
+    others = draw(st.lists(_NAMES, max_size=2, unique=True))
+    split = draw(st.integers(0, len(others)))
+    containers = [{"name": name, "image": "other:1"} for name in others]
+    chosen = draw(st.fixed_dictionaries({}, optional={"lmcache.io/container": _NAMES | st.just("vllm")}))
+    labels = st.sampled_from([pod()["metadata"], pod()["metadata"], _GROUP]).map(lambda some: some["labels"])
+    return pod_with(
+        draw(st.fixed_dictionaries({"labels": labels}, optional={"annotations": st.just(chosen)})),
+        containers=[*containers[:split], *pod(**engine)["spec"]["containers"]],
+        initContainers=containers[split:],
+        volumes=[{"name": name, "emptyDir": {}} for name in volumes],
+        resourceClaims=[{"name": "gpu", "resourceClaimName": "gpu"}],
+        automountServiceAccountToken=False,
+        **draw(st.fixed_dictionaries({}, optional={
+            "securityContext": st.fixed_dictionaries({}, optional={
+                "supplementalGroups": st.sampled_from([[], [1], [2000]]), "runAsUser": st.integers(1, 9),
+            }),
+            "hostNetwork": st.just(False),
+        })),
+    )  # fmt: skip

@@ -245,6 +245,8 @@ def test_with_a_list_of_namespaces_only_these_are_served(plane, tmp_path):
         ("watchNamespaces={Bad_Name}", "watchNamespaces"),
         ("crds.enabled=perhaps", "enabled"),
         ("allowAllGpusSidecar=perhaps", "allowAllGpusSidecar"),
+        ("injection.enabled=perhaps", "enabled"),
+        ("injection.enabled=true", "injection.enabled: the API server has no MutatingAdmissionPolicy"),
         ("extraArgs={positional}", "extraArgs"),
     ],
 )
@@ -272,6 +274,28 @@ def test_deployment_flags_are_understood_by_the_operator(plane):
     assert (parsed.engine_image, parsed.sidecar_image, parsed.log_format) == ("e:1", "s:1", "json")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])
+
+
+def policies(plane: Cluster, *flags: str) -> list[dict]:
+    text = plane.helm("template", "release", CHART, *flags)
+    kinds = ("MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding")
+    return [obj for obj in yaml.safe_load_all(text) if obj and obj["kind"] in kinds]
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta1"])
+def test_pods_of_others_are_given_a_cache_where_the_api_server_can_do_it(plane, version):
+    group = f"admissionregistration.k8s.io/{version}"
+    able = ["--api-versions", f"{group}/MutatingAdmissionPolicy"]
+    found = policies(plane, *able, "--set", "watchNamespaces={a,b}")
+    assert [obj["apiVersion"] for obj in found] == [group, group]
+    (expression,) = found[0]["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+    assert expression["values"] == ["a", "b"]
+
+
+def test_elsewhere_and_if_it_is_not_wanted_nobody_gives_pods_a_cache(plane):
+    assert policies(plane) == []
+    able = ["--api-versions", "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"]
+    assert policies(plane, *able, "--set", "injection.enabled=false") == []
 
 
 def test_two_releases_do_not_collide(plane):

@@ -42,6 +42,9 @@ VALUES: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 """Values that between them turn every part of the templates on and off."""
 
+_POLICIES = ("--api-versions", "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy")
+"""Of Kubernetes 1.36, which Helm may not know of."""
+
 Schema = dict[str, Any]
 
 
@@ -119,7 +122,7 @@ def validate(manifests: str) -> list[str]:
 def chart_errors(chart: Path) -> Iterator[str]:
     for values in VALUES:
         settings = [part for value in values for part in ("--set", value)]
-        argv = [str(binaries.path("helm")), "template", "release", str(chart), *settings]
+        argv = [str(binaries.path("helm")), "template", "release", str(chart), *_POLICIES, *settings]
         done = subprocess.run(argv, capture_output=True, text=True)
         yield from validate(done.stdout) if done.returncode == 0 else [done.stderr.strip()]
 

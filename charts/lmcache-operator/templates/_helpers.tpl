@@ -51,6 +51,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{/* The API version of MutatingAdmissionPolicy to use; empty: none. */}}
+{{- define "lmcache-operator.policyVersion" -}}
+{{- $group := "admissionregistration.k8s.io" }}
+{{- if eq (toString .Values.injection.enabled) "false" }}
+{{- else if .Capabilities.APIVersions.Has (printf "%s/v1/MutatingAdmissionPolicy" $group) }}v1
+{{- else if .Capabilities.APIVersions.Has (printf "%s/v1beta1/MutatingAdmissionPolicy" $group) }}v1beta1
+{{- else if eq (toString .Values.injection.enabled) "true" }}
+{{- fail "injection.enabled: the API server has no MutatingAdmissionPolicy: it needs Kubernetes 1.36, or 1.34 with the feature gate MutatingAdmissionPolicy and --runtime-config=admissionregistration.k8s.io/v1beta1=true" }}
+{{- end }}
+{{- end }}
+
 {{/* What the operator may do to namespaced objects: in one namespace by a Role, in all by a ClusterRole. */}}
 {{- define "lmcache-operator.rules" -}}
 - apiGroups: [lmcache.io]

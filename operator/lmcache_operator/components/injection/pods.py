@@ -18,7 +18,7 @@ CONTAINER = "lmcache.io/container"
 OUTCOME = "lmcache.io/injection"
 """Annotation: what came of the label."""
 INJECTED = "injected"
-_SHELL = r"^(.*/)?(sh|bash|dash|ash|ksh|zsh)$|\.sh$"
+_SHELL = r"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh"
 _GROUP_LABEL = "leaderworkerset.sigs.k8s.io/name"
 _USER_FIELDS = ("runAsUser", "runAsGroup", "runAsNonRoot")
 
@@ -95,7 +95,7 @@ def _check_pod(metadata: Object, spec: Object, path: str) -> None:
     if spec.get("hostNetwork"):
         sentence = f"two such pods can't run on one node: each sidecar needs port {names.SIDECAR_PORT}"
         raise InvalidSpecError(f"{path}.hostNetwork", sentence)
-    if spec.get("resources"):
+    if any((spec.get("resources") or {}).values()):
         sentence = "there is none left for the sidecar: set resources for each container instead"
         raise InvalidSpecError(f"{path}.resources", sentence)
     if any(name.startswith(PREFIX) for name in taken):
@@ -108,7 +108,7 @@ def _check_engine(engine: Object, profile: Object, path: str) -> None:
     command, args = engine.get("command") or [], engine.get("args") or []
     if not command + args:
         raise InvalidSpecError(f"{path}.args", "the image's own arguments would be lost: write them out")
-    if any(re.search(_SHELL, word) for word in command + args):
+    if any(re.fullmatch(_SHELL, word) for word in command + args):
         sentence = "a shell passes no arguments on: write command: [vllm, serve], and args as a list"
         raise InvalidSpecError(f"{path}.command", sentence)
     if command and not any("vllm" in word for word in command + args):

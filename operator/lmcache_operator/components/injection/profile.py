@@ -24,14 +24,22 @@ SIDECAR = f"{PREFIX}{names.SIDECAR}"
 """The container by which a pod is known to have the cache."""
 _GROUP = 2000
 """Of the sidecar's image. Socket and arena belong to it, so the engine is in it, whoever its user is."""
+_NO_TOKEN = "no-token"
+_TOKEN_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where the API server mounts the ServiceAccount's token, unless something else is there already."""
 _SHARED = (paths.ARENA_DIR, paths.PAYLOAD_DIR, paths.SOCKET_DIR)
 _ENV = ("LMCACHE_SOCKET", "PYTHONHASHSEED", "PYTHONPATH")
 _ARGS = ("--kv-transfer-config", "--prefix-caching-hash-algo")
 _ONE_POD = "an engine with a cache is one pod; for more engines run more pods"
-_REFUSED = {option: RESERVED[option] for option in ("--", "--kv-offloading-size", *_ARGS)}
-_REFUSED |= {"--no-enable-prefix-caching": RESERVED["--no-enable-prefix-caching"]}
-for _option in ("--data-parallel-size", "-dp", "--prefill-context-parallel-size", "-pcp", "--nnodes", "-n"):
-    _REFUSED[_option] = _ONE_POD
+_RESERVED = {
+    **{
+        option: RESERVED[option]
+        for option in ("--", "--decode-context-parallel-size", "-dcp", "--ec-transfer-config",
+                       "--enable-sleep-mode", "--kv-offloading-size", "--no-enable-prefix-caching", *_ARGS)
+    },
+    **dict.fromkeys(("--data-parallel-size", "-dp", "--prefill-context-parallel-size", "-pcp"), _ONE_POD),
+    **dict.fromkeys(("--nnodes", "-n"), _ONE_POD),
+}  # fmt: skip
 
 
 def profile(cluster: Cluster, context: Context) -> Object:
@@ -56,15 +64,16 @@ def profile(cluster: Cluster, context: Context) -> Object:
         "volumeMounts": _mounts(mount for mount in engine["volumeMounts"] if mount["mountPath"] in _SHARED),
     }
     mounted = {mount["name"] for container in (*added, engine) for mount in container["volumeMounts"]}
+    volumes = [*whole["volumes"], {"name": _NO_TOKEN, "emptyDir": {}}]
     spec: Object = {
         "containers": [engine],
         "initContainers": added,
         "securityContext": {"supplementalGroups": [_GROUP]},
-        "volumes": [volume for volume in map(_volume, whole["volumes"]) if volume["name"] in mounted],
+        "volumes": [_volume(volume) for volume in volumes if f"{PREFIX}{volume['name']}" in mounted],
     }
     if "resourceClaims" in whole:
         spec["resourceClaims"] = whole["resourceClaims"]
-    lines = [f"{option} can't be set: {_REFUSED[option]}" for option in sorted(_REFUSED)]
+    lines = [f"{option} can't be set: {_RESERVED[option]}" for option in sorted(_RESERVED)]
     return {"metadata": {"annotations": {RESERVED_ARGS: "\n".join(lines)}}, "spec": spec}
 
 
@@ -75,7 +84,8 @@ def _init_container(container: Object) -> Object:
         "name": f"{PREFIX}{container['name']}",
         "resources": resources,
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}, **container["securityContext"]},
-        "volumeMounts": _mounts(container["volumeMounts"]),
+        # The pod's rights are none of ours.
+        "volumeMounts": _mounts([*container["volumeMounts"], {"mountPath": _TOKEN_DIR, "name": _NO_TOKEN}]),
     }
     if "ports" in container:  # selectors of ports by name would find more than they look for
         renamed["ports"] = [port | {"name": f"{PREFIX}{port['name']}"} for port in container["ports"]]

@@ -32,7 +32,7 @@ _POD: Object = {
     "metadata": {"annotations": {}, "labels": {}},
     "spec": {
         "containers": [_CONTAINER], "initContainers": [_CONTAINER], "volumes": [_NAMED],
-        "securityContext": {"supplementalGroups": [int]},
+        "securityContext": {"supplementalGroups": [int]}, "resources": {},
     },
 }  # fmt: skip
 """The shape of what is read of a pod."""
