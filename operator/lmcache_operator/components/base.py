@@ -91,6 +91,8 @@ class Observed:
     """Names of children under which there is an object that the cluster does not own."""
     pods: tuple[Object, ...] = ()
     """Of its StatefulSets."""
+    foreign_pods: tuple[Object, ...] = ()
+    """Somebody else's, which ``Component.foreign_pods`` selects."""
     warnings: tuple[Object, ...] = ()
     """Events that say why pods are not there, or not ready; some are about the claims of their volumes."""
     probed: Probed | None = None
@@ -164,6 +166,10 @@ class Component(ABC):
 
         The names are ours, so that none has to be searched for, also when its labels are gone.
         """
+
+    def foreign_pods(self, cluster_name: str) -> str:
+        """A selector of other people's pods to report on, in the words of the API; empty: of none."""
+        return ""
 
     @abstractmethod
     def render(self, cluster: Cluster, context: Context) -> list[Object]:

@@ -13,8 +13,8 @@ Trouble = Literal[
     "ApiError", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
     "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
     "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "NameTaken", "NoAnswer",
-    "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "ProgressDeadlineExceeded", "Refused",
-    "RemoteTierUnreachable", "SidecarNotReady", "Unschedulable",
+    "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
+    "ProgressDeadlineExceeded", "Refused", "RemoteTierUnreachable", "SidecarNotReady", "Unschedulable",
 ]  # fmt: skip
 """Of what stands in the way. Each has a page in docs/runbooks."""
 Reason = Expected | Trouble

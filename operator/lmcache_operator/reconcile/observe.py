@@ -27,11 +27,14 @@ async def observe(
     owners = {child["metadata"]["uid"] for ref, child in own.items() if ref.kind == "StatefulSet"}
     labels = selector_text(name, component.name)
     pods = await api.find(POD, namespace, labelSelector=labels) if owners else ()
+    asking = component.foreign_pods(name)
+    foreign_pods = await api.find(POD, namespace, labelSelector=asking) if asking else ()
     observed = Observed(
         resource=resource,
         children=own,
         taken=frozenset(live.keys() - own.keys()),
         pods=tuple(pod for pod in pods if controller_uid(pod) in owners),
+        foreign_pods=tuple(foreign_pods),
         contested={ref: paths for ref, paths in contested.items() if ref in refs},
         now=now,
     )

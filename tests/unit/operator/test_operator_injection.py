@@ -11,7 +11,7 @@ import pytest
 import yaml
 from lmcache_operator.__main__ import main
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
+from lmcache_operator.components.base import Context, Plan
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.injection.pods import OUTCOME
@@ -19,12 +19,14 @@ from lmcache_operator.components.injection.workloads import inject_objects
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
-from tests.harness.operator_injection import deployment, pod, refused_pods
-from tests.harness.operator_model import cluster
+from tests.harness.operator_injection import deployment, pod, pod_with, refused_pods
+from tests.harness.operator_model import World, cluster
+from tests.harness.operator_plans import observe
 from tools.kube import schemas
 
 CONTEXT = Context(STOCK_IMAGES)
 SOME = [cluster()]
+NO_TOKEN = {"name": "lmcache-no-token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
 KINDS = {
     "Deployment": "spec.template", "StatefulSet": "spec.template", "DaemonSet": "spec.template",
     "ReplicaSet": "spec.template", "Job": "spec.template", "CronJob": "spec.jobTemplate.spec.template",
@@ -75,10 +77,8 @@ def test_a_pod_has_the_same_cache_as_the_clusters_own() -> None:
         same = ("image", "args", "command", "env", "livenessProbe", "resources", "restartPolicy")
         assert {key: theirs.get(key) for key in same} == {key: ours.get(key) for key in same}
         assert ours["securityContext"].items() <= theirs["securityContext"].items()
-        paths = {
-            mount["mountPath"]: mount["name"].removeprefix("lmcache-") for mount in theirs["volumeMounts"]
-        }
-        assert paths == {mount["mountPath"]: mount["name"] for mount in ours["volumeMounts"]}
+        renamed = [mount | {"name": f"lmcache-{mount['name']}"} for mount in ours["volumeMounts"]]
+        assert theirs["volumeMounts"] == [*renamed, NO_TOKEN]
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     for volume in own["volumes"]:
         if (name := f"lmcache-{volume['name']}") in volumes:
@@ -204,6 +204,16 @@ def test_a_cluster_of_another_namespace_is_refused() -> None:
     assert inject_objects([found], [there], None, CONTEXT) != [found]
 
 
+def test_the_connector_may_come_by_a_mounted_image() -> None:
+    resource = cluster(sidecar={"payload": "ImageVolume"})
+    (found,) = inject_objects([pod()], [resource], None, CONTEXT)
+    assert init_containers(found["spec"]) == ["lmcache-sidecar"]
+    volumes = {volume["name"]: volume for volume in found["spec"]["volumes"]}
+    assert "image" in volumes["lmcache-payload"]
+    mounts = [mount["name"] for mount in found["spec"]["containers"][0]["volumeMounts"]]
+    assert sorted(mounts) == ["lmcache-arena", "lmcache-payload", "lmcache-socket"]
+
+
 def test_the_template_that_is_applied_fits_the_schema() -> None:
     for changes in ({}, {"engine": {"gpu": {"count": 1, "deviceClassName": "gpu.nvidia.com"}}}):
         (child,) = Injection().render(parse(cluster(**changes)), CONTEXT)
@@ -221,3 +231,31 @@ def test_the_command_reads_and_prints_files(tmp_path: Path, capsys: pytest.Captu
     workload.write_text(yaml.safe_dump_all([cluster(), deployment()]))
     assert main(["inject", "-f", str(workload)]) == 0
     assert "lmcache-sidecar" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "pod llm: it is older than this object, or the API server has no MutatingAdmissionPolicy"),
+        ({"annotations": {OUTCOME: "refused: spec.hostNetwork: x"}}, "pod llm: refused: spec.hostNetwork: x"),
+    ],
+)
+def test_pods_that_ask_for_a_cache_and_have_none_degrade_their_cluster(
+    change: dict[str, Any], message: str
+) -> None:
+    (given,), bare = injected(pod()), pod_with(change)
+    observed = observe(World(cluster()), foreign_pods=(given, bare))
+    status = Injection().status(observed, Plan())
+    assert status.summary == "other pods with its cache: 1"
+    (problem,) = status.degraded
+    assert problem.reason == "PodsWithoutCache"
+    assert problem.message.startswith(f"1 of 2 pods labelled {INJECT_LABEL}=demo have no cache: {message}")
+
+
+def test_pods_that_have_it_or_go_are_no_trouble() -> None:
+    over = pod() | {"status": {"phase": "Failed"}}
+    going = pod_with({"deletionTimestamp": "2026-01-01T00:00:00Z"})
+    for pods, summary in ((injected(pod()), "other pods with its cache: 1"), ([over, going], "")):
+        observed = observe(World(cluster()), foreign_pods=tuple(pods))
+        status = Injection().status(observed, Plan())
+        assert (status.summary, status.degraded) == (summary, ())

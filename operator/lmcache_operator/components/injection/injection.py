@@ -7,11 +7,18 @@ and pods get their cache also while the operator is down.
 from __future__ import annotations
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.base import Component, Context, Observed, Plan
+from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem, Status
 from lmcache_operator.components.differences import differences
+from lmcache_operator.components.injection.pods import OUTCOME, has_cache
 from lmcache_operator.components.injection.profile import profile
+from lmcache_operator.components.pods import plain
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref
+
+_NOT_SEEN = (
+    "it is older than this object, or the API server has no MutatingAdmissionPolicy: make it anew, or use "
+    "lmcache-operator inject"
+)
 
 
 class Injection(Component):
@@ -23,6 +30,10 @@ class Injection(Component):
         """One."""
         return (Ref("PodTemplate", names.injection_name(cluster_name)),)
 
+    def foreign_pods(self, cluster_name: str) -> str:
+        """Those that ask for the cache."""
+        return f"{names.INJECT_LABEL}={cluster_name}"
+
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """With the images of today: pods that exist keep theirs."""
         name = names.injection_name(cluster.name)
@@ -31,3 +42,21 @@ class Injection(Component):
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """The differences."""
         return differences(self.render(cluster, context), observed)
+
+    def status(self, observed: Observed, plan: Plan) -> Status:
+        """Pods that ask for a cache and have none, and the first one's reason; they serve."""
+        pods = [pod for pod in observed.foreign_pods if not _is_ending(pod)]
+        bare = [pod for pod in pods if not has_cache(pod)]
+        summary = f"other pods with its cache: {len(pods) - len(bare)}" if pods else ""
+        if not bare:
+            return Status(summary=summary)
+        first, label = bare[0], f"{names.INJECT_LABEL}={observed.name}"
+        why = plain(names.annotations_of(first).get(OUTCOME, _NOT_SEEN))
+        count = f"{len(bare)} of {len(pods)} pods labelled {label} have no cache"
+        message = f"{count}: pod {first['metadata']['name']}: {why}"
+        return Status(summary=summary, degraded=(Problem("PodsWithoutCache", message),))
+
+
+def _is_ending(pod: Object) -> bool:
+    is_over = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    return is_over or "deletionTimestamp" in pod["metadata"]
