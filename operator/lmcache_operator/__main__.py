@@ -21,11 +21,11 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.workloads import inject_objects
-from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.errors import InvalidSpecError, LeaseLostError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 
-_EXIT_USAGE = 2
+_EXIT_USAGE, _EXIT_LEASE_LOST = 2, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--namespace", action="append", default=[], metavar="NAME", help=about)
     about = "default: $KUBECONFIG, else the pod's own ServiceAccount"
     run.add_argument("--kubeconfig", metavar="FILE", help=about)
+    about = (
+        "of all operators that name this Lease in --operator-namespace, one works and the others stand by "
+        "(default: this one works, whoever else does)"
+    )
+    run.add_argument("--leader-elect", metavar="LEASE", help=about)
     about = "default: %(default)s"
     run.add_argument("--health-port", type=int, metavar="PORT", default=8080, help=about)
     run.add_argument("--metrics-port", type=int, metavar="PORT", default=9465, help=about)
@@ -87,20 +92,34 @@ def _context(arguments: argparse.Namespace) -> Context:
 def _run(arguments: argparse.Namespace) -> int:
     # The client asks for a home at its import, and the user of a pod need not have one.
     os.environ.setdefault("HOME", "/")
-    from lmcache_operator.app import run  # kopf and the client take half a second to import
+    # kopf and the client take half a second to import
+    from lmcache_operator.app import run
+    from lmcache_operator.election import LeaseName
 
     set_up(arguments.log_format, arguments.log_level)
     for name in ("kopf.objects", "aiohttp.access"):  # one line for every event, and for every probe
         logging.getLogger(name).setLevel(logging.WARNING)
-    asyncio.run(
-        run(
-            _context(arguments),
-            kubeconfig=arguments.kubeconfig,
-            namespaces=arguments.namespace,
-            health_port=arguments.health_port,
-            metrics_port=arguments.metrics_port,
-        )
+    lease = None
+    if arguments.leader_elect:
+        if not arguments.operator_namespace:
+            print("--leader-elect needs --operator-namespace, where the Lease is", file=sys.stderr)
+            return _EXIT_USAGE
+        lease = LeaseName(arguments.operator_namespace, arguments.leader_elect)
+    running = run(
+        _context(arguments),
+        kubeconfig=arguments.kubeconfig,
+        namespaces=arguments.namespace,
+        health_port=arguments.health_port,
+        metrics_port=arguments.metrics_port,
+        lease=lease,
     )
+    try:
+        asyncio.run(running)
+    except LeaseLostError as error:
+        logging.getLogger(__name__).error("%s: ending, to stand by in a new life", error)
+        return _EXIT_LEASE_LOST
+    except asyncio.CancelledError:
+        pass  # SIGTERM before kopf runs
     return 0
 
 

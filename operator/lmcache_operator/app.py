@@ -10,19 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
+import platform
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import kopf
+from aiohttp import web
 from prometheus_client import start_http_server
 
 from lmcache_operator import metrics
 from lmcache_operator.api import GROUP, KIND
 from lmcache_operator.components import COMPONENTS, kinds_of
 from lmcache_operator.components.base import Context
+from lmcache_operator.election import Elector, LeaseName
 from lmcache_operator.errors import ApiError
-from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.kube.client import Fence, KubeApi, connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -48,26 +53,77 @@ async def run(
     namespaces: Sequence[str],
     health_port: int,
     metrics_port: int,
+    lease: LeaseName | None,
 ) -> None:
-    """Run until SIGTERM or SIGINT; without namespaces for all of them."""
+    """Run until SIGTERM or SIGINT; without namespaces for all of them.
+
+    With a Lease, stand by until it is held, watching nothing. Raises LeaseLostError when another has it.
+    """
     if kubeconfig is not None:
         os.environ["KUBECONFIG"] = kubeconfig  # for the client, and for kopf's
     start_http_server(metrics_port)
-    async with connect() as api, StatsClient() as stats:
+    health = Health()
+    me = asyncio.current_task()
+    assert me is not None
+    # Until kopf puts its own in its place.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    async with health.serve(health_port):
+        if lease is None:
+            metrics.LEADING.set(1)
+            await _work(context, namespaces, health)
+            return
+        async with connect() as api:
+            elector = Elector(api, lease, os.environ.get("POD_NAME") or platform.node())
+            await elector.lead(lambda: _work(context, namespaces, health, elector.seconds_left))
+
+
+async def _work(
+    context: Context, namespaces: Sequence[str], health: Health, fence: Fence = lambda: math.inf
+) -> None:
+    async with connect(fence) as api, StatsClient() as stats:
         reconciler = Reconciler(api, context, stats.read)
         queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
         metrics.CLUSTERS.set_function(lambda: len(queue))
-        await wait_for_definition(api)
-        await kopf.operator(
-            registry=build_registry(queue),
-            settings=_kopf_settings(),
-            standalone=True,
-            # Made up by kopf it would hold the user's name, and a pod's user has none.
-            identity=cast(Any, FIELD_MANAGER),
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-            liveness_endpoint=f"http://0.0.0.0:{health_port}/healthz",
-        )
+        health.longest_run_seconds = queue.longest_run_seconds
+        try:
+            await wait_for_definition(api)
+            await kopf.operator(
+                registry=build_registry(queue),
+                settings=_kopf_settings(),
+                standalone=True,
+                # Made up by kopf it would hold the user's name, and a pod's user has none.
+                identity=cast(Any, FIELD_MANAGER),
+                clusterwide=not namespaces,
+                namespaces=namespaces,
+            )
+        finally:
+            await api.settle()
+
+
+class Health:
+    """Answers the kubelet's probes: whether this process works, or stands by, and does not hang."""
+
+    def __init__(self) -> None:
+        self.longest_run_seconds: Callable[[], float] = lambda: 0.0
+
+    @contextlib.asynccontextmanager
+    async def serve(self, port: int) -> AsyncIterator[None]:
+        """Answer on this port."""
+        application = web.Application()
+        application.router.add_get("/healthz", self._answer)
+        runner = web.AppRunner(application, access_log=None)  # probes would fill the log
+        await runner.setup()
+        await web.TCPSite(runner, port=port).start()
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _answer(self, _: web.Request) -> web.Response:
+        seconds = self.longest_run_seconds()
+        if seconds > _MAX_RUN_SECONDS:
+            return web.Response(status=500, text=f"a reconciliation has been running for {seconds:.0f} s\n")
+        return web.Response(text="ok\n")
 
 
 async def wait_for_definition(api: KubeApi) -> None:
@@ -98,18 +154,11 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
         if (key := owner_key(namespace or "", meta)) is not None:
             queue.wake(key)
 
-    async def check_for_hanging_work(**_: Any) -> float:
-        seconds = queue.longest_run_seconds()
-        if seconds > _MAX_RUN_SECONDS:
-            raise kopf.PermanentError(f"a reconciliation has been running for {seconds:.0f} s")
-        return seconds
-
     async def stop_working(**_: Any) -> None:
         await queue.close()  # else kopf waits for our tasks as for hanging ones of its own
 
     kopf.on.login(registry=registry)(login)
     kopf.on.cleanup(registry=registry)(stop_working)
-    kopf.on.probe(registry=registry, id="longest_run_seconds")(check_for_hanging_work)
     kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(cluster_changed)
     for kind in kinds_of(COMPONENTS):
         kopf.on.event(

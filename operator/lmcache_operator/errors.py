@@ -2,6 +2,7 @@
 
     OperatorError
     ├── InvalidSpecError        the declaration can't be carried out: it has to change first
+    ├── LeaseLostError          another operator leads: this one has to end
     └── ApiError                a call to the API server failed
         ├── RefusedError        for good: the request, or the operator's permissions, have to change first
         └── UnavailableError    for now: the same call may succeed when it is made again
@@ -23,6 +24,10 @@ class InvalidSpecError(OperatorError):
     def __init__(self, path: str, sentence: str) -> None:
         super().__init__(f"{path}: {sentence}")
         self.path = path
+
+
+class LeaseLostError(OperatorError):
+    """Another operator may work now."""
 
 
 class ApiError(OperatorError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime
 from http import HTTPStatus
@@ -26,9 +27,13 @@ _SECONDS = 30.0
 """For one request."""
 _MAX_REQUESTS = 64
 """At the same time."""
+_MIN_WRITE_SECONDS = 5.0
+"""A write is given that long at least, and not sent where so much is not left of the right to write."""
 _MAX_EVENT_MESSAGE = 1024
+_READS = frozenset({"GET"})
 _UNAVAILABLE_STATUSES = frozenset({408, 409, 429})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
+_NOT_SENT = "not sent: this operator does not lead, or cannot renew its lease"
 # The client would turn a body of exactly this type into ASCII itself.
 _APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
 # What YAML reads otherwise than JSON: line breaks and what it calls unprintable, and halves of pairs.
@@ -38,21 +43,37 @@ _ESCAPED_IN_YAML = {
 }
 
 
+Fence = Callable[[], float]
+"""For how many seconds from now on this operator may write."""
+
+
 @asynccontextmanager
-async def connect() -> AsyncIterator[KubeApi]:
-    """A client for the cluster that the operator is configured for."""
+async def connect(fence: Fence = lambda: math.inf) -> AsyncIterator[KubeApi]:
+    """A client for the cluster that the operator is configured for; it writes only within the fence."""
+
+    class Request(aiohttp.ClientRequest):
+        """Looks once more when there is a connection: a process may be frozen at any time, and thaw."""
+
+        async def send(self, conn: Any) -> aiohttp.ClientResponse:
+            if self.method not in _READS and fence() < _MIN_WRITE_SECONDS:
+                raise aiohttp.ClientError(_NOT_SENT)
+            return await super().send(conn)
+
     server = await configuration()
     server.connection_pool_maxsize = _MAX_REQUESTS
+    server.client_session_kwargs = {"request_class": Request}
     async with ApiClient(server) as client:
-        yield KubeApi(client)
+        yield KubeApi(client, fence)
 
 
 class KubeApi:
     """Calls to the API server. All of them raise ApiError, and all of them may be repeated."""
 
-    def __init__(self, client: ApiClient) -> None:
+    def __init__(self, client: ApiClient, fence: Fence = lambda: math.inf) -> None:
         self._client = client
+        self._fence = fence
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
+        self._writes = set[asyncio.Task[Any]]()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """An object, or None if there is none."""
@@ -91,6 +112,25 @@ class KubeApi:
         """The same for the status; nothing happens if the object is gone."""
         gone = (HTTPStatus.NOT_FOUND,)
         await self._call("PATCH", f"{_path_of(wanted)}/status", wanted, query=_FORCE, accept=gone)
+
+    async def create(self, kind: Kind, wanted: Object) -> Object | None:
+        """The object as stored; None if there is one of this name."""
+        accept = (HTTPStatus.CONFLICT,)
+        path = _path(kind, wanted["metadata"]["namespace"])
+        status, stored = await self._call("POST", path, wanted, accept=accept)
+        return None if status in accept else stored
+
+    async def replace(self, kind: Kind, changed: Object) -> Object | None:
+        """The object as stored; None if it was changed, or has gone, since it was read."""
+        accept, metadata = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT), changed["metadata"]
+        path = _path(kind, metadata["namespace"], metadata["name"])
+        status, stored = await self._call("PUT", path, changed, accept=accept)
+        return None if status in accept else stored
+
+    async def settle(self) -> None:
+        """Wait for the answers to all writes; those of cancelled callers go on until then."""
+        if self._writes:
+            await asyncio.wait(self._writes)
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
         """Delete this object and what it owns. False if it is gone already, or another has its name."""
@@ -144,18 +184,32 @@ class KubeApi:
         method, url, headers, *_ = await self._client.param_serialize(
             verb, path, header_params=headers, auth_settings=["BearerToken"]
         )
-        try:
-            async with self._slots:
-                response = await self._client.call_api(
-                    method, url, headers, content, _request_timeout=_SECONDS
-                )
-                status, data = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            status, data = 0, f"no answer: {error or type(error).__name__}".encode()
+        exchange = asyncio.create_task(self._exchange(method, url, headers, content))
+        if verb not in _READS:
+            # Nobody may lead next while a write is on its way: who is cancelled leaves it to `settle`.
+            self._writes.add(exchange)
+            exchange.add_done_callback(self._writes.discard)
+        status, data = await (exchange if verb in _READS else asyncio.shield(exchange))
         metrics.API_REQUESTS.labels(verb=verb, code=str(status)).inc()
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:
             raise error_of(f"{verb} {path}", status, data)
         return status, loads(data) if status < HTTPStatus.BAD_REQUEST else None
+
+    async def _exchange(
+        self, method: str, url: str, headers: Mapping[str, str], content: Any
+    ) -> tuple[int, bytes]:
+        """A request and its answer; status 0: there is none."""
+        try:
+            async with self._slots:
+                seconds = _SECONDS if method in _READS else min(_SECONDS, self._fence())
+                if seconds < _MIN_WRITE_SECONDS:
+                    raise aiohttp.ClientError(_NOT_SENT)
+                response = await self._client.call_api(
+                    method, url, headers, content, _request_timeout=seconds
+                )
+                return response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return 0, f"no answer: {error or type(error).__name__}".encode()
 
 
 def error_of(what: str, status: int, body: bytes) -> ApiError:

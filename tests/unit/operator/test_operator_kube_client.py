@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
-from lmcache_operator.kube.client import KubeApi, error_of
+from lmcache_operator.kube import client as kube_client
+from lmcache_operator.kube.client import Fence, KubeApi, connect, error_of
 from lmcache_operator.specs.kinds import EVENT, POD
 
 from tests.harness.operator_model import cluster
@@ -52,30 +55,48 @@ class Server:
     def __init__(self) -> None:
         self.answer: tuple[int, Any] = (200, {})
         self.requests: list[tuple[str, str, str, Any]] = []
+        self.is_open, self.has_request, self.num_answered = asyncio.Event(), asyncio.Event(), 0
+        self.is_open.set()
 
     async def handle(self, request: web.Request) -> web.Response:
         body = await request.text()
         self.requests.append((request.method, request.path_qs, request.content_type, body))
+        self.has_request.set()
+        await self.is_open.wait()
+        self.num_answered += 1
         status, answer = self.answer
         return web.json_response(answer, status=status)
 
 
-async def call(server: Server, method: str, *arguments: Any, is_down: bool = False, **selectors: str) -> Any:
+@asynccontextmanager
+async def served(server: Server) -> AsyncIterator[str]:
+    """Its URL."""
     application = web.Application()
     application.router.add_route("*", "/{tail:.*}", server.handle)
     runner = web.AppRunner(application)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    if is_down:
-        await runner.cleanup()
-    configuration = Configuration(host=f"http://127.0.0.1:{port}")
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        async with ApiClient(configuration) as client:
-            return await getattr(KubeApi(client), method)(*arguments, **selectors)
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def call(
+    server: Server,
+    method: str,
+    *arguments: Any,
+    is_down: bool = False,
+    fence: Fence | None = None,
+    **selectors: str,
+) -> Any:
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(served(server))
+        if is_down:
+            await stack.aclose()
+        client = await stack.enter_async_context(ApiClient(Configuration(host=url)))
+        api = KubeApi(client, *([fence] if fence else []))
+        return await getattr(api, method)(*arguments, **selectors)
 
 
 @pytest.fixture
@@ -173,3 +194,79 @@ def test_objects_are_found_by_selectors(server: Server) -> None:
     assert [path for _, path, _, _ in server.requests] == [
         f"{CORE}/pods?labelSelector=a%3Db", f"{CORE}/events?fieldSelector=involvedObject.uid%3Du",
     ]  # fmt: skip
+
+
+# -- the fence
+
+WRITES: list[tuple[str, tuple[Any, ...]]] = [
+    ("apply", (SERVICE, "u")),
+    ("apply_status", (cluster(),)),
+    ("create", (POD, SERVICE)),
+    ("replace", (POD, SERVICE)),
+    ("delete", (POD, "n", "p", "u")),
+    ("evict", ("n", "p", "u")),
+    ("post_event", (cluster(), "Normal", "Ready", "yes", NOW)),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments"), WRITES)
+def test_nothing_is_written_without_time_for_the_answer(
+    server: Server, method: str, arguments: tuple[Any, ...]
+) -> None:
+    with pytest.raises(NoAnswerError, match="does not lead"):
+        asyncio.run(call(server, method, *arguments, fence=lambda: 4.9))
+    assert [verb for verb, *_ in server.requests if verb != "GET"] == []
+    asyncio.run(call(server, method, *arguments, fence=lambda: 5.1))
+    assert len([verb for verb, *_ in server.requests if verb != "GET"]) == 1
+
+
+def test_every_call_that_changes_something_is_fenced() -> None:
+    reads = {"get", "find", "is_ending", "serves", "settle"}
+    calls = {name for name in vars(KubeApi) if not name.startswith("_")}
+    assert calls == reads | {name for name, _ in WRITES}
+
+
+def test_everybody_may_read(server: Server) -> None:
+    assert asyncio.run(call(server, "get", POD, "n", "p", fence=lambda: 0.0)) == {}
+
+
+def test_a_write_that_waited_for_its_connection_is_looked_at_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is frozen after the first look: the right to write has run out when it thaws."""
+    left = iter([10.0, 0.0])
+
+    async def write() -> None:
+        async with served(server) as url:
+
+            async def configured() -> Configuration:
+                return Configuration(host=url)
+
+            monkeypatch.setattr(kube_client, "configuration", configured)
+            async with connect(lambda: next(left)) as api:
+                await api.apply(SERVICE, "u")
+
+    with pytest.raises(NoAnswerError, match="does not lead"):
+        asyncio.run(write())
+    assert server.requests == []
+    assert list(left) == []
+
+
+def test_the_answer_of_a_write_is_waited_for_when_its_caller_is_cancelled(server: Server) -> None:
+    async def write() -> None:
+        server.is_open.clear()
+        async with served(server) as url, ApiClient(Configuration(host=url)) as client:
+            api = KubeApi(client)
+            caller = asyncio.create_task(api.apply(SERVICE, "u"))
+            async with asyncio.timeout(60):
+                await server.has_request.wait()
+                caller.cancel()
+                await asyncio.gather(caller, return_exceptions=True)
+                settling = asyncio.create_task(api.settle())
+                await asyncio.sleep(0.05)
+                assert not settling.done()
+                server.is_open.set()
+                await settling
+        assert server.num_answered == 1
+
+    asyncio.run(write())

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any, cast
 
 import kopf
 import pytest
 from aiohttp import ClientSession
-from kopf._core.engines.probing import health_reporter
-from lmcache_operator.app import build_registry, owner_key
+from lmcache_operator.app import Health, build_registry, owner_key
 from lmcache_operator.components import COMPONENTS, kinds_of
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 
+from testing.child_process import free_port
 from tests.harness.operator_bench import KEY, STATEFUL_SET, Bench
 from tests.harness.operator_model import NAME, NAMESPACE, UID, cluster
 
@@ -204,32 +203,16 @@ def test_kopf_gets_handlers_that_write_nothing() -> None:
 
 
 @pytest.mark.parametrize(("hung_seconds", "status"), [(0.0, 200), (299.0, 200), (301.0, 500)])
-def test_healthz_answers_and_fails_when_work_hangs(
-    hung_seconds: float, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked the way the kubelet asks; kopf alone knows of no work of ours."""
-
-    async def work(_: ClusterKey) -> None:
-        return None
+def test_healthz_answers_and_fails_when_work_hangs(hung_seconds: float, status: int) -> None:
+    """Asked the way the kubelet asks."""
 
     async def ask() -> int:
-        queue = KeyedQueue(work, num_workers=1)
-        monkeypatch.setattr(queue, "longest_run_seconds", lambda: hung_seconds)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            url = f"http://127.0.0.1:{free.getsockname()[1]}/healthz"
-        is_up = asyncio.Event()
-        server = asyncio.create_task(
-            health_reporter(
-                url, memo=None, indices={}, registry=build_registry(queue),
-                settings=kopf.OperatorSettings(), ready_flag=is_up,
-            )
-        )  # fmt: skip
-        await asyncio.wait_for(is_up.wait(), 10)
-        async with ClientSession() as session, session.get(url) as answer:
-            found = answer.status
-        server.cancel()
-        await asyncio.gather(server, return_exceptions=True)
-        return found
+        health = Health()
+        health.longest_run_seconds = lambda: hung_seconds
+        port = free_port()
+        url = f"http://127.0.0.1:{port}/healthz"
+        async with health.serve(port), ClientSession() as session, session.get(url) as answer:
+            return answer.status
 
     assert asyncio.run(ask()) == status
 

@@ -1,0 +1,347 @@
+"""The election: several operators, one Lease, and an API server that is late, loses answers and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable
+from random import Random
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lmcache_operator import election
+from lmcache_operator.election import LEASE_SECONDS, Elector, LeaseName
+from lmcache_operator.errors import LeaseLostError, NoAnswerError, UnavailableError
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import LEASE, Kind
+
+from tests.harness.jumping_loop import now, run
+
+NAME = LeaseName("system", "operator")
+TAKEOVER_SECONDS = 18
+"""From the last renewal: 15 s, and the two looks around them."""
+
+
+class LeaseServer:
+    """An API server that has at most one Lease."""
+
+    def __init__(self) -> None:
+        self.lease: Object | None = None
+        self._versions = itertools.count(1)
+
+    def put(self, lease: Object | None) -> Object | None:
+        self.lease = copy.deepcopy(lease)
+        if self.lease is not None:
+            self.lease["metadata"]["resourceVersion"] = str(next(self._versions))
+        return copy.deepcopy(self.lease)
+
+    def edit(self, **spec: Any) -> None:
+        """Somebody writes the spec by hand; None takes a field out."""
+        if self.lease is not None:
+            changed = {k: v for k, v in {**self.lease["spec"], **spec}.items() if v is not None}
+            self.put(self.lease | {"spec": changed})
+
+    @property
+    def holder(self) -> str:
+        return str(self.lease and self.lease["spec"].get("holderIdentity"))
+
+
+class Connection:
+    """One operator's way to it. ``trouble`` is how late calls arrive there, and answers here; -1: never."""
+
+    def __init__(self, server: LeaseServer) -> None:
+        self.server = server
+        self.trouble: Callable[[], float] = lambda: 0.0
+
+    async def _pass(self) -> None:
+        if (seconds := self.trouble()) < 0:
+            raise NoAnswerError("lease", "lost")
+        await asyncio.sleep(seconds)
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        assert (kind, namespace, name) == (LEASE, *NAME)
+        await self._pass()
+        found = copy.deepcopy(self.server.lease)
+        await self._pass()
+        return found
+
+    async def create(self, kind: Kind, wanted: Object) -> Object | None:
+        await self._pass()
+        stored = self.server.put(wanted) if self.server.lease is None else None
+        await self._pass()
+        return stored
+
+    async def replace(self, kind: Kind, changed: Object) -> Object | None:
+        await self._pass()
+        live, stored = self.server.lease, None
+        if live and live["metadata"]["resourceVersion"] == changed["metadata"]["resourceVersion"]:
+            stored = self.server.put(changed)
+        await self._pass()
+        return stored
+
+    async def settle(self) -> None:
+        pass
+
+
+class Process:
+    """An operator that is started again whenever it ends."""
+
+    def __init__(self, server: LeaseServer, number: int) -> None:
+        self.connection = Connection(server)
+        self.ended = asyncio.Event()
+        """Set: SIGTERM."""
+        self.num_lives = 0
+        self.number = number
+        self.elector = self._born()
+        self.task = asyncio.create_task(self._live())
+
+    def _born(self) -> Elector:
+        offset = 1000.0 * self.number  # no two clocks agree
+        return Elector(
+            cast(KubeApi, self.connection), NAME, f"pod-{self.number}", clock=lambda: now() + offset
+        )
+
+    async def _live(self) -> None:
+        while True:
+            self.num_lives += 1
+            with contextlib.suppress(LeaseLostError):
+                await self.elector.lead(self._work)
+            self.ended.clear()
+            self.elector = self._born()
+
+    async def _work(self) -> None:
+        await self.ended.wait()
+
+
+def leading(processes: list[Process]) -> list[Process]:
+    return [process for process in processes if process.elector.seconds_left() > 0]
+
+
+async def until_one_leads(processes: list[Process], seconds: float) -> Process:
+    deadline = now() + seconds
+    while not (found := leading(processes)):
+        assert now() < deadline, f"nobody leads after {seconds} s"
+        await asyncio.sleep(0.05)
+    (leader,) = found
+    return leader
+
+
+def scenario(num: int) -> Callable[[Any], Callable[[], None]]:
+    """A test of so many operators; they are killed at its end."""
+
+    def decorate(test: Any) -> Callable[[], None]:
+        async def body() -> None:
+            server = LeaseServer()
+            processes = [Process(server, number) for number in range(num)]
+            await test(server, processes)
+            for process in processes:
+                process.task.cancel()
+
+        def wrapped() -> None:
+            run(body())
+
+        wrapped.__name__, wrapped.__doc__ = test.__name__, test.__doc__
+        return wrapped
+
+    return decorate
+
+
+STEPS = ("ok", "slow", "lossy", "freeze", "kill", "stop", "delete", "unhold", "foreign", "empty", "brief")
+"""What happens next; the last five to the Lease, by hand."""
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2), st.floats(0, 30)), max_size=12),
+    st.integers(0, 2**32).map(Random),
+    st.sampled_from([5.0, 1000.0]),
+)
+def test_never_two_lead_and_at_last_one_does(
+    steps: list[tuple[str, int, float]], random: Random, try_seconds: float
+) -> None:
+    """Whatever the network, the scheduler and people do. A frozen process has no time-outs either."""
+
+    async def body() -> None:
+        server = LeaseServer()
+        processes = [Process(server, number) for number in range(3)]
+
+        async def look() -> None:
+            while True:
+                assert len(leading(processes)) <= 1
+                await asyncio.sleep(0.25)
+
+        looking = asyncio.create_task(look())
+        for step, number, seconds in steps:
+            _happen(step, server, processes[number], random)
+            await asyncio.sleep(seconds)
+        for process in processes:
+            process.connection.trouble = lambda: 0.0
+        # A call that hangs ends after 60 s here.
+        await until_one_leads(processes, 60 + 2 * TAKEOVER_SECONDS)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        assert looking.cancelled(), looking.exception()
+        for process in processes:
+            assert not process.task.done(), process.task
+            process.task.cancel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(election, "_TRY_SECONDS", try_seconds)
+        run(body())
+
+
+def _happen(step: str, server: LeaseServer, process: Process, random: Random) -> None:
+    troubles: dict[str, Callable[[], float]] = {
+        "ok": lambda: 0.0,
+        "slow": lambda: random.uniform(0, 12),
+        "lossy": lambda: random.choice([-1.0, 0.0, 0.5, 4.0]),
+        "freeze": lambda: random.choice([0.0, 40.0]),
+        "kill": lambda: 60.0,
+    }
+    edits: dict[str, Callable[[], object]] = {
+        "stop": process.ended.set,
+        "delete": lambda: server.put(None),
+        # Without a holder and for 1 s it would be what a holder writes that gives it up.
+        "unhold": lambda: server.edit(holderIdentity=None, leaseDurationSeconds=15),
+        "foreign": lambda: server.edit(holderIdentity="somebody"),
+        "empty": lambda: server.lease and server.put(server.lease | {"spec": {}}),
+        "brief": lambda: server.edit(holderIdentity="somebody", leaseDurationSeconds=1),
+    }
+    if step in troubles:
+        process.connection.trouble = troubles[step]
+    else:
+        edits[step]()
+
+
+@scenario(2)
+async def test_the_other_takes_over_within_18_s_of_a_crash(server: LeaseServer, both: list[Process]) -> None:
+    leader = await until_one_leads(both, TAKEOVER_SECONDS)
+    (other,) = {*both} - {leader}
+    leader.connection.trouble = lambda: 10_000.0
+    assert await until_one_leads([other], TAKEOVER_SECONDS) is other
+    assert leading(both) == [other]
+
+
+@scenario(2)
+async def test_who_ends_lets_the_other_in_at_once(server: LeaseServer, both: list[Process]) -> None:
+    leader = await until_one_leads(both, TAKEOVER_SECONDS)
+    await asyncio.sleep(30)
+    leader.ended.set()
+    await asyncio.sleep(3)
+    assert leader.num_lives == 2
+    assert len(leading(both)) == 1
+
+
+def late_answers(seconds: float) -> Callable[[], float]:
+    """Calls arrive at once."""
+    delays = itertools.cycle([0.0, seconds])
+    return lambda: next(delays)
+
+
+@scenario(2)
+async def test_who_gives_the_lease_up_does_not_write_while_it_waits_for_the_answer(
+    server: LeaseServer, both: list[Process]
+) -> None:
+    leader = await until_one_leads(both, TAKEOVER_SECONDS)
+    await asyncio.sleep(1)
+    leader.connection.trouble = late_answers(4)
+    leader.ended.set()
+    await asyncio.sleep(3)
+    assert leader.num_lives == 1
+    assert leader not in leading(both)
+    assert len(leading(both)) == 1
+
+
+def test_a_process_that_thaws_may_not_write_by_the_answer_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def thaw(server: LeaseServer, both: list[Process]) -> None:
+        leader = await until_one_leads(both, TAKEOVER_SECONDS)
+        leader.connection.trouble = late_answers(40)
+        for _ in range(100):
+            await asyncio.sleep(0.5)
+            assert len(leading(both)) <= 1
+        assert leader not in leading(both)
+
+    monkeypatch.setattr(election, "_TRY_SECONDS", 1000.0)  # no time-out fires before the answer is read
+    scenario(2)(thaw)()
+
+
+@scenario(1)
+async def test_the_first_one_waits_until_nobody_can_hold_a_lease_that_was_deleted(
+    server: LeaseServer, processes: list[Process]
+) -> None:
+    await asyncio.sleep(LEASE_SECONDS - 0.1)
+    assert not leading(processes)
+    await until_one_leads(processes, 3)
+
+
+@scenario(2)
+async def test_the_leader_mends_a_lease_that_was_deleted(server: LeaseServer, both: list[Process]) -> None:
+    leader = await until_one_leads(both, TAKEOVER_SECONDS)
+    for seconds in (0, 0.5, 1, 1.5, 2, 20):  # also before the other has ever seen it
+        server.put(None)
+        await asyncio.sleep(seconds)
+        assert leading(both) == [leader]
+    await asyncio.sleep(60)
+    assert leading(both) == [leader]
+    assert (leader.num_lives, server.holder) == (1, leader.elector.identity)
+
+
+@scenario(2)
+async def test_an_outage_makes_nobody_end(server: LeaseServer, both: list[Process]) -> None:
+    """Its renewal proves that nobody led meanwhile; without one it may not write."""
+    leader = await until_one_leads(both, TAKEOVER_SECONDS)
+    for process in both:
+        process.connection.trouble = lambda: -1.0
+    await asyncio.sleep(60)
+    assert leading(both) == []
+    leader.connection.trouble = lambda: 0.0
+    assert await until_one_leads(both, 5) is leader
+    assert leader.num_lives == 1
+
+
+@scenario(2)
+async def test_a_lease_that_was_broken_by_hand_is_mended(server: LeaseServer, both: list[Process]) -> None:
+    await until_one_leads(both, TAKEOVER_SECONDS)
+    assert server.lease is not None
+    server.put(server.lease | {"spec": {"leaseTransitions": 2**31 - 1, "leaseDurationSeconds": 9999}})
+    leader = await until_one_leads(both, 40)
+    await asyncio.sleep(20)
+    spec = server.lease["spec"]
+    assert server.holder == leader.elector.identity
+    assert (spec["leaseDurationSeconds"], spec["leaseTransitions"]) == (15, 2**31 - 1)
+    assert spec["renewTime"] > spec["acquireTime"]
+
+
+def test_work_ends_before_the_next_one_begins_and_what_it_raises_is_told() -> None:
+    async def body() -> None:
+        server, ended = LeaseServer(), asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(10_000)
+            finally:
+                await asyncio.sleep(0.5)
+                ended.set()
+
+        async def broken() -> None:
+            raise UnavailableError("watch", "gone")
+
+        one, other = (
+            Elector(cast(KubeApi, Connection(server)), NAME, pod, clock=now) for pod in ("one", "other")
+        )
+        task = asyncio.create_task(one.lead(work))
+        await asyncio.sleep(20)
+        server.edit(holderIdentity="other")
+        with pytest.raises(LeaseLostError, match="held by other"):
+            await task
+        assert ended.is_set()
+        with pytest.raises(UnavailableError, match="gone"):
+            await other.lead(broken)
+        assert server.holder == "None"
+
+    run(body())
