@@ -12,7 +12,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from lmcache_operator.specs.kinds import CLUSTER, EVENT, Kind, Ref, controller_uid
+from lmcache_operator.specs.kinds import CLUSTER, EVENT, NODE, POD, Kind, Ref, controller_uid
 from lmcache_operator.specs.merge import ITEM_KEYS, merge
 from lmcache_operator.specs.names import FIELD_MANAGER
 
@@ -53,6 +53,7 @@ class World:
         self.resource = resource
         self.objects: dict[Ref, Object] = {}
         self.pods: dict[str, Object] = {}
+        self.nodes: dict[str, Object] = {}
         self.warnings: list[Object] = []
         self.told: list[tuple[str, str]] = []
         self.writes: list[str] = []
@@ -76,6 +77,8 @@ class World:
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         self._may_fail("get", kind.kind)
+        if kind == NODE:
+            return copy.deepcopy(self.nodes.get(name))
         found = self.resource if kind == CLUSTER else self.objects.get(Ref(kind.kind, name))
         return copy.deepcopy(found)
 
@@ -116,8 +119,14 @@ class World:
         self.objects[ref] = live
         self._settle(live)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, uid: str, *, grace_seconds: int | None = None
+    ) -> bool:
         self._may_fail("delete", kind.kind)
+        if kind == POD:
+            assert grace_seconds == 0
+            self.writes.append(f"delete by force {name}")
+            return self.pods.pop(name)["metadata"]["uid"] == uid
         ref = Ref(kind.kind, name)
         if self.objects[ref]["metadata"]["uid"] != uid or ref in self.replaced:
             return False

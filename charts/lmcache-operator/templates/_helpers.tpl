@@ -91,9 +91,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaimtemplates]
   verbs: [get, list, watch, create, patch, delete]
+# Deleted by force, where their nodes are gone.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list]
+  verbs: [list, delete]
 # Why pods are not there or not ready is read from Events; what happens to a cluster is told by Events.
 - apiGroups: [""]
   resources: [events]

@@ -93,6 +93,10 @@ class Observed:
     """Of its StatefulSets."""
     foreign_pods: tuple[Object, ...] = ()
     """Somebody else's, which ``Component.foreign_pods`` selects."""
+    nodes: Mapping[str, Object | None] = field(default_factory=dict)
+    """Those of pods that don't serve, by name; None: there is no such node."""
+    node_refusal: str = ""
+    """Why the operator may not look at nodes; empty: it may."""
     warnings: tuple[Object, ...] = ()
     """Events that say why pods are not there, or not ready; some are about the claims of their volumes."""
     probed: Probed | None = None
@@ -119,6 +123,8 @@ class Plan:
     """Children that are not wanted any more."""
     evict: tuple[Object, ...] = ()
     """Pods to replace now."""
+    abandon: tuple[Object, ...] = ()
+    """Pods to delete by force: their nodes are gone."""
     problems: tuple[Problem, ...] = ()
     num_outdated: int = 0
     """Pods that still are what the user declared before."""

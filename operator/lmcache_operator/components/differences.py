@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lmcache_operator.components.base import Observed, Plan, Problem
+from lmcache_operator.components.nodes import abandoned, node_problems
 from lmcache_operator.components.pods import pod_problems
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ref_of
@@ -45,7 +46,8 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         lost=lost,
         # Dependents first, and nothing that somebody made his own by taking our label off.
         delete=tuple(ref for ref, live in reversed(unwanted.items()) if _is_deletable(live)),
-        problems=(*problems, *pod_problems(observed)),
+        abandon=tuple(abandoned(observed)),
+        problems=(*problems, *node_problems(observed), *pod_problems(observed)),
     )
 
 

@@ -76,7 +76,7 @@ class KubeApi:
         self._writes = set[asyncio.Task[Any]]()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """An object, or None if there is none."""
+        """An object, or None if there is none. What belongs to no namespace is in the one without a name."""
         status, found = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))
         return found if status == HTTPStatus.OK else None
 
@@ -132,9 +132,16 @@ class KubeApi:
         if self._writes:
             await asyncio.wait(self._writes)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
-        """Delete this object and what it owns. False if it is gone already, or another has its name."""
-        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, uid: str, *, grace_seconds: int | None = None
+    ) -> bool:
+        """Delete this object and what it owns. False if it is gone already, or another has its name.
+
+        ``grace_seconds``: for a pod, None: its own; 0 waits for no kubelet.
+        """
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
         accept = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT)
         status, _ = await self._call("DELETE", _path(kind, namespace, name), body, accept=accept)
         return status not in accept
@@ -238,7 +245,8 @@ def _path_of(wanted: Object) -> str:
 
 
 def _path(kind: Kind, namespace: str, name: str | None = None) -> str:
-    collection = f"{_root(kind)}/namespaces/{namespace}/{kind.plural}"
+    root = _root(kind)
+    collection = f"{root}/namespaces/{namespace}/{kind.plural}" if namespace else f"{root}/{kind.plural}"
     return f"{collection}/{name}" if name else collection
 
 

@@ -12,7 +12,7 @@ from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.status import Event
-from lmcache_operator.specs.kinds import BY_NAME, ClusterKey, Ref, ref_of
+from lmcache_operator.specs.kinds import BY_NAME, POD, ClusterKey, Ref, ref_of
 from lmcache_operator.specs.ownership import spell
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,12 @@ class Applier:
             uid = observed.children[ref]["metadata"]["uid"]
             call = self.api.delete(BY_NAME[ref.kind], self.key.namespace, ref.name, uid)
             await self._attempt("delete", ref, call)
+        for pod in plan.abandon:
+            name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
+            call = self.api.delete(POD, self.key.namespace, name, pod["metadata"]["uid"], grace_seconds=0)
+            if await self._attempt("delete", Ref("pod", name), call):
+                message = f"deleted pod {name} by force: its node {node} is gone"
+                self.events.append(Event("Warning", "NodeLost", message))
         for pod in plan.evict:
             ref = Ref("pod", pod["metadata"]["name"])
             call = self.api.evict(self.key.namespace, ref.name, pod["metadata"]["uid"])

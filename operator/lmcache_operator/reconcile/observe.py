@@ -7,11 +7,13 @@ from dataclasses import replace
 from datetime import datetime
 
 from lmcache_operator.components.base import Component, Observed
+from lmcache_operator.components.nodes import doubtful_nodes
 from lmcache_operator.components.pods import claim_names, incomplete_sets, is_ready
+from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import Contested
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, controller_uid
+from lmcache_operator.specs.kinds import BY_NAME, EVENT, NODE, POD, controller_uid
 from lmcache_operator.specs.names import selector_text
 
 
@@ -38,6 +40,7 @@ async def observe(
         contested={ref: paths for ref, paths in contested.items() if ref in refs},
         now=now,
     )
+    observed = await _with_nodes(api, observed)
     # Asked only while something is missing; one pod that is not ready stands for all.
     unready = [pod for pod in observed.pods if not is_ready(pod)][:1]
     about = [*(owner for owner, _ in incomplete_sets(observed)), *unready]
@@ -49,3 +52,12 @@ async def observe(
     ]
     warnings = [event for one in selectors for event in await api.find(EVENT, namespace, fieldSelector=one)]
     return replace(observed, warnings=tuple(warnings))
+
+
+async def _with_nodes(api: KubeApi, observed: Observed) -> Observed:
+    names = sorted(doubtful_nodes(observed.pods))
+    try:
+        found = await asyncio.gather(*(api.get(NODE, "", name) for name in names))
+    except RefusedError as error:  # with a list of namespaces somebody may have taken the right away
+        return replace(observed, node_refusal=error.message)
+    return replace(observed, nodes=dict(zip(names, found, strict=True)))

@@ -47,6 +47,7 @@ class Ref(NamedTuple):
 CLUSTER = Kind(GROUP, VERSION, KIND, PLURAL)
 POD = Kind("", "v1", "Pod", "pods")
 EVENT = Kind("", "v1", "Event", "events")
+NODE = Kind("", "v1", "Node", "nodes")
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 
 CHILDREN = (

@@ -16,7 +16,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube import client as kube_client
 from lmcache_operator.kube.client import Fence, KubeApi, connect, error_of
-from lmcache_operator.specs.kinds import EVENT, POD
+from lmcache_operator.specs.kinds import EVENT, NODE, POD
 
 from tests.harness.operator_model import cluster
 
@@ -88,7 +88,7 @@ async def call(
     *arguments: Any,
     is_down: bool = False,
     fence: Fence | None = None,
-    **selectors: str,
+    **more: Any,
 ) -> Any:
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(served(server))
@@ -96,7 +96,7 @@ async def call(
             await stack.aclose()
         client = await stack.enter_async_context(ApiClient(Configuration(host=url)))
         api = KubeApi(client, *([fence] if fence else []))
-        return await getattr(api, method)(*arguments, **selectors)
+        return await getattr(api, method)(*arguments, **more)
 
 
 @pytest.fixture
@@ -127,6 +127,7 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
         ("apply", (SERVICE, None), (201, {}), None, f"PATCH {CORE}/services/a{FORCE}"),
         ("apply_status", (SERVICE,), (404, {}), None, f"PATCH {CORE}/services/a/status{FORCE}"),
         ("delete", (POD, "n", "p", "u"), (200, {}), True, f"DELETE {CORE}/pods/p"),
+        ("get", (NODE, "", "a"), (200, {"a": 1}), {"a": 1}, "GET /api/v1/nodes/a"),
         ("delete", (POD, "n", "p", "u"), (404, {}), False, f"DELETE {CORE}/pods/p"),
         ("delete", (POD, "n", "p", "u"), (409, {}), False, f"DELETE {CORE}/pods/p"),
         ("evict", ("n", "p", "u"), (201, {}), True, f"POST {CORE}/pods/p/eviction"),
@@ -169,8 +170,11 @@ def test_an_event_is_counted_up_where_the_same_was_told_before(server: Server) -
 
 def test_only_the_object_that_was_seen_is_deleted(server: Server) -> None:
     asyncio.run(call(server, "delete", POD, "n", "p", "u"))
-    ((_, _, _, body),) = server.requests
-    assert json.loads(body)["preconditions"] == {"uid": "u"}
+    asyncio.run(call(server, "delete", POD, "n", "p", "u", grace_seconds=0))
+    (_, _, _, body), (_, _, _, forced) = server.requests
+    assert json.loads(body)["preconditions"] == json.loads(forced)["preconditions"] == {"uid": "u"}
+    assert "gracePeriodSeconds" not in json.loads(body)
+    assert json.loads(forced)["gracePeriodSeconds"] == 0
 
 
 def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -> None:
