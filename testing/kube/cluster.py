@@ -39,6 +39,7 @@ PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler
 CRDS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 PREFIX = "lmcache-kube-"
 _LOG_LINES = 15
+TOKEN_ID = "authentication.kubernetes.io/credential-id"
 FAKE_NODE = "kwok.x-k8s.io/node"
 NODE_CAPACITY = {
     "cpu": "64", "memory": "1Ti", "pods": "250", "ephemeral-storage": "8Ti", "nvidia.com/gpu": "8",
@@ -59,6 +60,11 @@ class Write:
     message: str
     """Why it was refused."""
     uri: str
+    token: str
+    """Whose token it came with, as `testing.kube.operator.token_id` names it."""
+    received: str
+    answered: str
+    """ISO times with microseconds, by the API server's clock."""
 
 
 class Cluster:
@@ -322,6 +328,9 @@ def _write(event: dict[str, Any]) -> Write:
         code=status.get("code", 0),
         message=status.get("message", ""),
         uri=event["requestURI"],
+        token="".join(event["user"].get("extra", {}).get(TOKEN_ID, [])),
+        received=event["requestReceivedTimestamp"],
+        answered=event["stageTimestamp"],
     )
 
 

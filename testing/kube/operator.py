@@ -4,6 +4,8 @@ without a name and without a home, on a root file system that nobody can write t
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import sys
@@ -35,6 +37,12 @@ exec setpriv --pdeathsig KILL --reuid {USER} --regid {USER} --clear-groups --no-
 """
 
 
+def token_id(token: str) -> str:
+    """What the API server calls a ServiceAccount's token."""
+    claims = token.split(".")[1]
+    return f"JTI={json.loads(base64.urlsafe_b64decode(claims + '=' * (-len(claims) % 4)))['jti']}"
+
+
 class Operator(ChildProcess):
     """``lmcache-operator run`` as a process of ours, under a ServiceAccount of the cluster.
 
@@ -44,6 +52,8 @@ class Operator(ChildProcess):
     def __init__(self, plane: Cluster, directory: Path, account: str, *flags: str) -> None:
         self.user = f"system:serviceaccount:{account.replace('/', ':')}"
         super().__init__("the operator", directory / "operator.log")
+        self.token = ""
+        """The id of the token of its present life; audit events have it, too."""
         self._plane, self._account = plane, account
         self._health_port, self._metrics_port = free_ports(2)
         self._flags = (*flags, f"--health-port={self._health_port}", f"--metrics-port={self._metrics_port}")
@@ -52,8 +62,10 @@ class Operator(ChildProcess):
     def start(self) -> None:
         namespace, _, name = self._account.partition("/")
         token = self._plane.service_account_token(namespace, name)
+        self.token = token_id(token)
         argv = [sys.executable, "-m", "lmcache_operator", "run", *self._flags]
         env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "operator")]), "PYTHONUNBUFFERED": "1"}
+        env["POD_NAME"] = self.log_path.parent.name
         if os.getuid() == 0:
             token_file = self.log_path.with_suffix(".token")
             token_file.write_text(token)

@@ -104,7 +104,7 @@ def test_a_namespace_that_is_not_there_stops_the_installation_before_it_begins(p
         plane.helm("install", "some", CHART, *flags)
         assert "absent" in helm_error(plane, "upgrade", "some", CHART, *flags, *missing)
         roles = plane.api.objects("rbac.authorization.k8s.io/v1/roles", namespace)
-        assert roles == []
+        assert [role["metadata"]["name"] for role in roles] == ["some-lmcache-operator-lease"]
         plane.helm("uninstall", "some", "--namespace", namespace)
 
 
@@ -186,6 +186,7 @@ def test_pod_is_admitted_where_only_restricted_pods_are(plane):
         ("get", "nodes", True),
         ("list", "nodes", False),
         ("patch", "nodes", False),
+        ("update", "leases.coordination.k8s.io", False),
         ("delete", "namespaces", False),
     ],
 )
@@ -239,7 +240,7 @@ def test_with_a_list_of_namespaces_only_these_are_served(plane, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("replicas=2", "replicas"),
+        ("replicas=-1", "replicas"),
         ("image.digest=abc", "digest"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("metrics.service.port=0", "port"),
@@ -300,6 +301,19 @@ def test_elsewhere_and_if_it_is_not_wanted_nobody_gives_pods_a_cache(plane):
     assert policies(plane, *able, "--set", "injection.enabled=false") == []
 
 
+def test_replicas_take_turns_and_stay_apart(plane):
+    for replicas, kinds in ((2, {"PodDisruptionBudget"}), (1, set())):
+        objects = {obj["kind"]: obj for obj in rendered(plane, f"replicas={replicas}")}
+        assert objects.keys() & {"PodDisruptionBudget"} == kinds
+        spec = objects["Deployment"]["spec"]
+        assert (spec["replicas"], spec["strategy"]["type"]) == (replicas, "RollingUpdate")
+        container = spec["template"]["spec"]["containers"][0]
+        (lease,) = [rule["resourceNames"] for rule in objects["Role"]["rules"] if "update" in rule["verbs"]]
+        assert [f"--leader-elect={name}" for name in lease] == [a for a in container["args"] if "elect" in a]
+    own = {obj["kind"]: obj for obj in rendered(plane, "affinity.nodeAffinity.a=b")}["Deployment"]
+    assert own["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {"a": "b"}}
+
+
 def test_two_releases_do_not_collide(plane):
     one = {(o["kind"], o["metadata"]["name"]) for o in rendered(plane, "crds.enabled=false")}
     flags = ["--set", "crds.enabled=false"]
@@ -314,7 +328,7 @@ def test_rendered_manifests_fit_the_schemas():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("replicas: 1", "replica: 1"), "replica"),
+        (("replicas: 2", "replica: 2"), "replica"),
         (("apps/v1", "apps/v1beta1"), "Deployment"),
         (("containers:", "container:"), "container"),
     ],
