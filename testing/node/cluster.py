@@ -95,7 +95,7 @@ class NodeCluster(cluster.Cluster):
         self.containerd.ctr("task", "kill", "--all", "--signal", "SIGKILL", task)
 
     def enforce_network_policies(self) -> None:
-        """From now on, as a CNI plugin that knows them would."""
+        """From now on, within a second or two, as a CNI plugin that knows them would."""
         log = self.directory / "policies.log"
         argv = [sys.executable, "-m", "testing.node.network_policies", str(self.kubeconfig())]
         component = self.components["policies"] = Component("the enforcer of policies", argv, log)

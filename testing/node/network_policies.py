@@ -18,7 +18,7 @@ from typing import Any
 from testing.kube.api import Api, ApiError, Object
 
 _CHAIN = "LMCACHE-POLICIES"
-_INTERVAL_SECONDS = 0.3
+_INTERVAL_SECONDS = 1.0
 
 
 def rules(policies: list[Object], pods: list[Object], namespaces: list[Object]) -> list[str]:

@@ -39,9 +39,13 @@ def references() -> dict[str, str]:
 def node(request, references) -> Iterator[NodeCluster]:
     if not inside.group():
         pytest.fail("these tests run in the namespaces of a node: use `make e2e`")
-    archives = [images.build(name).archive for name in references]
+    try:
+        archives = [images.build(name).archive for name in references]
+    except images.ImagesError as error:
+        pytest.exit(f"no package index is reached from here: run `make images` before\n{error}", 1)
     with NodeCluster(pause=references["pause"], images=archives) as node:
         request.config.stash[_NODE] = node
+        node.enforce_network_policies()
         yield node
         RUN.mkdir(exist_ok=True)
         (RUN / "timeline.json").write_text(json.dumps(node.seconds, indent=1))
@@ -72,6 +76,13 @@ def tiny(make_app) -> App:
     tiny.wait_condition("Ready")
     tiny.node.reached("condition Ready")
     return tiny
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if node := config.stash.get(_NODE, None):
+        terminalreporter.section("seconds after the start of the control plane")
+        for step, seconds in node.seconds.items():
+            terminalreporter.line(f"{seconds:7.1f}  {step}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,10 +19,11 @@ def sleeper(node, references):
     """A pod that sleeps, in a namespace without rules."""
     made = []
 
-    def make(name, **container):
-        spec = {"name": "main", "image": references["pause"], "command": ["sleep", "infinity"], **container}
-        pod = {"metadata": {"name": name}, "spec": {"terminationGracePeriodSeconds": 0, "containers": [spec]}}
-        node.api.create("v1/pods", pod, "default")
+    def make(name, labels=None, volumes=(), **container):
+        main = {"name": "main", "image": references["pause"], "command": ["sleep", "infinity"], **container}
+        spec = {"terminationGracePeriodSeconds": 0, "containers": [main], "volumes": list(volumes)}
+        metadata = {"name": name, "labels": labels or {}}
+        node.api.create("v1/pods", {"metadata": metadata, "spec": spec}, "default")
         made.append(name)
         return lambda: Pod(node, node.api.get("v1/pods", name, "default"))
 
@@ -74,6 +75,41 @@ def test_a_resource_that_nobody_offers_can_be_pretended(node, sleeper):
     waiting = second if first().is_ready else first
     (why,) = [c for c in waiting().object["status"]["conditions"] if c["type"] == "PodScheduled"]
     assert "Insufficient example.com/gpu" in why["message"]
+
+
+def test_an_image_is_a_volume(node, references, sleeper):
+    volume = {"name": "redis", "image": {"reference": references["redis"], "pullPolicy": "IfNotPresent"}}
+    mount = {"name": "redis", "mountPath": "/redis", "readOnly": True}
+    look = sleeper("reads-an-image", volumes=[volume], volumeMounts=[mount])
+    node.wait(lambda: look().is_ready, SECONDS)
+    assert "redis-server" in look().exec("main", "ls", "/redis/usr/bin")
+
+
+def test_network_policies_hold_between_pods(node, references, sleeper):
+    server = sleeper(
+        "serves",
+        labels={"part": "server"},
+        image=references["redis"],
+        command=["redis-server", "--protected-mode", "no", "--dir", "/tmp"],
+        readinessProbe={"tcpSocket": {"port": 6379}, "periodSeconds": 1},
+    )
+    clients = {name: sleeper(name, labels={"is": name}) for name in ("friend", "stranger")}
+    for look in (server, *clients.values()):
+        node.wait(lambda look=look: look().is_ready, SECONDS)
+
+    def who_gets_in():
+        dial = f"timeout 2 bash -c 'exec 3<>/dev/tcp/{server().address}/6379' && echo in || true"
+        return [name for name, look in clients.items() if look().exec("main", "sh", "-c", dial)]
+
+    assert who_gets_in() == ["friend", "stranger"]
+    rule = {"from": [{"podSelector": {"matchLabels": {"is": "friend"}}}], "ports": [{"port": 6379}]}
+    selector = {"matchLabels": {"part": "server"}}
+    policy = {"metadata": {"name": "friends"}, "spec": {"podSelector": selector, "ingress": [rule]}}
+    node.api.create("networking.k8s.io/v1/networkpolicies", policy, "default")
+    node.wait(lambda: who_gets_in() == ["friend"], SECONDS)
+    assert server().is_ready  # the kubelet is no pod: its probes pass
+    node.api.delete("networking.k8s.io/v1/networkpolicies", "friends", "default")
+    node.wait(lambda: who_gets_in() == ["friend", "stranger"], SECONDS)
 
 
 def test_pods_come_back_after_a_power_cut(node, sleeper):
