@@ -39,10 +39,10 @@ def references() -> dict[str, str]:
 def node(request, references) -> Iterator[NodeCluster]:
     if not inside.group():
         pytest.fail("these tests run in the namespaces of a node: use `make e2e`")
-    try:
-        archives = [images.build(name).archive for name in references]
-    except images.ImagesError as error:
-        pytest.exit(f"no package index is reached from here: run `make images` before\n{error}", 1)
+    built = {name: images.find(name) for name in references}
+    if missing := [name for name, image in built.items() if image is None]:
+        pytest.exit(f"run `make images` before: not built from this checkout: {', '.join(missing)}", 1)
+    archives = [image.archive for image in built.values() if image]
     with NodeCluster(pause=references["pause"], images=archives) as node:
         request.config.stash[_NODE] = node
         node.enforce_network_policies()

@@ -101,7 +101,7 @@ def tracked(names: list[str]) -> list[Path]:
 def build(name: str) -> Image:
     """The image with the content of this checkout; built if it is not in the cache. Raises `ImagesError`."""
     recipe = IMAGES[name]
-    archive = _directory() / f"{name}-{_digest(recipe)}.tar"
+    archive = _archive(name)
     with exclusive(_directory() / ".lock", _say):
         if not archive.exists():
             _require_root()
@@ -112,6 +112,16 @@ def build(name: str) -> Image:
         os.utime(archive)
         _prune(name)
     return Image(recipe.reference, archive)
+
+
+def find(name: str) -> Image | None:
+    """The image with the content of this checkout if it was built; waits for no other process."""
+    archive = _archive(name)
+    return Image(IMAGES[name].reference, archive) if archive.exists() else None
+
+
+def _archive(name: str) -> Path:
+    return _directory() / f"{name}-{_digest(IMAGES[name])}.tar"
 
 
 def _directory() -> Path:
