@@ -21,7 +21,7 @@ def merge(base: Any, overlay: Any) -> Any:
     if isinstance(base, Mapping) and isinstance(overlay, Mapping):
         merged = dict(base) | {key: merge(base.get(key), value) for key, value in overlay.items()}
         return {key: value for key, value in merged.items() if value is not None}
-    if isinstance(base, list) and isinstance(overlay, list) and (key := _item_key(base + overlay)):
+    if isinstance(base, list) and isinstance(overlay, list) and (key := _item_key(base, overlay)):
         ours = {item[key]: item for item in base}
         theirs = {item[key]: item for item in overlay}
         return [merge(ours.get(name), theirs.get(name, {})) for name in ours | theirs]
@@ -60,10 +60,15 @@ def _pairs(wanted: Any, live: Any, path: str) -> list[tuple[Any, Any, str]] | No
     return [(item, live[index], f"{path}[{index}]") for index, item in enumerate(wanted)]
 
 
-def _item_key(items: list[Any]) -> str | None:
-    """The field that names the items of a list, if it is a list of named objects."""
-    named = (key for key in ITEM_KEYS if all(_is_named(item, key) for item in items))
-    return next(named, None) if items else None
+def _item_key(*lists: list[Any]) -> str | None:
+    """The field that names the items of lists, if they are lists of named objects.
+
+    One that tells all of a list apart is better: two ports of one number, for TCP and UDP, have two names.
+    """
+    items = [item for each in lists for item in each]
+    found = [key for key in ITEM_KEYS if items and all(_is_named(item, key) for item in items)]
+    unique = (key for key in found if all(len({item[key] for item in each}) == len(each) for each in lists))
+    return next(unique, found[0] if found else None)
 
 
 def _is_named(item: Any, key: str) -> bool:

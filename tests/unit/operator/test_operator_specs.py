@@ -327,3 +327,14 @@ def test_the_operator_may_ask_the_sidecars() -> None:
     (more,) = [source for source in sources("lmcache-system") if source not in sources()]
     assert more["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "lmcache-system"}
     assert more["podSelector"]["matchLabels"] == OPERATOR_LABELS
+
+
+def test_two_ports_of_one_number_are_both_kept_and_the_last_of_two_variables() -> None:
+    ports = [
+        {"containerPort": 9000, "name": "tcp"}, {"containerPort": 9000, "name": "udp", "protocol": "UDP"},
+    ]  # fmt: skip
+    env = [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]
+    template = {"spec": {"containers": [{"name": "engine", "ports": ports, "env": env}]}}
+    (engine,) = pod_of({"engine": {"podTemplate": template}})["spec"]["containers"]
+    assert [port["name"] for port in engine["ports"]] == ["http", "tcp", "udp"]
+    assert env_of(engine)["A"] == "2"
