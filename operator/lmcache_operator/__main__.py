@@ -97,7 +97,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from lmcache_operator.election import LeaseName
 
     set_up(arguments.log_format, arguments.log_level)
-    for name in ("kopf.objects", "aiohttp.access"):  # one line for every event, and for every probe
+    # A line for every event, and for every probe.
+    for name in ("kopf.objects", "kopf.activities.probe", "aiohttp.access"):
         logging.getLogger(name).setLevel(logging.WARNING)
     lease = None
     if arguments.leader_elect:

@@ -74,7 +74,8 @@ class Applier:
             return False
         if is_done:
             metrics.WRITES.labels(verb).inc()
-            logger.info("%s: %s %s", self.key, verb, ref)
+            if verb != "evict":  # told by an Event
+                logger.info("%s: %s %s", self.key, verb, ref)
         return is_done
 
     def _note_repair(self, plan: Plan, ref: Ref, *, is_new: bool) -> None:
