@@ -50,7 +50,7 @@ spec:
     transfer: CudaIPC
   images: {policy: Follow}
   tiers:
-    memory: {size: 256Gi}
+    memory: {size: 256Gi, tenantQuotaPercent: 30}
     disk: {size: 2Ti, storageClassName: local-nvme}
     remote:
       external:

@@ -13,10 +13,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Protocol
 
 from lmcache.tiers.pages import zeros
 
 _MAX_GROUPS = 2048  # that are remembered by name: requests that are under way at the same time
+
+
+class Links(Protocol):
+    """Numbers by number."""
+
+    def __getitem__(self, at: int, /) -> int: ...
+    def __setitem__(self, at: int, number: int, /) -> None: ...
 
 
 class _Group:
@@ -39,10 +47,11 @@ class LRU:
     A row is in one group: that of its last use; ``None`` is a group that nobody names again.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, older: Links | None = None, newer: Links | None = None) -> None:
+        """``older`` and ``newer``: where numbers up to ``num_rows`` are kept, 0 at first."""
         # Rows are shifted by one: 0 is the end of the list, and zeros are what untouched memory holds.
-        self._older = zeros(num_rows + 1, "I")
-        self._newer = zeros(num_rows + 1, "I")
+        self._older = zeros(num_rows + 1, "I") if older is None else older
+        self._newer = zeros(num_rows + 1, "I") if newer is None else newer
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
         self._ends: dict[int, _Group] = {}  # by their oldest and newest rows
 

@@ -67,6 +67,11 @@ class Tenants:
         if use.name and not use.num_rows:
             del self._uses[use.name]
 
+    def num_bytes(self, name: bytes) -> int:
+        """What the tenant has."""
+        use = self._uses.get(name)
+        return use.num_bytes if use else 0
+
     def largest(self, limit: int = 32) -> tuple[list[TenantUse], TenantUse]:
         """Return what the largest tenants use, the largest first, and what all others use together."""
         uses = sorted(self._uses.values(), key=lambda use: use.num_bytes, reverse=True)
@@ -81,6 +86,7 @@ class Removal(enum.Enum):
     """Why an object left a tier; a label of the removal counters."""
 
     EVICTED = "evicted"  # capacity: the policy chose it
+    QUOTA = "quota"  # its tenant needed the room, and had his share
     INVALID = "invalid"  # checksum, length, version or key did not fit
 
 
@@ -91,7 +97,9 @@ class MemoryStats:
     hits: int = counter("Rows, or chunks of several KV groups, that lookups found in memory")
     misses: int = counter("Rows that lookups did not find there, whatever was brought afterwards")
     refused: int = counter("Reservations refused because no row could be freed")
-    removed: Counter[Removal] = counters("reason", "Rows that left memory: evicted, or not valid any more")
+    removed: Counter[Removal] = counters(
+        "reason", "Rows that left memory: evicted, evicted for their tenant's quota, or not valid any more"
+    )
     verified: int = counter("Rows from before a restart that were found intact")
     tenants: Tenants = field(default_factory=Tenants)
     """Who have rows now."""

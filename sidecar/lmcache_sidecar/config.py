@@ -40,6 +40,7 @@ _SOCKET = checked(check_socket_path)
 _PORT = number(int, 0, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
 _DEADLINE = number(float, 0.01, 60, "a number of seconds from 0.01 to 60")
 _NODE = number(int, 0, 1023, "a NUMA node: write its number, 0 is the first")
+_PERCENT = number(int, 1, 100, "a percentage: write a number from 1 to 100; 100 is no limit")
 _SECONDS = number(float, 0, 3600, "a number of seconds from 0 to 3600")
 
 
@@ -66,6 +67,9 @@ class Config:
         "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)")
     memory_size: int = _option("SIZE", "1Gi", parse_size,
         "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti")
+    tenant_quota_percent: int = _option("PERCENT", "100", _PERCENT,
+        "how much of the memory tier the rows of one tenant (one cache salt) may take: one that has as much"
+        " makes room with its own; requests without a salt are not limited")
     huge_pages: bool = _option("BOOL", "false", switch,
         "true: take huge pages for the memory tier where the kernel has them: faster copies, a slower start")
     numa_node: int | None = _option("NODE", "", lambda text: _NODE(text) if text else None,

@@ -104,6 +104,7 @@ class Sidecar:
             admit=Admit(self._config.admit),
             stats={name: lower.traffic for name, lower in self._handles.items()},
             memory_stats=self._memory_stats,
+            tenant_quota_percent=self._config.tenant_quota_percent,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache.tiers.memory.contracts import Slot
@@ -33,6 +33,7 @@ class KnownRow:
     unverified: bool = False
     held: bool = False  # a client from before the restart may read it
     idle_since: float = 0.0
+    idle_rank: int = 0  # which of those idle since the same time was first
 
     @property
     def visible(self) -> bool:
@@ -84,3 +85,26 @@ class Order:
         rows = [*changed, *present] if is_head else [*present, *changed]
         self.requests = [(name, others) for name, others in self.requests if name != request]
         self.requests.append((request, rows))
+
+
+class Orders(Order):
+    """The order of all rows, and that of each tenant's own. ``rows``: those there are."""
+
+    def __init__(self, rows: Mapping[int, KnownRow]) -> None:
+        super().__init__()
+        self._rows = rows
+        self._own: dict[bytes, Order] = {}
+
+    def of(self, tenant: bytes) -> Order:
+        return self._own.setdefault(tenant, Order())
+
+    def remove(self, row: int) -> None:
+        super().remove(row)
+        for order in self._own.values():
+            order.remove(row)
+
+    def _change(self, changed: Sequence[int], request: Hashable, *, is_head: bool) -> None:
+        super()._change(changed, request, is_head=is_head)
+        for tenant in {self._rows[row].tenant for row in changed}:
+            own = [row for row in changed if self._rows[row].tenant == tenant]
+            self.of(tenant)._change(own, request, is_head=is_head)

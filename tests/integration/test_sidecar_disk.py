@@ -103,6 +103,30 @@ def test_on_reuse_only_what_was_hit_is_written(tmp_path):
     assert len(list(tmp_path.rglob("*.0"))) == 2
 
 
+def test_a_tenant_takes_no_more_than_his_share_and_what_is_brought_is_his(tmp_path):
+    tenant = b"\xab" * 32
+    with SidecarProcess(disk_path=tmp_path, disk_size="64Mi", tenant_quota_percent=50) as sidecar:
+        with session_of(sidecar) as session:
+            store(session, *range(4))
+            assert sidecar.terminate() == 0
+        forget_memory(sidecar)
+        with session_of(sidecar) as session:
+            asked = [(0, make_keys(0, 1, 2, 3))]
+            wait_until(lambda: session.lookup("r", asked, tenant=tenant).num_leased == 4)
+            sidecar.wait_until(
+                lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["capacity_rows"]
+            )
+            memory = sidecar.stats()["memory"]
+            assert memory["tenant_rows"] == {"ab" * 8: 4, "other": 0}
+            share, keys = memory["capacity_rows"] // 2, make_keys(*range(9, 9 + memory["capacity_rows"]))
+            given = [one.slot for one in session.reserve(0, keys, tenant=tenant) if one.slot]
+            # The four are leased, and nobody else's go for him.
+            assert len(given) == share - 4
+            memory = sidecar.stats()["memory"]
+            assert memory["tenant_rows"] == {"ab" * 8: share, "other": 0}
+            assert memory["refused"] == memory["capacity_rows"] - len(given)
+
+
 def test_tenants_and_both_rates_are_shown(tmp_path):
     with SidecarProcess(disk_path=tmp_path) as sidecar, RawClient(sidecar) as client:
         client.attach()

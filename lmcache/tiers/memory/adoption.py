@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache.tiers.base import RowKey
-from lmcache.tiers.memory.contracts import Arena, Slot
-from lmcache.tiers.memory.rows import OpenRow, Rows
+from lmcache.tiers.memory.contracts import Arena, OpenRow, Slot
+from lmcache.tiers.memory.rows import Rows
 from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
 
 SIDECAR = bytes(16)

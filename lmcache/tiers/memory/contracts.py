@@ -7,8 +7,8 @@ many consecutive slots of one frame, in every column, as its bytes need (see ``a
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -54,6 +54,8 @@ class Chains:
     groups: tuple[KVGroup, ...]
     keys: tuple[Sequence[RowKey], ...]
     """Per group, head first: of the same chunks."""
+    tenant: bytes = b""
+    """Whose rows those are that are brought into memory for it."""
 
     @property
     def num_chunks(self) -> int:
@@ -84,6 +86,25 @@ class Chains:
     def key(self, place: Place) -> RowKey:
         """Return the row's key."""
         return self.keys[place[1]][place[0]]
+
+
+@dataclass(slots=True, eq=False)
+class OpenRow:
+    """A row that is not complete yet, or out of the index for good."""
+
+    key: RowKey
+    slot: Slot
+    request: Hashable = None
+    """The one that it was stored for."""
+
+    writers: dict[int, bytes | None] = field(default_factory=dict)
+    """Owners by column; None: in quarantine."""
+
+    committed: set[int] = field(default_factory=set)
+    """Columns whose bytes are complete."""
+
+    is_invalid: bool = False
+    """Out of the index for good."""
 
 
 class Residency(NamedTuple):

@@ -18,12 +18,12 @@ import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import FrameAllocator
-from lmcache.tiers.memory.contracts import Arena, Slot, VacateResult
+from lmcache.tiers.memory.contracts import Arena, OpenRow, Slot, VacateResult
+from lmcache.tiers.memory.quotas import TenantOrders, enough
 from lmcache.tiers.pages import zeros
 from lmcache.tiers.policy import LRU
 from lmcache.tiers.stats import MemoryStats, Removal, Tenants, TenantUse
@@ -36,28 +36,9 @@ _MAX_DEPTH = (1 << 32) - 1  # that fits a number of 32 bits
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
 
 
-@dataclass(slots=True, eq=False)
-class OpenRow:
-    """A row that is not complete yet, or out of the index for good."""
-
-    key: RowKey
-    slot: Slot
-    request: Hashable = None
-    """The one that it was stored for."""
-
-    writers: dict[int, bytes | None] = field(default_factory=dict)
-    """Owners by column; None: in quarantine."""
-
-    committed: set[int] = field(default_factory=set)
-    """Columns whose bytes are complete."""
-
-    is_invalid: bool = False
-    """Out of the index for good."""
-
-
 class Rows:
     """Rows of one arena; see the module. ``slots_per_frame``: slots of the longest row; ``stats``: to be gone
-    on with."""
+    on with; ``tenant_quota_percent``: see ``quotas``, 100 is none."""
 
     def __init__(
         self,
@@ -65,11 +46,15 @@ class Rows:
         clock: Callable[[], float] = time.monotonic,
         slots_per_frame: int = 1,
         stats: MemoryStats | None = None,
+        tenant_quota_percent: int = 100,
     ) -> None:
         self.stats = stats or MemoryStats()
         self.stats.tenants = Tenants()
         self.allocator = FrameAllocator(arena.num_rows, slots_per_frame)
-        self.policy = LRU(self.allocator.num_numbers)
+        self._tenants: list[TenantUse] = []  # by row, as far as rows were ever taken
+        num_numbers, self._quota_percent = self.allocator.num_numbers, tenant_quota_percent
+        self._orders = TenantOrders(num_numbers, self._tenants) if tenant_quota_percent < 100 else None
+        self.policy = self._orders or LRU(num_numbers)
         self.table = arena.table
         if arena.geometry is None:
             raise ArenaError("the arena is not formatted yet")
@@ -89,7 +74,6 @@ class Rows:
         self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
         self._clock = clock
         self._keys: list[RowKey] = []  # by row, as far as rows were ever taken; not copies
-        self._tenants: list[TenantUse] = []  # by row, as far as those
         self._generations = zeros(self.allocator.num_numbers, "Q")
         self.depths = zeros(self.allocator.num_numbers, "I")  # position in its chain; 0: not known
         self.unverified = zeros(self.allocator.num_numbers, "B")  # 1: adopted, and not compared yet
@@ -198,7 +182,8 @@ class Rows:
         """Take a row for the key, evicting what has to go; None when nothing can."""
         # What replaces its predecessor frees that one's slots next: nothing of its chain is lost for it.
         sparing = None if key in self.row_by_key else request
-        number = self._allocate(num_slots, sparing) if num_slots <= self.allocator.slots_per_frame else None
+        may_be = num_slots <= self.allocator.slots_per_frame and self._fits_quota(tenant, num_slots, sparing)
+        number = self._allocate(num_slots, sparing) if may_be else None
         if number is None:
             self.stats.refused += 1
             return None
@@ -337,6 +322,28 @@ class Rows:
             return "reserved"
         return "quarantined" if writers or self.is_holding_adopted else None
 
+    def _fits_quota(self, tenant: bytes, num_slots: int, sparing: Hashable) -> bool:
+        """Evict rows of the tenant's own, if that is what he needs for so many slots more."""
+        if not tenant or self._orders is None:
+            return True
+        has = self.stats.tenants.num_bytes(tenant) // self._bytes_per_slot
+        excess = has + num_slots - self.usable_slots * self._quota_percent // 100
+        incomplete = (n for n in self._long_incomplete() if self._tenants[n].name == tenant)
+        victims = itertools.chain(incomplete, self._orders.victims_of(tenant, sparing))
+        idle = (n for n in itertools.islice(victims, _MAX_EVICTIONS) if self._user(n) is None)
+        leaving = enough(idle, excess, self.allocator.size)
+        if leaving is None or (leaving and not self.is_evicting):
+            return False
+        for number in leaving:
+            self._evict(number, Removal.QUOTA)
+        return True
+
+    def _long_incomplete(self) -> Iterator[int]:
+        """Rows whose missing columns will not come any more; the oldest few."""
+        few = itertools.islice(self._incomplete.items(), _MAX_EVICTIONS)
+        now = self._clock()
+        return (n for n, _ in itertools.takewhile(lambda row: now - row[1] > INCOMPLETE_SECONDS, few))
+
     def _allocate(self, num_slots: int, sparing: Hashable) -> int | None:
         usable_frames = self._usable_frames
         for _ in range(_MAX_EVICTIONS):
@@ -357,9 +364,7 @@ class Rows:
         for number in first_usable(self.dropped):
             self._free(number)
             return True
-        for number in first_usable(self._incomplete):
-            if self._clock() - self._incomplete[number] <= INCOMPLETE_SECONDS:
-                break
+        for number in first_usable(self._long_incomplete()):
             self._evict(number)
             return True
         victims = first_usable(self.policy.victims(sparing) if self.is_evicting else ())
@@ -368,11 +373,11 @@ class Rows:
             self._evict(number)
         return bool(leaving)
 
-    def _evict(self, number: int) -> None:
+    def _evict(self, number: int, reason: Removal = Removal.EVICTED) -> None:
         self._unindex(self._keys[number], number)
         self.policy.remove(number)
         self._free(number)
-        self.stats.removed[Removal.EVICTED] += 1
+        self.stats.removed[reason] += 1
 
     def _publish_key(self, key: RowKey, number: int) -> None:
         if self._shared is not None:

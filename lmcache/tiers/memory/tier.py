@@ -22,6 +22,7 @@ from lmcache.tiers.memory.adoption import SIDECAR, Quarantine, adopt_rows
 from lmcache.tiers.memory.contracts import (
     Arena,
     Chains,
+    OpenRow,
     Reservation,
     Reserved,
     Residency,
@@ -29,7 +30,7 @@ from lmcache.tiers.memory.contracts import (
     VacateResult,
 )
 from lmcache.tiers.memory.leases import LeaseId, Leases
-from lmcache.tiers.memory.rows import OpenRow, Rows
+from lmcache.tiers.memory.rows import Rows
 from lmcache.tiers.stats import MemoryStats, Removal
 from lmcache.units import ceil_div
 
@@ -46,12 +47,13 @@ class MemoryTier:
         arena: Arena,
         clock: Callable[[], float] = time.monotonic,
         stats: MemoryStats | None = None,
+        tenant_quota_percent: int = 100,
     ) -> None:
         self.arena = arena
         if arena.geometry is None:
             raise ArenaError("the arena is not formatted yet")
         self._slot_bytes = arena.geometry.slot_bytes
-        self._rows = Rows(arena, clock, arena.geometry.slots_per_frame, stats)
+        self._rows = Rows(arena, clock, arena.geometry.slots_per_frame, stats, tenant_quota_percent)
         self._rows.is_holding_adopted = True
         self._table = arena.table
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
@@ -177,8 +179,7 @@ class MemoryTier:
     # ---- load ----
 
     def lookup(self, lease_id: LeaseId, chains: Chains, *, is_hint: bool = False) -> Residency:
-        """Say what is resident, and lease the rows of it that a hit of all the chunks needs. A hint leases
-        none.
+        """Say what is resident, and lease, but for a hint, the rows that a hit of all the chunks needs.
 
         Asking again under the same id extends the lease. At most half of the usable slots are leased in all.
         """
@@ -288,10 +289,12 @@ class MemoryTier:
         """Return a visible row's key and the position of its chunk in its chain (0: not known)."""
         return self._rows.key(slot.row), self._rows.depths[slot.row]
 
-    def reserve_row(self, key: RowKey, length: int, request: Hashable = None) -> Slot | None:
+    def reserve_row(
+        self, key: RowKey, length: int, request: Hashable = None, tenant: bytes = b""
+    ) -> Slot | None:
         """Reserve all columns, of ``length`` bytes each, for this process itself; None when the row exists,
         or no row can be freed."""
-        row = None if key in self._rows.row_by_key else self._new_row(key, length, request)
+        row = None if key in self._rows.row_by_key else self._new_row(key, length, request, 0, tenant)
         if row is None:
             return None
         for column in range(self._table.num_columns):

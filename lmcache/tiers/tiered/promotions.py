@@ -164,13 +164,13 @@ class Promotions:
         key, length = search.chains.key(place), search.chains.groups[place[1]].chunk_bytes
         if key not in self._pending and not self._memory.is_resident(key):
             self._begin(key, self._memory.num_slots(length))
-            self._tasks.spawn(self._promote(key, length, request, position))
+            self._tasks.spawn(self._promote(key, length, request, search.chains.tenant, position))
 
-    async def _promote(self, key: RowKey, length: int, request: str, position: int) -> None:
+    async def _promote(self, key: RowKey, length: int, request: str, tenant: bytes, position: int) -> None:
         """Bring a row from the tier that has it, or else from one after it."""
         try:
             for number, lower in enumerate(self._lower[position:], position):
-                if (brought := await lower.bring(key, length, request)) is not None:
+                if (brought := await lower.bring(key, length, request, tenant)) is not None:
                     self._refresh.mark_fresh(brought.slot)
                     for nearer in self._lower[:number]:
                         nearer.write(brought)

@@ -57,9 +57,10 @@ class TieredStore:
         admit: Admit = Admit.ALL,
         stats: Mapping[str, TieredStats] | None = None,
         memory_stats: MemoryStats | None = None,
+        tenant_quota_percent: int = 100,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.memory = MemoryTier(arena, clock=clock, stats=memory_stats)
+        self.memory = MemoryTier(arena, clock, memory_stats, tenant_quota_percent)
         self.is_closed = False
         self._admit = admit
         self._labels: dict[bytes, bytes] = {}  # of shared namespaces

@@ -136,15 +136,15 @@ class TierWorker:
         rate = self.bytes_per_second if self._rate.is_certain else 0.0
         return should_load(column_bytes * self._num_columns, rate, recompute_seconds)
 
-    async def bring(self, key: RowKey, length: int, request: str) -> Write | None:
-        """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing. Return how
-        nearer tiers are to keep it."""
+    async def bring(self, key: RowKey, length: int, request: str, tenant: bytes) -> Write | None:
+        """Bring all columns of a row, each a payload of ``length`` bytes, into memory, or nothing, for the
+        tenant. Return how nearer tiers are to keep it."""
         self.num_loads += 1
         brought = None
         try:
             if await self._take_turn():
                 try:
-                    brought = await self._load(key, length, request)
+                    brought = await self._load(key, length, request, tenant)
                 finally:
                     self._loading.release()
         finally:
@@ -163,8 +163,8 @@ class TierWorker:
                 self._loading.release()
         return False
 
-    async def _load(self, key: RowKey, length: int, request: str) -> Write | None:
-        slot = self._memory.reserve_row(key, length, request)
+    async def _load(self, key: RowKey, length: int, request: str, tenant: bytes) -> Write | None:
+        slot = self._memory.reserve_row(key, length, request, tenant)
         if slot is None:
             return None
         views = self._memory.views(slot)

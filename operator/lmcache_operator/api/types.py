@@ -210,6 +210,14 @@ class MemoryTier(Part):
         "Bytes of the arena of each pod, e.g. 64Gi. A change reaches a pod when it is next replaced.",
         **_size("tiers.memory.size", "64Mi", "16Ti"),
     )
+    tenant_quota_percent: int = field(
+        "How much of the memory the rows of one tenant, that is of requests with one cache_salt, may take: "
+        "a tenant that has as much makes room with its own. Requests without a salt are not limited. 100: no "
+        "limit. A change reaches a pod when it is next replaced.",
+        default=100,
+        minimum=1,
+        maximum=100,
+    )
 
     @property
     def num_bytes(self) -> int:

@@ -141,7 +141,7 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> Chains:
         len(set(map(len, keys))) == 1, "there must be as many keys in each group: those of the same chunks"
     )
     groups = tuple(peer.groups[number] for number in numbers)
-    return Chains(peer.hello.geometry.chunk_tokens, groups, keys)
+    return Chains(peer.hello.geometry.chunk_tokens, groups, keys, request.tenant)
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:

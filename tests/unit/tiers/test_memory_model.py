@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 
@@ -17,7 +18,7 @@ from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
 from lmcache.tiers.memory.tier import MemoryTier
 from tests.harness.chains import one_chain
-from tests.harness.memory_oracle import KnownRow, Order, tenant_of
+from tests.harness.memory_oracle import KnownRow, Orders, tenant_of
 
 NUM_ROWS, NUM_COLUMNS, SLOT_BYTES = 6, 2, 4096
 CHAIN = [bytes([number]) * 64 for number in range(9)]
@@ -35,12 +36,15 @@ lease_ids = st.tuples(st.sampled_from(ENGINES), st.sampled_from(REQUESTS))
 
 
 class MemoryMachine(RuleBasedStateMachine):
+    quota_percent = 100
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.arena = PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_ROWS)
         self.rows: dict[int, KnownRow] = {}  # the oracle: rows that are not free
-        self.order = Order()
+        self.order = Orders(self.rows)
+        self.ranks = itertools.count()
         self.dropped: list[int] = []  # rows of no use that wait for clients from before the restart
         self.leases: dict[tuple[bytes, str], list[KnownRow]] = {}
         self.old_leases: dict[bytes, list[tuple[str, list[KnownRow]]]] = {}
@@ -50,7 +54,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.tier = MemoryTier(self.arena, clock=lambda: self.now)
+        clock = lambda: self.now  # noqa: E731
+        self.tier = MemoryTier(self.arena, clock, tenant_quota_percent=self.quota_percent)
         for _ in self.tier.adopt():
             pass
 
@@ -69,7 +74,21 @@ class MemoryMachine(RuleBasedStateMachine):
                 else:
                     del self.rows[row.slot.row]
             elif not row.used and not row.visible:
-                row.idle_since = self.now
+                row.idle_since, row.idle_rank = self.now, next(self.ranks)
+
+    def gives_way(self, tenant: bytes, request: str | None) -> list[int] | None:
+        """Return the tenant's own rows that go before he gets another one; None: he gets none."""
+        if not tenant or self.quota_percent == 100:
+            return []
+        own = [row for row in self.rows.values() if row.tenant == tenant]
+        excess = len(own) + 1 - NUM_ROWS * self.quota_percent // 100
+        idle = [row for row in own if not (row.used or row.visible or row.spoilt)]
+        idle = [row for row in idle if self.now - row.idle_since > INCOMPLETE_SECONDS]
+        gone = [row.slot.row for row in sorted(idle, key=lambda row: row.idle_rank)]
+        gone += [n for n in self.order.of(tenant).victims(request) if not self.rows[n].pins]
+        if self.holding:
+            gone = []
+        return None if len(gone) < excess else gone[: max(0, excess)]
 
     def may_take(self, request: str | None) -> list[int]:
         """Return the rows of which the tier must take one now; none: it must refuse."""
@@ -131,7 +150,10 @@ class MemoryMachine(RuleBasedStateMachine):
             self.seal(key)
 
     def check_new_row(self, key: bytes, column: int, owner: bytes, request: str | None) -> None:
-        allowed = self.may_take(request)
+        leaving = self.gives_way(tenant_of(key), request)
+        for number in leaving or ():
+            self.take(number)
+        allowed = [] if leaving is None else self.may_take(request)
         result, slot = self.tier.reserve(
             key, column, owner, length=SLOT_BYTES, request=request, tenant=tenant_of(key)
         )
@@ -318,7 +340,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if not is_due:  # too many restarts leave no time for anything else
             return
         # Rows that were free of users may be reused at once; all others wait for their users.
-        self.order = Order()
+        self.order = Orders(self.rows)
         self.dropped.clear()
         self.leases.clear()
         self.old_leases.clear()
@@ -389,6 +411,11 @@ class MemoryMachine(RuleBasedStateMachine):
         assert others.num_rows == 0
 
     @invariant()
+    def nobody_has_more_than_his_share(self):
+        counts = Counter(row.tenant for row in self.rows.values() if row.tenant)
+        assert max(counts.values(), default=0) <= NUM_ROWS * self.quota_percent // 100
+
+    @invariant()
     def gauges_agree(self):
         assert self.tier.num_used == len(self.rows)
         assert self.tier.num_leased == sum(row.readers > 0 for row in self.rows.values())
@@ -397,3 +424,13 @@ class MemoryMachine(RuleBasedStateMachine):
 
 TestMemoryModel = MemoryMachine.TestCase
 TestMemoryModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50)
+
+
+class QuotaMachine(MemoryMachine):
+    """Each tenant may have two rows."""
+
+    quota_percent = 34
+
+
+TestQuotaModel = QuotaMachine.TestCase
+TestQuotaModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50)

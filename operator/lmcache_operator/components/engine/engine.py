@@ -192,6 +192,8 @@ def _sidecar_yaml(cluster: Cluster) -> str:
         config["transfer"] = transfer
     if (admit := cluster.spec.tiers.admit) != "All":
         config["admit"] = admit
+    if (quota := cluster.spec.tiers.memory.tenant_quota_percent) != 100:
+        config["tenant_quota_percent"] = quota
     if external := cluster.spec.tiers.external:
         config["remote_url"] = external.url
     if auth := cluster.spec.tiers.remote_auth:
