@@ -133,7 +133,7 @@ class Cluster:
         """Standard output of helm, run as admin. Raises CalledProcessError (`stderr` has the reason)."""
         return self._run("helm", *argv)
 
-    def wait(self, what: Callable[[], T | None], timeout: float = 30) -> T:
+    def wait(self, what: Callable[[], T | None], timeout: float = 120) -> T:
         """`wait_for`, but a component that died is reported at once."""
 
         def checked() -> T | None:
