@@ -1,0 +1,233 @@
+"""The operator is killed after each of its writes: the next one ends where an undisturbed one does.
+
+What an operator has done is what it has written, so these are all the states that one can leave behind. Each
+write has a cluster of its own, in a namespace of its own, that is made, scaled, rolled and deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+from kubernetes.aio.client import ApiClient
+from lmcache_operator.components import COMPONENTS
+from lmcache_operator.components.base import Context
+from lmcache_operator.errors import ApiError
+from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, POD, ClusterKey
+from lmcache_operator.specs.names import RENDERED_HASH, STOCK_IMAGES, annotations_of
+
+from testing.kube.api import Api, Object
+from testing.kube.cluster import Cluster
+from tests.harness.kube import CLUSTERS, NAME, Operator, example, new_namespace
+
+pytestmark = pytest.mark.kube
+T = TypeVar("T")
+
+SECONDS = 300.0
+"""For one cluster to come to rest; on an idle machine it takes one or two."""
+NUM_AT_ONCE = 4
+"""Clusters that are worked on; more take no less time in all."""
+SIDECAR = {"is_ready": True, "num_clients": {"attached": 1}}
+CHANGES: dict[str, Object] = {
+    "scaled": {"spec": {"engine": {"replicas": 2}}},
+    "rolled": {"spec": {"engine": {"image": "engine:2"}, "tiers": {"memory": {"size": "2Gi"}}}},
+}
+OF_THE_SERVER = (
+    "uid",
+    "resourceVersion",
+    "creationTimestamp",
+    "generation",
+    "managedFields",
+    "ownerReferences",
+)
+OF_THE_SERVICE = ("clusterIP", "clusterIPs")
+
+
+class KilledError(BaseException):
+    """The operator is no more; nothing of it catches this."""
+
+
+class MortalApi(KubeApi):
+    """A client that dies with its operator, after a write whose answer nobody hears."""
+
+    def __init__(self, client: ApiClient, num_writes: int | None) -> None:
+        super().__init__(client)
+        self.written: list[tuple[str, str]] = []
+        self._num_writes = num_writes
+
+    async def _call(self, verb: str, path: str, *args: Any, **options: Any) -> tuple[int, Any]:
+        if self._num_writes is not None and len(self.written) >= self._num_writes:
+            raise KilledError
+        answer = await super()._call(verb, path, *args, **options)
+        # Events change nothing that an operator looks at.
+        if verb != "GET" and answer[0] < 300 and "/events" not in path:
+            self.written.append((verb, path.partition("?")[0]))
+            if len(self.written) == self._num_writes:
+                raise KilledError
+        return answer
+
+
+class Case:
+    """One cluster, and the operators that work on it one after the other."""
+
+    def __init__(self, api: Api, client: ApiClient, namespace: str, dies_after: int | None) -> None:
+        self.api, self.client, self.namespace, self.dies_after = api, client, namespace, dies_after
+        self.was_killed: dict[str, bool] = {}
+
+    async def create(self) -> None:
+        resource = example(engine={"gpu": {"count": 0}}, tiers={"memory": {"size": "1Gi"}})
+        created = await asyncio.to_thread(self.api.create, CLUSTERS, resource, self.namespace)
+        self.key = ClusterKey(self.namespace, NAME, created["metadata"]["uid"])
+
+    async def run(self, step: str) -> Counter[tuple[str, str]]:
+        """An operator that dies, and the next; what the two have written, the status left out."""
+        first = MortalApi(self.client, self.dies_after)
+        with contextlib.suppress(KilledError):
+            await self._reconcile(first)
+        self.was_killed[step] = len(first.written) == self.dies_after
+        second = MortalApi(self.client, None)
+        await self._reconcile(second)
+        await self._is_at_rest(step)
+        both = [*first.written, *second.written]
+        return Counter(write for write in both if not write[1].endswith("/status"))
+
+    async def change(self, step: str) -> None:
+        await asyncio.to_thread(self.api.patch, CLUSTERS, NAME, CHANGES[step], self.namespace)
+
+    async def _reconcile(self, api: MortalApi) -> None:
+        """As the operator does it, until several looks in a row find nothing more to do."""
+        reconciler, num_quiet = _reconciler(api), 0
+        async with asyncio.timeout(SECONDS):
+            while num_quiet < 3:
+                num_before = len(api.written)
+                with contextlib.suppress(ApiError):  # as 409, where a controller was quicker
+                    await reconciler.reconcile(self.key)
+                is_quiet = len(api.written) == num_before and await self._is_ready()
+                num_quiet = num_quiet + 1 if is_quiet else 0
+                await asyncio.sleep(0.2)
+
+    async def _is_at_rest(self, step: str) -> None:
+        """Another operator finds nothing to do."""
+        third = MortalApi(self.client, None)
+        before = await third.get(CLUSTER, self.namespace, NAME)
+        await _reconciler(third).reconcile(self.key)
+        after = await third.get(CLUSTER, self.namespace, NAME)
+        assert third.written == [], f"{step}, killed after {self.dies_after}: {before} became {after}"
+
+    async def _is_ready(self) -> bool:
+        live = await KubeApi(self.client).get(CLUSTER, self.namespace, NAME)
+        assert live is not None
+        found = {c["type"]: c for c in live.get("status", {}).get("conditions", [])}
+        is_seen = live.get("status", {}).get("observedGeneration") == live["metadata"]["generation"]
+        return is_seen and found["Ready"]["status"] == "True"
+
+    async def children(self) -> list[str]:
+        """All of them, without what differs between any two clusters."""
+        api = KubeApi(self.client)
+        refs = [ref for own in COMPONENTS for ref in own.refs(NAME)]
+        found = [await api.get(BY_NAME[ref.kind], self.namespace, ref.name) for ref in refs]
+        return [_normal(child, self.namespace) for child in found if child is not None]
+
+    async def delete(self) -> None:
+        """Nothing is left, and the operator makes nothing anew."""
+        await asyncio.to_thread(self.api.delete, CLUSTERS, NAME, self.namespace)
+        last = MortalApi(self.client, None)
+        async with asyncio.timeout(SECONDS):
+            while await self.children() or await last.find(POD, self.namespace):
+                assert await _reconciler(last).reconcile(self.key) is None
+                await asyncio.sleep(0.5)
+        assert await last.get(CLUSTER, self.namespace, NAME) is None
+        assert last.written == []
+
+
+async def one_of(slots: asyncio.Semaphore, work: Awaitable[T]) -> T:
+    async with slots:
+        return await work
+
+
+def _reconciler(api: KubeApi) -> Reconciler:
+    async def stats(_: str) -> Object:
+        return SIDECAR
+
+    return Reconciler(api, Context(STOCK_IMAGES), stats)
+
+
+def _normal(child: Object, namespace: str) -> str:
+    kept = {key: value for key, value in child.items() if key != "status"}
+    kept["metadata"] = {key: value for key, value in child["metadata"].items() if key not in OF_THE_SERVER}
+    # A hash of all that was rendered, the owner's uid in it.
+    annotations = {key: value for key, value in annotations_of(child).items() if key != RENDERED_HASH}
+    kept["metadata"]["annotations"] = annotations
+    if child["kind"] == "Service":
+        kept["spec"] = {key: value for key, value in child["spec"].items() if key not in OF_THE_SERVICE}
+    return json.dumps(kept, sort_keys=True).replace(namespace, "NAMESPACE")
+
+
+@pytest.fixture
+def alone(plane: Cluster, operator_process: Operator, monkeypatch: pytest.MonkeyPatch) -> Api:
+    """No operator runs but those of the test."""
+    if operator_process.is_running:
+        operator_process.terminate()
+    monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
+    return plane.api
+
+
+@contextlib.contextmanager
+def namespaces(plane: Cluster, name: str, number: int) -> Iterator[list[str]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(new_namespace(plane, f"{name}-{n:02}")) for n in range(number)]
+
+
+@contextlib.asynccontextmanager
+async def client() -> AsyncIterator[ApiClient]:
+    async with connect() as api:
+        yield api._client
+
+
+NUM_CASES = 15
+"""More than any step has writes: the last clusters are never disturbed."""
+
+
+def test_an_operator_killed_after_any_write_leaves_nothing_undone_or_done_twice(plane, alone):
+    async def scenario(places: list[str]) -> None:
+        async with client() as shared:
+            slots = asyncio.Semaphore(NUM_AT_ONCE)
+            cases = [Case(alone, shared, place, n or None) for n, place in enumerate(places)]
+            for step in ("created", *CHANGES):
+                change = [case.create() if step == "created" else case.change(step) for case in cases]
+                await asyncio.gather(*change)
+                written = await asyncio.gather(*(one_of(slots, case.run(step)) for case in cases))
+                assert [case.was_killed[step] for case in cases[1:3]] == [True, True]
+                assert not cases[-1].was_killed[step], "a step has more writes than there are cases"
+                undisturbed, *others = [await case.children() for case in cases]
+                for case, children, writes in zip(cases[1:], others, written[1:], strict=True):
+                    where = f"{step}, killed after write {case.dies_after}"
+                    for own, wanted in zip(children, undisturbed, strict=True):
+                        assert own == wanted, where
+                    twice = [write for write, times in writes.items() if times > 1]
+                    assert twice == [], where
+            await asyncio.gather(*(case.delete() for case in cases))
+
+    with namespaces(plane, "killed", NUM_CASES) as places:
+        asyncio.run(scenario(places))
+
+
+def test_a_cluster_deleted_while_its_operator_is_dead_leaves_nothing(plane, alone):
+    async def scenario(places: list[str]) -> None:
+        async with client() as shared:
+            cases = [Case(alone, shared, place, n) for n, place in enumerate(places, start=1)]
+            await asyncio.gather(*(case.create() for case in cases))
+            for case in cases:
+                with contextlib.suppress(KilledError):
+                    await case._reconcile(MortalApi(shared, case.dies_after))
+            await asyncio.gather(*(case.delete() for case in cases))
+
+    with namespaces(plane, "half-made", 9) as places:
+        asyncio.run(scenario(places))
