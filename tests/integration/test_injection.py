@@ -54,7 +54,7 @@ def outcome(made: Object) -> str | None:
 def wait_until_it_acts(plane: Cluster, namespace: str) -> None:
     """The API server reads policies and their parameters by watches."""
     found = pod_with({"name": "another"})
-    plane.wait(lambda: has_cache(try_out(plane, namespace, found)), 60)
+    plane.wait(lambda: has_cache(try_out(plane, namespace, found)), 120)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_a_restricted_pod_stays_restricted(plane, home):
         with pytest.raises(ApiError, match="restricted"):
             try_out(plane, namespace, pod())
         found = pod(securityContext=RESTRICTED)
-        plane.wait(lambda: has_cache(try_out(plane, namespace, found)), 60)
+        plane.wait(lambda: has_cache(try_out(plane, namespace, found)), 120)
         whole = pod_with(
             securityContext={"runAsNonRoot": True, "runAsUser": 7}, containers=found["spec"]["containers"]
         )
@@ -183,9 +183,9 @@ def test_a_changed_cluster_changes_what_new_pods_get(plane, home, namespace):
 
     assert size() == "1Gi"
     plane.api.patch(CLUSTERS, NAME, {"spec": {"tiers": {"memory": {"size": "2Gi"}}}}, namespace)
-    plane.wait(lambda: size() == "2Gi", 60)
+    plane.wait(lambda: size() == "2Gi", 120)
     plane.api.delete(CLUSTERS, NAME, namespace)
-    plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())), 60)
+    plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())), 120)
 
 
 def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operator, namespace):
@@ -198,7 +198,7 @@ def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operato
         found: Object = conditions.get("Degraded", {})
         return found
 
-    plane.wait(lambda: degraded().get("reason") == "PodsWithoutCache", 60)
+    plane.wait(lambda: degraded().get("reason") == "PodsWithoutCache", 120)
     message = degraded()["message"]
     assert message.startswith(
         f"1 of 1 pods labelled {INJECT_LABEL}={NAME} have no cache: pod llm: it is older"
