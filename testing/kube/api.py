@@ -77,7 +77,7 @@ class Api:
         )
         context = ssl.create_default_context(cafile=str(self.ca))
         try:
-            with urllib.request.urlopen(request, context=context, timeout=10) as answer:
+            with urllib.request.urlopen(request, context=context, timeout=30) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
             text = error.read().decode()

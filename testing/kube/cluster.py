@@ -205,7 +205,7 @@ class Cluster:
         self._launch("kube-scheduler", *self._client_flags(pki.SCHEDULER, scheduler_port))
         self._start_nodes()
         self.wait(lambda: self.api.get("v1/serviceaccounts", "default", "default"))
-        self.wait(lambda: sum(map(_is_schedulable, self.api.objects("v1/nodes"))) >= self.num_nodes, 120)
+        self.wait(lambda: sum(map(_is_schedulable, self.api.objects("v1/nodes"))) >= self.num_nodes)
         self.reached("nodes")
 
     def _start_nodes(self) -> None:

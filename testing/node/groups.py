@@ -15,6 +15,8 @@ _SHARES, _WEIGHT = "4096", "400"
 
 def make(name: str) -> None:
     """A kubelet refuses a parent group that is not there. Raises OSError where groups can't be written."""
+    if not hierarchies():
+        raise FileNotFoundError(f"there are no hierarchies at {ROOT}")
     for hierarchy in hierarchies():
         if is_version_2():
             offered = (hierarchy / "cgroup.controllers").read_text().split()

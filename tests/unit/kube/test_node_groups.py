@@ -42,6 +42,12 @@ def test_version_2_hands_down_the_controllers_that_there_are(version_2):
     assert (version_2 / "node" / "cpu.weight").read_text() == "400"
 
 
+def test_a_machine_without_hierarchies_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "ROOT", tmp_path)
+    with pytest.raises(OSError, match="no hierarchies"):
+        groups.make("node")
+
+
 def test_groups_are_removed_from_below(version_1):
     groups.make("other")
     (version_1 / "memory" / "node" / "pods" / CONTAINER).mkdir(parents=True)
