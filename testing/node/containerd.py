@@ -84,14 +84,19 @@ class Containerd(Component):
     def import_image(self, archive: Path) -> None:
         """Load an image archive, once: another content has to be another file name."""
         names = _names(archive)
+        present = set(self.ctr("images", "ls", "-q").split())
         stamp = ROOT / "imported" / names[0].replace("/", "_")
-        content = f"{archive.name} {archive.stat().st_size}"
-        is_there = set(names) <= set(self.ctr("images", "ls", "-q").split())
-        if is_there and stamp.exists() and stamp.read_text() == content:
+        content = [f"{archive.name} {archive.stat().st_size}", *names]
+        old = stamp.read_text().splitlines() if stamp.exists() else []
+        if old == content and set(names) <= present:
             return
+        # The runtime makes the ID a name, too, once for a name that it did not know: and by its ID it looks
+        # for an image that is mounted.
+        if replaced := present.intersection([*names, *old[1:]]):
+            self.ctr("images", "rm", "--sync", *sorted(replaced))
         self.ctr("images", "import", "--local", archive)
         stamp.parent.mkdir(exist_ok=True)
-        stamp.write_text(content)
+        stamp.write_text("\n".join(content))
 
 
 def _network() -> dict[str, Any]:
@@ -107,9 +112,9 @@ def _network() -> dict[str, Any]:
 
 
 def _names(archive: Path) -> list[str]:
-    """The names that a Docker archive gives its image."""
+    """The names that a Docker archive gives its image, and its ID."""
     with tarfile.open(archive) as tar:
         manifest = tar.extractfile("manifest.json")
         assert manifest is not None
-        names: list[str] = json.load(manifest)[0]["RepoTags"]
-    return names
+        image = json.load(manifest)[0]
+    return [*image["RepoTags"], f"sha256:{Path(image['Config']).stem}"]
