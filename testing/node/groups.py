@@ -73,3 +73,9 @@ def memory_peak(group: Path) -> int:
     """The most bytes that were ever in use at once."""
     file = group / ("memory.peak" if is_version_2() else "memory.max_usage_in_bytes")
     return int(file.read_text())
+
+
+def num_oom_kills(group: Path) -> int:
+    """How many of its processes the kernel killed for memory."""
+    text = (group / ("memory.events" if is_version_2() else "memory.oom_control")).read_text()
+    return int(dict(line.split() for line in text.splitlines())["oom_kill"])
