@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache.tiers.memory.contracts import Slot
+from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
 
 
 def tenant_of(key: bytes) -> bytes:
@@ -56,6 +57,14 @@ class KnownRow:
 
     def content(self, column: int) -> bytes:
         return bytes([self.slot.generation % 251, column + 1]) * (self.slot_bytes // 2)
+
+
+def abandoned(rows: Iterable[KnownRow], now: float) -> list[KnownRow]:
+    """Rows that nobody completes any more, the oldest first."""
+    idle = [row for row in rows if not (row.used or row.visible or row.spoilt)]
+    return sorted(
+        (row for row in idle if now - row.idle_since > INCOMPLETE_SECONDS), key=lambda row: row.idle_rank
+    )
 
 
 class Order:

@@ -18,13 +18,12 @@ from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
 from lmcache.tiers.memory.tier import MemoryTier
 from tests.harness.chains import one_chain
-from tests.harness.memory_oracle import KnownRow, Orders, tenant_of
+from tests.harness.memory_oracle import KnownRow, Orders, abandoned, tenant_of
 
 NUM_ROWS, NUM_COLUMNS, SLOT_BYTES = 6, 2, 4096
 CHAIN = [bytes([number]) * 64 for number in range(9)]
 OWNERS = [name * 16 for name in (b"a", b"b", b"c")]
-ENGINES = [b"E" * 16, b"F" * 16]
-REQUESTS = ["r0", "r1"]
+ENGINES, REQUESTS = [b"E" * 16, b"F" * 16], ["r0", "r1"]
 # The default is for everybody's work; what is merged sees more.
 NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120"))
 
@@ -54,8 +53,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        clock = lambda: self.now  # noqa: E731
-        self.tier = MemoryTier(self.arena, clock, tenant_quota_percent=self.quota_percent)
+        self.tier = MemoryTier(self.arena, lambda: self.now, None, self.quota_percent)
         for _ in self.tier.adopt():
             pass
 
@@ -77,31 +75,15 @@ class MemoryMachine(RuleBasedStateMachine):
                 row.idle_since, row.idle_rank = self.now, next(self.ranks)
 
     def gives_way(self, tenant: bytes, request: str | None) -> list[int] | None:
-        """Return the tenant's own rows that go before he gets another one; None: he gets none."""
-        if not tenant or self.quota_percent == 100:
-            return []
-        own = [row for row in self.rows.values() if row.tenant == tenant]
-        excess = len(own) + 1 - NUM_ROWS * self.quota_percent // 100
-        idle = [row for row in own if not (row.used or row.visible or row.spoilt)]
-        idle = [row for row in idle if self.now - row.idle_since > INCOMPLETE_SECONDS]
-        gone = [row.slot.row for row in sorted(idle, key=lambda row: row.idle_rank)]
-        gone += [n for n in self.order.of(tenant).victims(request) if not self.rows[n].pins]
-        if self.holding:
-            gone = []
-        return None if len(gone) < excess else gone[: max(0, excess)]
+        return []  # the tenant's own rows that go before he gets another one; None: he gets none
 
     def may_take(self, request: str | None) -> list[int]:
         """Return the rows of which the tier must take one now; none: it must refuse."""
         free = sorted(set(range(NUM_ROWS)) - self.rows.keys())
-        if free:
-            return free[:1]
-        if self.holding or self.dropped:
-            return [] if self.holding else self.dropped
-        idle = [row for row in self.rows.values() if not (row.used or row.visible or row.spoilt)]
-        idle = [row for row in idle if self.now - row.idle_since > INCOMPLETE_SECONDS]
-        if idle:
-            oldest = min(row.idle_since for row in idle)
-            return [row.slot.row for row in idle if row.idle_since == oldest]
+        if free or self.holding or self.dropped:
+            return free[:1] or ([] if self.holding else self.dropped)
+        if idle := abandoned(self.rows.values(), self.now):
+            return [row.slot.row for row in idle if row.idle_since == idle[0].idle_since]
         return [number for number in self.order.victims(request) if not self.rows[number].pins][:1]
 
     def take(self, number: int) -> None:
@@ -127,7 +109,6 @@ class MemoryMachine(RuleBasedStateMachine):
             self.begin(row, column, owner)
 
     # Engines do mostly these two; without them a full arena, and so an eviction, would be rare.
-
     @rule(lease_id=lease_ids, first=st.integers(0, 8), count=st.integers(1, 6), is_kept=st.booleans())
     def serve(self, lease_id, first, count, is_kept):
         self.lookup(lease_id, first, count)
@@ -150,13 +131,13 @@ class MemoryMachine(RuleBasedStateMachine):
             self.seal(key)
 
     def check_new_row(self, key: bytes, column: int, owner: bytes, request: str | None) -> None:
-        leaving = self.gives_way(tenant_of(key), request)
+        tenant = tenant_of(key)
+        leaving = self.gives_way(tenant, request)
         for number in leaving or ():
             self.take(number)
         allowed = [] if leaving is None else self.may_take(request)
-        result, slot = self.tier.reserve(
-            key, column, owner, length=SLOT_BYTES, request=request, tenant=tenant_of(key)
-        )
+        length = SLOT_BYTES
+        result, slot = self.tier.reserve(key, column, owner, length=length, request=request, tenant=tenant)
         if not allowed:
             assert result is Reserved.BUSY
             return
@@ -167,9 +148,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert slot.generation > self.generations[slot.row]
         self.generations[slot.row] = slot.generation
         self.take(slot.row)
-        self.rows[slot.row] = KnownRow(
-            slot, key, NUM_COLUMNS, SLOT_BYTES, request or object(), tenant_of(key)
-        )
+        self.rows[slot.row] = KnownRow(slot, key, NUM_COLUMNS, SLOT_BYTES, request or object(), tenant)
         self.begin(self.rows[slot.row], column, owner)
 
     def begin(self, row: KnownRow, column: int, owner: bytes) -> None:
@@ -411,11 +390,6 @@ class MemoryMachine(RuleBasedStateMachine):
         assert others.num_rows == 0
 
     @invariant()
-    def nobody_has_more_than_his_share(self):
-        counts = Counter(row.tenant for row in self.rows.values() if row.tenant)
-        assert max(counts.values(), default=0) <= NUM_ROWS * self.quota_percent // 100
-
-    @invariant()
     def gauges_agree(self):
         assert self.tier.num_used == len(self.rows)
         assert self.tier.num_leased == sum(row.readers > 0 for row in self.rows.values())
@@ -424,13 +398,3 @@ class MemoryMachine(RuleBasedStateMachine):
 
 TestMemoryModel = MemoryMachine.TestCase
 TestMemoryModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50)
-
-
-class QuotaMachine(MemoryMachine):
-    """Each tenant may have two rows."""
-
-    quota_percent = 34
-
-
-TestQuotaModel = QuotaMachine.TestCase
-TestQuotaModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50)
