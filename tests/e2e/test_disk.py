@@ -1,0 +1,69 @@
+"""A cluster whose pods have disks of their own, and the connector from a mounted image: what only a kubelet
+can show of both.
+
+The tests follow one another on one pod.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testing.node.app import App
+from testing.node.cluster import NodeCluster
+
+STORAGE_CLASS = "disks"
+PROMPT = list(range(4, 4 + 256)) * 8
+
+
+@pytest.fixture(scope="module")
+def volume(tmp_path_factory, installed) -> Iterator[Path]:
+    """A file system of 1 GiB on the node that anybody may write to, of a class that makes none itself."""
+    mounted = tmp_path_factory.mktemp("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g,mode=0777", "tmpfs", mounted], check=True)
+    late = {"provisioner": "kubernetes.io/no-provisioner", "volumeBindingMode": "WaitForFirstConsumer"}
+    installed.api.create("storage.k8s.io/v1/storageclasses", {"metadata": {"name": STORAGE_CLASS}, **late})
+    yield mounted
+    subprocess.run(["umount", "-l", mounted], check=True)
+
+
+@pytest.fixture(scope="module")
+def app(make_app, volume) -> Iterator[App]:
+    disk = {"size": "1Gi", "storageClassName": STORAGE_CLASS}
+    app = make_app("disk", disk=disk)
+    del app.spec["spec"]["tiers"]["remote"]
+    app.spec["spec"]["sidecar"] = {"payload": "ImageVolume"}
+    app.apply()
+    yield app
+    app.delete()
+
+
+def offer(node: NodeCluster, path: Path) -> None:
+    spec = {
+        "capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"], "hostPath": {"path": str(path)},
+        "storageClassName": STORAGE_CLASS, "persistentVolumeReclaimPolicy": "Retain",
+    }  # fmt: skip
+    node.api.create("v1/persistentvolumes", {"metadata": {"name": "disk"}, "spec": spec})
+
+
+def test_a_volume_that_is_not_there_is_in_the_status(app, volume):
+    ready = app.wait_condition("Ready", "False")
+    app.node.wait(lambda: app.conditions()["Ready"]["reason"] in ("Unschedulable", "FailedBinding"), 120)
+    assert "volume" in app.wait_condition("Ready", "False")["message"], ready
+    offer(app.node, volume)
+    pod = app.ready_pod()
+    claim = app.node.api.get("v1/persistentvolumeclaims", f"{pod.name}-disk", pod.namespace)
+    assert (claim["status"]["phase"], claim["spec"]["volumeName"]) == ("Bound", "disk")
+
+
+def test_what_is_computed_goes_to_the_disk(app):
+    pod = app.ready_pod()
+    names = [container["name"] for container in pod.object["spec"]["initContainers"]]
+    assert names == ["sidecar"]  # nothing was copied: the image is mounted, and its compiled parts are loaded
+    pod.complete(PROMPT)
+    app.node.wait(lambda: pod.stats()["disk"]["written"] >= len(PROMPT) // 256, 120)
+    assert app.wait_condition("SidecarAttached")["reason"] == "Attached"
+    assert app.wait_condition("DiskTierAvailable")["reason"] == "Available"
