@@ -15,6 +15,7 @@ from typing import IO, Any
 import torch
 
 from testing.engine import kv_digests, simulated_gpu
+from testing.engine.served import give_no_store_up
 
 _SCRUBBED = 0x5A
 """KV bytes that no kernel wrote: a load that copies nothing must not find the right bytes by luck."""
@@ -27,7 +28,7 @@ class Child:
         from vllm import LLM
 
         if engine_args.pop("is_patient"):
-            _give_no_store_up()
+            give_no_store_up()
         with simulated_gpu.kv_in_device_memory():
             self._engine = LLM(**engine_args).llm_engine
         self._core = self._engine.engine_core.engine_core
@@ -199,13 +200,6 @@ class Child:
             return preempt(*args, **kwargs)
 
         self._core.scheduler._preempt_request = count
-
-
-def _give_no_store_up() -> None:
-    """On a busy machine stores would be late for blocks that windows leave behind, and hits fewer."""
-    from lmcache.engines.core import worker
-
-    worker.HOLD_SECONDS = worker.LEFT_BEHIND_SECONDS = 60.0
 
 
 def _scrub(worker: Any) -> None:
