@@ -1,6 +1,7 @@
 # The commands that always work from a checkout. Each does its own set-up; `make help` lists them.
 SHELL := /bin/sh
 PY := .venv/bin/python
+E2E := tests/e2e
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
@@ -25,11 +26,11 @@ demo: setup ## the main job on real parts, with something to look at
 test: setup kube ## everything that needs no GPU, on real Redis, vLLM and kube-apiserver
 	@$(PY) -m pytest -q tests --ignore=tests/e2e
 
-e2e: setup ## the chart, the operator and engines as pods of a real kubelet (root, Linux)
+e2e: setup ## the chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE
 	@$(PY) -m testing.node
 	@$(PY) -m tools.kube.binaries $$($(PY) -c 'from testing.node.cluster import PROGRAMS; print(*PROGRAMS)')
 	@$(PY) -m tools.images
-	@$(PY) -m testing.node $(PY) -m pytest -v --durations=8 tests/e2e
+	@$(PY) -m testing.node $(PY) -m pytest -v --durations=8 $(E2E)
 
 test-fast: setup ## the part that needs none of them, in under a minute
 	@$(PY) -m pytest -q tests/unit
