@@ -1,0 +1,78 @@
+"""A Deployment that somebody has already: its pods get a cache by a label, and hit it."""
+
+from __future__ import annotations
+
+from lmcache_operator.components.injection.pods import OUTCOME, has_cache
+from lmcache_operator.specs.names import INJECT_LABEL
+
+from testing.kube.api import Object
+from testing.kube.operator import CLUSTERS
+from testing.node import app
+from testing.node.pods import Pod
+from tests.e2e.test_cache import LEAST_CACHED, PROMPT, hit
+
+SETTINGS = "settings"
+DEPLOYMENTS = "apps/v1/deployments"
+USER = 1234
+"""Of the engine's container alone: that of neither image."""
+
+
+def deployment(cluster: Object) -> Object:
+    """As its owner wrote it: the engine of an LMCacheCluster, and of a cache nothing but the label."""
+    engine, spec = cluster["spec"]["engine"], cluster["spec"]["engine"]["podTemplate"]["spec"]
+    (container,) = spec["containers"]
+    mounts = [{"name": "models", "mountPath": "/models"}, {"name": "shm", "mountPath": "/dev/shm"}]
+    vllm = container | {
+        "name": "vllm",
+        "image": engine["image"],
+        "command": ["vllm", "serve"],
+        "args": ["/models", *engine["args"]],
+        "env": [*container["env"], *({"name": name, "value": "/tmp"} for name in ("HOME", "USER"))],
+        "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 2},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsUser": USER,
+        },
+        "volumeMounts": [*container["volumeMounts"], *mounts],
+    }
+    models, shm = cluster["spec"]["model"]["volume"], {"emptyDir": {"medium": "Memory"}}
+    pod = {
+        "containers": [vllm],
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "volumes": [*spec["volumes"], {"name": "models", **models}, {"name": "shm", **shm}],
+    }
+    template = {"metadata": {"labels": {"app": "llm", INJECT_LABEL: SETTINGS}}, "spec": pod}
+    selector = {"matchLabels": {"app": "llm"}}
+    return {"metadata": {"name": "llm"}, "spec": {"selector": selector, "template": template}}
+
+
+def test_a_deployments_pods_hit_their_cache(installed, references):
+    node, cluster = installed, app.tiny_cluster(SETTINGS, references["engine"])
+    own = deployment(cluster)
+    cluster["spec"]["engine"] |= {"replicas": 0}
+    node.api.apply(CLUSTERS, cluster, app.NAMESPACE)
+    template = own["spec"]["template"]
+    tried = {**template, "metadata": template["metadata"] | {"name": "tried"}}
+    # The API server reads PodTemplates by a watch.
+    path = f"{node.api.path('v1/pods', app.NAMESPACE)}?dryRun=All"
+    node.wait(lambda: has_cache(node.api.request("POST", path, tried)), 60)
+    node.api.create(DEPLOYMENTS, own, app.NAMESPACE)
+
+    def ready() -> Pod | None:
+        found = [Pod(node, obj) for obj in node.api.objects("v1/pods", app.NAMESPACE, "app=llm")]
+        return next((pod for pod in found if pod.is_ready), None)
+
+    try:
+        pod = node.wait(ready, app.READY_SECONDS)
+        assert pod.object["metadata"]["annotations"][OUTCOME] == "injected"
+        cold = pod.complete(PROMPT)
+        assert cold.num_cached == 0
+        again = hit(pod, node)
+        assert again.tokens == cold.tokens
+        assert again.num_cached >= LEAST_CACHED
+        assert pod.stats()["memory"]["hits"] > 0
+    finally:
+        node.api.delete(DEPLOYMENTS, "llm", app.NAMESPACE)
+        node.api.delete(CLUSTERS, SETTINGS, app.NAMESPACE)
+        node.wait(lambda: not node.api.objects("v1/pods", app.NAMESPACE, "app=llm"), 180)
