@@ -6,7 +6,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube images demo test e2e test-fast test-vllm-versions check format generate pins bench bench-peer gpu-check release clean
+.PHONY: help setup kube images demo test e2e test-fast test-vllm-versions test-kube-versions check format generate pins bench bench-peer gpu-check release clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test-fast: setup ## the part that needs none of them, in under a minute
 
 test-vllm-versions: setup ## the connector on the oldest and the newest vLLM (500 MB fetched once, some minutes)
 	@$(PY) -m testing.engine.versions
+
+test-kube-versions: export LMCACHE_KUBE_VERSION = 1.33
+test-kube-versions: setup kube ## the operator and the chart on the oldest supported Kubernetes (built once, 6-8 min)
+	@$(PY) -m pytest -q tests/integration/test_operator*.py tests/integration/test_chart.py
 
 check: setup kube ## format, lint, types, borders, sizes, generated files, chart
 	@$(PY) -m tools.check

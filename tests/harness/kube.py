@@ -33,6 +33,16 @@ EXAMPLE = ROOT / "examples" / "qwen3-8b.yaml"
 NAME = "qwen3-8b"  # as the example has it
 
 
+def since(version: str) -> pytest.MarkDecorator:
+    """For what older releases of Kubernetes don't have."""
+    is_older = _numbers_of(binaries.VERSION) < _numbers_of(version)
+    return pytest.mark.skipif(is_older, reason=f"Kubernetes {binaries.VERSION}: there since {version}")
+
+
+def _numbers_of(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
 @contextlib.contextmanager
 def new_namespace(plane: Cluster, name: str, **labels: str) -> Iterator[str]:
     """A namespace whose ServiceAccount is there. Its end is not waited for: that takes five seconds."""

@@ -20,8 +20,9 @@ from tests.harness.kube import (
     Operator,
     example,
     new_namespace,
+    since,
 )
-from tools.kube import schemas
+from tools.kube import binaries, schemas
 
 pytestmark = pytest.mark.kube
 
@@ -340,6 +341,7 @@ def test_a_wrong_manifest_is_found(plane, change, message):
     assert message in wrong[0]
 
 
+@since(binaries.NEWEST)
 def test_schemas_are_those_of_the_control_plane(plane):
     current = schemas.convert(plane.api.request("GET", "/openapi/v2"))
     assert json.loads(schemas.SCHEMAS.read_text()) == current

@@ -15,11 +15,11 @@ from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.kube import CLUSTERS, Operator, new_namespace
+from tests.harness.kube import CLUSTERS, Operator, new_namespace, since
 from tests.harness.operator_injection import NAME, deployment, pod, pod_with, pods, refused_pods
 from tests.harness.operator_model import MINIMAL_SPEC
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, since("1.36")]
 
 CLAIMS = {"gpu": {"count": 1, "deviceClassName": "gpu.nvidia.com"}}
 RESTRICTED = {
