@@ -1,0 +1,130 @@
+"""How ConfigMaps, Secrets and NetworkPolicies reach the engine's pod, without a restart of anything in it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import subprocess
+from functools import partial
+
+from testing.kube.operator import SYSTEM_NAMESPACE
+from testing.node.app import NAMESPACE, OPERATOR, PASSWORD, REDIS_NAMESPACE, REDIS_SECRET
+from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
+from tests.harness.pods import is_in_service, is_ready, no_restart_between, prompt, started_again
+
+CONFIG = "tiny-sidecar"
+CONFIG_FILE = "/etc/lmcache/config/sidecar.yaml"
+PYTHON = "/opt/lmcache/venv/bin/python"
+REACH = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close()"
+
+
+def test_a_configuration_that_can_not_be_used_and_one_that_can_again(tiny):
+    """Somebody edits the ConfigMap while no operator is there to heal it."""
+    node, before = tiny.node, tiny.ready_pod()
+    num_operators = node.api.get("apps/v1/deployments", OPERATOR, SYSTEM_NAMESPACE)["spec"]["replicas"]
+    _scale_operator(node, 0)
+    try:
+        _break_configuration(tiny, before)
+    finally:
+        _scale_operator(node, num_operators)
+    node.wait(lambda: is_ready(before), 180)  # healed, and read again
+    assert no_restart_between(before, tiny.ready_pod())
+    tiny.wait_condition("SidecarAttached")
+
+
+def _break_configuration(tiny, before) -> None:
+    node = tiny.node
+    text = node.api.get("v1/configmaps", CONFIG, NAMESPACE)["data"]["sidecar.yaml"]
+    broken = {"data": {"sidecar.yaml": f"{text}drain_grace_seconds: many\n"}}
+    node.api.patch("v1/configmaps", CONFIG, broken, NAMESPACE)
+    node.wait(lambda: "many" in before.exec("sidecar", "cat", CONFIG_FILE), 180)
+    pid = before.stats()["pid"]
+    before.exec("sidecar", "sh", "-c", f"kill -KILL {pid}")
+    assert "drain_grace_seconds" in node.wait(lambda: started_again(before, pid), 120)["not_ready_reason"]
+    assert before.stats()["is_ready"] is False
+    assert len(before.complete(prompt(3, 512)).tokens) == 8
+    assert is_in_service(tiny)
+
+
+def _scale_operator(node, replicas: int) -> None:
+    node.api.patch("apps/v1/deployments", OPERATOR, {"spec": {"replicas": replicas}}, SYSTEM_NAMESPACE)
+
+    def is_done():
+        status = node.api.get("apps/v1/deployments", OPERATOR, SYSTEM_NAMESPACE)["status"]
+        return status.get("availableReplicas", 0) == status.get("replicas", 0) == replicas
+
+    node.wait(is_done, 180)
+
+
+def test_a_rotated_password_reaches_the_sidecar_without_a_restart(tiny):
+    before = tiny.ready_pod()
+    _rotate(tiny.node, PASSWORD, "second-horse")
+    try:
+        stored = before.stats()["remote"]["stored"]
+        before.complete(prompt(4), 1)
+        tiny.node.wait(lambda: before.stats()["remote"]["stored"] >= stored + 15, 180)
+    finally:
+        _rotate(tiny.node, "second-horse", PASSWORD)
+    tiny.node.wait(lambda: before.stats()["remote"]["is_reachable"], 180)
+    assert no_restart_between(before, tiny.ready_pod())
+
+
+def _rotate(node, old: str, new: str) -> None:
+    """In Redis, whose clients are thrown out, and in the Secret."""
+    for command in (("CONFIG", "SET", "requirepass", new), ("CLIENT", "KILL", "TYPE", "normal")):
+        secret = old if command[0] == "CONFIG" else new
+        node.kubectl(
+            "exec",
+            "-n",
+            REDIS_NAMESPACE,
+            "kv",
+            "--",
+            "redis-cli",
+            "--no-auth-warning",
+            "-a",
+            secret,
+            *command,
+        )
+    data = {"data": {"password": base64.b64encode(new.encode()).decode()}}
+    node.api.patch("v1/secrets", REDIS_SECRET, data, NAMESPACE)
+
+
+def test_who_reaches_the_sidecar(tiny):
+    pod, node = tiny.ready_pod(), tiny.node
+    for namespace in (NAMESPACE, REDIS_NAMESPACE):
+        node.api.create("v1/pods", _client(), namespace)
+    try:
+        for namespace in (NAMESPACE, REDIS_NAMESPACE):
+            node.wait(partial(_runs, node, namespace), 120)
+        node.wait(lambda: _reaches(node, NAMESPACE, pod, SIDECAR_PORT), 60)
+        node.wait(lambda: not _reaches(node, REDIS_NAMESPACE, pod, SIDECAR_PORT), 60)
+        assert _reaches(node, REDIS_NAMESPACE, pod, ENGINE_PORT)
+        assert _reaches(node, NAMESPACE, pod, SIDECAR_PORT)
+    finally:
+        for namespace in (NAMESPACE, REDIS_NAMESPACE):
+            node.api.delete("v1/pods", "client", namespace)
+
+
+def _client():
+    """A pod with a Python, of the sidecar's image."""
+    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    container = {
+        "name": "client",
+        "image": "ghcr.io/lmcache-cluster/sidecar:0.1.0",
+        "command": ["sleep", "infinity"],
+        "securityContext": security,
+    }
+    of_pod = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {"containers": [container], "securityContext": of_pod, "terminationGracePeriodSeconds": 0}
+    return {"metadata": {"name": "client"}, "spec": {**spec, "automountServiceAccountToken": False}}
+
+
+def _runs(node, namespace: str) -> bool:
+    return node.api.get("v1/pods", "client", namespace)["status"].get("phase") == "Running"
+
+
+def _reaches(node, namespace: str, pod, port: int) -> bool:
+    with contextlib.suppress(subprocess.CalledProcessError):
+        node.kubectl("exec", "-n", namespace, "client", "--", PYTHON, "-c", REACH, pod.address, str(port))
+        return True
+    return False
