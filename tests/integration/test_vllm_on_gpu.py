@@ -67,6 +67,13 @@ def wait_mode(sidecar, mode):
     wait_until(lambda: stats(sidecar)["transfer"]["mode"] == mode, timeout=60, what=f"copies by {mode}")
 
 
+def wait_attached(sidecar):
+    """Both sides of the engine's connector: the scheduler's finds, the worker's is copied for."""
+    wait_mode(sidecar, "CudaIPC")
+    what = "the engine's scheduler and worker are attached"
+    wait_until(lambda: stats(sidecar)["num_clients"]["attached"] == 2, timeout=60, what=what)
+
+
 def reader_pid(node):
     """As the reader itself knows it."""
     (reader,) = node.processes("sidecar")
@@ -134,7 +141,7 @@ def kill_sidecar(engine, stored, sidecar):
     sidecar.kill()
     assert cold(engine, PROMPT).tokens == stored.tokens
     sidecar.restart()
-    wait_mode(sidecar, "CudaIPC")
+    wait_attached(sidecar)
     assert_hit(engine, PROMPT, stored)
 
 
@@ -152,12 +159,12 @@ def test_engine_sidecar_and_reader_are_lost_in_mid_copy_and_no_byte_is_wrong(tmp
     prompt = make_prompt(4, 1)
     with start_engine(node, sidecar, tmp_path) as engine:
         engine.wait_ready(240)
-        wait_mode(sidecar, "CudaIPC")
+        wait_attached(sidecar)
         stored = store_and_load(engine, sidecar, node)
         pid = kill_engine_under_a_copy(engine, prompt, node)
     with start_engine(node, sidecar, tmp_path, pid) as engine:
         engine.wait_ready(240)
-        wait_mode(sidecar, "CudaIPC")
+        wait_attached(sidecar)
         assert [process["pid"] for process in node.processes("engine")] == [pid]
         assert reader_pid(node) != pid, "another reader took its place"
         assert_hit(engine, PROMPT, stored)
