@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 import yaml
@@ -76,6 +77,20 @@ def plane() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def chart(plane: Cluster) -> str:
     """The chart, installed for all namespaces; the "namespace/name" of its ServiceAccount."""
+    return install(plane)
+
+
+@pytest.fixture(scope="session")
+def operator_process(
+    plane: Cluster, chart: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Operator]:
+    """The operator beside the control plane, not started."""
+    with alone(plane, chart, tmp_path_factory.mktemp("operator")) as process:
+        yield process
+
+
+def install(plane: Cluster) -> str:
+    """Install the chart for all namespaces; the "namespace/name" of its ServiceAccount."""
     plane.helm(
         "install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
         "--set", "crds.enabled=false",
@@ -83,16 +98,15 @@ def chart(plane: Cluster) -> str:
     return f"{SYSTEM_NAMESPACE}/{SERVICE_ACCOUNT}"
 
 
-@pytest.fixture(scope="session")
-def operator_process(
-    plane: Cluster, chart: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Operator]:
+@contextlib.contextmanager
+def alone(plane: Cluster, account: str, directory: Path) -> Iterator[Operator]:
+    """The operator with the chart's flags; the only one, so that nobody waits for a lease."""
     pod = plane.api.get("apps/v1/deployments", SERVICE_ACCOUNT, SYSTEM_NAMESPACE)["spec"]["template"]["spec"]
     command, *flags = pod["containers"][0]["args"]
     assert (command, pod["securityContext"]["runAsUser"]) == ("run", USER)
     # Alone: one that was killed would be missed until its lease runs out.
     flags = [flag for flag in flags if not flag.startswith("--leader-elect=")]
-    process = Operator(plane, tmp_path_factory.mktemp("operator"), chart, *flags)
+    process = Operator(plane, directory, account, *flags)
     yield process
     if process.is_running:
         process.kill()

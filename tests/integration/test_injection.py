@@ -15,7 +15,8 @@ from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.kube import CLUSTERS, Operator, new_namespace, since
+from testing.kube.operator import CLUSTERS, CRDS, Operator
+from tests.harness.kube import alone, install, new_namespace, since
 from tests.harness.operator_injection import NAME, deployment, pod, pod_with, pods, refused_pods
 from tests.harness.operator_model import MINIMAL_SPEC
 
@@ -58,10 +59,27 @@ def wait_until_it_acts(plane: Cluster, namespace: str) -> None:
 
 
 @pytest.fixture(scope="module")
+def plane() -> Iterator[Cluster]:
+    """One of its own, where no chart was installed before.
+
+    An API server whose last policy of a built-in parameter kind was deleted reads parameters of that kind no
+    more until it is started again (``policySource`` in k8s.io/apiserver 0.36: the informer that it stops is
+    the shared one, which starts once).
+    """
+    with Cluster(crds=CRDS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def operator_process(plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    with alone(plane, install(plane), tmp_path_factory.mktemp("operator")) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
 def home(plane: Cluster, operator_process: Operator) -> Iterator[str]:
     """A namespace in which pods get a cache, where even only restricted pods are let in."""
-    if not operator_process.is_running:
-        operator_process.start()
+    operator_process.start()
     with new_namespace(plane, "home", **{"pod-security.kubernetes.io/warn": "restricted"}) as namespace:
         plane.api.create(CLUSTERS, profile_only(**CLAIMS), namespace)
         wait_until_it_acts(plane, namespace)
