@@ -26,6 +26,13 @@ def lose(plane, node: str, namespace: str, pod: str, minutes: float) -> None:
     plane.api.patch("v1/pods", f"{pod}/status", {"status": {"conditions": [unready]}}, namespace)
 
 
+def is_said(plane, namespace: str, reason: str, words: str) -> bool:
+    """Whether an Event about the cluster says it."""
+    events = plane.api.objects("v1/events", namespace)
+    about = [event for event in events if event["involvedObject"]["name"] == NAME]
+    return any(event["reason"] == reason and words in event["message"] for event in about)
+
+
 def test_a_pod_on_a_lost_node_is_told_and_replaced_once_it_is_to_go(plane, operator, namespace):
     node = f"doomed-{namespace}"
     plane.add_node(node)
@@ -40,12 +47,12 @@ def test_a_pod_on_a_lost_node_is_told_and_replaced_once_it_is_to_go(plane, opera
         ((uid, pod),) = pods(plane, namespace).items()
         name, mark = pod["metadata"]["name"], plane.mark()
 
-        def is_told() -> bool:
+        def told() -> str:
             lose(plane, node, namespace, name, minutes=10)
-            return bool(condition(plane, namespace, "Ready")["reason"] == "NodeLost")
+            ready = condition(plane, namespace, "Ready")
+            return str(ready["message"]) if ready["reason"] == "NodeLost" else ""
 
-        plane.wait(is_told, PATIENCE)
-        assert f"its node {node} has not been ready" in condition(plane, namespace, "Ready")["message"]
+        assert f"its node {node} has not been ready" in plane.wait(told, PATIENCE)
         # Nobody has said that it is to go: its kubelet may come back, and it with it.
         assert uid in pods(plane, namespace)
         plane.api.delete("v1/pods", name, namespace)
@@ -57,12 +64,9 @@ def test_a_pod_on_a_lost_node_is_told_and_replaced_once_it_is_to_go(plane, opera
             return False
 
         plane.wait(is_gone, PATIENCE)
-        deleted = [
-            w for w in written(plane, operator, mark, namespace) if (w.verb, w.name) == ("delete", name)
-        ]
-        assert [write.code for write in deleted] == [200]
-        events = plane.api.objects("v1/events", namespace)
-        told = [event for event in events if event["involvedObject"]["name"] == NAME]
-        assert [e["message"] for e in told if e["reason"] == "NodeLost" and "by force" in e["message"]]
+        # The operator says so once that is done.
+        plane.wait(lambda: is_said(plane, namespace, "NodeLost", f"deleted pod {name} by force"), PATIENCE)
+        writes = written(plane, operator, mark, namespace)
+        assert [w.code for w in writes if (w.verb, w.name) == ("delete", name)] == [200]
     finally:
         plane.api.delete("v1/nodes", node)

@@ -9,13 +9,14 @@ import pytest
 from lmcache_operator.specs.merge import merge
 
 from testing.kube.api import ApiError, Object
-from testing.kube.cluster import CRDS, Cluster
+from testing.kube.cluster import CRDS, Cluster, Write
 from tests.harness.clusters import condition, written
 from tests.harness.kube import CLUSTERS, Operator, example
 
 pytestmark = pytest.mark.kube
 
 NUM_ODD = 12
+NUM_ROUNDS = 10
 CRD = "lmcacheclusters.lmcache.io"
 POD_PARTS: list[Object] = [
     {"hostNetwork": False, "hostPID": False, "setHostnameAsFQDN": False, "shareProcessNamespace": False},
@@ -42,7 +43,7 @@ CONTAINER_PARTS: list[Object] = [
     {"env": [{"name": "A"}, {"name": "B", "value": None}, {"name": "C", "value": ""}]},
     {"env": [{"name": "D", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}], "envFrom": []},
     {"env": [{"name": "E", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": "0"}}}]},
-    {"envFrom": [{"prefix": "", "secretRef": {"name": "", "optional": True}}]},
+    {"envFrom": [{"prefix": "", "secretRef": {"name": "x", "optional": True}}]},
     {"resources": {"requests": {"cpu": "1000m", "memory": "1024Mi"}}},
     {"resources": {"requests": {"cpu": "0.5", "ephemeral-storage": "1e3"}}},
     {"resources": {"limits": {"cpu": 2}, "requests": {}}},
@@ -52,13 +53,13 @@ CONTAINER_PARTS: list[Object] = [
     {"ports": [{"containerPort": 9000}, {"containerPort": 9001, "hostPort": 0, "hostIP": ""}]},
     {"imagePullPolicy": "Always", "terminationMessagePath": "", "volumeDevices": []},
     {"securityContext": {"capabilities": {"add": []}, "privileged": False}},
-    {"lifecycle": {"postStart": None, "preStop": {"sleep": {"seconds": 1}}}},
+    {"lifecycle": {"postStart": None, "preStop": {"exec": {"command": ["true"]}}}},
     {"resizePolicy": [{"resourceName": "cpu", "restartPolicy": "NotRequired"}]},
 ]
 METADATA: list[Object] = [
     {"labels": {}},
     {"annotations": {"empty": "", "odd": "ä\u2028\U0001f600"}},
-    {"labels": {"team": ""}, "annotations": None},
+    {"labels": {"team": "", "none": None}, "annotations": {}},
 ]
 
 
@@ -77,32 +78,26 @@ def odd_cluster(name: str, template: object) -> Object:
     return resource
 
 
-def touch_all(plane: Cluster, operator: Operator, namespace: str, value: str) -> None:
-    """Have all clusters reconciled again."""
-    before, poke = operator.num_reconciliations(), {"metadata": {"annotations": {"test/poke": value}}}
+def writes_when_touched(plane: Cluster, operator: Operator, namespace: str) -> list[Write]:
+    """What is written while all clusters are reconciled again."""
+    before, mark = operator.num_reconciliations(), plane.mark()
+    poke = {"metadata": {"annotations": {"test/poke": str(before)}}}
     for number in range(NUM_ODD):
         plane.api.patch(CLUSTERS, f"odd-{number}", poke, namespace)
     plane.wait(lambda: operator.num_reconciliations() >= before + NUM_ODD, 120)
+    return written(plane, operator, mark, namespace)
 
 
 def test_odd_but_valid_templates_come_to_rest(plane, operator, namespace):
-    chance = random.Random(namespace)
     for number in range(NUM_ODD):
-        plane.api.create(CLUSTERS, odd_cluster(f"odd-{number}", odd_template(chance)), namespace)
-
-    def told() -> list[tuple[str, str]]:
-        found = [resource.get("status", {}) for resource in plane.api.objects(CLUSTERS, namespace)]
-        degraded = [c for status in found for c in status.get("conditions", []) if c["type"] == "Degraded"]
-        return [(c["reason"], c["message"]) for c in degraded]
-
-    plane.wait(lambda: len(told()) == NUM_ODD, 120)
-    # What the API server refuses is told; it is the fewest, or this test would test nothing.
-    assert sum(reason == "AsDeclared" for reason, _ in told()) > NUM_ODD // 2, told()
-    touch_all(plane, operator, namespace, "settle")
-    mark = plane.mark()
-    touch_all(plane, operator, namespace, "rest")
-    refused = [write for write in written(plane, operator, mark, namespace) if write.code >= 400]
-    assert written(plane, operator, mark, namespace) == refused
+        template = odd_template(random.Random(number))
+        plane.api.create(CLUSTERS, odd_cluster(f"odd-{number}", template), namespace)
+    told = plane.wait(lambda: reasons(plane, namespace, NUM_ODD), 120)
+    assert set(told.values()) == {"AsDeclared"}, told
+    # What is never at rest wakes itself: it is written in every round. One round may also see the last Events
+    # of the beginning, and the operator looks at clusters of earlier tests meanwhile.
+    rounds = (writes_when_touched(plane, operator, namespace) for _ in range(NUM_ROUNDS))
+    assert any(not writes for writes in rounds)
 
 
 @contextlib.contextmanager
