@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
+from testing.kube.api import ApiError, Object
 from testing.kube.operator import SYSTEM_NAMESPACE
 from testing.node.app import NAMESPACE
 from testing.node.cluster import NodeCluster
@@ -21,7 +22,7 @@ def report(node: NodeCluster) -> str:
     """Pods, events, conditions, and the ends of all containers' logs; it never raises."""
     parts = [_kubectl(node, *command) for command in _COMMANDS]
     for namespace in (SYSTEM_NAMESPACE, NAMESPACE):
-        for pod in node.api.objects("v1/pods", namespace):
+        for pod in _pods(node, namespace):
             spec, name = pod["spec"], pod["metadata"]["name"]
             for container in [*spec.get("initContainers", []), *spec["containers"]]:
                 for previous in ("true", "false"):
@@ -29,6 +30,14 @@ def report(node: NodeCluster) -> str:
                     parts.append(_kubectl(node, "logs", *where, f"--previous={previous}"))
     parts += [f"$ {name}\n{component.log}" for name, component in node.components.items()]
     return "\n\n".join("\n".join(part.splitlines()[:1] + part.splitlines()[1:][-_LINES:]) for part in parts)
+
+
+def _pods(node: NodeCluster, namespace: str) -> list[Object]:
+    """None without an API server, whose log then says more."""
+    try:
+        return node.api.objects("v1/pods", namespace)
+    except (ApiError, OSError):
+        return []
 
 
 def _kubectl(node: NodeCluster, *argv: str) -> str:

@@ -1,0 +1,25 @@
+"""The report of a node on which something went wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import urllib.error
+from types import SimpleNamespace
+
+from testing.node.report import report
+
+
+def no_answer(*_):
+    raise urllib.error.URLError("connection refused")
+
+
+def refuse(*argv):
+    raise subprocess.CalledProcessError(1, argv, stderr="was the server stopped?")
+
+
+def test_components_logs_are_told_when_the_api_server_has_died():
+    components = {"etcd": SimpleNamespace(log="disk is full")}
+    node = SimpleNamespace(kubectl=refuse, api=SimpleNamespace(objects=no_answer), components=components)
+    text = report(node)
+    assert "was the server stopped?" in text
+    assert "disk is full" in text
