@@ -6,12 +6,48 @@ import contextlib
 import random
 
 from testing.node.app import NAMESPACE
-from testing.node.pods import SIDECAR_PORT
+from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
+
+_CHUNK = 256
 
 
 def prompt(seed: int, length: int = 4096) -> list[int]:
     numbers = random.Random(seed)
     return [4 + numbers.randrange(256) for _ in range(length)]
+
+
+def least_cached(question: list[int]) -> int:
+    """All chunks but the last, of which an engine computes at least the last token anew."""
+    return (len(question) // _CHUNK - 1) * _CHUNK
+
+
+def hit(pod, question: list[int], cold):
+    """The first answer to ``question`` whose prompt was cached whole, as from a user who asks again; all have
+    the tokens of ``cold``, the answer without a cache.
+
+    What a lower tier has comes while the request waits for it, as long as that is worth it; a machine that
+    is busy brings the rest for the next one.
+    """
+
+    def ask():
+        answer = pod.complete(question)
+        pod.reset_engine_cache()
+        assert answer.tokens == cold.tokens
+        return answer if answer.num_cached >= least_cached(question) else None
+
+    pod.reset_engine_cache()
+    return pod.node.wait(ask, 180)
+
+
+def num_running(pod) -> float:
+    """Requests that the engine works on."""
+    lines = pod.get(ENGINE_PORT, "/metrics").decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
+def is_going(pod) -> bool:
+    """Whether its end has begun."""
+    return "deletionTimestamp" in pod.object["metadata"]
 
 
 def is_in_service(app) -> bool:
