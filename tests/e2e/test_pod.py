@@ -57,8 +57,8 @@ def test_containers_have_no_rights_and_the_sidecar_no_root_to_write_to(tiny):
     assert "Read-only file system" in refused.value.stderr
 
 
-def test_the_namespace_refuses_pods_with_more_rights(tiny):
-    container = {"name": "c", "image": "localhost/pause:test", "securityContext": {"privileged": True}}
+def test_the_namespace_refuses_pods_with_more_rights(tiny, references):
+    container = {"name": "c", "image": references["pause"], "securityContext": {"privileged": True}}
     with pytest.raises(ApiError, match="violates PodSecurity"):
         tiny.node.api.create(
             "v1/pods", {"metadata": {"name": "x"}, "spec": {"containers": [container]}}, NAMESPACE
@@ -101,7 +101,8 @@ def test_a_sidecar_that_the_kernel_kills_comes_back_with_its_rows(tiny):
 
     tiny.node.wait(is_back, 180)
     after = tiny.ready_pod()
-    assert groups.num_oom_kills(before.group("sidecar")) > 0 or not no_restart_between(before, after)
+    # On version 2 of control groups all of the container was killed, and its former group is gone.
+    assert not no_restart_between(before, after) or groups.num_oom_kills(after.group("sidecar")) > 0
     assert after.container("engine")["restartCount"] == before.container("engine")["restartCount"]
     after.reset_engine_cache()
     assert after.complete(question).tokens == cold.tokens

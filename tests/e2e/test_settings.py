@@ -89,10 +89,10 @@ def _rotate(node, old: str, new: str) -> None:
     node.api.patch("v1/secrets", REDIS_SECRET, data, NAMESPACE)
 
 
-def test_who_reaches_the_sidecar(tiny):
+def test_who_reaches_the_sidecar(tiny, references):
     pod, node = tiny.ready_pod(), tiny.node
     for namespace in (NAMESPACE, REDIS_NAMESPACE):
-        node.api.create("v1/pods", _client(), namespace)
+        node.api.create("v1/pods", _client(references["sidecar"]), namespace)
     try:
         for namespace in (NAMESPACE, REDIS_NAMESPACE):
             node.wait(partial(_runs, node, namespace), 120)
@@ -105,12 +105,12 @@ def test_who_reaches_the_sidecar(tiny):
             node.api.delete("v1/pods", "client", namespace)
 
 
-def _client():
+def _client(image: str):
     """A pod with a Python, of the sidecar's image."""
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     container = {
         "name": "client",
-        "image": "ghcr.io/lmcache-cluster/sidecar:0.1.0",
+        "image": image,
         "command": ["sleep", "infinity"],
         "securityContext": security,
     }
