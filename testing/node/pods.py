@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import time
 import urllib.request
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +65,16 @@ class Pod:
         """SIGKILL to all processes of the container; the kubelet starts it again."""
         self.node.kill_container(self.container(container)["containerID"])
 
+    @contextlib.contextmanager
+    def stopped(self, container: str) -> Iterator[None]:
+        """All processes of the container hang; those that are still there go on after the block."""
+        processes = (self.group(container) / "cgroup.procs").read_text().split()
+        _signal(processes, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal(processes, signal.SIGCONT)
+
     def exec(self, container: str, *argv: str) -> str:
         """Standard output of a command in the container. Raises CalledProcessError."""
         return self.node.kubectl("exec", "-n", self.namespace, self.name, "-c", container, "--", *argv)
@@ -86,6 +100,12 @@ class Pod:
     def complete(self, prompt: list[int], max_tokens: int = 8) -> Completion:
         """A greedy streamed completion. Raises OSError, also when the stream ends early."""
         return complete(self.address, prompt, max_tokens)
+
+
+def _signal(processes: Iterable[str], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), number)
 
 
 def is_ready(pod: Object) -> bool:

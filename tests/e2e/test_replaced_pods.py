@@ -3,91 +3,61 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from testing.kube.api import ApiError
 from testing.node.cluster import NODE
-from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
-from tests.harness.pods import is_in_service, prompt
+from testing.node.pods import SIDECAR_PORT
+from tests.harness.pods import endings, is_going, is_in_service, kept, num_running, prompt
 
-NUM_TOKENS = 1500
-"""Of a request that is still running when its pod has to go: some 15 s."""
-
-
-class LastSeen:
-    """A pod's object until it is gone: the last one has how its containers ended."""
-
-    def __init__(self, node, pod) -> None:
-        self.object, self.is_gone = pod.object, False
-        self._node, self._pod = node, pod
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self.is_gone:
-            try:
-                now = self._node.api.get("v1/pods", self._pod.name, self._pod.namespace)
-            except ApiError as error:
-                self.is_gone = error.code == 404
-                continue
-            except OSError:
-                continue
-            self.is_gone = now["metadata"]["uid"] != self._pod.uid
-            if not self.is_gone:
-                self.object = now
-
-    def ended(self, name: str):
-        """How a container ended."""
-        status = self.object["status"]
-        [found] = [
-            c for c in (*status["initContainerStatuses"], *status["containerStatuses"]) if c["name"] == name
-        ]
-        return found["state"]["terminated"]
+NUM_TOKENS = 600
 
 
-def num_running(pod) -> float:
-    lines = pod.get(ENGINE_PORT, "/metrics").decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+def scale(app, replicas: int):
+    """Its pods, when they are Ready."""
+    app.spec["spec"]["engine"]["replicas"] = replicas
+    app.apply()
+    pods = [app.ready_pod(number) for number in range(replicas)]
+    app.node.wait(lambda: len(app.pods()) == replicas, 180)
+    return pods
+
+
+def drain(node) -> str:
+    """What kubectl says when it has given up."""
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        node.kubectl(
+            "drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=30s",
+            "--pod-selector=lmcache.io/cluster=tiny",
+        )  # fmt: skip
+    return refused.value.stderr
 
 
 def test_a_drained_node_loses_one_pod_at_a_time_and_no_request(tiny):
-    node = tiny.node
-    tiny.ready_pod()
-    tiny.spec["spec"]["engine"]["replicas"] = 2
-    tiny.apply()
-    pods = [tiny.ready_pod(number) for number in range(2)]
-    with ThreadPoolExecutor(2) as threads:
-        streams = [threads.submit(pod.complete, prompt(20 + i, 64), NUM_TOKENS) for i, pod in enumerate(pods)]
-        node.wait(lambda: all(num_running(pod) for pod in pods), 120)
-        seen = [LastSeen(node, pod) for pod in pods]
-        with pytest.raises(subprocess.CalledProcessError) as refused:
-            node.kubectl(
-                "drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=75s",
-                "--pod-selector=lmcache.io/cluster=tiny",
-            )  # fmt: skip
-        assert "disruption budget" in refused.value.stderr
-        answers = [stream.result() for stream in streams]
+    node, pods = tiny.node, scale(tiny, 2)
     try:
-        assert [len(answer.tokens) for answer in answers] == [NUM_TOKENS] * 2
-        node.wait(lambda: any(last.is_gone for last in seen), 180)
-        [gone] = [number for number in range(2) if seen[number].is_gone]
-        assert tiny.pod(1 - gone).uid == pods[1 - gone].uid
-        assert tiny.pod(1 - gone).is_ready
+        with kept(*pods), ThreadPoolExecutor(3) as threads:
+            asked = [
+                threads.submit(pod.complete, prompt(20 + i, 64), NUM_TOKENS) for i, pod in enumerate(pods)
+            ]
+            node.wait(lambda: all(num_running(pod) for pod in pods), 120)
+            # However quick the engines are, the requests are still running when one has to go.
+            with pods[0].stopped("engine"), pods[1].stopped("engine"):
+                told = threads.submit(drain, node)
+                node.wait(lambda: any(map(is_going, tiny.pods())), 60)
+                assert not any(answer.done() for answer in asked)
+            assert [len(answer.result().tokens) for answer in asked] == [NUM_TOKENS] * 2
+            assert "disruption budget" in told.result()
+            [gone] = [number for number in range(2) if is_going(tiny.pod(number))]
+            engine, sidecar = node.wait(lambda: endings(tiny.pod(gone)), 180)
+            assert (engine["exitCode"], sidecar["exitCode"]) == (0, 0)
+            assert engine["finishedAt"] <= sidecar["finishedAt"]
+        assert tiny.ready_pod(1 - gone).uid == pods[1 - gone].uid
         assert is_in_service(tiny)
-        engine, sidecar = seen[gone].ended("engine"), seen[gone].ended("sidecar")
-        assert (engine["exitCode"], sidecar["exitCode"]) == (0, 0)
-        assert engine["finishedAt"] <= sidecar["finishedAt"]
-        unschedulable = tiny.wait_condition("Degraded")
-        assert unschedulable["reason"] == "Unschedulable"
+        node.wait(lambda: tiny.conditions()["Degraded"]["reason"] == "Unschedulable")
     finally:
         node.kubectl("uncordon", NODE)
-    tiny.ready_pod(gone)
-    tiny.spec["spec"]["engine"]["replicas"] = 1
-    tiny.apply()
-    node.wait(lambda: len(tiny.pods()) == 1, 180)
+        scale(tiny, 1)
     tiny.wait_condition("Ready")
 
 

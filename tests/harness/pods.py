@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 
+from testing.kube.api import ApiError
 from testing.node.app import NAMESPACE
 from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
 
@@ -48,6 +49,26 @@ def num_running(pod) -> float:
 def is_going(pod) -> bool:
     """Whether its end has begun."""
     return "deletionTimestamp" in pod.object["metadata"]
+
+
+@contextlib.contextmanager
+def kept(*pods):
+    """Their objects stay when they have ended, until the end of the block: with how their containers did."""
+    patch = {"metadata": {"finalizers": ["lmcache.test/kept"]}}
+    for pod in pods:
+        pod.node.api.patch("v1/pods", pod.name, patch, pod.namespace)
+    try:
+        yield
+    finally:
+        for pod in pods:
+            with contextlib.suppress(ApiError):  # it went already: there was none left to keep
+                pod.node.api.patch("v1/pods", pod.name, {"metadata": {"finalizers": None}}, pod.namespace)
+
+
+def endings(pod):
+    """How the engine and the sidecar of a pod ended, when both have."""
+    ended = [pod.container(name)["state"].get("terminated") for name in ("engine", "sidecar")]
+    return ended if all(ended) else None
 
 
 def is_in_service(app) -> bool:
