@@ -85,8 +85,8 @@ def tiny_cluster(name: str, image: str, **tiers: Any) -> Object:
         "name": "engine",
         "env": [{"name": key, "value": value} for key, value in ENVIRONMENT.items()],
         "volumeMounts": mounts,
-        # Two of them have room on a node with two CPUs.
-        "resources": {"requests": {"cpu": "200m", "memory": "2Gi"}},
+        # Two of them have room on a node with two CPUs. The limit is for tests that exceed it.
+        "resources": {"requests": {"cpu": "200m", "memory": "2Gi"}, "limits": {"memory": "4Gi"}},
     }
     pod = {"containers": [engine], "volumes": [_claimed(volume) for volume in _HOST_DIRECTORIES]}
     redis = {"external": {"url": REDIS_URL, "authSecretRef": {"name": REDIS_SECRET}}}

@@ -63,6 +63,13 @@ def of_container(name: str, container_id: str, controller: str = "memory") -> Pa
     raise FileNotFoundError(f"no group of container {container_id!r} under {top}")
 
 
+def is_empty(group: Path) -> bool:
+    """Whether all of its processes have ended."""
+    with contextlib.suppress(OSError):  # removed
+        return not (group / "cgroup.procs").read_text()
+    return True
+
+
 def memory_limit(group: Path) -> int:
     """Bytes."""
     file = group / ("memory.max" if is_version_2() else "memory.limit_in_bytes")

@@ -5,11 +5,31 @@ The tests follow one another: each begins where the one before it left the pod.
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from tests.harness.pods import hit, least_cached, prompt
+from testing.child_process import REPOSITORY
+from testing.node import groups
+from testing.node.app import REDIS_NAMESPACE
+from testing.node.pods import Pod
+from tests.harness.pods import endings, hit, is_going, kept, least_cached, num_running, prompt
 
-PROMPT = prompt(7)
+PROMPT, LATE_PROMPT = prompt(7), prompt(41, 2048)
+NUM_TOKENS = 600
+PYTHON = str(REPOSITORY / ".venv/bin/python")
+# The kernel ends the largest process, which is the engine's and none of these.
+CROWD = """
+import os, time
+for _ in range(64):
+    if not os.fork():
+        held = b"x" * (128 << 20)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.2)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +49,53 @@ def test_hit_from_memory(tiny, cold):
     tiny.node.reached("first hit")
 
 
-def test_hit_after_the_engine_was_killed(tiny, cold):
+def test_hit_after_the_kernel_killed_the_engine(tiny, cold):
     before = tiny.ready_pod()
     restarts = before.container("engine")["restartCount"]
-    before.kill("engine")
-    tiny.node.wait(lambda: tiny.pod().container("engine")["restartCount"] > restarts, 120)
+    with contextlib.suppress(subprocess.CalledProcessError):  # it ends with the container
+        before.exec("engine", PYTHON, "-c", CROWD)
+    tiny.node.wait(lambda: tiny.pod().container("engine")["restartCount"] > restarts, 300)
     after = tiny.ready_pod()
     assert after.uid == before.uid
+    assert after.container("engine")["lastState"]["terminated"]["reason"] == "OOMKilled"
     assert after.container("sidecar")["containerID"] == before.container("sidecar")["containerID"]
     hit(after, PROMPT, cold)
     assert after.stats()["remote"]["hits"] == 0  # it was all in memory
+    tiny.node.wait(lambda: tiny.conditions()["Degraded"]["reason"] == "OOMKilled")
+    assert "container engine" in tiny.conditions()["Degraded"]["message"]
 
 
-def test_hit_from_redis_in_a_new_pod(tiny, cold):
-    before = tiny.ready_pod()
-    tiny.node.api.delete("v1/pods", before.name, before.namespace)
+def test_a_rolled_pod_ends_its_request_and_leaves_its_rows_to_the_next(tiny, cold):
+    """Redis hangs until the engine has ended: what is to be written waits in a sidecar that has to go."""
+    node, before = tiny.node, tiny.ready_pod()
+    redis = Pod(node, node.api.get("v1/pods", "kv", REDIS_NAMESPACE))
+    engine = before.group("engine")
+    with kept(before), ThreadPoolExecutor(1) as threads:
+        with redis.stopped("redis"):
+            late = before.complete(LATE_PROMPT)
+            node.wait(lambda: before.stats()["num_unwritten_rows"] >= least_cached(LATE_PROMPT) // 256)
+            asked = threads.submit(before.complete, prompt(42, 64), NUM_TOKENS)
+            node.wait(lambda: num_running(before))
+            roll_during(tiny, before, asked)
+            assert len(asked.result().tokens) == NUM_TOKENS
+            node.wait(lambda: groups.is_empty(engine), 180)
+        ended = node.wait(lambda: endings(tiny.pod()), 180)
+    assert [container["exitCode"] for container in ended] == [0, 0]
     after = tiny.ready_pod(instead_of=before)
+    assert "ROLLED=1" in after.exec("engine", "env").splitlines()
     assert after.stats()["memory"]["used_rows"] == 0
     hit(after, PROMPT, cold)
-    assert after.stats()["remote"]["hits"] >= least_cached(PROMPT) // 256
+    hit(after, LATE_PROMPT, late)
+    num_rows = (least_cached(PROMPT) + least_cached(LATE_PROMPT)) // 256
+    assert after.stats()["remote"]["hits"] >= num_rows
     tiny.wait_condition("Ready")
+
+
+def roll_during(app, pod, asked) -> None:
+    """Declare something else; until the operator has the pod replaced, with that request still running."""
+    with pod.stopped("engine"):
+        [engine] = app.spec["spec"]["engine"]["podTemplate"]["spec"]["containers"]
+        engine["env"].append({"name": "ROLLED", "value": "1"})
+        app.apply()
+        app.node.wait(lambda: is_going(app.pod()), 60)
+        assert not asked.done()

@@ -66,3 +66,11 @@ def test_a_container_is_found_by_its_id(request, version, path):
     for absent in ("fedcba", ""):
         with pytest.raises(FileNotFoundError):
             groups.of_container("node", absent)
+
+
+def test_a_group_that_is_gone_has_no_processes(tmp_path):
+    (tmp_path / "cgroup.procs").write_text("7\n")
+    assert not groups.is_empty(tmp_path)
+    (tmp_path / "cgroup.procs").write_text("")
+    assert groups.is_empty(tmp_path)
+    assert groups.is_empty(tmp_path / "gone")
