@@ -24,21 +24,16 @@ from testing.node.app import NAMESPACE, READY_SECONDS
 from testing.node.cluster import KUBELET_ROOT, NODE
 from testing.node.containerd import CDI
 from testing.node.pods import ENGINE_PORT
+from tests.harness.programs import IDLE, offer_programs, use_program
 
 PROGRAMS = "programs"
 CHUNK, BLOCK = 256, 32
 PLUGIN_RESOURCE = "lmcache.test/gpu"
 WAIT_SECONDS = 180
 
-# Found before the image's own: the same vLLM with KV on the GPU, and one that only says that it is healthy.
+# The image's own vLLM, with KV on the GPU.
 SERVED = """#!/bin/sh
 PYTHONPATH="$PYTHONPATH:/opt/test" exec python -m testing.engine.served "$@"
-"""
-IDLE = """#!/bin/sh
-mkdir -p "$HOME/www" && echo ok >"$HOME/www/health"
-python -m http.server 8000 -d "$HOME/www" &
-trap "kill $!" TERM
-wait
 """
 MODULES = ("kv_digests", "served", "simulated_gpu")
 
@@ -64,8 +59,7 @@ def gpus(installed):
 def programs(installed):
     """Two kinds of ``vllm``, for volumes."""
     modules = {f"{name}.py": (REPOSITORY / "testing/engine" / f"{name}.py").read_text() for name in MODULES}
-    body = {"metadata": {"name": PROGRAMS}, "data": {"served": SERVED, "idle": IDLE, **modules}}
-    installed.api.create("v1/configmaps", body, NAMESPACE)
+    offer_programs(installed, PROGRAMS, served=SERVED, idle=IDLE, **modules)
 
 
 def on_program(app, program, gpu, **engine):
@@ -73,16 +67,10 @@ def on_program(app, program, gpu, **engine):
     spec = app.spec["spec"]
     del spec["tiers"]["remote"]
     spec["engine"] |= {"gpu": gpu, **engine}
+    use_program(app, PROGRAMS, program, MODULES)
     template = spec["engine"]["podTemplate"]["spec"]
-    (container,) = template["containers"]
-    venv = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "venv")
-    path = f"/opt/test/bin:{venv}/bin:/usr/local/bin:/usr/bin:/bin"
-    container["env"] += env(PATH=path, CUDASIM_ROLE="engine")
-    container["volumeMounts"].append({"name": PROGRAMS, "mountPath": "/opt/test"})
+    template["containers"][0]["env"] += env(CUDASIM_ROLE="engine")
     template["initContainers"] = [{"name": "sidecar", "env": env(CUDASIM_ROLE="sidecar")}]
-    items = [{"key": f"{name}.py", "path": f"testing/engine/{name}.py"} for name in MODULES]
-    items.append({"key": program, "path": "bin/vllm", "mode": 0o555})
-    template["volumes"].append({"name": PROGRAMS, "configMap": {"name": PROGRAMS, "items": items}})
     return app
 
 

@@ -1,0 +1,62 @@
+"""What a kubelet ends of its own accord: containers that hang, and pods that outgrow their part of its disk.
+
+The engine is one that only says that it is healthy: these are about probes, limits and who comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+
+import pytest
+
+from testing.node.app import READY_SECONDS
+from tests.harness.pods import is_in_service, kept
+from tests.harness.programs import IDLE, offer_programs, use_program
+
+PROGRAMS = "idle"
+DISK, TOO_MUCH = "256Mi", 400
+"""Of the engine's container; mebibytes."""
+
+
+@pytest.fixture(scope="module")
+def idle(make_app, installed):
+    offer_programs(installed, PROGRAMS, vllm=IDLE)
+    app = make_app("idle")
+    use_program(app, PROGRAMS, "vllm")
+    template = app.spec["spec"]["engine"]["podTemplate"]["spec"]
+    template["terminationGracePeriodSeconds"] = 10  # what hangs has them until it is killed
+    template["containers"][0]["resources"]["limits"]["ephemeral-storage"] = DISK
+    app.apply()
+    app.ready_pod()
+    yield app
+    app.delete()
+
+
+def test_containers_that_hang_are_started_again(idle):
+    before = idle.ready_pod()
+    restarts = {name: before.container(name)["restartCount"] for name in ("engine", "sidecar")}
+    with before.stopped("engine"), before.stopped("sidecar"):
+        for name, number in restarts.items():
+            idle.node.wait(
+                lambda name=name, number=number: idle.pod().container(name)["restartCount"] > number,
+                READY_SECONDS,
+            )
+    after = idle.ready_pod()
+    assert after.uid == before.uid
+    idle.wait_condition("Ready")
+    assert is_in_service(idle)
+
+
+def test_a_pod_that_is_evicted_for_its_disk_comes_back(idle):
+    before = idle.ready_pod()
+    with kept(before):  # its events may be too many for the kubelet to tell of this one, too
+        with contextlib.suppress(subprocess.CalledProcessError):  # it may be evicted before all is written
+            before.exec("engine", "dd", "if=/dev/zero", "of=/tmp/large", "bs=1M", f"count={TOO_MUCH}")
+        idle.node.wait(lambda: idle.pod().object["status"]["phase"] == "Failed")
+        failed = idle.pod()
+    assert failed.uid == before.uid
+    assert failed.object["status"]["reason"] == "Evicted"
+    assert DISK in failed.object["status"]["message"]
+    idle.ready_pod(instead_of=before)
+    idle.wait_condition("Ready")
