@@ -35,7 +35,8 @@ def observe(world: World, **more: Any) -> Observed:
 
 def plan(observed: Observed, images: Images) -> Plan:
     """What is due for the engine."""
-    found = planning.plan([ENGINE], observed.resource, {ENGINE.name: observed}, Context(images))
+    found, fault = planning.plan([ENGINE], observed.resource, {ENGINE.name: observed}, Context(images))
+    assert fault is None
     return found[ENGINE.name]
 
 

@@ -42,6 +42,27 @@ def spec(seed: int) -> tuple[Object, bool]:
     return made, is_broken
 
 
+def spec_of_init_container(seed: int) -> Object:
+    """A spec that says two things of an init container of ours: few of the others say any."""
+    rng = random.Random(seed)
+    schema = _SPEC
+    for key in ("engine", "podTemplate", "spec", "initContainers"):
+        schema = schema["properties"][key]
+    fields = schema["items"]["properties"]
+    said = {key: _value(fields[key], key, rng, 5) for key in rng.sample([*fields], 2)}
+    # Of one of each: two with one key only a real API server refuses.
+    said = {key: value[:1] if isinstance(value, list) else value for key, value in said.items()}
+    said.get("resources", {}).pop("claims", None)
+    said |= {key: None for key in said if rng.random() < 0.1}
+    container = said | {"name": rng.choice(("sidecar", "payload"))}
+    payload = {"sidecar": {"payload": "ImageVolume"}} if rng.random() < 0.2 else {}
+    return payload | {
+        "model": {"name": "m"},
+        "engine": {"podTemplate": {"spec": {"initContainers": [container]}}},
+        "tiers": {"memory": {"size": "1Gi"}},
+    }
+
+
 def _obey_rules(made: Object) -> None:
     """Those that tell one field by another; nearly everything else would be refused by them alone."""
     engine, tiers = made.get("engine") or {}, made["tiers"]

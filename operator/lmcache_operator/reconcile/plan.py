@@ -12,14 +12,27 @@ from lmcache_operator.specs import Object
 
 def plan(
     components: Sequence[Component], resource: Object, observed: Mapping[str, Observed], context: Context
-) -> dict[str, Plan]:
-    """What is due for each component, by its name. With an invalid spec all stay as they are."""
+) -> tuple[dict[str, Plan], Exception | None]:
+    """What is due for each component, by its name, and a fault of ours that was met.
+
+    With an invalid spec all stay as they are; with a fault of ours, only the component that has it.
+    """
+    plans: dict[str, Plan] = {}
+    fault: Exception | None = None
     try:
         cluster = parse(resource)
-        return {own.name: own.plan(cluster, observed[own.name], context) for own in components}
+        for own in components:
+            plans[own.name] = Plan()
+            try:
+                plans[own.name] = own.plan(cluster, observed[own.name], context)
+            except InvalidSpecError:
+                raise
+            except Exception as error:
+                fault = error
     except InvalidSpecError as error:
         invalid = Plan(problems=(Problem("InvalidSpec", str(error)),))
-        return {own.name: invalid for own in components}
+        return {own.name: invalid for own in components}, None
+    return plans, fault
 
 
 def creates_something(plans: Mapping[str, Plan], observed: Mapping[str, Observed]) -> bool:

@@ -100,12 +100,12 @@ class Reconciler:
         failure: Exception | None = None
         try:
             observed = await self._observe(resource, memory, now)
-            plans = plan(self._components, resource, observed, self._context)
+            plans, fault = plan(self._components, resource, observed, self._context)
             if creates_something(plans, observed) and await self._api.is_ending(key.namespace):
                 return None
             for name, due in plans.items():
                 await applier.carry_out(due, observed[name])
-            failure = applier.failure
+            failure = fault or applier.failure
             observed = await self._probe(observed, memory)
         except Exception as error:
             failure = error

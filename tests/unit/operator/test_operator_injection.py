@@ -74,8 +74,11 @@ def test_a_pod_has_the_same_cache_as_the_clusters_own() -> None:
     own = Engine().render(parse(cluster()), CONTEXT)[-1]["spec"]["template"]["spec"]
     spec = pod_spec()
     for ours, theirs in zip(own["initContainers"], spec["initContainers"], strict=True):
-        same = ("image", "args", "command", "env", "livenessProbe", "resources", "restartPolicy")
+        same = ("image", "args", "command", "livenessProbe", "resources", "restartPolicy")
         assert {key: theirs.get(key) for key in same} == {key: ours.get(key) for key in same}
+        # Links to a Service would set it, and there they are on.
+        port = [{"name": "LMCACHE_HTTP_PORT", "value": "9464"}] if "ports" in ours else []
+        assert theirs["env"] == [*ours["env"], *port]
         assert ours["securityContext"].items() <= theirs["securityContext"].items()
         renamed = [mount | {"name": f"lmcache-{mount['name']}"} for mount in ours["volumeMounts"]]
         assert theirs["volumeMounts"] == [*renamed, NO_TOKEN]
@@ -259,3 +262,21 @@ def test_pods_that_have_it_or_go_are_no_trouble() -> None:
         observed = observe(World(cluster()), foreign_pods=tuple(pods))
         status = Injection().status(observed, Plan())
         assert (status.summary, status.degraded) == (summary, ())
+
+
+def test_names_of_the_users_own_on_the_sidecar_make_no_invalid_profile() -> None:
+    volume = "a-volume-" + "x" * 54
+    sidecar = {
+        "name": "sidecar", "ports": [{"containerPort": 6060, "name": "profiling"}, {"containerPort": 6061}],
+        "volumeMounts": [{"name": volume, "mountPath": "/x"}],
+        "volumeDevices": [{"name": volume, "devicePath": "/dev/x"}],
+    }  # fmt: skip
+    template = {"spec": {"initContainers": [sidecar], "volumes": [{"name": volume, "emptyDir": {}}]}}
+    (found,) = inject_objects([pod()], [cluster(engine={"podTemplate": template})], None, CONTEXT)
+    container, volumes = found["spec"]["initContainers"][0], found["spec"]["volumes"]
+    assert container["ports"] == [{"containerPort": 9464, "name": "lmcache-metrics", "protocol": "TCP"}]
+    assert "volumeDevices" not in container
+    named = [volume["name"] for volume in volumes]
+    assert {mount["name"] for mount in container["volumeMounts"]} <= set(named)
+    assert max(map(len, named)) <= 63
+    assert len(set(named)) == len(named)

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import ClientSession
 from lmcache_operator.app import Health, build_registry, owner_key
 from lmcache_operator.components import COMPONENTS, kinds_of
+from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey, Ref
@@ -32,6 +33,22 @@ def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
     seconds = bench.reconcile()
     assert seconds is not None
     assert 800 < seconds < 1000
+
+
+def test_a_fault_of_one_component_keeps_no_other_from_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+
+    def stumble(*_: object) -> None:
+        raise KeyError("name")
+
+    monkeypatch.setattr(Injection, "plan", stumble)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            bench.reconcile()
+        bench.world.run_stateful_sets()
+    assert STATEFUL_SET in bench.world.objects
+    conditions = {one["type"]: one for one in bench.world.resource["status"]["conditions"]}
+    assert conditions["Degraded"]["reason"] == "InternalError"
 
 
 def test_a_restart_writes_nothing() -> None:

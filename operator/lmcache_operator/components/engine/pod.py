@@ -52,7 +52,7 @@ _POD_SECURITY = {
 # Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
 _SIDECAR_BASE_BYTES = 512 * 2**20
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-_IMAGE_VOLUME = "ImageVolume"
+IMAGE_VOLUME = "ImageVolume"
 DISK_SIZE = "LMCACHE_DISK_SIZE"
 _NOTICE_SECONDS = 5
 _SHUTDOWN_SECONDS = 60
@@ -86,7 +86,7 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer) -> Object:
     sidecar_image = images[names.SIDECAR]
     ending = _ending(cluster)
     before = [_sidecar(cluster, sidecar_image, transfer)]
-    if cluster.spec.sidecar.payload != _IMAGE_VOLUME:
+    if cluster.spec.sidecar.payload != IMAGE_VOLUME:
         before.append(_payload(cluster, sidecar_image))
     spec: Object = {
         "automountServiceAccountToken": False,
@@ -125,7 +125,7 @@ def _ending(cluster: Cluster) -> _Ending:
 
 
 def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
-    is_mounted = cluster.spec.sidecar.payload == _IMAGE_VOLUME
+    is_mounted = cluster.spec.sidecar.payload == IMAGE_VOLUME
     env = {
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
@@ -239,7 +239,7 @@ class _Volume(NamedTuple):
 
 def _volumes(cluster: Cluster, sidecar_image: str = "") -> list[_Volume]:
     payload: Object = {"emptyDir": {}}
-    if cluster.spec.sidecar.payload == _IMAGE_VOLUME:
+    if cluster.spec.sidecar.payload == IMAGE_VOLUME:
         payload = {"image": {"reference": sidecar_image}}
     spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
     # The arena's file is exactly as large as the tier: its head, slot table and index are taken out of that.

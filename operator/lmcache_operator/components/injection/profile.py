@@ -12,7 +12,7 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import resolved_images
 from lmcache_operator.components.engine.gpus import planned_transfer
-from lmcache_operator.components.engine.pod import pod_template
+from lmcache_operator.components.engine.pod import IMAGE_VOLUME, pod_template
 from lmcache_operator.components.engine.vllm import RESERVED
 from lmcache_operator.specs import Object, names, paths
 
@@ -27,6 +27,9 @@ _GROUP = 2000
 _NO_TOKEN = "no-token"
 _TOKEN_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where the API server mounts the ServiceAccount's token, unless something else is there already."""
+_NAME_LENGTH = 63
+"""Of a volume's name, at most."""
+_NOT_GIVEN = ("ports", "volumeDevices")
 _SHARED = (paths.ARENA_DIR, paths.PAYLOAD_DIR, paths.SOCKET_DIR)
 _ENV = ("LMCACHE_SOCKET", "PYTHONHASHSEED", "PYTHONPATH")
 _ARGS = ("--kv-transfer-config", "--prefix-caching-hash-algo")
@@ -54,7 +57,8 @@ def profile(cluster: Cluster, context: Context) -> Object:
     transfer = planned_transfer(cluster, context.allow_all_gpus)
     whole = pod_template(cluster, resolved_images(cluster, context.images), "", transfer)["spec"]
     (engine,) = (container for container in whole["containers"] if container["name"] == names.ENGINE)
-    own = (names.SIDECAR, names.PAYLOAD)
+    # A "payload" of the user's own, where the payload is an image's volume, is not ours.
+    own = (names.SIDECAR,) if cluster.spec.sidecar.payload == IMAGE_VOLUME else (names.SIDECAR, names.PAYLOAD)
     added = [_init_container(container) for container in whole["initContainers"] if container["name"] in own]
     engine = {
         "args": [arg for arg in engine["args"] if arg.partition("=")[0] in _ARGS],
@@ -64,12 +68,12 @@ def profile(cluster: Cluster, context: Context) -> Object:
         "volumeMounts": _mounts(mount for mount in engine["volumeMounts"] if mount["mountPath"] in _SHARED),
     }
     mounted = {mount["name"] for container in (*added, engine) for mount in container["volumeMounts"]}
-    volumes = [*whole["volumes"], {"name": _NO_TOKEN, "emptyDir": {}}]
+    volumes = [*map(_volume, whole["volumes"]), {"name": _renamed(_NO_TOKEN), "emptyDir": {}}]
     spec: Object = {
         "containers": [engine],
         "initContainers": added,
         "securityContext": {"supplementalGroups": [_GROUP]},
-        "volumes": [_volume(volume) for volume in volumes if f"{PREFIX}{volume['name']}" in mounted],
+        "volumes": [volume for volume in volumes if volume["name"] in mounted],
     }
     if "resourceClaims" in whole:
         spec["resourceClaims"] = whole["resourceClaims"]
@@ -78,27 +82,36 @@ def profile(cluster: Cluster, context: Context) -> Object:
 
 
 def _init_container(container: Object) -> Object:
-    """One of ours, that asks for nothing from the pod around it."""
-    resources = {kind: amounts for kind, amounts in container["resources"].items() if kind != "claims"}
-    renamed: Object = container | {
+    """One of ours, that asks for nothing from the pod around it; the user may have taken fields out of it."""
+    resources, security = container.get("resources") or {}, container.get("securityContext") or {}
+    renamed: Object = {key: value for key, value in container.items() if key not in _NOT_GIVEN} | {
         "name": f"{PREFIX}{container['name']}",
-        "resources": resources,
-        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}, **container["securityContext"]},
+        "resources": {kind: amounts for kind, amounts in resources.items() if kind != "claims"},
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}, **security},
         # The pod's rights are none of ours.
         "volumeMounts": _mounts([*container["volumeMounts"], {"mountPath": _TOKEN_DIR, "name": _NO_TOKEN}]),
     }
-    if "ports" in container:  # selectors of ports by name would find more than they look for
-        renamed["ports"] = [port | {"name": f"{PREFIX}{port['name']}"} for port in container["ports"]]
+    if container["name"] == names.SIDECAR:
+        # The one that is ours: selectors of ports by name would find more than they look for.
+        metrics = next(port for port in container["ports"] if port["containerPort"] == names.SIDECAR_PORT)
+        renamed["ports"] = [metrics | {"name": f"{PREFIX}metrics"}]
+        # Links to Services would look like it, and in other people's pods they are on.
+        renamed["env"] = [*container["env"], {"name": "LMCACHE_HTTP_PORT", "value": f"{names.SIDECAR_PORT}"}]
     return renamed
 
 
 def _mounts(mounts: Iterable[Object]) -> list[Object]:
-    return [mount | {"name": f"{PREFIX}{mount['name']}"} for mount in mounts]
+    return [mount | {"name": _renamed(mount["name"])} for mount in mounts if mount.get("name")]
+
+
+def _renamed(volume: str) -> str:
+    name = f"{PREFIX}{volume}"
+    return name if len(name) <= _NAME_LENGTH else f"{PREFIX}{names.digest(volume)}"
 
 
 def _volume(volume: Object) -> Object:
     """The same volume; what is missing keeps no pod from starting, since its sidecar says so and stays up."""
-    renamed = volume | {"name": f"{PREFIX}{volume['name']}"}
+    renamed = volume | {"name": _renamed(volume["name"])}
     for source in ("configMap", "secret"):
         if isinstance(volume.get(source), dict):
             renamed[source] = volume[source] | {"optional": True}
