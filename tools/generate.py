@@ -14,8 +14,7 @@ from tools import api_docs, resource_docs, stats_docs
 from tools.kube import schemas
 
 ROOT = Path(__file__).resolve().parent.parent
-CRD = ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml"
-CHART_CRD = ROOT / "charts" / "lmcache-operator" / "files" / "crds" / CRD.name
+CRDS = (ROOT / "crds", ROOT / "charts" / "lmcache-operator" / "files" / "crds")
 API = ROOT / "docs" / "reference" / "api.md"
 RESOURCE = ROOT / "docs" / "reference" / "resource.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
@@ -28,12 +27,13 @@ PROTO_CODE = [
 
 def generated() -> dict[Path, str]:
     """Every generated file with the text it should have."""
-    crd = render(schemas.definitions())
+    rendered = render(schemas.definitions()).items()
+    crds = {folder / f"{name}.yaml": text for folder in CRDS for name, text in rendered}
     with tempfile.TemporaryDirectory() as out:
         subprocess.run([ROOT / "tools" / "generate_proto.sh", out], check=True)
         code = {path: (Path(out) / path.relative_to(ROOT)).read_text() for path in PROTO_CODE}
     docs = {API: api_docs.render(), RESOURCE: resource_docs.render(), STATS: stats_docs.render()}
-    return {CRD: crd, CHART_CRD: crd, **docs, **code}
+    return {**crds, **docs, **code}
 
 
 def main() -> int:

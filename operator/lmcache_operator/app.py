@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -31,7 +32,7 @@ from lmcache_operator.kube.client import Fence, KubeApi, connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
-from lmcache_operator.specs.kinds import CLUSTER, ClusterKey, controller_of
+from lmcache_operator.specs.kinds import CLUSTER, PROFILE, ClusterKey, controller_of
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
 
@@ -42,7 +43,9 @@ _NUM_WORKERS = 8
 _MAX_RUN_SECONDS = 300.0
 """A reconciliation that takes longer than this hangs: single calls time out after half a minute."""
 _DEFINITION_SECONDS = 1.0
-"""Between looks for the definition of LMCacheClusters."""
+"""Between looks for our definitions."""
+_NUM_LOOKS_FOR_PROFILES = 10
+"""Without their definition, which is made with the other, all but injection works."""
 _Queue = KeyedQueue[ClusterKey]
 
 
@@ -127,18 +130,17 @@ class Health:
 
 
 async def wait_for_definition(api: KubeApi) -> None:
-    """Until the API server serves LMCacheClusters: kopf looks for them when it starts, and not again."""
-    is_said = False
-    while True:
-        with contextlib.suppress(ApiError):
-            if await api.serves(CLUSTER):
-                return
-        if not is_said:
-            logger.warning(
-                "The API server does not serve %s.%s (yet): waiting", CLUSTER.plural, CLUSTER.group
-            )
-            is_said = True
-        await asyncio.sleep(_DEFINITION_SECONDS)
+    """Until the API server serves our kinds: kopf looks for them when it starts, and not again."""
+    for kind, num_looks in ((CLUSTER, None), (PROFILE, _NUM_LOOKS_FOR_PROFILES)):
+        for look in itertools.count(1):
+            with contextlib.suppress(ApiError):
+                if await api.serves(kind):
+                    break
+            if look == 1:
+                logger.warning("The API server does not serve %s.%s (yet): waiting", kind.plural, kind.group)
+            if look == num_looks:
+                break
+            await asyncio.sleep(_DEFINITION_SECONDS)
 
 
 def build_registry(queue: _Queue) -> kopf.OperatorRegistry:

@@ -50,7 +50,7 @@ def fresh() -> Iterator[Cluster]:
 def earlier_chart(folder: Path) -> Path:
     """The chart of a version whose definition lacks a field."""
     chart = Path(shutil.copytree(CHART, folder / "chart"))
-    (definition,) = (chart / "files" / "crds").iterdir()
+    definition = chart / "files" / "crds" / f"{CRD}.yaml"
     crd = yaml.safe_load(definition.read_text())
     spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     del spec["properties"]["images"]
@@ -162,8 +162,8 @@ def test_pod_is_admitted_where_only_restricted_pods_are(plane):
     ("verb", "resource", "allowed"),
     [
         ("patch", "statefulsets.apps", True),
-        ("patch", "podtemplates", True),
-        ("delete", "podtemplates", False),
+        ("patch", "lmcacheprofiles.lmcache.io", True),
+        ("delete", "lmcacheprofiles.lmcache.io", False),
         ("create", "pods/eviction", True),
         ("delete", "resourceclaimtemplates.resource.k8s.io", True),
         ("create", "resourceclaims.resource.k8s.io", False),

@@ -15,7 +15,7 @@ from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from testing.kube.operator import CLUSTERS, CRDS, Operator
+from testing.kube.operator import CLUSTERS, CRDS, RELEASE, SYSTEM_NAMESPACE, Operator
 from tests.harness.kube import alone, install, new_namespace, since
 from tests.harness.operator_injection import NAME, deployment, pod, pod_with, pods, refused_pods
 from tests.harness.operator_model import MINIMAL_SPEC
@@ -60,12 +60,7 @@ def wait_until_it_acts(plane: Cluster, namespace: str) -> None:
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[Cluster]:
-    """One of its own, where no chart was installed before.
-
-    An API server whose last policy of a built-in parameter kind was deleted reads parameters of that kind no
-    more until it is started again (``policySource`` in k8s.io/apiserver 0.36: the informer that it stops is
-    the shared one, which starts once).
-    """
+    """One of its own: the chart is taken off it, and installed again."""
     with Cluster(crds=CRDS) as started:
         yield started
 
@@ -227,3 +222,18 @@ def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operato
     plane.api.create("v1/pods", pod(), namespace)
     plane.api.patch(CLUSTERS, NAME, {"metadata": {"annotations": {"look": "again"}}}, namespace)
     plane.wait(lambda: degraded().get("status") == "False", 120)
+
+
+def test_a_chart_that_is_installed_again_injects_again(plane, home, operator_process):
+    """The API server stopped reading parameters when the last policy with their kind went."""
+    if operator_process.is_running:
+        operator_process.terminate()
+    plane.helm("uninstall", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--wait")
+    plane.wait(lambda: not has_cache(try_out(plane, home, pod())), 120)
+    install(plane)
+    operator_process.start()
+    with new_namespace(plane, "again") as namespace:
+        plane.api.create(CLUSTERS, profile_only(), namespace)
+        wait_until_it_acts(plane, namespace)
+        plane.api.delete(CLUSTERS, NAME, namespace)
+        plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())), 120)

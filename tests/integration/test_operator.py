@@ -32,7 +32,7 @@ CHILDREN = [
     ("networking.k8s.io/v1/networkpolicies", ENGINE),
     ("policy/v1/poddisruptionbudgets", ENGINE),
     ("apps/v1/statefulsets", ENGINE),
-    ("v1/podtemplates", f"{NAME}-injection"),
+    ("lmcache.io/v1alpha1/lmcacheprofiles", f"{NAME}-injection"),
 ]
 EDITS: list[tuple[str, str, Object]] = [
     ("v1/serviceaccounts", ENGINE, {"automountServiceAccountToken": True}),

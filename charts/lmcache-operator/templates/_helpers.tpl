@@ -76,7 +76,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   verbs: [update]
 # What clusters are made of: the kinds of the operator's components (kinds_of in lmcache_operator/components).
 - apiGroups: [""]
-  resources: [serviceaccounts, configmaps, services, podtemplates]
+  resources: [serviceaccounts, configmaps, services]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [lmcache.io]
+  resources: [lmcacheprofiles]
   verbs: [get, list, watch, create, patch]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]

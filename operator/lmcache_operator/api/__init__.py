@@ -1,4 +1,4 @@
-"""The LMCacheCluster resource: typed spec and status, the CRD made from them, and the parser."""
+"""The LMCacheCluster resource: typed spec and status, the CRDs, and the parser."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "LMCacheCluster"
 PLURAL = "lmcacheclusters"
-CRD_NAME = f"{PLURAL}.{GROUP}"
+PROFILE_KIND = "LMCacheProfile"
+PROFILE_PLURAL = "lmcacheprofiles"

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, generated from the dataclasses in ``types.py``."""
+"""The CustomResourceDefinitions: LMCacheCluster, from the dataclasses in ``types.py``, and LMCacheProfile."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 
 import yaml
 
-from lmcache_operator.api import CRD_NAME, GROUP, KIND, PLURAL, VERSION
+from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLURAL, VERSION
 from lmcache_operator.api.fields import Field, Rule, is_part
 from lmcache_operator.api.types import CLUSTER_NAME, Spec, Status
 
 _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
 _UNKNOWN = "x-kubernetes-preserve-unknown-fields"
 _TYPES = {str: {"type": "string"}, int: {"type": "integer"}}
+_ADDED = ("containers", "initContainers", "resourceClaims", "securityContext", "volumes")
+"""Fields of a pod that one of somebody else's is given."""
+_OF_EVERY_OBJECT = {"apiVersion": _TYPES[str], "kind": _TYPES[str], "metadata": {"type": "object"}}
 
 
 def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The CRD as a plain object, with Kubernetes' own types as ``definitions`` have them.
+    """The one of LMCacheClusters as a plain object, with Kubernetes' own types as ``definitions`` have them.
 
     With them the API server refuses a wrong type in a pod template, kubectl an unknown field, and neither
     lets one through that is nested without end.
@@ -29,32 +32,51 @@ def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
         "description": "Engine pods of an LLM server, each with a sidecar that keeps their KV in tiers.",
         "required": ["spec"],
         "properties": {
-            "apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"},
+            **_OF_EVERY_OBJECT,
             "spec": {"description": "What the cluster should be.", **_type_schema(Spec)},
             "status": {"description": "What the operator sees.", **_type_schema(Status)},
         },
         **_validations((CLUSTER_NAME,)),
     }  # fmt: skip
-    schema = {"openAPIV3Schema": _resolved(root, definitions)}
-    version = {
-        "name": VERSION, "served": True, "storage": True, "schema": schema,
-        "subresources": {"status": {}, "scale": _SCALE}, "additionalPrinterColumns": _COLUMNS,
-    }  # fmt: skip
-    names = {
-        "kind": KIND, "listKind": f"{KIND}List", "plural": PLURAL, "singular": KIND.lower(),
-        "shortNames": ["lmcluster"], "categories": ["lmcache"],
-    }  # fmt: skip
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": CRD_NAME},
-        "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
+    more = {"subresources": {"status": {}, "scale": _SCALE}, "additionalPrinterColumns": _COLUMNS}
+    names = {"shortNames": ["lmcluster"], "categories": ["lmcache"]}
+    return _definition(KIND, PLURAL, _resolved(root, definitions), names, more)
+
+
+def profile_crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """The one of LMCacheProfiles, which the operator writes, and the admission of pods reads.
+
+    Its template has those fields of a pod that are added to somebody's.
+    """
+    spec = definitions["io.k8s.api.core.v1.PodSpec"]["properties"]
+    annotations = {"type": "object", "additionalProperties": _TYPES[str]}
+    template = {
+        "type": "object",
+        "description": "What is added: to the pod, and as its one container, to the engine's.",
+        "required": ["metadata", "spec"],
+        "properties": {
+            "metadata": {"type": "object", "properties": {"annotations": annotations}},
+            "spec": {
+                "type": "object",
+                "required": ["containers", "initContainers", "securityContext", "volumes"],
+                "properties": {name: _structural(spec[name], definitions) for name in _ADDED},
+            },
+        },
     }
+    root = {
+        "type": "object",
+        "description": "What pods get that ask for the cache of an LMCacheCluster. The operator writes it.",
+        "required": ["template"],
+        "properties": {**_OF_EVERY_OBJECT, "template": template},
+    }
+    columns = [_column("Age", ".metadata.creationTimestamp", "date")]
+    return _definition(PROFILE_KIND, PROFILE_PLURAL, root, {}, {"additionalPrinterColumns": columns})
 
 
-def render(definitions: Mapping[str, Any]) -> str:
-    """The CRD as it is checked in."""
-    return _HEADER + dump([crd(definitions)])
+def render(definitions: Mapping[str, Any]) -> dict[str, str]:
+    """The CRDs as they are checked in, by their names."""
+    found = (crd(definitions), profile_crd(definitions))
+    return {one["metadata"]["name"]: _HEADER + dump([one]) for one in found}
 
 
 def dump(documents: list[dict[str, Any]]) -> str:
@@ -62,6 +84,23 @@ def dump(documents: list[dict[str, Any]]) -> str:
     # What is used twice would be written as an anchor and an alias; a copy is not used twice.
     unshared = json.loads(json.dumps(documents))
     return str(yaml.safe_dump_all(unshared, sort_keys=False, width=110))
+
+
+def _definition(kind: str, plural: str, schema: Any, names: Any, more: Any) -> dict[str, Any]:
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        **more,
+    }
+    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower(), **names}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{GROUP}"},
+        "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
+    }
 
 
 def _column(name: str, path: str, kind: str = "string", **more: int) -> dict[str, Any]:

@@ -165,6 +165,8 @@ class Component(ABC):
 
     name: ClassVar[str]
     """Value of the component label, on its objects and on its pods."""
+    is_for_others: ClassVar[bool] = False
+    """Whether what it makes gets into other people's pods: only what the API server took as ours may."""
 
     @abstractmethod
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:

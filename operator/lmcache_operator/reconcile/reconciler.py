@@ -103,8 +103,9 @@ class Reconciler:
             plans, fault = plan(self._components, resource, observed, self._context)
             if creates_something(plans, observed) and await self._api.is_ending(key.namespace):
                 return None
-            for name, due in plans.items():
-                await applier.carry_out(due, observed[name])
+            for own in self._components:
+                if not (own.is_for_others and (applier.problems or applier.failure)):
+                    await applier.carry_out(plans[own.name], observed[own.name])
             failure = fault or applier.failure
             observed = await self._probe(observed, memory)
         except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lmcache_operator.api import GROUP, KIND, PLURAL, VERSION
+from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLURAL, VERSION
 from lmcache_operator.specs import Object
 
 
@@ -54,11 +54,11 @@ CHILDREN = (
     Kind("", "v1", "ServiceAccount", "serviceaccounts"),
     Kind("", "v1", "ConfigMap", "configmaps"),
     Kind("", "v1", "Service", "services"),
-    Kind("", "v1", "PodTemplate", "podtemplates"),
     Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),
     Kind("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
+    PROFILE := Kind(GROUP, VERSION, PROFILE_KIND, PROFILE_PLURAL),
 )
 BY_NAME = {kind.kind: kind for kind in (CLUSTER, *CHILDREN)}
 

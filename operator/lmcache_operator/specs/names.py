@@ -58,7 +58,7 @@ def config_name(cluster_name: str) -> str:
 
 
 def injection_name(cluster_name: str) -> str:
-    """Name of the PodTemplate with what other people's pods are given."""
+    """Name of the LMCacheProfile with what other people's pods are given."""
     return f"{cluster_name}-injection"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_operator.api.crd import crd, render
+from lmcache_operator.api.crd import crd, profile_crd, render
 from lmcache_operator.api.fields import is_part
 from lmcache_operator.api.parse import declared, parse
 from lmcache_operator.api.types import Model, Spec, Status
@@ -225,8 +225,8 @@ def test_declared_leaves_out_what_the_user_did_not_choose() -> None:
     assert declared(parse(spelt_out).spec) == declared(parse(cluster()).spec)
 
 
-def test_the_crd_in_the_tree_is_up_to_date() -> None:
-    assert (ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml").read_text() == render(definitions())
+def test_the_crds_in_the_tree_are_up_to_date() -> None:
+    assert {path.stem: path.read_text() for path in (ROOT / "crds").iterdir()} == render(definitions())
 
 
 def test_free_form_objects_have_an_end() -> None:
@@ -242,6 +242,7 @@ def test_free_form_objects_have_an_end() -> None:
         for own in filter(None, inner):
             walk(own)
 
+    walk(profile_crd(definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
     for path in ("spec.engine.podTemplate", "spec.model.volume"):
         walk(schema_of(path))
         assert "default" in schema_of(path)

@@ -33,7 +33,7 @@ def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> N
             "PodDisruptionBudget",
             *(["ResourceClaimTemplate"] if "deviceClassName" in text else []),
             "StatefulSet",
-            "PodTemplate",
+            "LMCacheProfile",
         ]
         if has_cluster
         else []

@@ -220,7 +220,8 @@ def test_the_connector_may_come_by_a_mounted_image() -> None:
 def test_the_template_that_is_applied_fits_the_schema() -> None:
     for changes in ({}, {"engine": {"gpu": {"count": 1, "deviceClassName": "gpu.nvidia.com"}}}):
         (child,) = Injection().render(parse(cluster(**changes)), CONTEXT)
-        assert schemas.validate(yaml.safe_dump(child)) == []
+        as_pods = child | {"apiVersion": "v1", "kind": "PodTemplate"}
+        assert schemas.validate(yaml.safe_dump(as_pods)) == []
 
 
 def test_the_command_reads_and_prints_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

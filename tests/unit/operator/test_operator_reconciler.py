@@ -11,6 +11,7 @@ from aiohttp import ClientSession
 from lmcache_operator.app import Health, build_registry, owner_key
 from lmcache_operator.components import COMPONENTS, kinds_of
 from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.errors import RefusedError
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey, Ref
@@ -25,7 +26,7 @@ def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
     bench.reconcile()
     assert bench.writes[-3:] == [
         "apply StatefulSet demo-engine",
-        "apply PodTemplate demo-injection",
+        "apply LMCacheProfile demo-injection",
         "status",
     ]
     bench.settle()
@@ -49,6 +50,17 @@ def test_a_fault_of_one_component_keeps_no_other_from_its_work(monkeypatch: pyte
     assert STATEFUL_SET in bench.world.objects
     conditions = {one["type"]: one for one in bench.world.resource["status"]["conditions"]}
     assert conditions["Degraded"]["reason"] == "InternalError"
+
+
+def test_no_pod_of_others_gets_what_the_api_server_refused_for_our_own() -> None:
+    """It would refuse that pod, too."""
+    bench = Bench()
+    bench.world.failures["apply StatefulSet"] = RefusedError("PATCH x", "spec.template: Invalid value")
+    bench.reconcile()
+    assert Ref("LMCacheProfile", "demo-injection") not in bench.world.objects
+    bench.world.failures.clear()
+    bench.reconcile()
+    assert Ref("LMCacheProfile", "demo-injection") in bench.world.objects
 
 
 def test_a_restart_writes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The component: a PodTemplate with what pods get that carry the label ``lmcache.io/inject: NAME``.
+"""The component: an LMCacheProfile with what pods get that carry the label ``lmcache.io/inject: NAME``.
 
 The API server itself adds it, by the chart's MutatingAdmissionPolicy: there is no webhook that could fail,
 and pods get their cache also while the operator is down.
@@ -6,6 +6,7 @@ and pods get their cache also while the operator is down.
 
 from __future__ import annotations
 
+from lmcache_operator.api import PROFILE_KIND
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem, Status
 from lmcache_operator.components.differences import differences
@@ -25,10 +26,11 @@ class Injection(Component):
     """What other people's pods are given."""
 
     name = names.INJECTION
+    is_for_others = True
 
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:
         """One."""
-        return (Ref("PodTemplate", names.injection_name(cluster_name)),)
+        return (Ref(PROFILE_KIND, names.injection_name(cluster_name)),)
 
     def foreign_pods(self, cluster_name: str) -> str:
         """Those that ask for the cache."""
@@ -37,7 +39,7 @@ class Injection(Component):
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """With the images of today: pods that exist keep theirs."""
         name = names.injection_name(cluster.name)
-        return [names.child(cluster, self.name, "PodTemplate", name, template=profile(cluster, context))]
+        return [names.child(cluster, self.name, PROFILE_KIND, name, template=profile(cluster, context))]
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """The differences."""
