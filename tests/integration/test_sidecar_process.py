@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import signal
@@ -138,6 +139,40 @@ def test_it_is_told_to_end_while_it_waits_to_start_again(supervised):
     os.kill(supervised.stats()["pid"], signal.SIGKILL)
     wait_until(lambda: "starting it again" in supervised.log, timeout=60)
     assert supervised.terminate() == 0
+
+
+BROKEN = "raise ImportError('no such library')"
+
+
+def test_one_that_dies_before_it_listens_answers_its_probe(tmp_path):
+    """Else the kubelet ends the container, and takes the pod out of service, for up to five minutes."""
+    (tmp_path / "grpc.py").write_text(BROKEN)
+    port = free_port()
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *sys.path])
+    environment = os.environ | {"LMCACHE_STAY_UP": "true", "LMCACHE_HTTP_PORT": f"{port}", "PYTHONPATH": path}
+    parent = subprocess.Popen([sys.executable, "-m", "lmcache_sidecar", "serve"], env=environment)
+
+    def answer(path: str) -> tuple[int, str] | None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.request("GET", path)
+            found = connection.getresponse()
+            return found.status, found.read().decode()
+        return None
+
+    try:
+        # Each time it was tried again in between.
+        for _ in range(2):
+            wait_until(lambda: answer("/healthz") == (200, "ok\n"), timeout=60)
+            wait_until(lambda: answer("/healthz") is None, timeout=60)
+        status, why = wait_until(lambda: answer("/readyz"), timeout=60)
+        assert (status, why[:42]) == (503, "the sidecar ended with exit status 1: star")
+        stats = json.loads(wait_until(lambda: answer("/stats"), timeout=60)[1])
+        assert stats["is_ready"] is False
+        assert stats["not_ready_reason"].startswith("the sidecar ended with exit status 1")
+    finally:
+        parent.terminate()
+        assert parent.wait(timeout=60) == 0
 
 
 def test_it_does_not_outlive_its_parent(supervised):
