@@ -16,7 +16,7 @@ import yaml
 from lmcache.logging import set_up
 from lmcache_operator import __version__
 from lmcache_operator.api import KIND
-from lmcache_operator.api.crd import dump
+from lmcache_operator.api.documents import dump, load
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
@@ -156,7 +156,7 @@ def _inject(arguments: argparse.Namespace) -> list[Object]:
 
 
 def _read(path: Path) -> list[Any]:
-    return list(yaml.safe_load_all(sys.stdin.read() if str(path) == "-" else path.read_text()))
+    return load(sys.stdin.read() if str(path) == "-" else path.read_text())
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLURAL, VERSION
+from lmcache_operator.api.documents import dump
 from lmcache_operator.api.fields import Field, Rule, is_part
 from lmcache_operator.api.types import CLUSTER_NAME, Spec, Status
 
@@ -77,13 +75,6 @@ def render(definitions: Mapping[str, Any]) -> dict[str, str]:
     """The CRDs as they are checked in, by their names."""
     found = (crd(definitions), profile_crd(definitions))
     return {one["metadata"]["name"]: _HEADER + dump([one]) for one in found}
-
-
-def dump(documents: list[dict[str, Any]]) -> str:
-    """YAML for people and for ``kubectl apply``: documents with keys in the order they were put in."""
-    # What is used twice would be written as an anchor and an alias; a copy is not used twice.
-    unshared = json.loads(json.dumps(documents))
-    return str(yaml.safe_dump_all(unshared, sort_keys=False, width=110))
 
 
 def _definition(kind: str, plural: str, schema: Any, names: Any, more: Any) -> dict[str, Any]:

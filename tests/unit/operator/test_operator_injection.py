@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from lmcache_operator.__main__ import main
+from lmcache_operator.api.documents import dump, load
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context, Plan
 from lmcache_operator.components.engine.engine import Engine
@@ -281,3 +282,47 @@ def test_names_of_the_users_own_on_the_sidecar_make_no_invalid_profile() -> None
     assert {mount["name"] for mount in container["volumeMounts"]} <= set(named)
     assert max(map(len, named)) <= 63
     assert len(set(named)) == len(named)
+
+
+@pytest.mark.parametrize("document", ["a: 2026-01-02", "a: '1e3'", "'1e3': b"])
+def test_what_it_reads_it_writes_as_it_was(document: str) -> None:
+    assert load(dump(load(document))) == load(document)
+    assert load("2026-01-02") == ["2026-01-02"]
+
+
+def test_what_it_writes_kubernetes_reads_as_the_same() -> None:
+    """A string stays one: its YAML reads other words as numbers and booleans than Python's."""
+    words = [
+        "1e3",
+        "123e4",
+        "1234e56",
+        "+1e3",
+        ".5e3",
+        "-0o17",
+        "0o17",
+        "0x1F",
+        "0b1",
+        "1_0",
+        "y",
+        "N",
+        "yes",
+    ]
+    words += [
+        "null",
+        "~",
+        "010",
+        "1:30",
+        "2026-1-2",
+        "2026-01-02",
+        ".inf",
+        "-.INF",
+        ".nan",
+        "=",
+        "<<",
+        "0.",
+        "",
+    ]
+    data = {f"k{index}": word for index, word in enumerate(words)}
+    found = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "1e3"}, "data": data}
+    assert schemas.validate(dump([found])) == []
+    assert load(dump([found])) == [found]
