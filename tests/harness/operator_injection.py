@@ -53,6 +53,15 @@ _OPTIONS = {
     "--data-parallel-size=2": "for more engines run more pods",
     "-dp": "for more engines run more pods",
     "--nnodes": "for more engines run more pods",
+    "-n2": "for more engines run more pods",
+    "--node_rank=1": "for more engines run more pods",
+    "-r1": "for more engines run more pods",
+    "--headless": "for more engines run more pods",
+    "--data-parallel-rank=1": "for more engines run more pods",
+    "-dpn": "for more engines run more pods",
+    "--config=/x.yaml": "a file may hold options that can't be set",
+    "--distributed-executor-backend=ray": "can't be ray or external_launcher",
+    "--dist=external_launcher": "can't be ray or external_launcher",
     "--": "what follows it would be taken for a second model",
 }
 
@@ -79,6 +88,9 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
         (pod(command=["/bin/sh", "-c"], args=["vllm serve x"]), f"{engine}.command", _SHELL),
         (pod(command=["bash", "-c", "exec vllm serve x"], args=[]), f"{engine}.command", _SHELL),
         (pod(command=["/opt/start-vllm.sh"]), f"{engine}.command", _SHELL),
+        (pod(args=["vllm serve x | tee log"]), f"{engine}.command", _SHELL),
+        (pod(args=["x", "--distributed-executor-backend", "ray"]), f"{engine}.args", "can't be ray or"),
+        (pod(env=[{"name": "VLLM_DP_RANK", "value": "0"}]), f"{engine}.env", "VLLM_DP_RANK can't be set"),
         (pod(command=["python3", "-m", "sglang.launch_server"]), f"{engine}.command", "does not start vLLM"),
         *((pod(args=["x", option]), f"{engine}.args", says) for option, says in _OPTIONS.items()),
         *(
@@ -101,11 +113,11 @@ _NAMES = st.sampled_from(["a", "b", "config", "lmcache-x"])
 _WORDS = st.sampled_from([
     "Qwen/Qwen3-8B", "vllm", "serve", "python3", "/usr/bin/vllm", "--max-model-len=9", "--port", "shell",
     "--kv-t", "--kv_transfer_config=x", "--data-parallel-size.x", "--data-parallel", "--model-impl",
-    "--", "-", "", "-n", "-nope", "sh", "x.sh", "/bin/bash", "$(A)",
+    "--", "-", "", "-n", "-nope", "-n2", "--dist", "ray", "tini", "sh", "x.sh", "/bin/bash", "$(A)",
 ])  # fmt: skip
 _VARIABLES = st.sampled_from([
     {"name": "A", "value": "b"}, {"name": "B"}, {"name": "PYTHONHASHSEED", "value": "0"},
-    {"name": "PYTHONPATH"},
+    {"name": "PYTHONPATH"}, {"name": "VLLM_DP_SIZE", "value": "2"},
     {"name": "LMCACHE_SOCKET", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
 ])  # fmt: skip
 _USER = st.fixed_dictionaries({}, optional={

@@ -326,3 +326,17 @@ def test_what_it_writes_kubernetes_reads_as_the_same() -> None:
     found = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "1e3"}, "data": data}
     assert schemas.validate(dump([found])) == []
     assert load(dump([found])) == [found]
+
+
+@pytest.mark.parametrize(
+    "command", [["tini", "--", "vllm", "serve"], ["nice", "-n", "5", "/usr/bin/vllm", "serve"]]
+)
+def test_options_of_what_starts_the_engine_are_not_the_engines(command: list[str]) -> None:
+    assert init_containers(pod_spec(command=command)) == ["lmcache-sidecar", "lmcache-payload"]
+    with pytest.raises(InvalidSpecError, match="second model"):
+        pod_spec(command=[*command, "--"])
+
+
+def test_an_annotation_that_names_no_container_is_no_name() -> None:
+    with pytest.raises(InvalidSpecError, match="must name the engine's"):
+        injected(pod_with({"annotations": {"lmcache.io/container": ""}}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from lmcache_operator.components.injection.profile import PREFIX, RESERVED_ARGS, SIDECAR
+from lmcache_operator.components.injection.profile import ONE_POD, PREFIX, RESERVED_ARGS, SIDECAR
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 
@@ -18,7 +18,10 @@ CONTAINER = "lmcache.io/container"
 OUTCOME = "lmcache.io/injection"
 """Annotation: what came of the label."""
 INJECTED = "injected"
-_SHELL = r"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh"
+_SHELL = r"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh|.*vllm serve .*"
+_OTHER_EXECUTOR = r"(^|\n)--dis[a-z_-]*[=\n](ray|external_launcher)(\n|$)"
+_EXECUTOR_SENTENCE = f"--distributed-executor-backend can't be ray or external_launcher: {ONE_POD}"
+_RANK_VARIABLES = "VLLM_DP_"
 _GROUP_LABEL = "leaderworkerset.sigs.k8s.io/name"
 _USER_FIELDS = ("runAsUser", "runAsGroup", "runAsNonRoot")
 
@@ -60,7 +63,7 @@ def inject(pod: Object, profile: Object, path: str) -> Object:
 
 def _engine_index(annotations: Object, containers: list[Object], path: str) -> int:
     found = [container["name"] for container in containers]
-    name = annotations.get(CONTAINER) or (found[0] if len(found) == 1 else "")
+    name = annotations.get(CONTAINER, found[0] if len(found) == 1 else "")
     if name not in found:
         raise InvalidSpecError(f"{path}.containers", f"the annotation {CONTAINER} must name the engine's")
     return found.index(name)
@@ -104,7 +107,7 @@ def _check_pod(metadata: Object, spec: Object, path: str) -> None:
         raise InvalidSpecError(f"{path}.containers", f"port {names.SIDECAR_PORT} is the sidecar's")
 
 
-def _check_engine(engine: Object, profile: Object, path: str) -> None:
+def _check_args(engine: Object, profile: Object, path: str) -> None:
     command, args = engine.get("command") or [], engine.get("args") or []
     if not command + args:
         raise InvalidSpecError(f"{path}.args", "the image's own arguments would be lost: write them out")
@@ -113,9 +116,22 @@ def _check_engine(engine: Object, profile: Object, path: str) -> None:
         raise InvalidSpecError(f"{path}.command", sentence)
     if command and not any("vllm" in word for word in command + args):
         raise InvalidSpecError(f"{path}.command", "does not start vLLM")
+    text = "\n".join(command + args)
+    # Options before it are those of what starts it: tini --, nice -n 5.
+    text = text[text.index("vllm") :] if command else text
+    flags = [_flag(word) for word in text.split("\n")]
     for line in profile["metadata"]["annotations"][RESERVED_ARGS].splitlines():
-        if any(_is_option(word, line.partition(" ")[0]) for word in command + args):
+        if any(_is_option(flag, line.partition(" ")[0]) for flag in flags):
             raise InvalidSpecError(f"{path}.args", line)
+    if re.search(_OTHER_EXECUTOR, text):
+        raise InvalidSpecError(f"{path}.args", _EXECUTOR_SENTENCE)
+
+
+def _check_engine(engine: Object, profile: Object, path: str) -> None:
+    _check_args(engine, profile, path)
+    for variable in engine.get("env") or ():
+        if variable["name"].startswith(_RANK_VARIABLES):
+            raise InvalidSpecError(f"{path}.env", f"{variable['name']} can't be set: {ONE_POD}")
     added = profile["spec"]["containers"][0]
     wanted = {variable["name"]: variable["value"] for variable in added["env"]}
     for variable in engine.get("env") or ():
@@ -128,8 +144,15 @@ def _check_engine(engine: Object, profile: Object, path: str) -> None:
             raise InvalidSpecError(f"{path}.volumeMounts", f"{mount['mountPath']} is the cache's")
 
 
-def _is_option(word: str, option: str) -> bool:
-    """Whether an argument sets an option; the engine takes the beginning of one for the whole."""
+def _flag(word: str) -> str:
+    """The option that an argument sets, of which it may have the beginning only."""
     name = re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")
+    if name.startswith(("--data-parallel", "-dp")):
+        return "--data-parallel-size"
+    return name[:2] if re.search("^-[nr][0-9]+$", name) else name  # -n2 is -n 2
+
+
+def _is_option(name: str, option: str) -> bool:
+    """Whether it is this one; the engine takes the beginning of one for the whole."""
     is_beginning = name.startswith("--") and len(name) > 2 and option.startswith(name)
     return name == option or is_beginning

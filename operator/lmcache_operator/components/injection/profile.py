@@ -33,15 +33,15 @@ _NOT_GIVEN = ("ports", "volumeDevices")
 _SHARED = (paths.ARENA_DIR, paths.PAYLOAD_DIR, paths.SOCKET_DIR)
 _ENV = ("LMCACHE_SOCKET", "PYTHONHASHSEED", "PYTHONPATH")
 _ARGS = ("--kv-transfer-config", "--prefix-caching-hash-algo")
-_ONE_POD = "an engine with a cache is one pod; for more engines run more pods"
+ONE_POD = "an engine with a cache is one pod; for more engines run more pods"
 _RESERVED = {
     **{
         option: RESERVED[option]
-        for option in ("--", "--decode-context-parallel-size", "-dcp", "--ec-transfer-config",
+        for option in ("--", "--config", "--decode-context-parallel-size", "-dcp", "--ec-transfer-config",
                        "--enable-sleep-mode", "--kv-offloading-size", "--no-enable-prefix-caching", *_ARGS)
     },
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--prefill-context-parallel-size", "-pcp"), _ONE_POD),
-    **dict.fromkeys(("--nnodes", "-n"), _ONE_POD),
+    **dict.fromkeys(("--data-parallel-size", "--prefill-context-parallel-size", "-pcp"), ONE_POD),
+    **dict.fromkeys(("--headless", "--nnodes", "-n", "--node-rank", "-r"), ONE_POD),
 }  # fmt: skip
 
 
