@@ -46,6 +46,11 @@ def pod_spec(**changes: Any) -> dict[str, Any]:
     return spec
 
 
+def live(found: dict[str, Any]) -> dict[str, Any]:
+    """As the API server has it."""
+    return found | {"metadata": found["metadata"] | {"uid": "1"}}
+
+
 def init_containers(spec: dict[str, Any]) -> list[str]:
     return [container["name"] for container in spec["initContainers"]]
 
@@ -249,7 +254,7 @@ def test_pods_that_ask_for_a_cache_and_have_none_degrade_their_cluster(
     change: dict[str, Any], message: str
 ) -> None:
     (given,), bare = injected(pod()), pod_with(change)
-    observed = observe(World(cluster()), foreign_pods=(given, bare))
+    observed = observe(World(cluster()), foreign_pods=(live(given), bare))
     status = Injection().status(observed, Plan())
     assert status.summary == "other pods with its cache: 1"
     (problem,) = status.degraded
@@ -261,7 +266,7 @@ def test_pods_that_have_it_or_go_are_no_trouble() -> None:
     over = pod() | {"status": {"phase": "Failed"}}
     going = pod_with({"deletionTimestamp": "2026-01-01T00:00:00Z"})
     for pods, summary in ((injected(pod()), "other pods with its cache: 1"), ([over, going], "")):
-        observed = observe(World(cluster()), foreign_pods=tuple(pods))
+        observed = observe(World(cluster()), foreign_pods=tuple(map(live, pods)))
         status = Injection().status(observed, Plan())
         assert (status.summary, status.degraded) == (summary, ())
 
@@ -340,3 +345,23 @@ def test_options_of_what_starts_the_engine_are_not_the_engines(command: list[str
 def test_an_annotation_that_names_no_container_is_no_name() -> None:
     with pytest.raises(InvalidSpecError, match="must name the engine's"):
         injected(pod_with({"annotations": {"lmcache.io/container": ""}}))
+
+
+def waiting(container: str, reason: str) -> dict[str, Any]:
+    return {"name": container, "state": {"waiting": {"reason": reason, "message": "x: not found"}}}
+
+
+def test_a_pod_that_its_cache_keeps_from_starting_degrades_the_cluster() -> None:
+    (given,) = injected(pod())
+    unplaced = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room"}
+    own = [waiting("fetch", "ImagePullBackOff")]
+    theirs = [waiting("vllm", "ImagePullBackOff")]
+    for status, expected in (
+        ({"initContainerStatuses": [waiting("lmcache-sidecar", "ImagePullBackOff")]},
+         [("ImagePullBackOff", "pod llm, container lmcache-sidecar: x: not found")]),
+        ({"conditions": [unplaced]}, [("Unschedulable", "pod llm: no room")]),
+        ({"initContainerStatuses": own, "containerStatuses": theirs}, []),
+        ({}, []),
+    ):  # fmt: skip
+        observed = observe(World(cluster()), foreign_pods=(live(given) | {"status": status},))
+        assert [tuple(problem) for problem in Injection().status(observed, Plan()).degraded] == expected

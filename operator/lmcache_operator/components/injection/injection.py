@@ -6,13 +6,16 @@ and pods get their cache also while the operator is down.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from lmcache_operator.api import PROFILE_KIND
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem, Status
 from lmcache_operator.components.differences import differences
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
-from lmcache_operator.components.injection.profile import profile
-from lmcache_operator.components.pods import plain
+from lmcache_operator.components.injection.profile import PREFIX, profile
+from lmcache_operator.components.pods import plain, pod_problems
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref
 
@@ -46,17 +49,32 @@ class Injection(Component):
         return differences(self.render(cluster, context), observed)
 
     def status(self, observed: Observed, plan: Plan) -> Status:
-        """Pods that ask for a cache and have none, and the first one's reason; they serve."""
+        """Pods that their cache keeps from starting; those that ask for one and have none: these serve."""
         pods = [pod for pod in observed.foreign_pods if not _is_ending(pod)]
         bare = [pod for pod in pods if not has_cache(pod)]
         summary = f"other pods with its cache: {len(pods) - len(bare)}" if pods else ""
+        stuck = tuple(_stuck(observed, [pod for pod in pods if has_cache(pod)]))
         if not bare:
-            return Status(summary=summary)
+            return Status(summary=summary, degraded=stuck)
         first, label = bare[0], f"{names.INJECT_LABEL}={observed.name}"
         why = plain(names.annotations_of(first).get(OUTCOME, _NOT_SEEN))
         count = f"{len(bare)} of {len(pods)} pods labelled {label} have no cache"
         message = f"{count}: pod {first['metadata']['name']}: {why}"
-        return Status(summary=summary, degraded=(Problem("PodsWithoutCache", message),))
+        return Status(summary=summary, degraded=(*stuck, Problem("PodsWithoutCache", message)))
+
+
+def _stuck(observed: Observed, pods: list[Object]) -> Iterator[Problem]:
+    """What keeps our containers from running, and with them the engine, which starts after them."""
+    ours = tuple(pod | {"status": _of_ours(pod.get("status") or {})} for pod in pods)
+    for problem in pod_problems(replace(observed, pods=ours, children={})):
+        if problem.reason not in ("PodFailed", "ProgressDeadlineExceeded"):  # their owner's
+            yield problem
+
+
+def _of_ours(status: Object) -> Object:
+    containers = status.get("initContainerStatuses") or ()
+    ours = [container for container in containers if container["name"].startswith(PREFIX)]
+    return status | {"initContainerStatuses": ours, "containerStatuses": []}
 
 
 def _is_ending(pod: Object) -> bool:

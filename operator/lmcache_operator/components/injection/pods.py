@@ -1,8 +1,9 @@
 """Adds the cache to somebody's pod, or says why not. Pure.
 
 The chart's MutatingAdmissionPolicy does the same inside the API server, in CEL, with the same sentences
-(``templates/injection.yaml``); a test compares the two. Whatever could make the API server refuse the pod, or
-its engine fail to start, keeps the cache out of it: the pod is its owner's, and more to him than a cache.
+(``templates/injection.yaml``); a test compares the two. What is seen in the pod that could make the API
+server refuse it, or its engine fail to start, keeps the cache out of it: the pod is its owner's, and more to
+him than a cache.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _renamed(volume: str) -> str:
 
 
 def _volume(volume: Object) -> Object:
-    """The same volume; what is missing keeps no pod from starting, since its sidecar says so and stays up."""
+    """The same volume; settings that are missing keep no pod from starting: its sidecar stays up instead."""
     renamed = volume | {"name": _renamed(volume["name"])}
     for source in ("configMap", "secret"):
         if isinstance(volume.get(source), dict):
