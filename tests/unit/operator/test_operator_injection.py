@@ -365,3 +365,22 @@ def test_a_pod_that_its_cache_keeps_from_starting_degrades_the_cluster() -> None
     ):  # fmt: skip
         observed = observe(World(cluster()), foreign_pods=(live(given) | {"status": status},))
         assert [tuple(problem) for problem in Injection().status(observed, Plan()).degraded] == expected
+
+
+def test_of_clusters_with_one_name_a_pod_has_that_of_its_namespace() -> None:
+    objects, sizes = [], {"a": "1Gi", "b": "2Gi"}
+    for namespace, size in sizes.items():
+        found = cluster(tiers={"memory": {"size": size}})
+        objects.append(found | {"metadata": found["metadata"] | {"namespace": namespace}})
+    for namespace in sizes:
+        metadata = {"name": "llm", "namespace": namespace}
+        objects.append(deployment() | {"metadata": metadata})
+    *_, first, second = inject_objects(objects, [], None, CONTEXT)
+    volumes = (found["spec"]["template"]["spec"]["volumes"] for found in (first, second))
+    limits = [[v["emptyDir"]["sizeLimit"] for v in own if v["name"] == "lmcache-arena"] for own in volumes]
+    assert limits == [["1024Mi"], ["2048Mi"]]
+
+
+def test_clusters_may_be_a_list_as_kubectl_prints_it() -> None:
+    listed = {"kind": "List", "items": SOME}
+    assert inject_objects([deployment()], [listed], None, CONTEXT) == injected(deployment())

@@ -202,3 +202,9 @@ def test_fields_that_break_or_contradict_are_refused(
         pod_of({"engine": engine})
     assert caught.value.path == f"spec.engine.{path}"
     assert sentence in str(caught.value)
+
+
+def test_the_models_volume_has_our_name_whatever_its_source_says() -> None:
+    changes = {"model": {"name": "m", "volume": {"name": "foo", "hostPath": {"path": "/m"}}}}
+    volumes = pod_of(changes)["spec"]["volumes"]
+    assert {"name": "models", "hostPath": {"path": "/m"}} in volumes

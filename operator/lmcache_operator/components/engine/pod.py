@@ -85,7 +85,7 @@ def pod_template(cluster: Cluster, images: Images, spec_hash: str, transfer: Tra
 def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer) -> Object:
     sidecar_image = images[names.SIDECAR]
     ending = _ending(cluster)
-    before = [_sidecar(cluster, sidecar_image, transfer)]
+    volumes, before = _volumes(cluster, sidecar_image), [_sidecar(cluster, sidecar_image, transfer)]
     if cluster.spec.sidecar.payload != IMAGE_VOLUME:
         before.append(_payload(cluster, sidecar_image))
     spec: Object = {
@@ -97,7 +97,8 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer) -> Object:
         "securityContext": _POD_SECURITY,
         "serviceAccountName": names.engine_name(cluster.name),
         "terminationGracePeriodSeconds": ending.grace,
-        "volumes": [{"name": own.name, **own.source} for own in _volumes(cluster, sidecar_image)],
+        # What the user says of one has the form of a volume, with a name: ours comes first, and last.
+        "volumes": [{"name": own.name} | own.source | {"name": own.name} for own in volumes],
         **pod_claims(cluster),
     }
     if (runtime_class := cluster.spec.engine.gpu.runtime_class_name) is not None:

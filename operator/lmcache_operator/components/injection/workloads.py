@@ -50,7 +50,9 @@ def inject_objects(
         InvalidSpecError: a pod can't have a cache, or there is none that asks for one.
     """
     given = [item for found in objects for item in _items(found)]
-    clusters = {c.name: c for c in map(parse, (one for one in (*given, *resources) if _kind(one) == KIND))}
+    others = [item for found in resources for item in _items(found)]
+    parsed = map(parse, (one for one in (*given, *others) if _kind(one) == KIND))
+    clusters = {(cluster.name, cluster.namespace): cluster for cluster in parsed}
     injected, num_asked = [], 0
     for found in given:
         if (path := _pod_path(found)) is None:
@@ -70,13 +72,18 @@ def inject_objects(
     return injected
 
 
-def _named(name: str, clusters: Mapping[str, Cluster], namespace: str | None, where: str) -> Cluster:
-    cluster, label = clusters.get(name), f"{where}metadata.labels[{INJECT_LABEL}]"
-    if cluster is None:
+def _named(
+    name: str, clusters: Mapping[tuple[str, str], Cluster], namespace: str | None, where: str
+) -> Cluster:
+    """The one of the pod's namespace; where one of the two says none, it is taken for the other's."""
+    label = f"{where}metadata.labels[{INJECT_LABEL}]"
+    found = {cluster.namespace: cluster for cluster in clusters.values() if cluster.name == name}
+    if not found:
         raise InvalidSpecError(label, f"there is no LMCacheCluster {name}: give its file with --cluster")
-    if namespace is not None and cluster.namespace not in ("default", namespace):
-        raise InvalidSpecError(label, f"LMCacheCluster {name} is in another namespace, {cluster.namespace}")
-    return cluster
+    for own in (namespace, "default", *(found if namespace is None else ())):
+        if own in found:
+            return found[own]
+    raise InvalidSpecError(label, f"LMCacheCluster {name} is in another namespace, {', '.join(found)}")
 
 
 def _with_cache(pod: Object, cluster: Cluster, context: Context, where: str) -> Object:
