@@ -148,9 +148,13 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     # Coroutines, though they wait for nothing: kopf runs plain functions in threads, the queue lives here.
-    async def cluster_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
-        # The generation is that of the spec: not of what the operator says of it.
-        queue.wake(ClusterKey(namespace or "", meta["name"], meta["uid"]), meta.get("generation"))
+    async def cluster_changed(
+        namespace: str | None, meta: Mapping[str, Any], type: str | None, **_: Any
+    ) -> None:
+        # The generation is that of the spec. What the operator says of it is no reason to look again: else
+        # words that differ each time would do away with all pauses.
+        version = None if type == "DELETED" else (meta.get("generation"), dict(meta.get("annotations") or {}))
+        queue.wake(ClusterKey(namespace or "", meta["name"], meta["uid"]), version)
 
     async def child_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
         if (key := owner_key(namespace or "", meta)) is not None:

@@ -75,17 +75,19 @@ class KeyedQueue(Generic[Key]):
         return len(self._lanes)
 
     def wake(self, key: Key, version: object = None) -> None:
-        """Have the key worked on soon, ahead of others if ``version`` is known and not what it was.
+        """Have the key worked on soon, ahead of others if its ``version`` was known and is another now.
 
-        Nothing happens after ``close``.
+        Nothing happens if it is the same, or after ``close``.
         """
         if self._is_closed:
             return
         lane = self._lanes.get(key)
+        if lane is not None and version is not None and version == lane.version:
+            return
         if lane is None:
             lane = self._lanes[key] = _Lane(version)
             lane.task = asyncio.get_running_loop().create_task(self._serve(key, lane), name=f"lane {key}")
-        elif version is not None and version != lane.version:
+        elif version is not None:
             # Not the first that is heard of it: a child may have been heard of before.
             lane.rank = lane.rank if lane.version is None else _Rank.CHANGED
             lane.version = version

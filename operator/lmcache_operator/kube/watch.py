@@ -19,6 +19,7 @@ from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
 from lmcache_operator.kube.shallow import loads
+from lmcache_operator.specs.names import digest
 
 _METADATA_ONLY = "application/json;as={};g=meta.k8s.io;v=v1"
 _KIND = "PartialObjectMetadata"
@@ -105,4 +106,7 @@ def _slim(item: dict[str, Any]) -> dict[str, Any]:
     if item.get("kind") != _KIND:
         return item
     metadata = {key: value for key, value in item["metadata"].items() if key in _NEEDED}
+    if annotations := item["metadata"].get("annotations"):
+        # They may be large, and what counts is that they are others.
+        metadata["annotations"] = {"digest": digest(annotations)}
     return {"apiVersion": item.get("apiVersion"), "kind": _KIND, "metadata": metadata}

@@ -53,10 +53,13 @@ def test_no_wake_up_is_lost(
 
         queue = KeyedQueue(work, num_workers=num_workers)
         woken: dict[str, float] = {}
+        known: dict[str, int] = {}
         for pause, key, version in wakes:
             await asyncio.sleep(pause)
             queue.wake(key, version)
-            woken[key] = now()
+            if version is None or version != known.get(key):
+                woken[key] = now()
+                known |= {} if version is None else {key: version}
         await until_empty(queue)
         assert all(starts[key][-1] >= woken[key] for key in woken)
 
@@ -80,12 +83,12 @@ def test_who_is_changed_comes_first_then_who_is_new() -> None:
         queue.wake("new-1", version=1)
         await asyncio.sleep(0.5)
         queue.wake("a")  # a child of it
-        queue.wake("b", version=1)  # its status
+        queue.wake("b")
         queue.wake("new-2", version=1)
-        queue.wake("c", version=1)
+        queue.wake("c")
         queue.wake("c", version=2)  # its spec
         await asyncio.sleep(10)
-        queue.wake("c", version=2)
+        queue.wake("c")
         queue.wake("a")
         await asyncio.sleep(10)
         await queue.close()
@@ -111,10 +114,10 @@ def test_a_changed_key_does_not_wait_for_work_that_hangs() -> None:
         starts.clear()
         for key in ("hanging-1", "hanging-2", "waiting"):
             starts.append(key)
-            queue.wake(key, version=1)
+            queue.wake(key)
         await asyncio.sleep(10)
         starts.clear()
-        queue.wake("changed", version=1)
+        queue.wake("changed")
         await asyncio.sleep(10)
         assert starts == []
         queue.wake("changed", version=2)
@@ -123,6 +126,26 @@ def test_a_changed_key_does_not_wait_for_work_that_hangs() -> None:
         return starts
 
     assert run(scenario()) == ["changed"]
+
+
+def test_a_version_that_is_known_is_no_wake_up() -> None:
+    """Though the work itself says something of its key, it is the only reason for its next run."""
+
+    async def scenario() -> list[float]:
+        times: list[float] = []
+
+        async def work(key: str) -> float:
+            times.append(now())
+            asyncio.get_running_loop().call_later(0.1, queue.wake, key, "a version")
+            return 100.0
+
+        queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
+        queue.wake("a", "a version")
+        await asyncio.sleep(250)
+        await queue.close()
+        return times
+
+    assert run(scenario()) == pytest.approx([0, 100, 200])
 
 
 def test_a_burst_of_wake_ups_makes_one_run() -> None:
