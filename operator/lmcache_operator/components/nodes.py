@@ -23,12 +23,16 @@ def doubtful_nodes(pods: tuple[Object, ...]) -> set[str]:
 
 
 def abandoned(observed: Observed) -> Iterator[Object]:
-    """Pods to delete by force: they are to go, or their node does not exist, and it was given its time."""
+    """Pods to delete by force: they are to go, and their node was given its time.
+
+    Who decides that they are to go is Kubernetes, also where the node does not exist: it may be made again at
+    once, by a kubelet that was well all the time.
+    """
     for pod, node, since in _on_lost_nodes(observed):
         ends = pod["metadata"].get("deletionTimestamp")
         # Of a node that says itself that it is not ready the kubelet still runs, and ends pods.
         is_ending = node is not None and _ready(node).get("status") == "False"
-        is_due = node is None if ends is None else not is_ending or _time(ends, observed) <= observed.now
+        is_due = ends is not None and (not is_ending or _time(ends, observed) <= observed.now)
         if is_due and observed.now - since >= _PATIENCE:
             yield pod
 

@@ -49,8 +49,8 @@ CASES = [
     (pod(ends=-1), node("False", 6), False, True),
     (pod(ends=60), node("True", 60), False, False),
     (pod(), node("True", 60), False, False),
-    (pod(minutes=6), None, True, True),
-    (pod(minutes=4), None, False, True),
+    (pod(minutes=60), None, False, True),
+    (pod(minutes=4, ends=1), None, False, True),
     (pod(minutes=6, ends=1), None, True, True),
     (pod("True", 6), None, False, False),
     (pod("True", 6, ends=1), node("Unknown", 6), True, True),
@@ -106,5 +106,6 @@ def test_no_pod_that_serves_or_whose_node_is_well_is_ever_given_up(
     found = pod(status, minutes, ends=ends)
     given_up = list(abandoned(seen([found], {"a": its_node and node(*its_node)})))
     if given_up:
-        assert its_node is None or (its_node[0] != "True" and its_node[1] >= 4.9 and ends is not None)
+        assert ends is not None
+        assert its_node is None or (its_node[0] != "True" and its_node[1] >= 4.9)
         assert status != "True" or ends is not None
