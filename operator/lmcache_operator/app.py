@@ -15,7 +15,7 @@ import math
 import os
 import platform
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import kopf
@@ -91,7 +91,7 @@ async def _work(
         try:
             await wait_for_definition(api)
             await kopf.operator(
-                registry=build_registry(queue),
+                registry=build_registry(queue, api.settle),
                 settings=_kopf_settings(),
                 standalone=True,
                 # Made up by kopf it would hold the user's name, and a pod's user has none.
@@ -143,8 +143,8 @@ async def wait_for_definition(api: KubeApi) -> None:
             await asyncio.sleep(_DEFINITION_SECONDS)
 
 
-def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
-    """What kopf watches, and what it does about it: wake a cluster."""
+def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> kopf.OperatorRegistry:
+    """What kopf watches: it wakes clusters. At the end ``settle`` waits for the writes that are under way."""
     registry = kopf.OperatorRegistry()
 
     # Coroutines, though they wait for nothing: kopf runs plain functions in threads, the queue lives here.
@@ -161,7 +161,10 @@ def build_registry(queue: _Queue) -> kopf.OperatorRegistry:
             queue.wake(key)
 
     async def stop_working(**_: Any) -> None:
-        await queue.close()  # else kopf waits for our tasks as for hanging ones of its own
+        # Before kopf takes our tasks for hanging ones of its own: it cancels them after five seconds, and an
+        # unanswered write with them.
+        await queue.close()
+        await settle()
 
     kopf.on.login(registry=registry)(login)
     kopf.on.cleanup(registry=registry)(stop_working)

@@ -1,10 +1,16 @@
-"""What the operator waits for before it watches."""
+"""What the operator waits for before it watches, and before it ends."""
 
 import asyncio
+from typing import cast
 
+from kubernetes.aio.client import ApiClient
 from lmcache_operator import app
 from lmcache_operator.errors import UnavailableError
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.specs.kinds import CLUSTER, PROFILE
+
+from tests.harness.jumping_loop import now, run
 
 
 class Api:
@@ -40,3 +46,34 @@ def test_it_works_without_the_definition_of_profiles(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == [
         "The API server does not serve lmcacheprofiles.lmcache.io (yet): waiting"
     ]
+
+
+class SlowClient:
+    """An API server that works on a write for nine seconds: kopf cancels what is left after five."""
+
+    async def param_serialize(self, verb, path, **_):
+        return verb, path, {}
+
+    async def call_api(self, *_, **__):
+        await asyncio.sleep(9)
+        raise OSError("no answer after all")
+
+
+def test_who_is_asked_to_end_waits_for_the_answer_to_its_last_write():
+    """Only then may another operator lead: kopf waits for its cleanup handlers, however long they take."""
+
+    async def scenario() -> float:
+        api = KubeApi(cast(ApiClient, SlowClient()))
+
+        async def work(_: str) -> None:
+            await api.evict("team", "pod", "uid")
+
+        queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
+        handlers = app.build_registry(queue, api.settle)._activities.get_all_handlers()
+        (cleanup,) = (h.fn for h in handlers if h.activity is not None and h.activity.value == "cleanup")
+        queue.wake("a")
+        await asyncio.sleep(1)
+        await cleanup()
+        return now()
+
+    assert run(scenario()) == 9

@@ -176,7 +176,7 @@ def test_its_kinds_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     def watched() -> int:
-        registry = app.build_registry(KeyedQueue(work, num_workers=1))
+        registry = app.build_registry(KeyedQueue(work, num_workers=1), asyncio.Event().wait)
         assert isinstance(registry, kopf.OperatorRegistry)
         return len(registry._watching.get_all_handlers())
 

@@ -43,7 +43,7 @@ class Watched(World):
                     pod["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
 
         self.queue = KeyedQueue(work, num_workers=1)
-        self.handler, *_ = build_registry(self.queue)._watching.get_all_handlers()
+        self.handler, *_ = build_registry(self.queue, asyncio.Event().wait)._watching.get_all_handlers()
 
     async def tell(self, kind: str | None) -> None:
         meta: dict[str, Any] = self.resource["metadata"]

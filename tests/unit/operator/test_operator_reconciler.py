@@ -223,7 +223,7 @@ def test_kopf_gets_handlers_that_write_nothing() -> None:
     async def work(_: ClusterKey) -> None:
         return None
 
-    registry = build_registry(KeyedQueue(work, num_workers=1))
+    registry = build_registry(KeyedQueue(work, num_workers=1), asyncio.Event().wait)
     assert isinstance(registry, kopf.OperatorRegistry)
     assert len(registry._watching.get_all_handlers()) == 1 + len(kinds_of(COMPONENTS))
     assert not registry._changing.get_all_handlers()
