@@ -95,12 +95,12 @@ class Elector:
             await asyncio.sleep(min(_RETRY_SECONDS * random.uniform(1.0, 1.2), max(0.1, runs_out)))
         self._is_leading = True
         self._say(logging.INFO, f"leading as {self.identity}")
-        metrics.LEADING.set(1)
+        metrics.LEADING.set_function(lambda: float(self.seconds_left() > 0))
         tasks = asyncio.create_task(work()), asyncio.create_task(self._renew())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            metrics.LEADING.set(0)
+            metrics.LEADING.set_function(lambda: 0.0)
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)

@@ -28,6 +28,6 @@ CONDITION = Gauge(
     ["namespace", "name", "condition"],
 )
 CONDITION_VALUES = {"True": 1, "False": 0, "Unknown": -1}
-LEADING = Gauge("lmcache_operator_leading", "1: this one of several operators works; 0: it stands by.")
+LEADING = Gauge("lmcache_operator_leading", "1: this one of several operators may write; 0: another may.")
 BUILD_INFO = Gauge("lmcache_operator_build_info", "1, with the version.", ["version"])
 BUILD_INFO.labels(version=__version__).set(1)

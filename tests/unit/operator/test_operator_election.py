@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_operator import election
+from lmcache_operator import election, metrics
 from lmcache_operator.election import LEASE_SECONDS, Elector, LeaseName
 from lmcache_operator.errors import LeaseLostError, NoAnswerError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
@@ -116,6 +116,12 @@ class Process:
 
     async def _work(self) -> None:
         await self.ended.wait()
+
+
+def figure_of_leading() -> float:
+    """As whoever leads exports it: all operators of a test are in this process."""
+    (gauge,) = metrics.LEADING.collect()
+    return gauge.samples[0].value
 
 
 def leading(processes: list[Process]) -> list[Process]:
@@ -295,9 +301,11 @@ async def test_the_leader_mends_a_lease_that_was_deleted(server: LeaseServer, bo
 async def test_an_outage_makes_nobody_end(server: LeaseServer, both: list[Process]) -> None:
     """Its renewal proves that nobody led meanwhile; without one it may not write."""
     leader = await until_one_leads(both, TAKEOVER_SECONDS)
+    assert figure_of_leading() == 1
     for process in both:
         process.connection.trouble = lambda: -1.0
     await asyncio.sleep(60)
+    assert figure_of_leading() == 0
     assert leading(both) == []
     leader.connection.trouble = lambda: 0.0
     assert await until_one_leads(both, 5) is leader
