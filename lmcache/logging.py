@@ -25,7 +25,7 @@ def set_up(log_format: str, level: str, *filters: logging.Filter) -> None:
 
 def formatter(log_format: str) -> logging.Formatter:
     """Return what makes lines: text for people, or json for collectors; times are UTC (RFC 3339)."""
-    made = logging.Formatter(_FORMAT)
+    made: logging.Formatter = _OneLine(_FORMAT)
     if log_format == "json":
         from pythonjsonlogger.json import JsonFormatter
 
@@ -34,6 +34,14 @@ def formatter(log_format: str) -> logging.Formatter:
     made.converter = time.gmtime
     made.default_time_format, made.default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
     return made
+
+
+class _OneLine(logging.Formatter):
+    """Whatever a message quotes is no line of its own: only tracebacks follow."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 class FloodFilter(logging.Filter):

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from lmcache.logging import FloodFilter
+from lmcache.logging import FloodFilter, formatter
 
 
 def line(place: int, level: int = logging.WARNING) -> logging.LogRecord:
@@ -34,6 +34,19 @@ def test_one_place_in_the_code_has_sixty_lines_a_minute():
 def test_debug_lines_are_all_written():
     floods = FloodFilter()
     assert all(floods.filter(line(1, logging.DEBUG)) for _ in range(100))
+
+
+def test_what_a_message_quotes_makes_no_line_of_its_own():
+    record = line(1)
+    record.msg, record.args = "said: %s", ("x\n2026-01-01 CRITICAL all is lost\x1b[2K\u2028\udc80 ü",)
+    text = formatter("text").format(record)
+    assert text.endswith("name: said: x\\n2026-01-01 CRITICAL all is lost\\x1b[2K\\u2028\\udc80 ü")
+    assert text.isprintable()
+    try:
+        raise ValueError("x")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    assert formatter("text").format(record).splitlines()[1].startswith("Traceback")
 
 
 _PROGRAM = """
