@@ -213,7 +213,7 @@ class MemoryTier(Part):
     tenant_quota_percent: int = field(
         "How much of the memory the rows of one tenant, that is of requests with one cache_salt, may take: "
         "a tenant that has as much makes room with its own. Requests without a salt are not limited. 100: no "
-        "limit. A change reaches a pod when it is next replaced.",
+        "limit. A change replaces the pods, one at a time.",
         default=100,
         minimum=1,
         maximum=100,

@@ -126,7 +126,8 @@ def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Pat
         ({"engine": {"resources": {}, "env": [], "tolerations": []}}, False),
         ({"engine": {"resources": {"limits": {"memory": "64Gi"}}}}, True),
         ({"engine": {"sharedMemorySize": "8Gi"}}, True),
-        ({"tiers": {"memory": {"tenantQuotaPercent": 30}}}, False),
+        ({"tiers": {"memory": {"tenantQuotaPercent": 30}}}, True),
+        ({"tiers": {"memory": {"tenantQuotaPercent": 100}}}, False),
         ({"tiers": {"admit": "All"}}, False),
         ({"tiers": {"admit": "OnReuse"}}, True),
     ],
@@ -139,10 +140,11 @@ def test_only_a_declaration_for_the_pod_replaces_pods(changes: dict[str, Any], r
 def test_a_tenants_quota_reaches_the_sidecar_by_its_configuration_alone() -> None:
     changes = {"tiers": {"memory": {"tenantQuotaPercent": 30}}}
     plain, limited = ({o["kind"]: o for o in render(c) if o["kind"] != "Service"} for c in ({}, changes))
-    settings = yaml.safe_load(limited.pop("ConfigMap")["data"]["sidecar.yaml"])
+    settings = yaml.safe_load(limited["ConfigMap"]["data"]["sidecar.yaml"])
     assert settings["tenant_quota_percent"] == 30
-    assert "tenant_quota_percent" not in plain.pop("ConfigMap")["data"]["sidecar.yaml"]
-    assert limited == plain
+    assert "tenant_quota_percent" not in plain["ConfigMap"]["data"]["sidecar.yaml"]
+    pods = [found["StatefulSet"]["spec"]["template"]["spec"] for found in (plain, limited)]
+    assert pods[0] == pods[1]
 
 
 def test_another_default_image_replaces_pods() -> None:

@@ -150,11 +150,11 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     """
     wanted = declared(cluster.spec)
     engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
-    if "disk" in tiers:
-        tiers["disk"].pop("size")
+    for tier in ("memory", "disk"):
+        tiers.get(tier, {}).pop("size", None)
     kept: Object = {
         "engine": {key: value for key, value in engine.items() if key not in ("image", "replicas")},
-        "tiers": {key: value for key, value in tiers.items() if key != "memory"},
+        "tiers": {key: value for key, value in tiers.items() if value or key != "memory"},
         "images": resolved_images(cluster, default_images),
     }
     no_news = ("transfer", CUDA_IPC)  # to a pod it is what Auto is
