@@ -19,7 +19,8 @@ _STUCK: dict[str, Trouble] = {
     "CrashLoopBackOff": "CrashLoopBackOff",
     "CreateContainerConfigError": "CreateContainerConfigError",
     **dict.fromkeys(
-        ("CreateContainerError", "PostStartHookError", "PreStartHookError", "RunContainerError"),
+        ("CreateContainerError", "PostStartHookError", "PreCreateHookError", "PreStartHookError",
+         "RunContainerError"),
         "CreateContainerError",
     ),
     **dict.fromkeys(
@@ -37,6 +38,8 @@ _LOADING = timedelta(minutes=5)
 _RECENT = timedelta(minutes=20)
 """What was longer ago says nothing about now; what goes on is reported again."""
 _MAX_LAST_LINES, _MAX_LAST_WORDS = 5, 600
+_LONGEST_SECONDS = 10**9
+"""As good as for ever; what a probe may say is more than a timedelta holds."""
 
 
 def is_ready(pod: Object) -> bool:
@@ -93,8 +96,13 @@ def kill_problems(observed: Observed) -> Iterable[Problem]:
     return _first_of_each(
         Problem("OOMKilled", _history(pod, container, ended))
         for pod, container, ended in found
-        if _is_oom(ended) and observed.now - _time(ended.get("finishedAt"), observed) < _RECENT
+        if _is_oom(ended) and _is_recent(ended, observed)
     )
+
+
+def has_started(pod: Object) -> bool:
+    """Whether a container of it runs or ran. Everything is mounted before."""
+    return any(container.get("state", {}).keys() - {"waiting"} for container in _containers(pod))
 
 
 def claim_names(pod: Object) -> list[str]:
@@ -142,12 +150,11 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
             claim = event["involvedObject"]["name"]
             yield Problem("FailedBinding", f"pod {name}, claim {claim}: {event.get('message', '')}")
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
-    if (placed := conditions.get("PodScheduled", {})).get("reason") == "Unschedulable":
+    if (placed := conditions.get("PodScheduled", {})).get("reason") in ("SchedulingGated", "Unschedulable"):
         yield Problem("Unschedulable", f"pod {name}: {placed.get('message', '')}")
-    yield from _stuck(pod)
-    # Everything is mounted before the first container starts: what was said of it before is over then.
-    has_started = any(container.get("state", {}).keys() - {"waiting"} for container in _containers(pod))
-    for event in () if has_started else _warnings(observed, pod["metadata"]["uid"]):
+    yield from _stuck(observed, pod)
+    # What was said of its volumes before is over then.
+    for event in () if has_started(pod) else _warnings(observed, pod["metadata"]["uid"]):
         if event.get("reason") in _OF_PODS:
             yield Problem("FailedMount", f"pod {name}: {_said('FailedMount', event)}")
     since = conditions.get("Ready", {}).get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
@@ -156,9 +163,14 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
         yield Problem("ProgressDeadlineExceeded", f"pod {name} has not become ready in {minutes} minutes")
 
 
-def _stuck(pod: Object) -> Iterator[Problem]:
+def _stuck(observed: Observed, pod: Object) -> Iterator[Problem]:
     """Containers that do not run, or that run between two crashes."""
-    endings = {container["name"]: ended for container, ended in _ended(pod)}
+    # One that came up, and is not ready now, is so for another reason than what ended it long ago.
+    endings = {
+        container["name"]: ended
+        for container, ended in _ended(pod)
+        if not container.get("started") or _is_recent(ended, observed)
+    }
     for container in _containers(pod):
         waiting, ended = container.get("state", {}).get("waiting") or {}, endings.get(container["name"])
         reason = _STUCK.get(waiting.get("reason", ""))
@@ -178,15 +190,19 @@ def _containers(pod: Object) -> list[Object]:
 
 
 def _ended(pod: Object) -> Iterator[tuple[Object, Object]]:
-    """Containers that failed, each with how it ended the last time."""
+    """Containers that ended, each with how it did the last time."""
     for container in _containers(pod):
         now, before = (container.get(state, {}).get("terminated") for state in ("state", "lastState"))
-        if (ended := now or before) and ended.get("exitCode"):
+        if ended := now or before:
             yield container, ended
 
 
 def _is_oom(ended: Object) -> bool:
     return ended.get("reason") == "OOMKilled"
+
+
+def _is_recent(ended: Object, observed: Observed) -> bool:
+    return observed.now - _time(ended.get("finishedAt"), observed) < _RECENT
 
 
 def _where(pod: Object, container: Object) -> str:
@@ -202,17 +218,17 @@ def _said(reason: Trouble, told: Object) -> str:
 def _history(pod: Object, container: Object, ended: Object) -> str:
     """How often a container ended and how, with the last lines that it wrote."""
     often = container.get("restartCount", 0) + ("running" not in container.get("state", {}))
-    how = f"the last time with {ended.get('reason')}, exit code {ended.get('exitCode')}"
+    how = f", the last time with {ended.get('reason')}, exit code {ended.get('exitCode')}" if ended else ""
     lines = [plain(line, _MAX_LAST_WORDS) for line in (ended.get("message") or "").splitlines()]
     said = " | ".join(list(filter(None, lines))[-_MAX_LAST_LINES:])[-_MAX_LAST_WORDS:]
-    return f"{_where(pod, container)}: ended {often} times, {how}" + (f": {said}" if said else "")
+    return f"{_where(pod, container)}: ended {often} times{how}" + (f": {said}" if said else "")
 
 
 def _deadline(pod: Object) -> timedelta:
     """As long as the startup probes allow, which are the user's to set; an hour is rendered."""
     probes = [container.get("startupProbe") or {} for container in pod["spec"].get("containers") or ()]
     tries = (probe.get("failureThreshold", 3) * probe.get("periodSeconds", 10) for probe in probes)
-    return timedelta(seconds=max(tries, default=0)) + _LOADING
+    return timedelta(seconds=min(max(tries, default=0), _LONGEST_SECONDS)) + _LOADING
 
 
 def _warnings(observed: Observed, *about: str) -> list[Object]:

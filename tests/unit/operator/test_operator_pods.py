@@ -80,6 +80,31 @@ def test_a_kill_of_a_pod_that_serves_again_is_told_for_a_while() -> None:
     assert list(kill_problems(observe(world))) == []
 
 
+@pytest.mark.parametrize("reason", ["Error", "OOMKilled"])
+def test_what_ended_a_container_long_ago_is_not_why_it_is_not_ready_now(reason: str) -> None:
+    crash = ended(137, reason) | {"finishedAt": "2025-12-01T00:00:00Z"}
+    engine = container("engine", restarts=2, last=crash)
+    assert problems(world_with(containerStatuses=[engine | {"started": True}])) == []
+    ((told, _),) = problems(world_with(containerStatuses=[engine | {"started": False}]))  # it loads since
+    assert told == ("CrashLoopBackOff" if reason == "Error" else reason)
+
+
+@pytest.mark.parametrize("now", ["running", "waiting", "terminated"])
+def test_an_engine_that_ends_with_0_again_and_again_is_told(now: str) -> None:
+    """As one does that its liveness probe ends."""
+    world = world_with(
+        containerStatuses=[container("engine", now=now, restarts=4, last=ended(0, "Completed"))]
+    )
+    ((reason, message),) = problems(world)
+    assert reason == "CrashLoopBackOff"
+    assert message.endswith("times, the last time with Completed, exit code 0")
+
+
+def test_a_back_off_of_which_nothing_else_is_known_is_told() -> None:
+    ((_, message),) = problems(world_with(containerStatuses=[container("engine", now="waiting", restarts=4)]))
+    assert message == f"pod {POD}, container engine: ended 5 times"
+
+
 @pytest.mark.parametrize("now", ["running", "terminated"])
 def test_containers_that_do_their_work_are_no_problem(now: str) -> None:
     done = {"name": "payload", "state": {"terminated": ended(0, "Completed")}, "ready": True}
@@ -93,6 +118,7 @@ def test_containers_that_do_their_work_are_no_problem(now: str) -> None:
     [
         ("ErrImagePull", "ImagePullBackOff"), ("ImagePullBackOff", "ImagePullBackOff"),
         ("InvalidImageName", "ImagePullBackOff"), ("RunContainerError", "CreateContainerError"),
+        ("PreCreateHookError", "CreateContainerError"),
         ("CreateContainerConfigError", "CreateContainerConfigError"),
     ],
 )  # fmt: skip
@@ -130,6 +156,12 @@ def test_what_a_claim_lacks_is_told_before_what_the_scheduler_makes_of_it(name: 
     assert told not in problems(world)
 
 
+@pytest.mark.parametrize("reason", ["SchedulingGated", "Unschedulable"])
+def test_a_pod_that_is_not_scheduled_is_told(reason: str) -> None:
+    placed = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "why"}
+    assert problems(world_with(conditions=[placed])) == [Problem("Unschedulable", f"pod {POD}: why")]
+
+
 def test_the_time_to_become_ready_is_that_of_the_startup_probe_and_begins_when_it_was_lost() -> None:
     world = world_with(conditions=[{"type": "Ready", "status": "False"}])
     pod = world.pods[POD]
@@ -140,4 +172,10 @@ def test_the_time_to_become_ready_is_that_of_the_startup_probe_and_begins_when_i
     ready["lastTransitionTime"] = "2025-12-31T22:54:00Z"
     assert [reason for reason, _ in problems(world)] == ["ProgressDeadlineExceeded"]
     pod["spec"]["containers"][0]["startupProbe"]["failureThreshold"] = 1440
+    assert problems(world) == []
+    # As large as the API server takes it.
+    pod["spec"]["containers"][0]["startupProbe"] |= {
+        "failureThreshold": 2**31 - 1,
+        "periodSeconds": 2**31 - 1,
+    }
     assert problems(world) == []
