@@ -8,7 +8,7 @@ from datetime import datetime
 
 from lmcache_operator.components.base import Component, Observed
 from lmcache_operator.components.nodes import doubtful_nodes
-from lmcache_operator.components.pods import claim_names, incomplete_sets, is_ready
+from lmcache_operator.components.pods import claim_names, has_started, incomplete_sets, is_ready
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import Contested
@@ -41,8 +41,10 @@ async def observe(
         now=now,
     )
     observed = await _with_nodes(api, observed)
-    # Asked only while something is missing; one pod that is not ready stands for all.
-    unready = [pod for pod in observed.pods if not is_ready(pod)][:1]
+    # Asked only while something is missing; one pod that is not ready stands for all, and rather one of which
+    # only Events can say why.
+    staying = [pod for pod in observed.pods if "deletionTimestamp" not in pod["metadata"]]
+    unready = sorted((pod for pod in staying if not is_ready(pod)), key=has_started)[:1]
     about = [*(owner for owner, _ in incomplete_sets(observed)), *unready]
     selectors = [f"involvedObject.uid={one['metadata']['uid']},type=Warning" for one in about]
     # What keeps a claim from being bound is no warning where no storage class is there.

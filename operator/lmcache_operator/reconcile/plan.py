@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem
+from lmcache_operator.components.nodes import abandoned, node_problems
+from lmcache_operator.components.pods import pod_problems
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
 
@@ -15,7 +17,8 @@ def plan(
 ) -> tuple[dict[str, Plan], Exception | None]:
     """What is due for each component, by its name, and a fault of ours that was met.
 
-    With an invalid spec all stay as they are; with a fault of ours, only the component that has it.
+    With an invalid spec all is left as it is, but pods of lost nodes, which would keep their successors from
+    being made as they were; with a fault of ours, only the component that has it.
     """
     plans: dict[str, Plan] = {}
     fault: Exception | None = None
@@ -30,9 +33,14 @@ def plan(
             except Exception as error:
                 fault = error
     except InvalidSpecError as error:
-        invalid = Plan(problems=(Problem("InvalidSpec", str(error)),))
-        return {own.name: invalid for own in components}, None
+        invalid = Problem("InvalidSpec", str(error))
+        return {own.name: _while_invalid(observed[own.name], invalid) for own in components}, None
     return plans, fault
+
+
+def _while_invalid(observed: Observed, invalid: Problem) -> Plan:
+    problems = (invalid, *node_problems(observed), *pod_problems(observed))
+    return Plan(abandon=tuple(abandoned(observed)), problems=problems)
 
 
 def creates_something(plans: Mapping[str, Plan], observed: Mapping[str, Observed]) -> bool:

@@ -122,7 +122,7 @@ class Reconciler:
         memory.num_failures = 0 if failure is None else memory.num_failures + 1
         if failure is not None:
             raise failure
-        if is_at_rest(status, statuses):
+        if is_at_rest(status, statuses, plans):
             return _RESYNC_SECONDS * random.uniform(0.9, 1.1)
         return memory.seconds_to_next_try(is_news)
 

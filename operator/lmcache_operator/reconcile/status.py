@@ -62,11 +62,13 @@ def derive_status(
     return {"conditions": _conditions(resource, now, conditions), **fields}
 
 
-def is_at_rest(status: Object, statuses: Sequence[Status]) -> bool:
+def is_at_rest(status: Object, statuses: Sequence[Status], plans: Mapping[str, Plan]) -> bool:
     """Whether there is nothing to wait for that the watches don't report."""
     found = {c["type"]: c for c in status["conditions"]}
     if found["Progressing"]["reason"] == _INVALID.reason:
-        return not any(own.degraded for own in statuses)
+        others = (problem for plan in plans.values() for problem in plan.problems)
+        is_moving = any(own.degraded or own.progressing.status == "True" for own in statuses)
+        return not (is_moving or any(problem.reason != _INVALID.reason for problem in others))
     return "True" not in (found["Degraded"]["status"], found["Progressing"]["status"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
@@ -126,3 +127,44 @@ def test_a_refused_eviction_is_told() -> None:
     bench.world.failures["evict"] = RefusedError("evict", "no right to it")
     bench.reconcile()
     assert bench.ready() == ("False", "eviction of pod demo-engine-0: no right to it")
+
+
+@pytest.mark.parametrize("other", ["ends", "loads"])
+def test_a_mount_that_fails_is_told_whatever_the_pods_before_it_do(other: str) -> None:
+    bench = Bench(engine={"replicas": 2})
+    bench.settle()
+    first, second = (bench.world.pods[f"demo-engine-{n}"] for n in range(2))
+    second["status"] = {"phase": "Pending"}
+    first["status"] = {"containerStatuses": [{"name": "engine", "state": {"running": {}}}]}
+    if other == "ends":
+        first["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    now = datetime.now(UTC).isoformat()
+    event = {"reason": "FailedMount", "message": 'secret "kv" not found', "lastTimestamp": now}
+    bench.world.warnings = [event | {"involvedObject": {"uid": second["metadata"]["uid"]}}]
+    bench.reconcile()
+    assert bench.ready() == ("False", 'pod demo-engine-1: secret "kv" not found')
+
+
+def test_while_a_spec_is_invalid_its_pods_are_watched_and_those_of_lost_nodes_given_up() -> None:
+    bench = Bench(engine={"replicas": 2})
+    bench.settle()
+    bench.world.change(engine={"args": ["--headless"]})
+    assert (bench.reconcile() or 0) > 500
+    assert bench.ready()[1].startswith("spec.engine.args")
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    bench.world.pods["demo-engine-0"]["status"] = {
+        "containerStatuses": [{"name": "engine", "state": waiting}]
+    }
+    lost = bench.world.pods["demo-engine-1"]
+    lost["spec"]["nodeName"] = "gone"
+    lost["metadata"]["deletionTimestamp"] = long_ago = "2026-01-01T00:00:00Z"
+    lost["status"] = {"conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": long_ago}]}
+    assert (bench.reconcile() or 900) < 60
+    assert "delete by force demo-engine-1" in bench.writes
+    assert "no such image" in str(bench.world.resource["status"])
+    assert bench.ready()[1].startswith("spec.engine.args")
+    bench.world.run_stateful_sets(is_ready=False)
+    bench.world.set_ready("demo-engine-0", True)
+    assert (bench.reconcile() or 900) < 60  # until the new pod serves
+    bench.world.set_ready("demo-engine-1", True)
+    assert (bench.reconcile() or 0) > 500
