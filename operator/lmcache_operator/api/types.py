@@ -381,6 +381,8 @@ class Status(Part):
     replicas: int | None = field("Engine pods that exist.")
     ready_replicas: int | None = field("Engine pods that are Ready.")
     selector: str | None = field("Label selector of the engine pods, for autoscalers.")
-    images: ImagesStatus | None = field("Images that new pods get.")
+    images: ImagesStatus | None = field(
+        "Images that new pods of the engine get; injected pods get the operator's present defaults."
+    )
     transfer: TransferStatus | None = field("Who copies KV out of the GPUs.")
     conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.harness.operator_plans import (
     plan,
     settled_world,
     specs,
+    status_of,
 )
 
 
@@ -106,6 +108,23 @@ def test_an_upgrade_of_the_operator_changes_no_image_of_a_cluster_that_exists() 
     assert is_empty(plan(observe(world), newer))
     world.edit(STATEFUL_SET, "metadata", "annotations", "lmcache.io/default-images", value="edited")
     assert plan(observe(world), newer).apply  # unreadable: resolved anew
+
+
+@pytest.mark.parametrize("lost", ["record", "unreadable", "a list", "StatefulSet"])
+def test_images_are_kept_where_their_record_is_lost(lost: str) -> None:
+    newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
+    world = settled_world()
+    world.resource["status"] = status_of(world)
+    if lost == "StatefulSet":  # deleted, and its pods left
+        del world.objects[STATEFUL_SET]
+    else:
+        value = {"record": None, "unreadable": "edited", "a list": "[1]"}[lost]
+        world.edit(STATEFUL_SET, "metadata", "annotations", "lmcache.io/default-images", value=value)
+    due = plan(observe(world), newer)
+    ((written),) = due.apply
+    assert json.loads(written["metadata"]["annotations"]["lmcache.io/default-images"]) == IMAGES
+    assert written["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGES["engine"]
+    assert not due.num_outdated
 
 
 # -- replacing pods

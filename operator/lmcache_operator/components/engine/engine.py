@@ -5,6 +5,7 @@ Its pods are replaced one at a time, when the user declared something else for t
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from functools import partial
@@ -74,7 +75,7 @@ class Engine(Component):
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Before anything, the images that the StatefulSet was made with."""
         live = observed.children.get(Ref("StatefulSet", names.engine_name(cluster.name)))
-        images = _default_images(cluster, live, context.images)
+        images = _default_images(cluster, observed, context.images)
         wanted = self.render(cluster, context._replace(images=images))
         due, stateful_set = differences(wanted, observed), wanted[-1]
         template = stateful_set["spec"]["template"]
@@ -110,19 +111,22 @@ def _sizes(pod_or_template: Object) -> list[str]:
     ]
 
 
-def _default_images(cluster: Cluster, stateful_set: Object | None, images: Images) -> Images:
+def _default_images(cluster: Cluster, observed: Observed, images: Images) -> Images:
     """The images that stand in where the user names none.
 
     They are recorded when the StatefulSet is made, so that an upgrade of the operator changes no image of a
-    cluster that exists, unless its user wants it to.
+    cluster that exists, unless its user wants it to. Where the record is lost, with the StatefulSet or by
+    hand, the status has what pods were given.
     """
-    if stateful_set is None or cluster.spec.images.policy == "Follow":
+    if cluster.spec.images.policy == "Follow":
         return images
-    try:
-        recorded = json.loads(names.annotations_of(stateful_set).get(names.DEFAULT_IMAGES, "{}"))
-        return images | {name: recorded[name] for name in images if isinstance(recorded.get(name), str)}
-    except (ValueError, AttributeError):
-        return images  # edited by hand: written again
+    stateful_set = observed.children.get(
+        Ref("StatefulSet", names.engine_name(cluster.name)), {"metadata": {}}
+    )
+    kept = dict((observed.resource.get("status") or {}).get("images") or {})
+    with contextlib.suppress(ValueError, TypeError):
+        kept |= json.loads(names.annotations_of(stateful_set).get(names.DEFAULT_IMAGES, "{}"))
+    return images | {name: kept[name] for name in images if isinstance(kept.get(name), str)}
 
 
 def _images_in_use(cluster: Cluster, recorded: Images, present: Images) -> Object:
