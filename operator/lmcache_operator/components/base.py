@@ -102,7 +102,7 @@ class Observed:
     probed: Probed | None = None
     """What the sidecars say; asked when all that is due has been done, None before."""
     contested: Mapping[Ref, frozenset[Path]] = field(default_factory=dict)
-    """Fields of children that somebody else keeps changing back."""
+    """Fields of children, or whole ones, that somebody else keeps changing back."""
     now: datetime
 
     @property

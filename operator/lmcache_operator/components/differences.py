@@ -11,6 +11,7 @@ from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.ownership import Path, lost_fields, spell, without
 
+_RENDERING = "rendering"
 _HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{names.RENDERED_HASH}")
 
 
@@ -31,6 +32,8 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         is_fixed = is_other and declared["kind"] == "ResourceClaimTemplate"
         if () in contested and () in missing:
             problems.append(_contest(f"deleting or taking over {ref}"))
+        elif is_other and rendering(declared) in contested:
+            problems.append(_contest(f"writing {ref} otherwise, as another operator would"))
         elif must_wait:
             continue
         elif is_fixed and live is not None and _is_deletable(live):
@@ -51,6 +54,11 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
     )
 
 
+def rendering(child: Object) -> Path:
+    """Stands for the whole of a child as it is rendered, among the paths that somebody keeps changing."""
+    return (_RENDERING, str(_rendered_hash(child)))
+
+
 def _is_deletable(live: Object) -> bool:
     is_marked = (live["metadata"].get("labels") or {}).get(names.MANAGED_BY_LABEL) == names.FIELD_MANAGER
     return is_marked and "deletionTimestamp" not in live["metadata"]
@@ -58,7 +66,12 @@ def _is_deletable(live: Object) -> bool:
 
 def _uncontested(rendered: Object, contested: frozenset[Path]) -> Object:
     """The child without the fields that others keep changing; what is left of it is applied and repaired."""
-    return names.hashed(without(rendered, contested)) if contested - {()} else rendered
+    fields = _fields(contested)
+    return names.hashed(without(rendered, fields)) if fields else rendered
+
+
+def _fields(contested: frozenset[Path]) -> list[Path]:
+    return sorted(path for path in contested if path and path[0] != _RENDERING)
 
 
 def _lost(declared: Object, live: Object | None) -> list[Path]:
@@ -80,7 +93,7 @@ def _conflicts(observed: Observed) -> Iterator[Problem]:
         remedy = "delete it or rename this cluster"
         yield Problem("NameTaken", f"{ref} exists and belongs to somebody else: {remedy}")
     for ref, paths in sorted(observed.contested.items()):
-        yield from (_contest(f"changing {spell(path)} of {ref}") for path in sorted(paths) if path)
+        yield from (_contest(f"changing {spell(path)} of {ref}") for path in _fields(paths))
 
 
 def _contest(what: str) -> Problem:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lmcache_operator import metrics
 from lmcache_operator.components.base import Observed, Plan, Problem
+from lmcache_operator.components.differences import rendering
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import ContestLog
@@ -43,6 +44,7 @@ class Applier:
             uid = None if live is None else live["metadata"]["uid"]
             if await self._attempt("apply", ref, self.api.apply(wanted, uid)):
                 self._note_repair(plan, ref, is_new=uid is None)
+                self.contests.note_write(ref, rendering(wanted), self.time, is_repair=bool(plan.lost[ref]))
         for ref in plan.delete:
             uid = observed.children[ref]["metadata"]["uid"]
             call = self.api.delete(BY_NAME[ref.kind], self.key.namespace, ref.name, uid)

@@ -2,7 +2,8 @@
 
 Repairing a field that another controller changes back at once would go on for ever and load the API server.
 Three times it is repaired at once; after that the field, and no other, is left alone for longer and longer,
-and a condition says so.
+and a condition says so. An operator of another version takes no field: it renders the whole child otherwise,
+which is then left alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class ContestLog:
 
     def __init__(self) -> None:
         self._contests: dict[tuple[Ref, Path], _Contest] = {}
+        self._written: dict[Ref, Path] = {}
 
     def note_repair(self, ref: Ref, path: Path, now: float) -> None:
         """A field was not as it had been applied, and was repaired; () stands for a child that was gone."""
@@ -43,6 +45,12 @@ class ContestLog:
         times = self._contests.get((ref, path), _Contest(0, now)).num_times + 1
         pause = _PAUSE.seconds(times - _NUM_FREE) if times > _NUM_FREE else 0.0
         self._contests[ref, path] = _Contest(times, now + pause)
+
+    def note_write(self, ref: Ref, rendering: Path, now: float, *, is_repair: bool) -> None:
+        """A child was written. The same over another as the time before: somebody had written that other."""
+        if not is_repair and self._written.get(ref) == rendering:
+            self.note_repair(ref, rendering, now)
+        self._written[ref] = rendering
 
     def contested(self, now: float) -> Contested:
         """Fields to leave alone at present."""

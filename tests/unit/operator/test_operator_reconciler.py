@@ -163,6 +163,36 @@ def test_a_child_that_is_taken_over_again_and_again_is_left_alone_for_a_while() 
     assert "deleting or taking over Service demo" in bench.ready()[1]
 
 
+def test_two_operators_that_render_otherwise_slow_each_other_down() -> None:
+    """Each finds all fields its own, since both have one manager, and another rendering than its own."""
+    bench = Bench()
+    bench.settle()
+    num_written, other = 0, "of another version"
+    for _ in range(20):
+        bench.clock.now += 0.1
+        bench.world.objects[STATEFUL_SET]["metadata"]["annotations"]["lmcache.io/rendered-hash"] = other
+        bench.reconcile()
+        num_written += "apply StatefulSet demo-engine" in bench.writes
+    assert num_written == 4
+    assert "writing StatefulSet demo-engine otherwise, as another operator would" in bench.ready()[1]
+    bench.world.change(engine={"replicas": 2})
+    bench.reconcile()
+    assert "apply StatefulSet demo-engine" in bench.writes, "what the user declares anew is no contest"
+    bench.clock.now += 700
+    bench.settle()
+    assert bench.ready()[0] == "True"
+
+
+def test_what_is_declared_to_and_fro_is_no_contest() -> None:
+    bench = Bench()
+    bench.settle()
+    for number in range(20):
+        bench.clock.now += 1
+        bench.world.change(engine={"replicas": 1 + number % 2})
+        bench.reconcile()
+        assert "apply StatefulSet demo-engine" in bench.writes or not number
+
+
 def test_slow_drift_is_no_contest_and_a_lasting_one_is_left_alone_for_longer_and_longer() -> None:
     log, ref = ContestLog(), Ref("Service", "x")
     for minute in range(20):
