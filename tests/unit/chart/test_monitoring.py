@@ -64,6 +64,19 @@ def test_alerts_and_dashboard_use_figures_that_exist() -> None:
     assert len(used) > 15
 
 
+def test_operators_that_all_stand_by_are_told_like_none() -> None:
+    """They export all figures; only that of the one that works is 1."""
+    assert ALERTS["LMCacheOperatorDown"]["expr"] == "absent(lmcache_operator_leading == 1)"
+
+
+def test_alerts_on_conditions_outlast_a_change_of_leaders() -> None:
+    """Whose figures have another pod in their labels: time would begin anew."""
+    conditions = [alert["expr"] for alert in ALERTS.values() if "cluster_condition" in alert["expr"]]
+    assert len(conditions) == 2
+    for expr in conditions:
+        assert re.match(r"(min|max) by \(namespace, name\) \(last_over_time\(.*\[5m\]\)\) ", expr)
+
+
 def test_alerts_are_few_and_complete() -> None:
     assert 1 <= len(ALERTS) <= 8
     for alert in ALERTS.values():
