@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.injection.profile import profile
+from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
 from testing.kube.cluster import CRDS as CRD_KIND
 from testing.kube.cluster import Cluster
@@ -22,6 +26,7 @@ from tests.harness.kube import (
     new_namespace,
     since,
 )
+from tests.harness.operator_model import cluster
 from tools.kube import binaries, schemas
 
 pytestmark = pytest.mark.kube
@@ -122,6 +127,11 @@ def test_monitoring_is_made_where_it_is_asked_for(plane):
     made = {(obj["kind"], obj["metadata"]["name"]): obj for obj in rendered(plane, *flags)}
     name = "release-lmcache-operator"
     operator, sidecars = made["PodMonitor", name], made["PodMonitor", f"{name}-sidecars"]
+    injected = made["PodMonitor", f"{name}-injected"]["spec"]
+    assert injected["selector"]["matchExpressions"] == [{"key": INJECT_LABEL, "operator": "Exists"}]
+    given = profile(parse(cluster()), Context(STOCK_IMAGES))["spec"]["initContainers"]
+    ports = [port["name"] for container in given for port in container.get("ports") or ()]
+    assert [endpoint["port"] for endpoint in injected["podMetricsEndpoints"]] == ports
     assert operator["metadata"]["labels"]["team"] == "search"
     labels = made["Deployment", name]["spec"]["template"]["metadata"]["labels"]
     assert operator["spec"]["selector"]["matchLabels"].items() <= labels.items()
@@ -133,8 +143,9 @@ def test_monitoring_is_made_where_it_is_asked_for(plane):
     assert any("{{ $labels.pod }}" in rule["annotations"]["summary"] for rule in group["rules"])
     json.loads(made["ConfigMap", f"{name}-dashboard"]["data"]["lmcache.json"])
     listed = rendered(plane, *flags, "watchNamespaces={a,b}")
-    (sidecars,) = [obj for obj in listed if obj["metadata"]["name"] == f"{name}-sidecars"]
-    assert sidecars["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+    for found in ("sidecars", "injected"):
+        (monitor,) = [obj for obj in listed if obj["metadata"]["name"] == f"{name}-{found}"]
+        assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
 
 
 def test_pod_is_admitted_where_only_restricted_pods_are(plane):
