@@ -54,7 +54,7 @@ def test_a_deployments_pods_hit_their_cache(installed, references):
     node.api.apply(CLUSTERS, cluster, app.NAMESPACE)
     template = own["spec"]["template"]
     tried = {**template, "metadata": template["metadata"] | {"name": "tried"}}
-    # The API server reads PodTemplates by a watch.
+    # The API server reads LMCacheProfiles by a watch.
     path = f"{node.api.path('v1/pods', app.NAMESPACE)}?dryRun=All"
     node.wait(lambda: has_cache(node.api.request("POST", path, tried)), 60)
     node.api.create(DEPLOYMENTS, own, app.NAMESPACE)
