@@ -25,7 +25,6 @@ def idle(make_app, installed):
     app = make_app("idle")
     use_program(app, PROGRAMS, "vllm")
     template = app.spec["spec"]["engine"]["podTemplate"]["spec"]
-    template["terminationGracePeriodSeconds"] = 10  # what hangs has them until it is killed
     template["containers"][0]["resources"]["limits"]["ephemeral-storage"] = DISK
     app.apply()
     app.ready_pod()

@@ -131,3 +131,17 @@ def test_a_pod_that_goes_finishes_its_requests_and_then_writes_out_what_is_queue
     assert ending_of([], {"containers": containers}) == (["--shutdown-timeout=60"], own, 120)
     both = {"containers": containers, "terminationGracePeriodSeconds": 90}
     assert ending_of(["--shutdown-timeout=70"], both) == (["--shutdown-timeout=70"], own, 90)
+
+
+def test_what_hangs_is_not_waited_for_as_long_as_a_pod_that_goes() -> None:
+    def graces(**spec: Any) -> dict[str, Any]:
+        resource = parse(cluster(engine={"podTemplate": {"spec": spec}}))
+        pod = Engine().render(resource, Context(STOCK_IMAGES))[-1]["spec"]["template"]["spec"]
+        probes = {c["name"]: c.get("livenessProbe", {}) for c in pod["initContainers"] + pod["containers"]}
+        return {name: probe.get("terminationGracePeriodSeconds") for name, probe in probes.items()}
+
+    own = {"name": "engine", "livenessProbe": {"terminationGracePeriodSeconds": 30}}
+    none = {"name": "sidecar", "livenessProbe": {"terminationGracePeriodSeconds": None}}
+    assert graces() == {"sidecar": 10, "payload": None, "engine": 10}
+    assert graces(containers=[own]) == {"sidecar": 10, "payload": None, "engine": 30}
+    assert graces(initContainers=[none]) == {"sidecar": None, "payload": None, "engine": 10}

@@ -58,6 +58,8 @@ _NOTICE_SECONDS = 5
 _SHUTDOWN_SECONDS = 60
 _WRITE_OUT_SECONDS = 55
 """For the end of the engine's processes, and then for the sidecar's queue (20 s)."""
+# What hangs ends nothing in order: without this the kubelet would wait for it as long as for a pod that goes.
+_HUNG = {"terminationGracePeriodSeconds": 10}
 
 
 def sidecar_memory(memory_bytes: int, num_gpus: int = 0) -> int:
@@ -153,7 +155,7 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
         | {
             "args": engine_args(cluster, ending.shutdown),
             "command": ["vllm", "serve"],
-            "livenessProbe": health(period=10, failures=6),
+            "livenessProbe": health(period=10, failures=6) | _HUNG,
             "ports": [{"containerPort": names.ENGINE_PORT, "name": "http", "protocol": "TCP"}],
             "readinessProbe": health(period=5, failures=3),
             "resources": _engine_resources(cluster),
@@ -187,7 +189,7 @@ def _sidecar(cluster: Cluster, image: str, transfer: Transfer) -> Object:
     return _container(cluster, names.SIDECAR, image, env) | {
         # The size is an argument, not a key of the shared file: a pod keeps the one its volume was made for.
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"--memory-size={memory_bytes}"],
-        "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6),
+        "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6) | _HUNG,
         "ports": [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}],
         "resources": {
             "limits": {"memory": memory},
