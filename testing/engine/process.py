@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -260,7 +261,9 @@ class ServedEngine(ChildProcess):
             "PYTHONPATH": _python_path(REPOSITORY),
             **(environment or {}),
         }
-        self.spawn(command, cwd=REPOSITORY, env=variables)
+        # Its engine core and workers are in its group, and it may end without them.
+        self.spawn(command, cwd=REPOSITORY, env=variables, start_new_session=True)
+        self._group = self.pid
 
     def wait_ready(self, timeout: float = 180) -> ServedEngine:
         """Wait until it takes requests."""
@@ -289,9 +292,11 @@ class ServedEngine(ChildProcess):
         return {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith(prefix)}
 
     def close(self) -> None:
-        """End the server as a user would."""
+        """End the server as a user would, and what it leaves behind when it is late or was killed."""
         if self.is_running:
             self.interrupt()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
 
     def _is_healthy(self) -> bool:
         try:
