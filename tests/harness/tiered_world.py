@@ -14,6 +14,7 @@ from lmcache.tiers.header import digests as digests_of
 from lmcache.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import ObjectStats, TieredStats
+from lmcache.tiers.tiered import tier_worker as lower_module
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from tests.harness.chains import one_chain
 
@@ -22,6 +23,7 @@ SIZE = 4096
 NAMESPACE = b"n" * 32
 OWNER = b"o" * 16
 LEASE = (b"e" * 16, "request")
+TIMEOUT_SECONDS = 60.0  # of waits that only a defect lets end
 
 
 def chain(length: int, start: int = 0) -> list[bytes]:
@@ -54,7 +56,7 @@ class FaultyTier:
         self.calls[name] += 1
         if name in self.held:
             self.num_waiting += 1
-            assert self.open.wait(20)
+            assert self.open.wait(TIMEOUT_SECONDS)
             self.num_waiting -= 1
         if self.is_unhealthy:
             raise self.health.failure("unhealthy")
@@ -137,10 +139,11 @@ class FakeTier(FaultyTier):
     def store(self, object_id, payload, label, digests):
         self._enter("store")
         assert digests == digests_of(payload)
-        if self._takes(object_id.row_key):
+        is_taken = self._takes(object_id.row_key)  # asked once: the test's thread may change it meanwhile
+        if is_taken:
             self.objects[object_id.row_key, object_id.column] = bytes(payload)
             self.labels.add(label)
-        return self._takes(object_id.row_key)
+        return is_taken
 
     def fill(self, keys: list[bytes]) -> None:
         self.objects.update({(key, column): content(key, column) for key in keys for column in range(2)})
@@ -194,6 +197,14 @@ class World:
         """Where the leading keys are in memory."""
         return slots_of(self.store, keys)
 
+    @property
+    def is_idle(self) -> bool:
+        """Has all work ended that was begun for anybody? Only loops that wait for more are left."""
+        store = self.store
+        num_tasks = len(store._tasks._tasks) + sum(len(lower._tasks._tasks) for lower in store.lower.values())
+        is_ended = num_tasks == 1 + lower_module._NUM_WRITERS * len(store.lower)
+        return is_ended and not store.num_unwritten and not store._refresh._has_some.is_set()
+
     async def until_resident(self, keys: list[bytes]) -> LookupResult:
         found = self.lookup(keys)
         while found.num_resident < len(keys):
@@ -211,7 +222,7 @@ def slots_of(store: TieredStore, keys: list[bytes]) -> list[Slot]:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         while not condition():  # noqa: ASYNC110 (what is waited for has no event)
             await asyncio.sleep(0.001)
 
