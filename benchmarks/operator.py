@@ -68,9 +68,7 @@ def control_plane() -> Iterator[Cluster]:
 @contextlib.contextmanager
 def operator_of(plane: Cluster) -> Iterator[kube.Operator]:
     """The chart is installed; the operator doesn't run yet."""
-    flags = ["--namespace", kube.SYSTEM_NAMESPACE, "--create-namespace", "--set", "crds.enabled=false"]
-    plane.helm("install", kube.RELEASE, kube.CHART, *flags)
-    account = f"{kube.SYSTEM_NAMESPACE}/{kube.SERVICE_ACCOUNT}"
+    account = kube.install(plane)
     with tempfile.TemporaryDirectory() as directory:
         operator = kube.Operator(plane, Path(directory), account)
         try:

@@ -43,6 +43,23 @@ def token_id(token: str) -> str:
     return f"JTI={json.loads(base64.urlsafe_b64decode(claims + '=' * (-len(claims) % 4)))['jti']}"
 
 
+def install(plane: Cluster) -> str:
+    """Install the chart for all namespaces; the "namespace/name" of its ServiceAccount."""
+    plane.helm(
+        "install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
+        "--set", "crds.enabled=false",
+    )  # fmt: skip
+    return f"{SYSTEM_NAMESPACE}/{SERVICE_ACCOUNT}"
+
+
+def chart_flags(plane: Cluster) -> list[str]:
+    """What the installed chart runs the operator with."""
+    pod = plane.api.get("apps/v1/deployments", SERVICE_ACCOUNT, SYSTEM_NAMESPACE)["spec"]["template"]["spec"]
+    command, *flags = map(str, pod["containers"][0]["args"])
+    assert (command, pod["securityContext"]["runAsUser"]) == ("run", USER)
+    return flags
+
+
 class Operator(ChildProcess):
     """``lmcache-operator run`` as a process of ours, under a ServiceAccount of the cluster.
 

@@ -19,16 +19,25 @@ from testing.kube.operator import (
     CHART,
     CLUSTERS,
     CRDS,
-    RELEASE,
     ROOT,
     SERVICE_ACCOUNT,
-    SYSTEM_NAMESPACE,
-    USER,
     Operator,
+    chart_flags,
+    install,
 )
 from tools.kube import binaries
 
-__all__ = ["CHART", "CLUSTERS", "EXAMPLE", "NAME", "SERVICE_ACCOUNT", "Operator", "example", "new_namespace"]
+__all__ = [
+    "CHART",
+    "CLUSTERS",
+    "EXAMPLE",
+    "NAME",
+    "SERVICE_ACCOUNT",
+    "Operator",
+    "example",
+    "install",
+    "new_namespace",
+]
 
 EXAMPLE = ROOT / "examples" / "qwen3-8b.yaml"
 NAME = "qwen3-8b"  # as the example has it
@@ -89,23 +98,11 @@ def operator_process(
         yield process
 
 
-def install(plane: Cluster) -> str:
-    """Install the chart for all namespaces; the "namespace/name" of its ServiceAccount."""
-    plane.helm(
-        "install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
-        "--set", "crds.enabled=false",
-    )  # fmt: skip
-    return f"{SYSTEM_NAMESPACE}/{SERVICE_ACCOUNT}"
-
-
 @contextlib.contextmanager
 def alone(plane: Cluster, account: str, directory: Path) -> Iterator[Operator]:
     """The operator with the chart's flags; the only one, so that nobody waits for a lease."""
-    pod = plane.api.get("apps/v1/deployments", SERVICE_ACCOUNT, SYSTEM_NAMESPACE)["spec"]["template"]["spec"]
-    command, *flags = pod["containers"][0]["args"]
-    assert (command, pod["securityContext"]["runAsUser"]) == ("run", USER)
     # Alone: one that was killed would be missed until its lease runs out.
-    flags = [flag for flag in flags if not flag.startswith("--leader-elect=")]
+    flags = [flag for flag in chart_flags(plane) if not flag.startswith("--leader-elect=")]
     process = Operator(plane, directory, account, *flags)
     yield process
     if process.is_running:
