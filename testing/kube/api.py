@@ -20,6 +20,8 @@ Object = dict[str, Any]
 FIELD_MANAGER = "tools-kube"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
+_SECONDS = 120.0
+"""For an answer. A machine that is short of processors, or stands still for a while, fails no test."""
 
 
 class ApiError(RuntimeError):
@@ -35,8 +37,8 @@ def manifests(*paths: Path) -> list[Object]:
     return [obj for path in paths for obj in yaml.safe_load_all(path.read_text()) if obj]
 
 
-def wait_for(what: Callable[[], T | None], timeout: float = 30, interval: float = 0.02) -> T:
-    """Polls until ``what`` returns something true; `ApiError` 404 and no answer count as not yet.
+def wait_for(what: Callable[[], T | None], timeout: float = 120, interval: float = 0.02) -> T:
+    """Polls until ``what`` returns something true; `ApiError` 404, 5xx and no answer count as not yet.
 
     Raises TimeoutError with the last value or error.
     """
@@ -49,7 +51,7 @@ def wait_for(what: Callable[[], T | None], timeout: float = 30, interval: float 
                 return value
             last = value
         except (ApiError, OSError) as error:
-            if isinstance(error, ApiError) and error.code != 404:
+            if isinstance(error, ApiError) and error.code != 404 and error.code < 500:
                 raise
             last = error
         if time.monotonic() > deadline:
@@ -77,7 +79,7 @@ class Api:
         )
         context = ssl.create_default_context(cafile=str(self.ca))
         try:
-            with urllib.request.urlopen(request, context=context, timeout=30) as answer:
+            with urllib.request.urlopen(request, context=context, timeout=_SECONDS) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
             text = error.read().decode()

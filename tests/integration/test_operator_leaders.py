@@ -14,55 +14,82 @@ from itertools import pairwise
 
 import pytest
 
+from testing.child_process import ProcessDied
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from testing.kube.operator import SYSTEM_NAMESPACE
+from testing.kube.operator import SYSTEM_NAMESPACE, chart_flags
 from tests.harness.kube import CLUSTERS, NAME, SERVICE_ACCOUNT, Operator, example, new_namespace
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 
 LEASES = "coordination.k8s.io/v1/leases"
 LEASE = SERVICE_ACCOUNT
-PATIENCE = 120.0
-"""Seconds; the bar is 20 from a leader's death to the first write of the next, which are printed."""
+PATIENCE = 240.0
+"""Seconds; what a change of the leader may take is held by ``python -m benchmarks failover``."""
 LOST = 3
-"""Exit status of an operator that another one has followed."""
+"""Exit status of an operator that another one has followed.
+
+Where a machine stalls for longer than the Lease is good for, that is lawful at any time: no test may ask for
+the leader of before.
+"""
+LEADING = "leading as"
 
 
 class Pair:
-    """Two operators, and how to look at them."""
+    """Two operators, and how to look at them. One that has ended is started again, as in its pod."""
 
     def __init__(self, plane: Cluster, processes: list[Operator], namespace: str) -> None:
         self.plane, self.processes, self.namespace = plane, processes, namespace
         self.mark = plane.mark()
+        self._log_starts: dict[Operator, int] = {}
 
-    def start(self) -> None:
-        """Those that are not running."""
+    def start(self, but: Operator | None = None, *, statuses: tuple[int, ...] = (LOST,)) -> None:
+        """Those that are not running; they may have ended by themselves with one of these ``statuses``."""
         for process in self.processes:
-            if not process.is_running:
-                process.start()
+            if process is but or process.is_running:
+                continue
+            try:
+                process.check()
+            except ProcessDied:
+                if process.wait() not in statuses:
+                    raise
+            self._log_starts[process] = len(process.log)
+            process.start()
+
+    def log(self, process: Operator) -> str:
+        """Of its present life."""
+        return process.log[self._log_starts[process] :]
 
     def lease(self) -> Object:
         found: Object = self.plane.api.get(LEASES, LEASE, SYSTEM_NAMESPACE)
         return found
 
-    def leader(self) -> Operator:
-        """Who has written last, since now."""
+    def holder(self) -> Operator | None:
+        """Whose name is in the Lease."""
+        identity = str(self.lease()["spec"].get("holderIdentity"))
+        return next((p for p in self.processes if identity.startswith(f"{p.log_path.parent.name}_")), None)
+
+    def leader(self, but: Operator | None = None, *, statuses: tuple[int, ...] = (LOST,)) -> Operator:
+        """Who is the first to write from now on; ``but`` is not started, and not meant."""
         mark = self.plane.mark()
 
         def by_token() -> Operator | None:
-            tokens = {process.token: process for process in self.processes}
+            self.start(but, statuses=statuses)
+            tokens = {process.token: process for process in self.processes if process is not but}
             writes = self.plane.written_since(mark, namespace=self.namespace)
             return next((tokens[write.token] for write in writes if write.token in tokens), None)
 
         return self.plane.wait(by_token, PATIENCE)
 
-    def wait_for_writes_of(self, process: Operator) -> None:
-        self.plane.wait(lambda: self.leader() is process or None, PATIENCE)
+    def wait_until_held(self) -> None:
+        """By one of the two, as it writes a Lease, and until somebody works."""
 
-    def other(self, process: Operator) -> Operator:
-        (other,) = (one for one in self.processes if one is not process)
-        return other
+        def is_held() -> bool:
+            self.start()
+            return self.holder() is not None and self.lease()["spec"]["leaseDurationSeconds"] == 15
+
+        self.plane.wait(is_held, PATIENCE)
+        self.leader()
 
     def check_that_writes_take_turns(self) -> None:
         """All that one life of an operator wrote was answered before the next one's first write arrived."""
@@ -80,8 +107,7 @@ def pair(
     plane: Cluster, chart: str, operator_process: Operator, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     operator_process.kill()
-    deployment = plane.api.get("apps/v1/deployments", SERVICE_ACCOUNT, SYSTEM_NAMESPACE)
-    _, *flags = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    flags = chart_flags(plane)
     # Given up by somebody before: the first one need not wait.
     released = {"metadata": {"name": LEASE}, "spec": {"leaseDurationSeconds": 1}}
     plane.api.create(LEASES, released, SYSTEM_NAMESPACE)
@@ -124,26 +150,38 @@ def measured(what: str, action: Callable[[], object]) -> None:
 
 
 def test_one_writes_and_the_other_stands_by(pair):
-    leader = pair.leader()
-    pair.wait_for_writes_of(leader)
-    other = pair.other(leader)
-    assert pair.lease()["spec"]["holderIdentity"].startswith(leader.log_path.parent.name + "_")
-    assert [process.metric("lmcache_operator_leading") for process in (leader, other)] == [1, 0]
+    pair.leader()
+
+    def is_told() -> bool:
+        leader = pair.leader()
+        return pair.holder() is leader and leader.metric("lmcache_operator_leading") == 1
+
+    def known_to_who_never_led() -> list[float] | None:
+        for process in pair.processes:
+            metrics = ("lmcache_operator_leading", "lmcache_operator_clusters")
+            known = [*map(process.metric, metrics), process.num_reconciliations()]
+            if LEADING not in pair.log(process):
+                return known
+        return None
+
+    pair.plane.wait(is_told, PATIENCE)
     # Nothing is watched or known there.
-    assert other.metric("lmcache_operator_clusters") == 0
-    assert other.num_reconciliations() == 0
+    assert pair.plane.wait(known_to_who_never_led, PATIENCE) == [0, 0, 0]
 
 
 def test_who_is_asked_to_end_lets_the_other_in_at_once(pair):
     leader = pair.leader()
-    assert leader.terminate(timeout=PATIENCE) == 0
-    measured("SIGTERM of the leader", lambda: pair.wait_for_writes_of(pair.other(leader)))
+    assert leader.terminate(timeout=PATIENCE) in (0, LOST)
+    # Given up, and not left to run out, unless the API server did not answer in time.
+    assert pair.holder() is not leader or "the lease was not released" in pair.log(leader)
+    measured("SIGTERM of the leader", lambda: pair.leader(but=leader))
 
 
-def test_a_lease_that_was_deleted_or_emptied_is_mended_by_who_leads(pair):
-    leader, path = pair.leader(), pair.plane.api.path(LEASES, SYSTEM_NAMESPACE, LEASE)
+def test_a_lease_that_was_deleted_or_emptied_is_mended(pair):
+    path = pair.plane.api.path(LEASES, SYSTEM_NAMESPACE, LEASE)
+    pair.wait_until_held()
     pair.plane.api.delete(LEASES, LEASE, SYSTEM_NAMESPACE)
-    holder = pair.plane.wait(lambda: pair.lease()["spec"].get("holderIdentity"), PATIENCE)
+    pair.wait_until_held()
     for broken in ({}, {"leaseDurationSeconds": 9999, "leaseTransitions": 2**31 - 1}):
 
         def write(broken: Object = broken) -> bool:
@@ -153,21 +191,19 @@ def test_a_lease_that_was_deleted_or_emptied_is_mended_by_who_leads(pair):
             return False
 
         pair.plane.wait(write, PATIENCE)
-        pair.plane.wait(lambda: pair.lease()["spec"].get("holderIdentity") == holder, PATIENCE)
-    assert pair.lease()["spec"]["leaseDurationSeconds"] == 15
-    pair.wait_for_writes_of(leader)
+        pair.wait_until_held()
 
 
 def test_a_leader_that_was_frozen_writes_nothing_when_it_thaws(pair):
     leader = pair.leader()
     leader.freeze()
     try:
-        measured("freezing of the leader", lambda: pair.wait_for_writes_of(pair.other(leader)))
+        measured("freezing of the leader", lambda: pair.leader(but=leader))
     finally:
         leader.thaw()
     assert leader.wait(PATIENCE) == LOST
-    assert "the lease is held by" in leader.log.splitlines()[-1]
-    pair.wait_for_writes_of(pair.other(leader))
+    assert "the lease is held by" in pair.log(leader).splitlines()[-1]
+    pair.leader(but=leader)
 
 
 def test_the_other_takes_over_from_one_that_was_killed_though_the_lease_names_a_stranger(pair):
@@ -175,18 +211,14 @@ def test_the_other_takes_over_from_one_that_was_killed_though_the_lease_names_a_
     leader.kill()
     with suppress(ApiError):
         pair.plane.api.patch(LEASES, LEASE, {"spec": {"holderIdentity": "a stranger"}}, SYSTEM_NAMESPACE)
-    measured("death of the leader", lambda: pair.wait_for_writes_of(pair.other(leader)))
+    measured("death of the leader", lambda: pair.leader(but=leader))
 
 
 def test_one_writes_after_a_restart_of_the_api_server(pair):
     pair.leader()
     pair.plane.kill("kube-apiserver")
     pair.plane.restart("kube-apiserver")
-
-    def is_led() -> bool:
-        name = pair.leader().log_path.parent.name
-        return str(pair.lease()["spec"].get("holderIdentity")).startswith(name + "_")
-
-    pair.plane.wait(is_led, PATIENCE)
+    # kopf ends with 1 where it finds no API server for a minute.
+    pair.plane.wait(lambda: pair.leader(statuses=(LOST, 1)) is pair.holder(), PATIENCE)
     for process in pair.processes:
         process.forgive()
