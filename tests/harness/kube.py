@@ -45,8 +45,13 @@ NAME = "qwen3-8b"  # as the example has it
 
 def since(version: str) -> pytest.MarkDecorator:
     """For what older releases of Kubernetes don't have."""
-    is_older = _numbers_of(binaries.VERSION) < _numbers_of(version)
-    return pytest.mark.skipif(is_older, reason=f"Kubernetes {binaries.VERSION}: there since {version}")
+    reason = f"Kubernetes {binaries.VERSION}: there since {version}"
+    return pytest.mark.skipif(not is_since(version), reason=reason)
+
+
+def is_since(version: str) -> bool:
+    """Whether this run's Kubernetes is that release, or a newer one."""
+    return _numbers_of(binaries.VERSION) >= _numbers_of(version)
 
 
 def _numbers_of(version: str) -> list[int]:

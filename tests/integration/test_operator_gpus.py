@@ -14,34 +14,20 @@ from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from testing.processes import SidecarProcess
 from tests.harness.clusters import ENGINE, condition, pods, wait_quiet, wait_ready
+from tests.harness.devices import DEVICE_CLASS, published
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, since
 from tests.harness.wire import RawClient
 
 pytestmark = pytest.mark.kube
 
-DEVICE_CLASS = "gpu.test"
 TEMPLATES, CLAIMS = "resource.k8s.io/v1/resourceclaimtemplates", "resource.k8s.io/v1/resourceclaims"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 @pytest.fixture
 def devices(plane: Cluster) -> Iterator[None]:
-    """Four devices on each node, and a class for them, as a DRA driver publishes them."""
-    selector = {"cel": {"expression": f'device.driver == "{DEVICE_CLASS}"'}}
-    kinds = {"resource.k8s.io/v1/deviceclasses": [DEVICE_CLASS], "resource.k8s.io/v1/resourceslices": []}
-    device_class = {"metadata": {"name": DEVICE_CLASS}, "spec": {"selectors": [selector]}}
-    plane.api.create("resource.k8s.io/v1/deviceclasses", device_class)
-    for node in (found["metadata"]["name"] for found in plane.api.objects("v1/nodes")):
-        pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
-        names = [{"name": f"gpu-{number}"} for number in range(4)]
-        spec = {"driver": DEVICE_CLASS, "nodeName": node, "pool": pool, "devices": names}
-        body = {"metadata": {"name": f"{node}-gpus"}, "spec": spec}
-        plane.api.create("resource.k8s.io/v1/resourceslices", body)
-        kinds["resource.k8s.io/v1/resourceslices"].append(f"{node}-gpus")
-    yield
-    for kind, names_ in kinds.items():
-        for name in names_:
-            plane.api.delete(kind, name)
+    with published(plane, per_node=4):
+        yield
 
 
 def transfer(plane: Cluster, namespace: str) -> Object:

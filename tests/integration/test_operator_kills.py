@@ -1,7 +1,8 @@
 """The operator is killed after each of its writes: the next one ends where an undisturbed one does.
 
 What an operator has done is what it has written, so these are all the states that one can leave behind. Each
-write has a cluster of its own, in a namespace of its own, that is made, scaled, rolled and deleted.
+write has a cluster of its own, in a namespace of its own, that is made, scaled, rolled and deleted; its claim
+for GPUs, which nobody can change, is deleted and made anew when it is rolled, and given up in the end.
 """
 
 from __future__ import annotations
@@ -25,20 +26,30 @@ from lmcache_operator.specs.names import RENDERED_HASH, STOCK_IMAGES, annotation
 
 from testing.kube.api import Api, Object
 from testing.kube.cluster import Cluster
-from tests.harness.kube import CLUSTERS, NAME, Operator, example, new_namespace
+from tests.harness.devices import DEVICE_CLASS, published
+from tests.harness.kube import CLUSTERS, NAME, Operator, example, is_since, new_namespace
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 T = TypeVar("T")
 
 SECONDS = 300.0
 """For one cluster to come to rest; on an idle machine it takes one or two."""
 NUM_AT_ONCE = 4
 """Clusters that are worked on; more take no less time in all."""
+NUM_CASES = 15
+"""More than any step has writes up to the last of a child; how often a status is told is a matter of time."""
 SIDECAR = {"is_ready": True, "num_clients": {"attached": 1}}
+HAS_CLAIMS = is_since("1.34")
+ONE_GPU: Object = {"gpu": {"deviceClassName": DEVICE_CLASS} if HAS_CLAIMS else {"count": 0}}
+TWO_GPUS: Object = {"gpu": {"count": 2}, "parallelism": {"tensor": 2}} if HAS_CLAIMS else {}
+NO_GPU: Object = {"gpu": {"count": 0, "deviceClassName": None}, "parallelism": {"tensor": 1}}
 CHANGES: dict[str, Object] = {
     "scaled": {"spec": {"engine": {"replicas": 2}}},
-    "rolled": {"spec": {"engine": {"image": "engine:2"}, "tiers": {"memory": {"size": "2Gi"}}}},
+    "rolled": {"spec": {"engine": {"image": "engine:2"} | TWO_GPUS, "tiers": {"memory": {"size": "2Gi"}}}},
+    **({"without a claim": {"spec": {"engine": NO_GPU}}} if HAS_CLAIMS else {}),
 }
+NUM_DELETED = {"rolled": 1, "without a claim": 1} if HAS_CLAIMS else {}
+"""Children that a step deletes."""
 OF_THE_SERVER = (
     "uid",
     "resourceVersion",
@@ -80,9 +91,11 @@ class Case:
     def __init__(self, api: Api, client: ApiClient, namespace: str, dies_after: int | None) -> None:
         self.api, self.client, self.namespace, self.dies_after = api, client, namespace, dies_after
         self.was_killed: dict[str, bool] = {}
+        self.left_undone: dict[str, bool] = {}
+        """Whether the one that was killed had not yet written all but the status."""
 
     async def create(self) -> None:
-        resource = example(engine={"gpu": {"count": 0}}, tiers={"memory": {"size": "1Gi"}})
+        resource = example(engine=ONE_GPU, tiers={"memory": {"size": "1Gi"}})
         created = await asyncio.to_thread(self.api.create, CLUSTERS, resource, self.namespace)
         self.key = ClusterKey(self.namespace, NAME, created["metadata"]["uid"])
 
@@ -95,8 +108,9 @@ class Case:
         second = MortalApi(self.client, None)
         await self._reconcile(second)
         await self._is_at_rest(step)
-        both = [*first.written, *second.written]
-        return Counter(write for write in both if not write[1].endswith("/status"))
+        own, left = _without_status(first.written), _without_status(second.written)
+        self.left_undone[step] = bool(left)
+        return Counter([*own, *left])
 
     async def change(self, step: str) -> None:
         await asyncio.to_thread(self.api.patch, CLUSTERS, NAME, CHANGES[step], self.namespace)
@@ -152,6 +166,10 @@ async def one_of(slots: asyncio.Semaphore, work: Awaitable[T]) -> T:
         return await work
 
 
+def _without_status(written: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [write for write in written if not write[1].endswith("/status")]
+
+
 def _reconciler(api: KubeApi) -> Reconciler:
     async def stats(_: str) -> Object:
         return SIDECAR
@@ -171,12 +189,13 @@ def _normal(child: Object, namespace: str) -> str:
 
 
 @pytest.fixture
-def alone(plane: Cluster, operator_process: Operator, monkeypatch: pytest.MonkeyPatch) -> Api:
-    """No operator runs but those of the test."""
+def alone(plane: Cluster, operator_process: Operator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    """No operator runs but those of the test, and there are devices for all of its pods."""
     if operator_process.is_running:
         operator_process.terminate()
     monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
-    return plane.api
+    with published(plane, per_node=2 * 2 * NUM_CASES) if HAS_CLAIMS else contextlib.nullcontext():
+        yield plane.api
 
 
 @contextlib.contextmanager
@@ -191,10 +210,6 @@ async def client() -> AsyncIterator[ApiClient]:
         yield api._client
 
 
-NUM_CASES = 15
-"""More than any step has writes: the last clusters are never disturbed."""
-
-
 def test_an_operator_killed_after_any_write_leaves_nothing_undone_or_done_twice(plane, alone):
     async def scenario(places: list[str]) -> None:
         async with client() as shared:
@@ -205,7 +220,9 @@ def test_an_operator_killed_after_any_write_leaves_nothing_undone_or_done_twice(
                 await asyncio.gather(*change)
                 written = await asyncio.gather(*(one_of(slots, case.run(step)) for case in cases))
                 assert [case.was_killed[step] for case in cases[1:3]] == [True, True]
-                assert not cases[-1].was_killed[step], "a step has more writes than there are cases"
+                assert not cases[-1].left_undone[step], "a step has more writes than there are cases"
+                deleted = [path for verb, path in written[0] if verb == "DELETE"]
+                assert len(deleted) == NUM_DELETED.get(step, 0)
                 undisturbed, *others = [await case.children() for case in cases]
                 for case, children, writes in zip(cases[1:], others, written[1:], strict=True):
                     where = f"{step}, killed after write {case.dies_after}"

@@ -1,0 +1,29 @@
+"""Devices that are only said to exist: enough for a real scheduler to give them to claims."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from testing.kube.cluster import Cluster
+
+DEVICE_CLASS = "gpu.test"
+CLASSES, SLICES = "resource.k8s.io/v1/deviceclasses", "resource.k8s.io/v1/resourceslices"
+
+
+@contextlib.contextmanager
+def published(plane: Cluster, per_node: int) -> Iterator[None]:
+    """So many devices on each node, and a class for them, as a DRA driver publishes them."""
+    selector = {"cel": {"expression": f'device.driver == "{DEVICE_CLASS}"'}}
+    plane.api.create(CLASSES, {"metadata": {"name": DEVICE_CLASS}, "spec": {"selectors": [selector]}})
+    slices = []
+    for node in (found["metadata"]["name"] for found in plane.api.objects("v1/nodes")):
+        pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+        devices = [{"name": f"gpu-{number}"} for number in range(per_node)]
+        spec = {"driver": DEVICE_CLASS, "nodeName": node, "pool": pool, "devices": devices}
+        slices.append(f"{node}-gpus")
+        plane.api.create(SLICES, {"metadata": {"name": slices[-1]}, "spec": spec})
+    yield
+    plane.api.delete(CLASSES, DEVICE_CLASS)
+    for name in slices:
+        plane.api.delete(SLICES, name)
