@@ -157,7 +157,7 @@ def test_pod_is_admitted_where_only_restricted_pods_are(plane):
             "deployment/strict-lmcache-operator",
             "--namespace",
             namespace,
-            "--timeout=30s",
+            "--timeout=120s",
         )
 
         # The Service finds the pod by its labels and its named port.

@@ -218,7 +218,7 @@ def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operato
     )
     wait_until_it_acts(plane, namespace)
     plane.api.delete("v1/pods", "llm", namespace)
-    plane.wait(lambda: plane.api.find("v1/pods", "llm", namespace) is None, 60)
+    plane.wait(lambda: plane.api.find("v1/pods", "llm", namespace) is None)
     plane.api.create("v1/pods", pod(), namespace)
     plane.api.patch(CLUSTERS, NAME, {"metadata": {"annotations": {"look": "again"}}}, namespace)
     plane.wait(lambda: degraded().get("status") == "False", 120)

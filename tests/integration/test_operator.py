@@ -22,7 +22,6 @@ from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_n
 
 pytestmark = pytest.mark.kube
 
-HEAL_SECONDS = 5
 REST_SECONDS = 60
 CHILDREN = [
     ("v1/serviceaccounts", ENGINE),
@@ -73,9 +72,9 @@ def _rests_from_the_start(resting: tuple[str, int, float], operator: Operator) -
 
 def test_example_gets_all_its_children_and_becomes_ready(plane, operator, namespace):
     plane.kubectl("apply", "--namespace", namespace, "--filename", EXAMPLE)
-    plane.wait(lambda: all(plane.api.find(kind, name, namespace) for kind, name in CHILDREN), HEAL_SECONDS)
+    plane.wait(lambda: all(plane.api.find(kind, name, namespace) for kind, name in CHILDREN))
     plane.kubectl(
-        "wait", "--namespace", namespace, f"lmcluster/{NAME}", "--for=condition=Ready", "--timeout=30s"
+        "wait", "--namespace", namespace, f"lmcluster/{NAME}", "--for=condition=Ready", "--timeout=120s"
     )
     live = plane.api.get(CLUSTERS, NAME, namespace)
     assert live["status"]["replicas"] == 2
@@ -133,7 +132,7 @@ def test_deleted_child_comes_back(plane, operator, shared, kind, name):
     def is_back() -> bool:
         return bool(plane.api.get(kind, name, shared)["metadata"]["uid"] != gone)
 
-    plane.wait(is_back, HEAL_SECONDS)
+    plane.wait(is_back)
     wait_ready(plane, shared)
 
 
@@ -148,7 +147,7 @@ def test_edited_child_is_healed(plane, operator, shared, kind, name, edit):
 
     before = content()
     plane.api.patch(kind, name, edit, shared)
-    plane.wait(lambda: content() == before, HEAL_SECONDS)
+    plane.wait(lambda: content() == before)
     wait_ready(plane, shared)
 
 
@@ -202,7 +201,7 @@ def test_delete_leaves_nothing(plane, operator, namespace, is_running):
     wait_ready(plane, namespace)
     if not is_running:
         operator.kill()
-    plane.kubectl("delete", "--namespace", namespace, f"lmcluster/{NAME}", "--timeout=20s")
+    plane.kubectl("delete", "--namespace", namespace, f"lmcluster/{NAME}", "--timeout=120s")
     selector = f"lmcache.io/cluster={NAME}"
     kinds = {kind for kind, _ in CHILDREN} | {"v1/pods"}
     plane.wait(lambda: not any(plane.api.objects(kind, namespace, selector) for kind in kinds))

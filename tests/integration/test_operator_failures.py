@@ -19,7 +19,6 @@ from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
 
 pytestmark = pytest.mark.kube
 
-HEAL_SECONDS = 5
 ZERO_VALUES = {
     "hostNetwork": False,
     "tolerations": [{"key": "gpu", "operator": "Exists", "value": ""}],
@@ -61,7 +60,7 @@ def test_rest_is_what_the_api_server_made_of_what_was_applied(plane, operator, n
         pod = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["template"]["spec"]
         return not pod.get("hostNetwork") and pod.get("automountServiceAccountToken") is False
 
-    plane.wait(is_healed, HEAL_SECONDS)
+    plane.wait(is_healed)
 
 
 def test_a_contested_field_keeps_no_other_from_being_applied(plane, operator, namespace):
@@ -73,7 +72,7 @@ def test_a_contested_field_keeps_no_other_from_being_applied(plane, operator, na
         reconcile_once_more(plane, operator, namespace)
         return condition(plane, namespace, "Degraded")["reason"] == "FieldContested"
 
-    plane.wait(is_contested, 60)
+    plane.wait(is_contested)
     assert "spec.replicas" in condition(plane, namespace, "Degraded")["message"]
     image = "vllm/vllm-openai:v0.31.0"
     plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"image": image}}}, namespace)

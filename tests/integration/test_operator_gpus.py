@@ -66,13 +66,13 @@ def test_engine_and_sidecar_share_a_claim_that_comes_changes_and_goes(plane, ope
         first = plane.api.get(TEMPLATES, ENGINE, namespace)["metadata"]["uid"]
 
         change(plane, namespace, engine={"gpu": {"count": 2}, "parallelism": {"tensor": 2}})
-        plane.wait(lambda: num_devices(plane, namespace) == [2, 2], 60)
+        plane.wait(lambda: num_devices(plane, namespace) == [2, 2])
         wait_ready(plane, namespace)
         assert plane.api.get(TEMPLATES, ENGINE, namespace)["metadata"]["uid"] != first
 
         gone = {"count": 1, "deviceClassName": None}
         change(plane, namespace, engine={"gpu": gone, "parallelism": {"tensor": 1}})
-        plane.wait(lambda: num_devices(plane, namespace) == [], 60)
+        plane.wait(lambda: num_devices(plane, namespace) == [])
         wait_ready(plane, namespace)
         assert plane.api.find(TEMPLATES, ENGINE, namespace) is None
         assert transfer(plane, namespace)["reason"] == "GPUNotShared"
@@ -81,7 +81,7 @@ def test_engine_and_sidecar_share_a_claim_that_comes_changes_and_goes(plane, ope
 
 def test_cuda_ipc_without_a_shared_gpu_is_told_and_pods_serve(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(sidecar={"transfer": "CudaIPC"}), namespace)
-    plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True", 60)
+    plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True")
     found = transfer(plane, namespace)
     assert (found["requested"], found["mode"], found["reason"]) == ("CudaIPC", "SharedMemory", "GPUNotShared")
     degraded = condition(plane, namespace, "Degraded")
@@ -90,8 +90,8 @@ def test_cuda_ipc_without_a_shared_gpu_is_told_and_pods_serve(plane, operator, n
     # Not to copy by the sidecar is what every pod does already, and yet it was declared otherwise.
     before = set(pods(plane, namespace))
     change(plane, namespace, sidecar={"transfer": "SharedMemory"})
-    plane.wait(lambda: len(pods(plane, namespace)) == 2 and not before & set(pods(plane, namespace)), 60)
-    plane.wait(lambda: condition(plane, namespace, "Degraded")["status"] == "False", 60)
+    plane.wait(lambda: len(pods(plane, namespace)) == 2 and not before & set(pods(plane, namespace)))
+    plane.wait(lambda: condition(plane, namespace, "Degraded")["status"] == "False")
 
 
 def test_a_claim_that_cannot_be_had_is_told(plane, operator, namespace):
@@ -102,7 +102,7 @@ def test_a_claim_that_cannot_be_had_is_told(plane, operator, namespace):
     reason, told = (
         ("Unschedulable", "no-such-class") if has_claims else ("Refused", "needs a newer Kubernetes")
     )
-    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == reason, 60)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == reason)
     assert told in condition(plane, namespace, "Degraded")["message"]
 
 

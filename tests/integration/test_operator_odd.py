@@ -153,10 +153,10 @@ def test_broken_objects_stop_no_other(plane, operator, namespace):
     with loose_definition(plane):
         # When the API server has seen the loose definition; what it refuses even then is no danger.
         first = objects.pop("types")
-        plane.wait(lambda: not refusal(first), 60)
+        plane.wait(lambda: not refusal(first))
         refused = {name: why for name, resource in objects.items() if (why := refusal(resource))}
         assert not refused.keys() & {"deep", "env", "large"}, refused
-        told = plane.wait(lambda: reasons(plane, namespace, len(objects) + 1 - len(refused)), 60)
+        told = plane.wait(lambda: reasons(plane, namespace, len(objects) + 1 - len(refused)))
     assert told["broken-types"] == told["broken-deep"] == "InvalidSpec", told
     assert told["broken-large"] == told["broken-env"] == "AsDeclared", told
     plane.api.create(CLUSTERS, example(), namespace)
