@@ -48,7 +48,8 @@ def bundle(out: Path, python: str, target: str = PLATFORM) -> None:
     subprocess.run(
         [
             os.environ.get("UV", "uv"), "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
-            f"--python-version={python}", f"--python-platform={target}", "--target", str(folder), *pins(),
+            f"--python-version={python}", f"--python-platform={target}", "--target", str(folder),
+            "--constraint", str(PINS), *pins(),
         ],
         check=True,
     )  # fmt: skip

@@ -8,8 +8,11 @@ compile() { uv pip compile --quiet --upgrade --no-emit-index-url --no-header --n
 compile pyproject.toml --extra sidecar --extra operator --extra dev --output-file tools/requirements/dev.txt
 echo 'torch==2.13.0' | compile --output-file tools/requirements/torch.txt -
 
-# What the images install: the same versions, and for the operator none of what the storage core needs.
-image() { compile pyproject.toml --constraint tools/requirements/dev.txt --constraint tools/requirements/torch.txt "$@"; }
+# What the images install, by hash: the same versions, and for the operator none of what the storage core needs.
+image() { compile pyproject.toml --generate-hashes --constraint tools/requirements/dev.txt \
+  --constraint tools/requirements/torch.txt "$@"; }
 image --extra sidecar --extra cuda --output-file sidecar/requirements.txt
 image --extra operator --no-emit-package numpy --no-emit-package xxhash --no-emit-package grpcio \
   --no-emit-package protobuf --output-file operator/requirements.txt
+# What builds them.
+printf 'uv\nhatchling\n' | compile --generate-hashes --output-file tools/requirements/build.txt -

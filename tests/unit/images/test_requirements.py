@@ -1,18 +1,20 @@
 """What the images install is what the tests run with."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+BUILD = "tools/requirements/build.txt"
 SHARED = ("numpy", "xxhash", "grpcio", "protobuf")
 """The storage core's, which the operator does without."""
 
 
 def pins(*names: str) -> dict[str, str]:
     text = "\n".join((ROOT / name).read_text() for name in names)
-    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", text, re.MULTILINE))
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("image", ["operator", "sidecar"])
@@ -26,3 +28,16 @@ def test_every_version_is_one_that_is_tested(image):
 def test_the_operator_installs_nothing_of_the_data_path():
     assert not set(pins("operator/requirements.txt")) & set(SHARED)
     assert set(pins("sidecar/requirements.txt")) >= set(SHARED)
+
+
+@pytest.mark.parametrize("name", ["operator/requirements.txt", "sidecar/requirements.txt", BUILD])
+def test_what_the_images_are_made_of_is_named_by_hash(name):
+    lines = (ROOT / name).read_text().replace("\\\n", " ").splitlines()
+    hashed = re.compile(r"\S+==\S+( +--hash=sha256:[0-9a-f]{64})+")
+    assert lines
+    assert [line for line in lines if not hashed.fullmatch(line)] == []
+
+
+def test_the_build_backend_is_among_them():
+    backend = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert {*backend, "uv"} <= set(pins(BUILD))
