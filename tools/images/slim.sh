@@ -15,6 +15,7 @@ find . -path '*/kubernetes/*client/models/*' -name 'v[0-9]*.py' ! -name v1_manag
   ! -name v1_object_meta.py ! -name v1_owner_reference.py -delete
 # Of CUDA only the driver's interface is used, of numpy only arrays.
 find . -path '*/cuda/bindings/*.so' ! -name 'driver.*' ! -name 'cydriver.*' ! -name 'utils.*' -delete
+find . -path '*/numpy/_core/*.so' \( -name '_simd.*' -o -name '_*_tests.*' \) -delete
 for unused in cuda/bindings/_v2 numpy/f2py numpy/distutils numpy/fft numpy/ma numpy/polynomial numpy/random \
     numpy/testing; do
   find . -type d -path "*/site-packages/$unused" -prune -exec rm -rf {} +
