@@ -7,7 +7,8 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from lmcache.logging import set_up
 from lmcache_operator import __version__
 from lmcache_operator.api import KIND
 from lmcache_operator.api.documents import dump, load
-from lmcache_operator.api.parse import parse
+from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.injection.workloads import inject_objects
-from lmcache_operator.errors import InvalidSpecError, LeaseLostError
+from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
+from lmcache_operator.errors import FileError, InvalidSpecError, LeaseLostError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     inject.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
     about = "YAML file with LMCacheClusters (default: those in FILE)"
     inject.add_argument("--cluster", type=Path, metavar="FILE", help=about)
-    about = "LMCacheCluster of pods without the label (default: none)"
+    about = "LMCacheCluster of pods without the label that are vLLM's for certain (default: none)"
     inject.add_argument("--name", metavar="NAME", help=about)
     return parser
 
@@ -127,15 +128,26 @@ def _run(arguments: argparse.Namespace) -> int:
 def _print(arguments: argparse.Namespace) -> int:
     """Print the objects that a command makes of a file."""
     try:
-        text = dump(arguments.objects(arguments))
-    except RecursionError:
-        print(f"{arguments.filename}: is nested too deeply", file=sys.stderr)
-        return _EXIT_USAGE
-    except (OSError, ValueError, yaml.YAMLError, InvalidSpecError) as error:
-        print(f"{arguments.filename}: {error}", file=sys.stderr)
+        with _blamed(arguments.filename):
+            text = dump(arguments.objects(arguments))
+    except FileError as error:
+        print(error, file=sys.stderr)
         return _EXIT_USAGE
     print(text, end="")
     return 0
+
+
+@contextmanager
+def _blamed(path: Path) -> Iterator[None]:
+    """What goes wrong within is the file's fault, if no other's. Raises `FileError`."""
+    try:
+        yield
+    except RecursionError as error:
+        raise FileError(f"{path}: is nested too deeply") from error
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError, InvalidSpecError) as error:
+        raise FileError(f"{path}: {error}") from error
 
 
 def _render(arguments: argparse.Namespace) -> list[Object]:
@@ -151,8 +163,14 @@ def _render(arguments: argparse.Namespace) -> list[Object]:
 
 
 def _inject(arguments: argparse.Namespace) -> list[Object]:
-    clusters = _read(arguments.cluster) if arguments.cluster else []
-    return inject_objects(_read(arguments.filename), clusters, arguments.name, _context(arguments))
+    clusters: list[Cluster] = []
+    if arguments.cluster:
+        with _blamed(arguments.cluster):
+            clusters = clusters_in(_read(arguments.cluster))
+    objects = _read(arguments.filename)
+    injected = inject_objects(objects, clusters, arguments.name, _context(arguments))
+    print(*injected.remarks, sep="\n", file=sys.stderr)
+    return injected.objects
 
 
 def _read(path: Path) -> list[Any]:

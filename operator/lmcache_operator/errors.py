@@ -2,6 +2,7 @@
 
     OperatorError
     ├── InvalidSpecError        the declaration can't be carried out: it has to change first
+    ├── FileError               a file that was given can't be used
     ├── LeaseLostError          another operator leads: this one has to end
     └── ApiError                a call to the API server failed
         ├── RefusedError        for good: the request, or the operator's permissions, have to change first
@@ -24,6 +25,10 @@ class InvalidSpecError(OperatorError):
     def __init__(self, path: str, sentence: str) -> None:
         super().__init__(f"{path}: {sentence}")
         self.path = path
+
+
+class FileError(OperatorError):
+    """A file that was given can't be used; the message begins with its name."""
 
 
 class LeaseLostError(OperatorError):

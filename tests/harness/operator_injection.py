@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from lmcache_operator.specs.names import INJECT_LABEL
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.injection.workloads import Injected, clusters_in, inject_objects
+from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
+
+from tests.harness.operator_model import cluster
 
 NAME = "demo"
+CONTEXT = Context(STOCK_IMAGES)
 
 
 def pod(*, name: str = NAME, **changes: Any) -> dict[str, Any]:
@@ -162,3 +167,12 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
             "hostNetwork": st.just(False),
         })),
     )  # fmt: skip
+
+
+def outcome(*objects: Any, name: str | None = None, **changes: Any) -> Injected:
+    """Of objects with one LMCacheCluster."""
+    return inject_objects(objects, clusters_in([cluster(**changes)]), name, CONTEXT)
+
+
+def injected(*objects: Any, name: str | None = None, **changes: Any) -> list[Any]:
+    return outcome(*objects, name=name, **changes).objects

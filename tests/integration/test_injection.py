@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, example, given, settings
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
-from lmcache_operator.components.injection.workloads import inject_objects
+from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
@@ -84,7 +84,8 @@ def home(plane: Cluster, operator_process: Operator) -> Iterator[str]:
 def by_command(found: Object) -> Object | str:
     """What the command makes of a pod, or why it makes nothing."""
     try:
-        (made,) = inject_objects([found], [profile_only(**CLAIMS)], None, Context(STOCK_IMAGES))
+        clusters = clusters_in([profile_only(**CLAIMS)])
+        (made,) = inject_objects([found], clusters, None, Context(STOCK_IMAGES)).objects
     except InvalidSpecError as error:
         return f"refused: {str(error).removeprefix('Pod llm: ')}"
     return dict(made)

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from lmcache_operator.__main__ import main
-from lmcache_operator.api.documents import dump, load
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context, Plan
+from lmcache_operator.components.base import Plan
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.injection.pods import OUTCOME
-from lmcache_operator.components.injection.workloads import inject_objects
+from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
+from lmcache_operator.specs.names import INJECT_LABEL
 
-from tests.harness.operator_injection import deployment, pod, pod_with, refused_pods
+from tests.harness.operator_injection import CONTEXT, injected, pod, pod_with, refused_pods
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import observe
 from tools.kube import schemas
 
-CONTEXT = Context(STOCK_IMAGES)
-SOME = [cluster()]
 NO_TOKEN = {"name": "lmcache-no-token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
 KINDS = {
     "Deployment": "spec.template", "StatefulSet": "spec.template", "DaemonSet": "spec.template",
     "ReplicaSet": "spec.template", "Job": "spec.template", "CronJob": "spec.jobTemplate.spec.template",
     "Pod": "",
 }  # fmt: skip
-
-
-def injected(*objects: Any, name: str | None = None) -> list[Any]:
-    return inject_objects(objects, SOME, name, CONTEXT)
 
 
 def pod_spec(**changes: Any) -> dict[str, Any]:
@@ -120,28 +111,6 @@ def test_what_is_the_pods_own_stays_as_it_is() -> None:
     assert spec["serviceAccountName"] == "llm"
 
 
-def test_twice_is_once() -> None:
-    once = injected(deployment())
-    assert injected(*once) == once
-
-
-def test_only_pods_that_ask_for_it_get_it_and_all_else_is_passed_on() -> None:
-    service = {"kind": "Service", "metadata": {"name": "llm"}}
-    other = deployment()
-    del other["spec"]["template"]["metadata"]["labels"][INJECT_LABEL]
-    found = injected(service, other, deployment())
-    assert found[:2] == [service, other]
-    assert found[2] != deployment()
-    named = injected(other, name="demo")[0]
-    assert named["spec"]["template"]["metadata"]["labels"][INJECT_LABEL] == "demo"
-    assert named == found[2]
-
-
-def test_a_list_as_kubectl_prints_it_is_its_items() -> None:
-    listed = {"kind": "List", "items": [deployment(), {"kind": "Service"}]}
-    assert injected(listed) == injected(deployment(), {"kind": "Service"})
-
-
 def test_of_several_containers_an_annotation_names_the_engine() -> None:
     before = pod()
     before["spec"]["containers"].insert(0, {"name": "proxy", "image": "p"})
@@ -166,7 +135,7 @@ def test_the_sidecar_shares_the_pods_claim_where_it_is_made_for_that(gpu: dict[s
     claims = [{"name": "mine"}]
     resource = cluster(engine={"gpu": gpu})
     for before in (pod(resources={"claims": claims}), pod()):
-        (found,) = inject_objects([before], [resource], None, CONTEXT)
+        (found,) = inject_objects([before], clusters_in([resource]), None, CONTEXT).objects
         has_both = "deviceClassName" in gpu and "resources" in before["spec"]["containers"][0]
         sidecar, payload = found["spec"]["initContainers"]
         assert sidecar["resources"].get("claims") == (claims if has_both else None)
@@ -180,42 +149,8 @@ def test_what_cannot_work_is_refused_where_it_is(found: Any, path: str, sentence
     assert refused.value.path == f"Pod llm: {path}"
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ({"kind": "LeaderWorkerSet"}, "kind LeaderWorkerSet: engines of several pods can't have a cache"),
-        ({"kind": "Pod"}, "Pod None.spec: must be an object, not None"),
-        ({"kind": "Job", "metadata": {"name": "x"}, "spec": []}, "Job x: spec.template: must be an object"),
-        (deployment(containers=[]), "spec.containers: the annotation lmcache.io/container must name"),
-        (deployment(containers=[{"image": "x"}]), "spec.template.spec.containers[0].name: must be a string"),
-        (deployment(volumes=[7]), "spec.template.spec.volumes[0]: must be an object, not 7"),
-        (pod(args="--x"), "Pod llm.spec.containers[0].args: must be a list, not '--x'"),
-        (pod(args=[7]), "spec.containers[0].args[0]: must be a string, not 7"),
-        ({"kind": "Service"}, "lmcache.io/inject: no pod has this label: add it, or say --name"),
-        ("text", "lmcache.io/inject: no pod has this label"),
-        (None, "lmcache.io/inject: no pod has this label"),
-        (pod(name="other"), f"metadata.labels[{INJECT_LABEL}]: there is no LMCacheCluster other: give its"),
-    ],
-)
-def test_rubbish_is_refused_with_a_sentence(found: Any, message: str) -> None:
-    with pytest.raises(InvalidSpecError, match=re.escape(message)):
-        injected(found)
-
-
-def test_a_cluster_of_another_namespace_is_refused() -> None:
-    found = deployment()
-    found["metadata"]["namespace"] = "elsewhere"
-    there = cluster()
-    there["metadata"]["namespace"] = "here"
-    with pytest.raises(InvalidSpecError, match="LMCacheCluster demo is in another namespace, here"):
-        inject_objects([found], [there], None, CONTEXT)
-    there["metadata"]["namespace"] = "elsewhere"
-    assert inject_objects([found], [there], None, CONTEXT) != [found]
-
-
 def test_the_connector_may_come_by_a_mounted_image() -> None:
-    resource = cluster(sidecar={"payload": "ImageVolume"})
-    (found,) = inject_objects([pod()], [resource], None, CONTEXT)
+    (found,) = injected(pod(), sidecar={"payload": "ImageVolume"})
     assert init_containers(found["spec"]) == ["lmcache-sidecar"]
     volumes = {volume["name"]: volume for volume in found["spec"]["volumes"]}
     assert "image" in volumes["lmcache-payload"]
@@ -228,19 +163,6 @@ def test_the_template_that_is_applied_fits_the_schema() -> None:
         (child,) = Injection().render(parse(cluster(**changes)), CONTEXT)
         as_pods = child | {"apiVersion": "v1", "kind": "PodTemplate"}
         assert schemas.validate(yaml.safe_dump(as_pods)) == []
-
-
-def test_the_command_reads_and_prints_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    workload, resource = tmp_path / "deployment.yaml", tmp_path / "cluster.yaml"
-    workload.write_text(yaml.safe_dump(deployment()))
-    resource.write_text(yaml.safe_dump(cluster()))
-    assert main(["inject", "-f", str(workload), "--cluster", str(resource)]) == 0
-    assert list(yaml.safe_load_all(capsys.readouterr().out)) == injected(deployment())
-    assert main(["inject", "-f", str(workload)]) == 2
-    assert "there is no LMCacheCluster demo: give its file with --cluster" in capsys.readouterr().err
-    workload.write_text(yaml.safe_dump_all([cluster(), deployment()]))
-    assert main(["inject", "-f", str(workload)]) == 0
-    assert "lmcache-sidecar" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -279,7 +201,7 @@ def test_names_of_the_users_own_on_the_sidecar_make_no_invalid_profile() -> None
         "volumeDevices": [{"name": volume, "devicePath": "/dev/x"}],
     }  # fmt: skip
     template = {"spec": {"initContainers": [sidecar], "volumes": [{"name": volume, "emptyDir": {}}]}}
-    (found,) = inject_objects([pod()], [cluster(engine={"podTemplate": template})], None, CONTEXT)
+    (found,) = injected(pod(), engine={"podTemplate": template})
     container, volumes = found["spec"]["initContainers"][0], found["spec"]["volumes"]
     assert container["ports"] == [{"containerPort": 9464, "name": "lmcache-metrics", "protocol": "TCP"}]
     assert "volumeDevices" not in container
@@ -287,50 +209,6 @@ def test_names_of_the_users_own_on_the_sidecar_make_no_invalid_profile() -> None
     assert {mount["name"] for mount in container["volumeMounts"]} <= set(named)
     assert max(map(len, named)) <= 63
     assert len(set(named)) == len(named)
-
-
-@pytest.mark.parametrize("document", ["a: 2026-01-02", "a: '1e3'", "'1e3': b"])
-def test_what_it_reads_it_writes_as_it_was(document: str) -> None:
-    assert load(dump(load(document))) == load(document)
-    assert load("2026-01-02") == ["2026-01-02"]
-
-
-def test_what_it_writes_kubernetes_reads_as_the_same() -> None:
-    """A string stays one: its YAML reads other words as numbers and booleans than Python's."""
-    words = [
-        "1e3",
-        "123e4",
-        "1234e56",
-        "+1e3",
-        ".5e3",
-        "-0o17",
-        "0o17",
-        "0x1F",
-        "0b1",
-        "1_0",
-        "y",
-        "N",
-        "yes",
-    ]
-    words += [
-        "null",
-        "~",
-        "010",
-        "1:30",
-        "2026-1-2",
-        "2026-01-02",
-        ".inf",
-        "-.INF",
-        ".nan",
-        "=",
-        "<<",
-        "0.",
-        "",
-    ]
-    data = {f"k{index}": word for index, word in enumerate(words)}
-    found = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "1e3"}, "data": data}
-    assert schemas.validate(dump([found])) == []
-    assert load(dump([found])) == [found]
 
 
 @pytest.mark.parametrize(
@@ -365,22 +243,3 @@ def test_a_pod_that_its_cache_keeps_from_starting_degrades_the_cluster() -> None
     ):  # fmt: skip
         observed = observe(World(cluster()), foreign_pods=(live(given) | {"status": status},))
         assert [tuple(problem) for problem in Injection().status(observed, Plan()).degraded] == expected
-
-
-def test_of_clusters_with_one_name_a_pod_has_that_of_its_namespace() -> None:
-    objects, sizes = [], {"a": "1Gi", "b": "2Gi"}
-    for namespace, size in sizes.items():
-        found = cluster(tiers={"memory": {"size": size}})
-        objects.append(found | {"metadata": found["metadata"] | {"namespace": namespace}})
-    for namespace in sizes:
-        metadata = {"name": "llm", "namespace": namespace}
-        objects.append(deployment() | {"metadata": metadata})
-    *_, first, second = inject_objects(objects, [], None, CONTEXT)
-    volumes = (found["spec"]["template"]["spec"]["volumes"] for found in (first, second))
-    limits = [[v["emptyDir"]["sizeLimit"] for v in own if v["name"] == "lmcache-arena"] for own in volumes]
-    assert limits == [["1024Mi"], ["2048Mi"]]
-
-
-def test_clusters_may_be_a_list_as_kubectl_prints_it() -> None:
-    listed = {"kind": "List", "items": SOME}
-    assert inject_objects([deployment()], [listed], None, CONTEXT) == injected(deployment())

@@ -20,6 +20,9 @@ OUTCOME = "lmcache.io/injection"
 """Annotation: what came of the label."""
 INJECTED = "injected"
 _SHELL = r"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh|.*vllm serve .*"
+_STARTS_VLLM = r"(.*bin/)?vllm|vllm\.entrypoints\..*|.*\bvllm serve\b.*"
+_VLLM_IMAGE = r"(.*/)?vllm(-(openai|cpu|cuda|rocm|tpu|xpu|hpu|neuron|ascend|dev)[^/:@]*)?([:@].*)?"
+"""Those that are published; a router's is named after vLLM, too."""
 _OTHER_EXECUTOR = r"(^|\n)--dis[a-z_-]*[=\n](ray|external_launcher)(\n|$)"
 _EXECUTOR_SENTENCE = f"--distributed-executor-backend can't be ray or external_launcher: {ONE_POD}"
 _RANK_VARIABLES = "VLLM_DP_"
@@ -30,6 +33,20 @@ _USER_FIELDS = ("runAsUser", "runAsGroup", "runAsNonRoot")
 def has_cache(pod: Object) -> bool:
     """Whether a pod, or a pod template, has been given its cache."""
     return any(container.get("name") == SIDECAR for container in pod["spec"].get("initContainers") or ())
+
+
+def has_engine(pod: Object) -> bool:
+    """Whether a pod, or a pod template, is one of vLLM for certain: by its command, or its image's name."""
+    return CONTAINER in ((pod.get("metadata") or {}).get("annotations") or {}) or any(
+        _starts_vllm(container) for container in pod["spec"]["containers"]
+    )
+
+
+def _starts_vllm(container: Object) -> bool:
+    command, args = container.get("command") or [], container.get("args") or []
+    if any(re.fullmatch(_STARTS_VLLM, word, re.DOTALL) for word in command + args):
+        return True
+    return not command and bool(re.fullmatch(_VLLM_IMAGE, container.get("image") or ""))
 
 
 def inject(pod: Object, profile: Object, path: str) -> Object:

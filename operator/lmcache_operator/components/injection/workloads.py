@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache_operator.api import KIND
 from lmcache_operator.api.parse import TYPE_NAMES, Cluster, parse
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.injection.pods import has_cache, inject
+from lmcache_operator.components.injection.pods import has_cache, has_engine, inject
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
@@ -23,9 +23,11 @@ _PODS: Mapping[str, tuple[str, ...]] = {
 }
 """Where the pod is in an object of a kind."""
 _GROUPS = ("LeaderWorkerSet", "RayCluster", "RayService")
+_NONE_ASKS = "no pod has this label: add it, or say --name LMCACHECLUSTER"
+_NOT_CERTAIN = f"no container is vLLM's for certain: if one is, label the pods {INJECT_LABEL}: {{}}"
 _NAMED = {"name": str}
 _CONTAINER = _NAMED | {
-    "command": [str], "args": [str], "env": [_NAMED], "ports": [{}], "volumeMounts": [{}],
+    "image": str, "command": [str], "args": [str], "env": [_NAMED], "ports": [{}], "volumeMounts": [{}],
     "securityContext": {}, "resources": {},
 }  # fmt: skip
 _POD: Object = {
@@ -38,37 +40,59 @@ _POD: Object = {
 """The shape of what is read of a pod."""
 
 
+class Injected(NamedTuple):
+    """What became of objects."""
+
+    objects: list[Any]
+    """All of them, in their order."""
+    remarks: list[str]
+    """Which have a cache now, and which of those without a label have none; a sentence each."""
+
+
+def clusters_in(objects: Sequence[Any]) -> list[Cluster]:
+    """The LMCacheClusters among objects, or in lists of them.
+
+    Raises:
+        InvalidSpecError: one can't be rendered.
+    """
+    return [parse(item) for found in objects for item in _items(found) if _kind(item) == KIND]
+
+
 def inject_objects(
-    objects: Sequence[Any], resources: Sequence[Any], cluster_name: str | None, context: Context
-) -> list[Any]:
+    objects: Sequence[Any], clusters: Sequence[Cluster], cluster_name: str | None, context: Context
+) -> Injected:
     """The objects; those whose pods name an LMCacheCluster by their label have its cache.
 
-    ``resources`` may hold LMCacheClusters, and so may the objects; ``cluster_name`` is for pods without a
-    label. What has its cache already, and what makes no pods, stays as it is.
+    LMCacheClusters may be among the objects; ``cluster_name`` is for pods without a label that are vLLM's for
+    certain. What has its cache already, and what makes no pods, stays as it is.
 
     Raises:
         InvalidSpecError: a pod can't have a cache, or there is none that asks for one.
     """
-    given = [item for found in objects for item in _items(found)]
-    others = [item for found in resources for item in _items(found)]
-    parsed = map(parse, (one for one in (*given, *others) if _kind(one) == KIND))
-    clusters = {(cluster.name, cluster.namespace): cluster for cluster in parsed}
-    injected, num_asked = [], 0
-    for found in given:
+    known = {(cluster.name, cluster.namespace): cluster for cluster in (*clusters_in(objects), *clusters)}
+    injected = Injected([], [])
+    is_asked = False
+    for found in (item for each in objects for item in _items(each)):
         if (path := _pod_path(found)) is None:
-            injected.append(found)
+            injected.objects.append(found)
             continue
-        where = f"{found['kind']} {_at(found, ('metadata', 'name'))}: {''.join(f'{key}.' for key in path)}"
+        title = f"{found['kind']} {_at(found, ('metadata', 'name'))}"
+        where = f"{title}: {''.join(f'{key}.' for key in path)}"
         pod = _at(found, path)
         _check_shape(pod, _POD, where.rstrip(": ."))
-        name = _at(pod, ("metadata", "labels", INJECT_LABEL)) or cluster_name
+        label = _at(pod, ("metadata", "labels", INJECT_LABEL))
+        name = label or (cluster_name if has_engine(pod) else None)
         if name is not None:
-            num_asked += 1
-            cluster = _named(name, clusters, _at(found, ("metadata", "namespace")), where)
+            is_asked = True
+            cluster = _named(name, known, _at(found, ("metadata", "namespace")), where)
             pod = pod if has_cache(pod) else _with_cache(pod, cluster, context, where)
-        injected.append(_replaced(found, path, pod))
-    if not num_asked:
-        raise InvalidSpecError(INJECT_LABEL, "no pod has this label: add it, or say --name LMCACHECLUSTER")
+            injected.remarks.append(f"{title}: has the cache of {name}")
+        elif cluster_name is not None:
+            injected.remarks.append(f"{title}: left as it is, {_NOT_CERTAIN.format(cluster_name)}")
+        injected.objects.append(_replaced(found, path, pod))
+    if not is_asked:
+        asking = _NOT_CERTAIN.format(cluster_name) if cluster_name else _NONE_ASKS
+        raise InvalidSpecError(INJECT_LABEL, asking)
     return injected
 
 
