@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -81,18 +82,29 @@ def pack_chart(version: str, registry: str, digests: dict[str, str], out: Path) 
     return out / f"{CHART.name}-{version}.tgz"
 
 
+def push_chart(archive: Path, registry: str) -> str:
+    """Pushes the chart; its digest, which helm prints."""
+    argv = [str(binaries.path("helm")), "push", str(archive), f"oci://{registry}/charts"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    digest = re.search(r"^Digest: (sha256:[0-9a-f]{64})$", output, re.MULTILINE)
+    if done.returncode or not digest:
+        raise ReleaseError(f"failed: {' '.join(argv)}\n{output}")
+    return digest[1]
+
+
 def release(version: str, registry: str, digests_file: Path | None) -> None:
     """Publishes everything. Raises `ReleaseError`."""
     check_version(version)
     subprocess.run(["docker", "buildx", "rm", BUILDER], capture_output=True)
     run("docker", "buildx", "create", "--name", BUILDER, "--driver", "docker-container")
     digests = {name: push_image(name, f"{registry}/{name}:{version}") for name in IMAGES}
+    with tempfile.TemporaryDirectory() as out:
+        archive = pack_chart(version, registry, digests, Path(out))
+        digests["chart"] = push_chart(archive, registry)
     if digests_file:
         with digests_file.open("a") as file:
             file.writelines(f"{name}={digest}\n" for name, digest in digests.items())
-    with tempfile.TemporaryDirectory() as out:
-        archive = pack_chart(version, registry, digests, Path(out))
-        run(binaries.path("helm"), "push", archive, f"oci://{registry}/charts")
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import yaml
 
 from tools import release
 
-DIGESTS = {"operator": "sha256:" + "a" * 64, "sidecar": "sha256:" + "b" * 64}
+DIGESTS = {"operator": "sha256:" + "a" * 64, "sidecar": "sha256:" + "b" * 64, "chart": "sha256:" + "c" * 64}
 
 
 @pytest.fixture
@@ -29,13 +29,19 @@ def commands(monkeypatch):
             out = Path(words[-1])
             with tarfile.open(out / "lmcache-operator-0.1.0.tgz", "w:gz") as archive:
                 archive.add(out / "lmcache-operator", "lmcache-operator")
+
+    def push(words, **_):
+        """What helm prints; other calls' results are not looked at."""
         if "push" in words:
-            with tarfile.open(words[words.index("push") + 1]) as archive:
+            calls.append(words)
+            with tarfile.open(words[2]) as archive:
                 values = archive.extractfile("lmcache-operator/values.yaml")
                 calls.append(["values", values.read().decode()])
+        printed = f"Pushed: registry.example/x:0.1.0\nDigest: {DIGESTS['chart']}\n"
+        return subprocess.CompletedProcess(words, 0, "", printed)
 
     monkeypatch.setattr(release, "run", run)
-    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    monkeypatch.setattr(release.subprocess, "run", push)
     monkeypatch.setattr(release.binaries, "path", lambda name: name)
     return calls
 
@@ -56,6 +62,15 @@ def test_images_carry_sbom_and_provenance(commands):
     builds = [call for call in commands if "--metadata-file" in call]
     assert len(builds) == 2
     assert all({"--push", "--sbom=true", "--provenance=mode=max"} <= set(call) for call in builds)
+
+
+@pytest.mark.parametrize(("status", "printed"), [(1, "Error: denied"), (0, "Pushed: x")])
+def test_a_chart_that_may_not_be_there_ends_the_release(monkeypatch, status, printed):
+    done = subprocess.CompletedProcess([], status, "", printed)
+    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(release.binaries, "path", lambda name: name)
+    with pytest.raises(release.ReleaseError, match=rf"(?s)failed: helm push .*{printed}"):
+        release.push_chart(release.ROOT / "x.tgz", "registry.example/me")
 
 
 def test_another_version_than_the_project_s_publishes_nothing(commands):
