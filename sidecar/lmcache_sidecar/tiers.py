@@ -33,7 +33,7 @@ class TierHandle:
 
 def open_tiers(config: Config, opened: ExitStack) -> dict[str, TierHandle]:
     """By name, in the order in which they are asked; ``opened`` closes them. Raises ConfigError for a secret
-    that can't be read."""
+    that can't be read, unless it is to stay up."""
     handles: dict[str, TierHandle] = {}
     for name, open_tier in TIERS.items():
         if (handle := open_tier(config)) is not None:
@@ -55,7 +55,10 @@ def _open_remote(config: Config) -> TierHandle | None:
         except ConfigError as error:
             raise ConnectionError(str(error)) from error
 
-    config.present(address)  # a wrong path is a mistake that shows at the start
+    # A wrong path is a mistake that shows at the start. In a pod it is a secret that is not there yet, or was
+    # declared after the pod was made: the other tiers do their work meanwhile.
+    if not config.stay_up:
+        config.present(address)
     remote = RemoteTier(address, timeout_seconds=config.remote_timeout_seconds, present=present)
     return TierHandle(str(address), remote)
 

@@ -14,6 +14,7 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
+from testing.child_process import ProcessDied
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import session_of, store
 from tests.harness.remote_objects import KEY, is_available, load, probe, until
@@ -121,3 +122,21 @@ def test_a_sidecar_reads_the_file_of_a_rotated_password_again(tmp_path):
                 file.unlink()  # a secret that is being replaced: what is connected goes on
                 store(session, 2)
                 sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)
+
+
+@pytest.mark.redis
+def test_a_sidecar_that_is_to_stay_up_serves_without_its_secret_until_it_is_there(tmp_path):
+    """A pod that was made before the password was declared has no file of it."""
+    file = tmp_path / "secret" / "password"
+    with RedisProcess(password="new") as server:
+        options = {"remote_url": f"redis://127.0.0.1:{server.port}", "remote_password_file": file}
+        with pytest.raises(ProcessDied), SidecarProcess(**options):
+            pass
+        with SidecarProcess(stay_up="true", **options) as sidecar, session_of(sidecar) as session:
+            store(session, 1)
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+            assert sidecar.stats()["is_ready"]
+            assert f"--remote-password-file: {file} can't be read: no such file" in sidecar.log
+            file.parent.mkdir()
+            file.write_text("new\n")
+            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
