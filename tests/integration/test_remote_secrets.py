@@ -134,9 +134,9 @@ def test_a_sidecar_that_is_to_stay_up_serves_without_its_secret_until_it_is_ther
             pass
         with SidecarProcess(stay_up="true", **options) as sidecar, session_of(sidecar) as session:
             store(session, 1)
-            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"], timeout=90)
             assert sidecar.stats()["is_ready"]
             assert f"--remote-password-file: {file} can't be read: no such file" in sidecar.log
             file.parent.mkdir()
             file.write_text("new\n")
-            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
+            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1, timeout=90)
