@@ -87,10 +87,11 @@ def is_ready(pod) -> bool:
 
 
 def started_again(pod, former: int):
-    """The figures of the sidecar's process when it is another one than ``former``."""
+    """The figures of the sidecar's process when it is another one than ``former``; while there is none, its
+    parent answers."""
     with contextlib.suppress(OSError):
         stats = pod.stats()
-        return stats if stats["pid"] != former else None
+        return stats if stats.get("pid", former) != former else None
     return None
 
 
