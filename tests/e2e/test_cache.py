@@ -13,7 +13,7 @@ import pytest
 
 from testing.child_process import REPOSITORY
 from testing.node import groups
-from testing.node.app import REDIS_NAMESPACE
+from testing.node.app import PASSWORD, REDIS_NAMESPACE
 from testing.node.pods import Pod
 from tests.harness.pods import endings, hit, is_going, kept, least_cached, num_running, prompt
 
@@ -65,11 +65,16 @@ def test_hit_after_the_kernel_killed_the_engine(tiny, cold):
     assert "container engine" in tiny.conditions()["Degraded"]["message"]
 
 
+def num_rows_in(redis) -> int:
+    """Of all prompts; each row is an object of its own."""
+    return int(redis.exec("redis", "redis-cli", "--no-auth-warning", "-a", PASSWORD, "DBSIZE"))
+
+
 def test_a_rolled_pod_ends_its_request_and_leaves_its_rows_to_the_next(tiny, cold):
     """Redis hangs until the engine has ended: what is to be written waits in a sidecar that has to go."""
     node, before = tiny.node, tiny.ready_pod()
     redis = Pod(node, node.api.get("v1/pods", "kv", REDIS_NAMESPACE))
-    engine = before.group("engine")
+    engine, num_written = before.group("engine"), num_rows_in(redis)
     with kept(before), ThreadPoolExecutor(1) as threads:
         with redis.stopped("redis"):
             late = before.complete(LATE_PROMPT)
@@ -81,13 +86,14 @@ def test_a_rolled_pod_ends_its_request_and_leaves_its_rows_to_the_next(tiny, col
             node.wait(lambda: groups.is_empty(engine), 180)
         ended = node.wait(lambda: endings(tiny.pod()), 180)
     assert [container["exitCode"] for container in ended] == [0, 0]
+    assert num_rows_in(redis) >= num_written + least_cached(LATE_PROMPT) // 256
     after = tiny.ready_pod(instead_of=before)
     assert "ROLLED=1" in after.exec("engine", "env").splitlines()
     assert after.stats()["memory"]["used_rows"] == 0
     hit(after, PROMPT, cold)
     hit(after, LATE_PROMPT, late)
-    num_rows = (least_cached(PROMPT) + least_cached(LATE_PROMPT)) // 256
-    assert after.stats()["remote"]["hits"] >= num_rows
+    # Not of all rows: where a busy machine made Redis slow, the engine rather computes them again.
+    assert after.stats()["remote"]["hits"] > 0
     tiny.wait_condition("Ready")
 
 
