@@ -18,7 +18,7 @@ from tests.harness.programs import IDLE, offer_programs, use_program
 
 NAME = PROGRAMS = "reasons"
 DIES = """#!/bin/sh
-echo loading the model
+echo loading the model >&2
 echo there is no room for it >&2
 exit 3
 """
