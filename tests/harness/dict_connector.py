@@ -45,6 +45,6 @@ class DictConnector(RemoteBytesConnector):
         self.calls["after close"] += self.is_closed
         self.calls[method] += 1
         self.calls[method, key] += 1
-        assert self.may_answer.wait(30)
+        assert self.may_answer.wait(60)
         if self.is_down:
             raise self.error

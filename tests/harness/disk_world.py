@@ -32,7 +32,7 @@ def content(number: int, size: int) -> bytes:
 def open_tier(path: Path, capacity: int = MIB) -> DiskTier:
     """Open a tier and wait for its index."""
     tier = DiskTier(path, capacity)
-    assert tier.indexed.wait(20)
+    assert tier.indexed.wait(60)
     return tier
 
 

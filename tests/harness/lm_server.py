@@ -33,7 +33,7 @@ def serving(device="cpu", port=0, **options):
         yield server
     finally:
         server.stop()
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         assert not thread.is_alive(), "the server did not stop"
 
 
@@ -48,7 +48,7 @@ def connected(server, timeout_seconds=5.0):
 
 @contextlib.contextmanager
 def dialled(port):
-    with socket.create_connection((HOST, port), timeout=10) as peer:
+    with socket.create_connection((HOST, port), timeout=60) as peer:
         yield peer
 
 

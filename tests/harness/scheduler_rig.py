@@ -89,7 +89,7 @@ class Rig:
         """Wait until the lookup thread did all that was asked so far."""
         done = threading.Event()
         self.lookups.ask(Ticket("", [], b"", find_extra_keys=done.set))
-        assert done.wait(10)
+        assert done.wait(60)
 
     def arrive(self, request):
         self.scheduler.on_new_request(request)

@@ -127,7 +127,7 @@ class RawClient:
             response_deserializer=method.reply.FromString,
         )
         defaults = {"epoch": self.epoch, "client_uuid": self.uuid}
-        return call(method.request(**(defaults | fields)), timeout=10)
+        return call(method.request(**(defaults | fields)), timeout=60)
 
 
 def _until_none(messages: queue.SimpleQueue[pb.AttachRequest | None]) -> Iterator[pb.AttachRequest]:
@@ -163,7 +163,7 @@ class ClientProcess:
         """End the process in the ordinary way; its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        return self._process.wait(20)
+        return self._process.wait(60)
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)

@@ -58,7 +58,7 @@ class CopierDouble:
     def _copy(self, fence):
         self.fences.append(fence)
         self.in_copy.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
 
 
 class WorkerRig:
@@ -106,7 +106,7 @@ class WorkerRig:
 
     def collect_until(self, done, held=()):
         """Step like the engine until ``done(sent, loaded)``; everything that was reported."""
-        sent, loaded, deadline = [], [], time.monotonic() + 10
+        sent, loaded, deadline = [], [], time.monotonic() + 60
         while not done(sent, loaded):
             assert time.monotonic() < deadline, (sent, loaded)
             newly_sent, newly_loaded = self.collect(held, is_idle=True)

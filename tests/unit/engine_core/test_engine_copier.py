@@ -87,7 +87,7 @@ def test_work_is_shared_among_threads_and_the_last_one_is_waited_for(num_threads
     everybody, ended = threading.Barrier(num_threads), []
 
     def work():
-        everybody.wait(10)
+        everybody.wait(60)
         ended.append(threading.get_ident())
 
     CpuCopier({0: layout(pages=PAGES["streamed"])}, num_threads).share(work)

@@ -282,7 +282,7 @@ def test_offline_ends_all_leases(rig):
     rig.stored(3)
     load(rig)
     rig.scheduler.go_offline()
-    rig.lookups._thread.join(10)
+    rig.lookups._thread.join(60)
     assert rig.session.leased == set()
 
 

@@ -29,7 +29,7 @@ class SidecarCopies:
         assert self._rig.copier.waits, "the engine's work was waited for"
         self.calls.append([copy.slot for copy in copies])
         self.in_copy.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         if (answer := self.fault(len(self.calls))) is not None:
             return answer
         for copy in copies:
@@ -70,11 +70,11 @@ def test_nothing_is_read_before_the_engine_s_work_is_done(rig):
     def wait(fence):
         rig.copier.waits.append(fence)
         begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(60)
 
     rig.copier.wait = wait
     rig.store()
-    assert begun.wait(30)
+    assert begun.wait(60)
     rig.copier.kv |= {1: 51, 2: 52, 3: 53, 4: 54}  # the forward ends
     assert not rig.sidecar.calls
     may_end.set()
@@ -85,7 +85,7 @@ def test_nothing_is_read_before_the_engine_s_work_is_done(rig):
 def test_blocks_taken_back_under_a_copy_are_aborted(rig):
     rig.sidecar.gate.clear()
     rig.store()
-    assert rig.sidecar.in_copy.wait(30)
+    assert rig.sidecar.in_copy.wait(60)
     rig.reclaim(1)
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # another request's
     rig.sidecar.gate.set()

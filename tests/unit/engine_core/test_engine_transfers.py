@@ -1,7 +1,6 @@
 """How long blocks live: every rule of the copies, broken by a fault that is injected where the rule holds."""
 
 import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,6 +22,19 @@ def rig():
 
 def committed(rig, count):
     return lambda *_: len(rig.session.committed) == count
+
+
+def note_waits(rig):
+    """The seconds for which each store's end is waited for from now on; they pass at once."""
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        rig.now += seconds
+
+    for transfer in rig.worker._stores.values():
+        transfer.ended.wait = wait
+    return waits
 
 
 def test_a_store_is_committed_and_a_load_brings_the_bytes_back(rig):
@@ -51,7 +63,7 @@ def test_a_load_is_reported_only_after_its_copy_ended(rig):
     rig.session.committed.append(Slot(0, 1))
     rig.copier.gate.clear()
     rig.load(Slot(0, 1))
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     for _ in range(20):
         assert rig.collect((), is_idle=True) == (set(), set())
     rig.copier.gate.set()
@@ -98,13 +110,13 @@ def test_no_thread_goes_on_behind_a_bad_chunk(rig):
 
     def slow_load(*args):
         has_begun.set()
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         load(*args)
 
     def share(work):
         other = threading.Thread(target=work)
         other.start()
-        assert has_begun.wait(10)
+        assert has_begun.wait(60)
         work()
         may_end.set()
         other.join()
@@ -131,7 +143,7 @@ def test_blocks_taken_back_during_a_copy_are_never_committed(rig):
     """Preemption: the bytes of the copy under way may be torn; what was copied before is good."""
     rig.copier.gate.clear()
     rig.store()
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     rig.reclaim(1, 77)
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # the engine writes another request's KV
     rig.copier.gate.set()
@@ -141,10 +153,10 @@ def test_blocks_taken_back_during_a_copy_are_never_committed(rig):
 
 
 def test_preemption_waits_for_a_copy_that_is_about_to_end(rig, monkeypatch):
-    monkeypatch.setattr(module, "PREEMPTION_SECONDS", 10)
+    monkeypatch.setattr(module, "PREEMPTION_SECONDS", 60)
     rig.copier.gate.clear()
     rig.store()
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     threading.Timer(0.05, rig.copier.gate.set).start()
     rig.reclaim(1, 77)
     assert len(rig.session.committed) == 2
@@ -162,15 +174,15 @@ def test_preemption_waits_no_longer_than_it_may(rig):
     rig.copier.gate.clear()
     for number in range(50):
         rig.store(names=(b"%d" % number, b"%d+" % number))
-    began = time.monotonic()
+    waits = note_waits(rig)
     rig.reclaim(*range(1, 51))
-    assert time.monotonic() - began < 1, "the bound is for all copies together"
+    assert sum(waits) == pytest.approx(module.PREEMPTION_SECONDS), "the bound is for all copies together"
 
 
 def test_a_finished_request_is_held_while_its_blocks_are_copied(rig):
     rig.copier.gate.clear()
     rig.store()
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     assert rig.collect(["r"], is_idle=True) == (set(), set())
     rig.now = module.HOLD_SECONDS - 0.01
     assert rig.collect((), is_idle=True) == (set(), set())
@@ -183,7 +195,7 @@ def test_a_finished_request_is_held_while_its_blocks_are_copied(rig):
 def test_a_request_is_held_no_longer_than_the_bound_and_then_not_committed(rig):
     rig.copier.gate.clear()
     rig.store()
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     rig.collect(["r"], is_idle=False)
     rig.now = module.HOLD_SECONDS
     assert rig.collect((), is_idle=False) == ({"r"}, set())
@@ -201,7 +213,7 @@ def test_a_held_request_without_stores_is_given_back_at_once(rig):
 def test_offline_aborts_stores_and_still_gives_blocks_back(rig):
     rig.copier.gate.clear()
     rig.store()
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     rig.worker.go_offline()
     rig.copier.gate.set()
     assert rig.collect_until(lambda sent, loaded: sent, held=["r"])[0] == ["r"]
@@ -218,7 +230,7 @@ def test_a_request_that_ends_with_a_store_is_held_in_the_hook_order_of_both_runn
     step = StepMeta(stores=[rig.job()], held=["r"])
     answers = [getattr(rig.worker, hook)(step) for hook in order]
     assert (set(), set()) in answers, "the blocks are still read"
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     rig.copier.gate.set()
     sent, _ = rig.collect_until(lambda sent, loaded: sent)
     assert sent == ["r"]
@@ -231,7 +243,7 @@ def test_blocks_given_back_after_the_bound_are_never_committed_in_either_order(r
     step = StepMeta(stores=[rig.job()], held=["r"])
     for hook in order:
         getattr(rig.worker, hook)(step)
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     rig.now = module.HOLD_SECONDS
     assert rig.collect((), is_idle=False) == ({"r"}, set())
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # the next owner's
@@ -251,9 +263,9 @@ def test_a_store_that_a_rank_does_not_begin_begins_with_the_next_step(rig):
 
 def test_a_store_that_was_not_begun_before_its_blocks_are_given_away_never_begins(rig):
     rig.collect_meta(StepMeta(stores=[rig.job()]))
-    began = time.monotonic()
+    waits = note_waits(rig)
     rig.reclaim(1, 77)
-    assert time.monotonic() - began < module.PREEMPTION_SECONDS, "there is no copy to wait for"
+    assert not waits, "there is no copy to wait for"
     rig.collect_until(lambda *_: not rig.worker._stores)
     assert rig.copier.fences == []
     assert rig.session.rows == {}
@@ -324,7 +336,7 @@ def test_copies_of_what_a_window_left_behind_get_their_share_of_the_engine_s_tim
     """However long the sidecar hangs; and when it is back, they get it again."""
     rig.copier.gate.clear()
     rig.store(is_transient=True)
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     waits, ended = [], rig.worker._stores[1].ended
 
     def wait(seconds):
@@ -342,11 +354,11 @@ def test_copies_of_what_a_window_left_behind_get_their_share_of_the_engine_s_tim
 def test_what_a_window_left_behind_does_not_queue_behind_what_can_wait(rig):
     rig.copier.gate.clear()
     rig.store(names=(b"a",), blocks=(1, 2))
-    assert rig.copier.in_copy.wait(10)
+    assert rig.copier.in_copy.wait(60)
     copied, store = threading.Event(), rig.copier.store
     rig.copier.store = lambda *args: copied.set()
     rig.store(names=(b"b",), blocks=(3, 4), is_transient=True)
-    assert copied.wait(10)
+    assert copied.wait(60)
     rig.copier.store = store
 
 

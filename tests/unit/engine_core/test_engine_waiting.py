@@ -106,18 +106,18 @@ def test_while_the_sidecar_answers_others_a_request_waits_for_its_turn(rig):
 
     def answer():
         served.release()
-        assert next(waiting).wait(10)
+        assert next(waiting).wait(60)
 
     rig.session.before_lookup = answer
     requests = [make_request(200, str(number), cache_salt=str(number)) for number in range(4)]
     for request in requests:
         rig.scheduler.on_new_request(request)
-    assert served.acquire(timeout=10)
+    assert served.acquire(timeout=60)
     for number in range(3):
         rig.now += 0.9 * MIN_ANSWER_SECONDS
         assert rig.match(requests[3]) == (None, False)
         turns[number].set()
-        assert served.acquire(timeout=10), "the next one is asked for, the one before was answered"
+        assert served.acquire(timeout=60), "the next one is asked for, the one before was answered"
     rig.now += MAX_ANSWER_SECONDS
     assert rig.match(requests[3]) == (0, False), "now it is silent"
     turns[3].set()

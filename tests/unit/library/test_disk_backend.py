@@ -177,7 +177,7 @@ def test_the_directory_holds_what_its_limit_says(tmp_path):
     pool = LMCacheMemPoolMetadata(shape, torch.float16, 3 * 8 / 1024)
     backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")
     assert backend.evictor.MAX_CACHE_SIZE == 3 << 23
-    backend._tier.indexed.wait(10)
+    backend._tier.indexed.wait(60)
     for index in range(7):
         backend.put(make_key(str(index)), torch.zeros(shape, dtype=torch.float16))
     assert [key.chunk_hash for key in backend.dict] == ["4", "5", "6"]
@@ -289,7 +289,7 @@ def test_the_limit_can_be_lowered(tmp_path):
     num_bytes = make_chunk().nbytes
     pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 8 * num_bytes / 1024**3)
     backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")
-    backend._tier.indexed.wait(10)
+    backend._tier.indexed.wait(60)
     for name in "abc":
         backend.put(make_key(name), make_chunk(seed=ord(name)))
     backend.evictor.MAX_CACHE_SIZE = 2.01 * num_bytes

@@ -200,7 +200,7 @@ def test_a_client_that_trickles_is_put_off():
         for _ in range(157):  # never a whole head
             with contextlib.suppress(ConnectionError):
                 peer.sendall(b"\1")
-            if select.select([peer], [], [], 0.01)[0]:
+            if select.select([peer], [], [], 0.1)[0]:
                 break
         assert select.select([peer], [], [], 0)[0], "the server went on waiting"
         assert received(peer, 1) == b""
@@ -214,7 +214,7 @@ def test_an_idle_client_is_kept_longer_than_any_message():
 
 
 def test_clients_beyond_the_bound_are_refused_while_all_others_are_at_work():
-    with serving(max_clients=1, timeout_seconds=10) as server, dialled(server.port) as first:
+    with serving(max_clients=1, timeout_seconds=60) as server, dialled(server.port) as first:
         first.sendall(head(PUT, "k", 2) + b"x")
         wait_until(lambda: server._unfinished.num_free < server._max_object_bytes)
         with dialled(server.port) as second:

@@ -29,7 +29,7 @@ from tests.harness.lm_server import (
 def false_server(*replies):
     """Answers each connection's first request with the next reply, then closes it; None: never answers."""
     listener = socket.create_server((HOST, 0))
-    listener.settimeout(10)
+    listener.settimeout(60)
     is_over = threading.Event()
 
     def serve():
@@ -37,20 +37,21 @@ def false_server(*replies):
             with contextlib.suppress(OSError):
                 peer, _ = listener.accept()
                 with peer:
-                    peer.settimeout(10)
+                    peer.settimeout(60)
                     received(peer, 158)
-                    is_over.wait(10) if reply is None else peer.sendall(reply)
+                    is_over.wait(60) if reply is None else peer.sendall(reply)
 
     thread = threading.Thread(target=serve)
     thread.start()
-    connector = LMCServerConnector(HOST, listener.getsockname()[1], timeout_seconds=0.2)
+    timeout_seconds = 0.2 if None in replies else 60
+    connector = LMCServerConnector(HOST, listener.getsockname()[1], timeout_seconds=timeout_seconds)
     try:
         yield connector
     finally:
         is_over.set()
         listener.close()
         connector.close()
-        thread.join(timeout=20)
+        thread.join(timeout=60)
 
 
 def until(deadline_seconds, call):
@@ -115,7 +116,7 @@ def test_defect_12_a_server_that_came_back_is_found_again():
     with pytest.raises(ConnectionError):
         connector.exists(key(1))
     with serving(port=port):
-        assert until(5, lambda: connector.exists(key(1))) is False
+        assert until(60, lambda: connector.exists(key(1))) is False
         connector.set(key(1), b"y")
         assert connector.get(key(1)) == b"y"
     connector.close()
@@ -154,7 +155,7 @@ def test_while_a_probe_connects_calls_fail_at_once(monkeypatch):
 
     def hang(*_: object) -> None:
         has_begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         raise TimeoutError("timed out")
 
     connector = LMCServerConnector(HOST, 1)
@@ -162,12 +163,12 @@ def test_while_a_probe_connects_calls_fail_at_once(monkeypatch):
         with pytest.raises(ConnectionError):
             connector.exists("key")
         monkeypatch.setattr(socket, "create_connection", hang)
-        assert has_begun.wait(20)
+        assert has_begun.wait(60)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(connector.exists, "key")
             try:
                 with pytest.raises(ConnectionError, match="unavailable"):
-                    call.result(5)
+                    call.result(60)
             finally:
                 go_on.set()
     finally:

@@ -251,7 +251,7 @@ def test_close_puts_what_is_queued(monkeypatch):
     backend = make_backend()
     gate = threading.Event()
     put = backend._put
-    monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(10) and put(*arguments))
+    monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(60) and put(*arguments))
     monkeypatch.setattr(backend.mpool, "close", lambda: None)  # to look at what is there afterwards
     for index in range(5):
         backend.put_nonblocking(make_key(str(index)), make_chunk())
@@ -265,7 +265,7 @@ def test_close_puts_what_is_queued(monkeypatch):
 def test_a_full_queue_makes_puts_wait(monkeypatch, backend):
     monkeypatch.setattr(queued_backend, "MAX_QUEUED_BYTES", 2 * CHUNK_BYTES)
     gate, put = threading.Event(), backend._put
-    monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(10) and put(*arguments))
+    monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(60) and put(*arguments))
     done = []
 
     def put_all():

@@ -115,8 +115,8 @@ def test_defect_09_close_ends_the_workers_before_the_connection(backend, connect
     closer = threading.Thread(target=backend.close)
     closer.start()
     connector.may_answer.set()
-    closer.join(10)
-    reader.join(10)
+    closer.join(60)
+    reader.join(60)
     assert not closer.is_alive()
     assert not reader.is_alive()
     assert len(connector.values) == 4, "what was queued is put first"
@@ -216,14 +216,14 @@ def test_a_later_put_is_not_undone_by_one_that_waits_for_the_worker(backend, con
     def hold_first(name: str, content: bytes) -> None:
         if not is_held.is_set():
             is_held.set()
-            assert may_set.wait(30)
+            assert may_set.wait(60)
         stored(name, content)
 
     monkeypatch.setattr(connector, "set", hold_first)
     older, newer = make_chunk(seed=ord("a")), make_chunk(seed=ord("b"))
     for name in ("begun", "queued"):
         backend.put(make_key(name), older, blocking=False)
-    assert is_held.wait(10)
+    assert is_held.wait(60)
     backend.put(make_key("queued"), newer)  # not held up by what the worker does
     later = threading.Thread(target=backend.put, args=(make_key("begun"), newer))
     later.start()

@@ -167,7 +167,7 @@ def test_a_row_of_another_group_does_not_reach_into_the_neighbour_s_slots(engine
         groups=[pb.GroupCopies(group=0, slots=reserved.slots, blocks=blocks)],
     )
     with pytest.raises(RefusedError, match=r"nothing was copied: .* is not reserved for 12288 bytes"):
-        asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 30))
+        asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 60))
     assert engine.world.sessions.store.memory.num_held == 0
 
 
@@ -176,7 +176,7 @@ def test_a_call_for_nothing_has_an_answer(engine):
     for message in (request(engine, b""), pb.CopyBlocksRequest(epoch=engine.client.epoch)):
         message.client_uuid = engine.client.peer.uuid
         with pytest.raises(RefusedError, match="names no slot"):
-            asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 30))
+            asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 60))
 
 
 def test_more_gpus_than_a_node_has_are_not_read(engine):

@@ -84,7 +84,7 @@ class Running:
 
     def __enter__(self) -> Running:
         self._thread.start()
-        assert self._is_up.wait(20)
+        assert self._is_up.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:

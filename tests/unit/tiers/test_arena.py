@@ -53,7 +53,7 @@ def fill(arena: ArenaFile) -> list[int]:
 
     arena.start(on_growth)
     with grown:
-        assert grown.wait_for(lambda: (seen and seen[-1] == arena.num_rows > 0) or arena.growth_error, 20)
+        assert grown.wait_for(lambda: (seen and seen[-1] == arena.num_rows > 0) or arena.growth_error, 60)
     return seen
 
 
@@ -97,7 +97,7 @@ class TestFile:
         arena = opened()
         filled = threading.Event()
         arena.start(lambda: filled.set() if os.stat(arena.path).st_blocks * 512 >= 8 * MIB else None)
-        assert filled.wait(20)
+        assert filled.wait(60)
         assert arena.ready_rows == 0
         arena.close()
 
@@ -112,7 +112,7 @@ class TestFile:
         arena.start(on_growth)
         arena.format(GEOMETRY)
         arena.format(Geometry(128 << 10, 1))
-        assert ready.wait(20)
+        assert ready.wait(60)
 
     def test_growth_that_is_done_before_the_format_is_counts(self, opened, monkeypatch):
         arena = opened(PAGE_BYTES * 64)
@@ -127,7 +127,7 @@ class TestFile:
         def late(geometry: Geometry | None, first_generation: int) -> None:
             if geometry is not None:
                 arena.start(on_growth)
-                assert grown.wait(20)
+                assert grown.wait(60)
             real(geometry, first_generation)
 
         monkeypatch.setattr(arena, "_write_head", late)
@@ -146,7 +146,7 @@ class TestFile:
         if slot_bytes is not None:
             arena.format(Geometry(slot_bytes, 2))
         arena.start(on_growth)
-        assert full.wait(20)
+        assert full.wait(60)
         assert path.stat().st_size == 8 * MIB
         own_blocks = 16 << 10  # of a file system that is no tmpfs, for its list of extents
         assert 6 * MIB <= path.stat().st_blocks * 512 <= 8 * MIB + own_blocks
@@ -236,7 +236,7 @@ class TestFile:
         monkeypatch.setattr("lmcache.tiers.memory.arena.populate", slow)
         monkeypatch.setattr("lmcache.tiers.memory.arena._STEP_BYTES", 4096)
         arena.start(lambda: None)
-        assert taking.wait(20)
+        assert taking.wait(60)
         arena.close()
         assert arena.ready_rows == 0
 

@@ -33,7 +33,7 @@ class Growing:
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(is_so, 20)
+            assert self._changed.wait_for(is_so, 60)
 
     def taken_bytes(self) -> int:
         return self.arena.path.stat().st_blocks * 512

@@ -23,7 +23,7 @@ class Medium:
 
     def probe(self) -> None:
         self.num_probes += 1
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         if not self.answers:
             raise ConnectionRefusedError("nobody there")
 

@@ -184,7 +184,7 @@ class TestWrongFiles:
         store(tier, 1)
         (leftover := file_of(path, 1).with_name(f"{file_of(path, 1).name}.12345.tmp")).touch()
         tier = restart()
-        assert tier.indexed.wait(10)
+        assert tier.indexed.wait(60)
         assert not leftover.exists()
         assert load(tier, 1) == content(1, PAGE)
 
@@ -282,19 +282,19 @@ class TestUnhealthyVolume:
             store(tier, 2)
         check_away(tier)
         assert tier.health.probe()
-        assert tier.indexed.wait(10)
+        assert tier.indexed.wait(60)
         assert tier.used_bytes == 2 * PAGE
         assert store(tier, 2)
 
     def test_of_many_that_try_at_once_one_lists_the_directory(self, tier, monkeypatch):
-        tier.indexed.wait(10)
+        tier.indexed.wait(60)
         may_end, num_threads = threading.Event(), 16
         everybody = threading.Barrier(num_threads)
         scans = []
 
         def scan() -> list:
             scans.append(1)
-            may_end.wait(10)
+            may_end.wait(60)
             return []
 
         monkeypatch.setattr(tier._directory, "scan", scan)
@@ -304,7 +304,7 @@ class TestUnhealthyVolume:
         with ThreadPoolExecutor(num_threads) as pool:
             assert all(pool.map(lambda _: tier.health.probe(), range(num_threads)))
         may_end.set()
-        assert tier.indexed.wait(10)
+        assert tier.indexed.wait(60)
         tier._scan.join()
         assert scans == [1]
 
@@ -313,7 +313,7 @@ class TestUnhealthyVolume:
         store(tier, 2)
         os.utime(file_of(path, 1), ns=(1 << 63, 1 << 63))
         tier = restart()
-        assert tier.indexed.wait(10)
+        assert tier.indexed.wait(60)
         assert tier.keys() == [key_of(1), key_of(2)]  # of what was used together the last goes first
 
     def test_a_start_that_fails_says_why(self, path):

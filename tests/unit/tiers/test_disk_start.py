@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 
@@ -31,12 +32,12 @@ def tier(tmp_path, monkeypatch, go_on):
     def wait(directory):
         found = list(scan(directory))
         has_seen.set()
-        go_on.wait(10)
+        go_on.wait(60)
         yield from found
 
     monkeypatch.setattr(Directory, "scan", wait)
     tier = DiskTier(tmp_path, 32 * PAGE)
-    assert has_seen.wait(10)
+    assert has_seen.wait(60)
     yield tier
     go_on.set()
     tier.close()
@@ -57,12 +58,13 @@ def test_what_goes_meanwhile_is_not_counted(tmp_path, tier, go_on):
     assert tier.remove(ObjectId(key_of(1), 0))
     assert not tier.contains(ObjectId(key_of(1), 0))
     go_on.set()
-    assert tier.indexed.wait(10)
+    assert tier.indexed.wait(60)
     assert not tier.contains(ObjectId(key_of(1), 0))
     assert tier.used_bytes == taken_bytes(tmp_path) == 2 * PAGE
 
 
-def test_stores_wait(tier, go_on):
+def test_stores_wait(tier, go_on, monkeypatch):
+    monkeypatch.setattr(tier, "_wait_ends", time.monotonic() + 60)
     threading.Timer(0.05, go_on.set).start()
     assert store(tier, 3)
     assert tier.used_bytes == 6 * PAGE
@@ -94,5 +96,5 @@ def test_a_thread_that_outlives_the_tier_meets_no_file_of_others(tmp_path):
 def test_closing_does_not_wait_for_the_index(tier, go_on):
     tier._closing = True
     go_on.set()
-    tier._scan.join(10)
+    tier._scan.join(60)
     assert not tier.indexed.is_set()

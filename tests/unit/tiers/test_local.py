@@ -246,7 +246,7 @@ def test_a_reader_or_writer_that_takes_its_time_stops_nobody(payloads):
 
     def dawdle(row: int, length: int = 0) -> None:
         inside.set()
-        assert leave.wait(20)
+        assert leave.wait(60)
 
     for slow in (
         lambda: payloads.store.get(key(1), dawdle),
@@ -254,7 +254,7 @@ def test_a_reader_or_writer_that_takes_its_time_stops_nobody(payloads):
     ):
         thread = threading.Thread(target=slow)
         thread.start()
-        assert inside.wait(20)
+        assert inside.wait(60)
         assert payloads.put(3, SLOT)
         assert payloads.get(3) == bytes([3]) * SLOT
         assert payloads.present(2) == []

@@ -31,7 +31,7 @@ def test_namespaces_that_nobody_shares_stay_in_memory():
             world.store._labels.clear()
             world.remote.fill(chain(1, start=9))
             world.put(chain(2))
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
             assert world.lookup(chain(2)).num_resident == 2
             assert not world.lookup(chain(1, start=9), "other").is_probing
             assert not world.remote.calls
@@ -58,7 +58,7 @@ async def test_an_answer_is_of_use_only_where_it_can_tell_more_than_the_index(wo
     assert not world.store.is_memory_only(NAMESPACE), "there is a remote tier"
     assert world.store.is_memory_only(b"p" * 32), "private: never below"
     world.put(chain(1))
-    await world.store.drain(20)
+    await world.store.drain(60)
     restarted = TieredStore(world.arena)
     assert restarted.is_memory_only(NAMESPACE)
     await restarted.adopt()
@@ -113,7 +113,7 @@ async def test_probes_do_not_wait_for_promotions(world):
 @run
 async def test_a_held_remote_holds_no_lookup(world):
     world.put(chain(2))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.remote.open.clear()
     for request in range(3):
         found = world.lookup(chain(4), str(request))
@@ -136,7 +136,7 @@ async def test_an_unhealthy_remote_is_left_alone_until_it_is_well(world):
     assert world.remote.calls["probe"] == num_probes
     assert not await world.store.drain(0.01)
     world.remote.is_unhealthy = False
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert world.lower.stats.written == 2
     world.now += 2
     await world.until_resident(chain(2))
@@ -197,7 +197,7 @@ async def test_absent_keys_are_asked_for_once_in_a_while(world):
 async def test_each_group_of_a_request_answers_for_itself_under_one_lease(world):
     one, other = chain(4), chain(4, start=50)
     world.put([*one, *other[:2]])
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     for column in range(2):
         world.remote.objects[other[2], column] = content(other[2], column)
     assert world.lookup(one) == LookupResult(4, 4)
@@ -223,7 +223,7 @@ def test_adopted_rows_are_verified_before_they_are_offered():
     async def main() -> None:
         async with World() as world:
             world.put(chain(5))
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
             slots = world.slots(chain(5))
         world.arena.view(slots[2].row, 1)[77] ^= 1
         async with World(arena=world.arena) as world:
@@ -245,7 +245,7 @@ def test_a_closed_store_is_let_go_by_tiers_that_outlive_it():
     async def main() -> weakref.ref[object]:
         async with World(remote=tier) as world:
             world.put(chain(2))
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
             return weakref.ref(world.store.memory)
 
     tier = FakeTier()
@@ -281,7 +281,7 @@ def test_without_a_remote_tier():
         (answer,) = store.reserve(chain(1), 0, OWNER, length=SIZE)
         store.commit([answer.slot], 0, OWNER)
         assert store.lookup(LEASE, one_chain(chain(2), SIZE)) == LookupResult(1, 1)
-        assert await store.drain(20)
+        assert await store.drain(60)
         await store.close()
 
     asyncio.run(main())
@@ -310,7 +310,7 @@ def test_the_loop_runs_while_the_index_is_rebuilt():
 @run
 async def test_drain_is_done_when_all_was_though_more_comes_at_once(world):
     world.store._outstanding.add()
-    draining = asyncio.create_task(world.store.drain(20))
+    draining = asyncio.create_task(world.store.drain(60))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     world.store._outstanding.done()

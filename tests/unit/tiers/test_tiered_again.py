@@ -30,7 +30,7 @@ async def hit(world: World, keys: list[bytes]) -> None:
 
 
 async def hit_until_written(world: World, keys: list[bytes]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not written(world) >= set(keys):
             await hit(world, keys)
 
@@ -38,7 +38,7 @@ async def hit_until_written(world: World, keys: list[bytes]) -> None:
 @run
 async def test_what_a_restarted_tier_lost_is_written_when_it_is_hit(world):
     world.put(chain(3))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.remote.is_unhealthy = True
     world.now += REFRESH_SECONDS
     await hit(world, chain(1))
@@ -53,12 +53,12 @@ async def test_what_a_restarted_tier_lost_is_written_when_it_is_hit(world):
 @run
 async def test_what_was_lost_in_silence_is_written_within_the_refresh_period(world):
     world.put(chain(3))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.remote.objects.pop((chain(3)[1], 1))
     world.now += REFRESH_SECONDS
     await hit(world, chain(3))
     await until(lambda: len(world.remote.objects) == 6)
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert world.lower.stats.written == 4  # what is there is only touched
 
 
@@ -67,7 +67,7 @@ async def test_a_hit_of_every_group_of_a_request_is_followed_up(world):
     """They are looked up one after the other, under one lease."""
     one, other = chain(2), chain(2, start=50)
     world.put([*one, *other])
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.now += REFRESH_SECONDS
     assert world.lookup(one).num_resident == world.lookup(other).num_resident == 2
     await until(lambda: set(world.remote.touched) == {*one, *other})
@@ -77,12 +77,12 @@ async def test_a_hit_of_every_group_of_a_request_is_followed_up(world):
 async def test_what_was_refused_is_written_when_there_is_room_and_nobody_hits_it(world):
     world.remote.is_full = True
     world.put(chain(4))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     stores = world.remote.calls["store"]
     await until(lambda: world.remote.calls["store"] >= stores + 3)  # one row at a time is offered
     world.remote.is_full = False
     await until(lambda: written(world) == set(chain(4)))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert not world.lower._refused
     assert not world.lower._is_offering
 
@@ -125,7 +125,7 @@ async def test_refused_rows_that_left_memory_take_nobody_s_turn(world):
     offer = lower._OFFER_SECONDS
     world.remote.is_full = True
     world.put(chain(4))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     pauses = []
 
     async def pause(seconds, sleep=asyncio.sleep):
@@ -150,7 +150,7 @@ async def test_what_was_refused_is_bounded(world):
     world.remote.is_full = True
     world.put(chain(4))
     world.put(chain(12, start=4))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert len(world.lower._refused) <= 4
     world.remote.is_full = False
     world.now += REFRESH_SECONDS
@@ -165,7 +165,7 @@ async def test_what_was_dropped_is_written_when_it_is_hit(world):
     world.put(chain(10, start=2))
     await until(lambda: world.lower.stats.writes_skipped[WriteSkipped.DROPPED] == 6)
     world.remote.open.set()
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.now += 10
     await hit_until_written(world, chain(8))
 
@@ -177,7 +177,7 @@ def test_what_an_earlier_process_did_not_write_is_written_when_it_is_hit(admit):
         remote.is_full = True
         async with World(remote=remote) as world:
             world.put(chain(4))
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
         remote.is_full = False
         async with World(arena=world.arena, remote=remote, admit=admit) as world:
             await world.until_resident(chain(4))
@@ -190,7 +190,7 @@ def test_what_an_earlier_process_did_not_write_is_written_when_it_is_hit(admit):
 @run
 async def test_a_row_that_somebody_wrote_over_is_not_spread(world):
     world.put(chain(2))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.remote.objects.clear()
     slot = world.slots(chain(1))[0]
     world.arena.view(slot.row, 1)[5] ^= 1

@@ -35,7 +35,7 @@ async def write_for_ever(folder: str) -> None:
             assert answer.slot
             arena.view(answer.slot.row, column)[:] = content(key, column) * REPEATS
             store.commit([answer.slot], column, OWNER)
-        assert await store.drain(20)
+        assert await store.drain(60)
         assert not store.lower["disk"].stats.writes_skipped.total()
         print(number, flush=True)
 

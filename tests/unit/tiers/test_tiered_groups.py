@@ -125,7 +125,7 @@ def run_with(names, residencies, test) -> None:
                 for chunk in range(NUM_CHUNKS):
                     if memory[at][chunk]:
                         world.put(group, chunk)
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
             for tier, present in zip(world.tiers, lower, strict=False):
                 tier.objects = {
                     (key(group, chunk), 0): content(key(group, chunk), group)
@@ -135,7 +135,7 @@ def run_with(names, residencies, test) -> None:
                 }
             for tier in world.tiers[len(lower) :]:
                 tier.objects.clear()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await test(world)
         finally:
             await world.store.close()

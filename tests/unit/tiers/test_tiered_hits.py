@@ -12,7 +12,7 @@ from tests.harness.tiered_world import LEASE, World, chain, run, until
 @run
 async def test_hits_make_the_copies_below_younger_now_and_then(world):
     world.put(chain(3))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     for _ in range(2):
         assert world.lookup(chain(4)).num_resident == 3
         await until(lambda: not world.store._refresh._latest)
@@ -27,7 +27,7 @@ async def test_hits_make_the_copies_below_younger_now_and_then(world):
 @run
 async def test_an_unhealthy_tier_is_not_touched_and_hits_go_on(world):
     world.put(chain(2))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.now += REFRESH_SECONDS
     world.remote.is_unhealthy = True
     world.lookup(chain(2))
@@ -44,7 +44,7 @@ def test_rows_are_written_when_they_are_hit_for_the_first_time():
     async def main() -> None:
         async with World(admit=Admit.ON_REUSE) as world:
             world.put(chain(4))
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
             assert not world.remote.objects
             for _ in range(2):
                 assert world.lookup(chain(2)).num_resident == 2
@@ -58,12 +58,12 @@ def test_rows_are_written_when_they_are_hit_for_the_first_time():
 async def test_a_row_that_is_not_shared_is_not_written_for_a_shared_one_that_is_hit_with_it(world):
     private = b"p" * 64
     world.put([*chain(1), private])
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.now += REFRESH_SECONDS
     assert world.lookup([*chain(1), private]).num_resident == 2
     await until(lambda: not world.store._refresh._latest)
     await until(lambda: world.remote.calls["touch"])
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert {key for key, _ in world.remote.objects} == set(chain(1))
     assert set(world.remote.touched) == set(chain(1))
 
@@ -73,7 +73,7 @@ def test_a_row_that_took_an_unused_one_s_place_is_not_taken_for_it():
         async with World(num_rows=8, admit=Admit.ON_REUSE) as world:
             world.put(chain(8))
             world.lookup(chain(1))
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
             world.store.memory.release(LEASE)
             world.put(chain(8, start=10))
             await until(lambda: not world.store._refresh._latest)

@@ -38,7 +38,7 @@ def test_a_probe_that_hangs_leaves_its_keys_to_the_next_tier():
             world.lookup(chain(3))
             await until(lambda: disk.num_waiting == 1)
             world.now += 1  # the disk counts as stuck
-            await asyncio.wait_for(world.until_resident(chain(3)), 10)
+            await asyncio.wait_for(world.until_resident(chain(3)), 60)
             assert disk.num_waiting == 1
             assert not world.store._promotions._probing
 
@@ -53,7 +53,7 @@ def test_rows_behind_a_load_that_hangs_are_not_pending():
             assert world.store.lower["disk"].num_loads == 16  # as many as may be pending
             world.now += 1
             await until(lambda: len(world.store._promotions._pending) == 2)
-            await asyncio.wait_for(world.until_resident(chain(10, start=100)), 10)
+            await asyncio.wait_for(world.until_resident(chain(10, start=100)), 60)
             assert world.store.lower["disk"].num_loads == 2
 
     asyncio.run(main())
@@ -62,7 +62,7 @@ def test_rows_behind_a_load_that_hangs_are_not_pending():
 @run
 async def test_an_error_while_rows_are_verified_leaves_none_of_them_pending(world):
     world.put(chain(3))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     await world.store.close()
     async with World(arena=world.arena) as again:
 

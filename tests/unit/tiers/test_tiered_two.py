@@ -44,7 +44,7 @@ def with_disk(test):
 @with_disk
 async def test_what_is_committed_is_in_both(world, folder):
     world.put(chain(4))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert set(world.remote.objects) == {(key, column) for key in chain(4) for column in range(2)}
     assert len(list(folder.rglob("*.[01]"))) == 8
     assert world.store.lower["disk"].stats.written == 4
@@ -53,16 +53,16 @@ async def test_what_is_committed_is_in_both(world, folder):
 @with_disk
 async def test_what_is_on_disk_is_read_from_there_and_the_rest_from_afar(world, folder):
     world.put(chain(3))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.remote.fill(chain(5))
     async with world_with_disk(Path(tempfile.mkdtemp(dir=folder))) as other:
         other.remote.objects = world.remote.objects
         await other.until_resident(chain(3))
-        assert await other.store.drain(20)  # what came from afar is on the disk now
+        assert await other.store.drain(60)  # what came from afar is on the disk now
         assert other.store.lower["disk"].stats.written == 3
         other.store.memory.release(LEASE)
         other.put(chain(16, start=50))
-        await other.store.drain(20)
+        await other.store.drain(60)
         await other.until_resident(chain(5))
         assert other.store.lower["disk"].stats.promoted == 3
         assert other.lower.stats.promoted == 5
@@ -71,10 +71,10 @@ async def test_what_is_on_disk_is_read_from_there_and_the_rest_from_afar(world, 
 async def stored_and_evicted(world, keys) -> None:
     """Rows that only the lower tiers have."""
     world.put(keys)
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.store.memory.release(LEASE)
     world.put(chain(16, start=50))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
 
 
 @with_disk
@@ -150,7 +150,7 @@ def test_a_held_tier_holds_no_write_to_the_other(first):
             await until(lambda: len(free.objects) == 8)
             assert not held.objects
             held.open.set()
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
             assert held.objects == free.objects
 
     asyncio.run(main())
@@ -165,7 +165,7 @@ def test_an_unhealthy_disk_is_passed_by():
             assert not world.store.lower["disk"].is_healthy
             assert not await world.store.drain(0.01)
             world.disk.is_unhealthy = False
-            assert await world.store.drain(20)
+            assert await world.store.drain(60)
             assert len(world.disk.objects) == 6  # what came from afar waited for it
 
     asyncio.run(main())
@@ -197,7 +197,7 @@ async def test_rows_are_drained_when_all_tiers_have_them(world, folder):
     world.remote.held = {"store"}
     world.remote.open.clear()
     world.put(chain(2))
-    draining = asyncio.create_task(world.store.drain(20))
+    draining = asyncio.create_task(world.store.drain(60))
     await until(lambda: world.store.lower["disk"].stats.written == 2)
     assert not draining.done()
     world.remote.open.set()
@@ -210,12 +210,12 @@ async def test_what_is_not_written_is_counted_by_its_reason(world):
     world.fill(chain(1), 0)
     world.remote.is_full = True
     world.put(chain(1, start=1))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert world.lower.stats.writes_skipped == {WriteSkipped.REFUSED: 1}
     world.remote.is_full = False
     world.store._labels.clear()
     world.put(chain(1, start=2))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert world.remote.objects == {}, "rows of a namespace that is not shared never leave memory"
 
 
@@ -227,7 +227,7 @@ async def test_an_unavailable_tier_gets_later_what_was_stored_meanwhile(world):
     world.put(chain(1, start=1))
     assert not await world.store.drain(0.01)
     world.remote.is_unhealthy = False
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert len(world.remote.objects) == 4
 
 
@@ -236,9 +236,9 @@ async def test_who_stops_waiting_for_a_write_does_not_stop_it(world):
     world.remote.held = {"store"}
     world.remote.open.clear()
     world.put(chain(2))
-    draining = asyncio.create_task(world.store.drain(20))
+    draining = asyncio.create_task(world.store.drain(60))
     await until(lambda: world.remote.num_waiting)
     draining.cancel()
     world.remote.open.set()
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert world.remote.objects == {(k, c): content(k, c) for k in chain(2) for c in range(2)}

@@ -12,7 +12,7 @@ from tests.harness.tiered_world import LEASE, OWNER, SIZE, chain, content, run, 
 @run
 async def test_what_is_committed_is_written_through(world):
     world.put(chain(4))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert world.remote.objects == {(k, c): content(k, c) for k in chain(4) for c in range(2)}
     assert world.remote.labels == {b"model"}
     assert world.lower.stats.written == 4
@@ -28,7 +28,7 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
     assert world.lower.num_queued == 4
     assert world.lower.stats.writes_skipped[WriteSkipped.DROPPED] == 6
     world.remote.open.set()
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert {key for key, _ in world.remote.objects} == set(chain(6))
 
 
@@ -39,7 +39,7 @@ async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
     await until(lambda: world.remote.num_waiting == 2 and world.lower.num_queued == 4)
     world.put(chain(14, start=100))
     world.remote.open.set()
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert all(payload == content(*name) for name, payload in world.remote.objects.items())
     stats = world.lower.stats
     assert stats.written + stats.writes_skipped.total() == 20
@@ -50,7 +50,7 @@ async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
 async def test_a_full_remote_refuses_and_is_not_unhealthy(world):
     world.remote.is_full = True
     world.put(chain(2))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert world.lower.stats.writes_skipped[WriteSkipped.REFUSED] == 2
     assert world.lower.is_healthy
 
@@ -69,7 +69,7 @@ async def test_commit_is_all_or_nothing(world):
 @run
 async def test_what_was_brought_for_a_request_goes_before_its_head(world):
     world.put(chain(4), request="request")
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.remote.fill(chain(4, start=4))
     world.remote.open.clear()
     assert world.lookup(chain(8)).is_probing
@@ -85,9 +85,9 @@ async def test_what_was_brought_for_a_request_goes_before_its_head(world):
 async def test_rows_without_a_request_go_tail_first_call_by_call(world):
     world.put(chain(8))
     world.put(chain(8, start=50))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     for left in reversed(range(8)):
         world.put(chain(1, start=1000 + left))
-        assert await world.store.drain(20)
+        assert await world.store.drain(60)
         assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(left)
         assert all(map(world.store.memory.is_resident, chain(8, start=50)))

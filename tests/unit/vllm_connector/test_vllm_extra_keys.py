@@ -154,7 +154,7 @@ def test_an_adapter_is_hashed_elsewhere(model, monkeypatch):
 
     def hash_slowly(folder, began):
         threads.append((threading.current_thread(), os.getpriority(os.PRIO_PROCESS, 0)))
-        assert gate.wait(10)
+        assert gate.wait(60)
         return "f"
 
     monkeypatch.setattr(files, "fingerprint", hash_slowly)
