@@ -15,6 +15,7 @@ from lmcache_operator.components.reasons import Trouble
 from lmcache_operator.specs import Object
 
 _MAX_MESSAGE = 4096
+_SUMMED_UP = ("Degraded", "Progressing", "Ready")
 _INVALID = Condition("False", "InvalidSpec", "the pods stay as they were declared before")
 
 
@@ -79,13 +80,17 @@ def news(before: Object, after: Object) -> list[Object]:
 
 
 def events(before: Object, changed: Sequence[Object]) -> Iterator[Event]:
-    """Those that report changed conditions: one for each reason, in the order of what follows from what."""
+    """Those that report changed conditions: one for each reason, first those that sum up the others."""
+    old = {condition["type"]: condition["status"] for condition in before.get("conditions") or ()}
     found = {condition["type"]: condition for condition in changed}
-    if not before.get("conditions") and found.get("Degraded", {}).get("status") == "False":
+    if not old and found.get("Degraded", {}).get("status") == "False":
         del found["Degraded"]  # new, and nothing has stood in its way yet
+    # Of a part it is news that it fails, and that it does no longer.
+    parts = [kind for kind, said in found.items() if "False" in (old.get(kind), said["status"])]
     told: dict[str, str] = {}
-    for condition in (found[kind] for kind in ("Degraded", "Progressing", "Ready") if kind in found):
-        told.setdefault(condition["reason"], condition["message"])
+    for kind in (*_SUMMED_UP, *parts):
+        if kind in found and kind != "EngineAvailable":  # which says what Ready and Progressing say
+            told.setdefault(found[kind]["reason"], found[kind]["message"])
     for reason, message in told.items():
         yield Event("Warning" if reason in get_args(Trouble) else "Normal", reason, message)
 

@@ -220,6 +220,24 @@ def test_events_tell_what_changed_and_nothing_else() -> None:
     assert list(events(bad, news(bad, good))) == [healed, ready]
 
 
+def test_a_part_that_fails_or_works_again_is_told_whatever_else_is_wrong() -> None:
+    def said(remote: tuple[str, str]) -> dict[str, Any]:
+        told = {"Degraded": ("True", "Unschedulable"), "RemoteTierReachable": remote}
+        return {
+            "conditions": [
+                {"type": k, "status": v[0], "reason": v[1], "message": ""} for k, v in told.items()
+            ]
+        }
+
+    good, bad, unknown = (
+        said(found)
+        for found in (("True", "Reachable"), ("False", "RemoteTierUnreachable"), ("Unknown", "NoAnswer"))
+    )
+    assert list(events(good, news(good, bad))) == [("Warning", "RemoteTierUnreachable", "")]
+    assert list(events(bad, news(bad, good))) == [("Normal", "Reachable", "")]
+    assert list(events(good, news(good, unknown))) == list(events(unknown, news(unknown, good))) == []
+
+
 def test_events_tell_each_step_of_a_cluster_once() -> None:
     world, told = settled_world(engine={"replicas": 2}), []
     pods, world.pods = dict(world.pods), {}
