@@ -12,12 +12,13 @@ import json
 from datetime import datetime
 from typing import Any
 
+from lmcache_operator.errors import RefusedError
 from lmcache_operator.specs.kinds import CLUSTER, EVENT, NODE, POD, Kind, Ref, controller_uid
 from lmcache_operator.specs.merge import ITEM_KEYS, merge
 from lmcache_operator.specs.names import FIELD_MANAGER
 
 Object = dict[str, Any]
-MINIMAL_SPEC: Object = {"model": {"name": "org/model"}, "tiers": {"memory": {"size": "1Gi"}}}
+MINIMAL_SPEC: Object = {"model": {"name": "org/model"}, "engine": {}, "tiers": {"memory": {"size": "1Gi"}}}
 NAMESPACE, NAME, UID = "team", "demo", "0e7a4a2c-0000-4000-8000-000000000001"
 
 
@@ -44,6 +45,24 @@ def _fields(value: Any) -> Object:
             if all(key in item for item in value):
                 return {f"k:{json.dumps({key: item[key]})}": {".": {}, **_fields(item)} for item in value}
     return {}
+
+
+_KEYED_BY_NAME = ("containers", "initContainers", "volumes", "env", "resourceClaims", "imagePullSecrets")
+
+
+def _refuse_twins(value: Any, where: str = "") -> None:
+    """As the API server does: it could not tell which of the two is whose."""
+    if isinstance(value, list):
+        names = [item["name"] for item in value if isinstance(item, dict) and "name" in item]
+        if where.rpartition(".")[2] in _KEYED_BY_NAME and len(names) > len(set(names)):
+            raise RefusedError(
+                "apply", f"failed to create typed patch object: {where}: duplicate entries for key"
+            )
+        for item in value:
+            _refuse_twins(item, where)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_twins(item, f"{where}.{key}")
 
 
 class World:
@@ -104,6 +123,7 @@ class World:
     async def apply(self, wanted: Object, uid: str | None) -> None:
         ref = Ref(wanted["kind"], wanted["metadata"]["name"])
         self._may_fail("apply", ref.kind)
+        _refuse_twins(wanted)
         self.writes.append(f"apply {ref}")
         if uid is None:
             assert ref not in self.objects

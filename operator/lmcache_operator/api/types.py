@@ -340,7 +340,7 @@ class Spec(Part):
     """What an LMCacheCluster should be."""
 
     model: Model = field("What the engine serves.")
-    engine: Engine = field("The inference engine.", default={})
+    engine: Engine = field("The inference engine; {} is one with all defaults.")
     sidecar: Sidecar = field("The cache beside each engine.", default={})
     images: ImageDefaults = field("Images where no field names one.", default={})
     tiers: Tiers = field("Where KV is kept.")
