@@ -108,7 +108,7 @@ class ChildProcess:
             return -signal.SIGKILL
 
 
-def wait_until(predicate: Callable[[], Any], *, timeout: float = 20.0, what: str = "") -> Any:
+def wait_until(predicate: Callable[[], Any], *, timeout: float = 60.0, what: str = "") -> Any:
     """Poll until ``predicate`` is true; its value. Fails loudly after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := predicate()):

@@ -196,7 +196,7 @@ class SidecarProcess(Server):
         stats: dict[str, Any] = json.loads(self.get("/stats"))
         return stats
 
-    def wait_until(self, predicate: Callable[[dict[str, Any]], Any], *, timeout: float = 20.0) -> Any:
+    def wait_until(self, predicate: Callable[[dict[str, Any]], Any], *, timeout: float = 60.0) -> Any:
         """Poll /stats until ``predicate(stats)`` is true; its value."""
         try:
             return wait_until(lambda: predicate(self.stats()), timeout=timeout)
