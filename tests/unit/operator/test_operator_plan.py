@@ -110,6 +110,14 @@ def test_an_upgrade_of_the_operator_changes_no_image_of_a_cluster_that_exists() 
     assert plan(observe(world), newer).apply  # unreadable: resolved anew
 
 
+def test_an_image_that_the_spec_names_becomes_no_default() -> None:
+    world = settled_world(engine={"image": "vllm:own"})
+    world.resource["status"] = status_of(world)
+    del world.objects[STATEFUL_SET]
+    ((written),) = plan(observe(world), IMAGES).apply
+    assert json.loads(written["metadata"]["annotations"]["lmcache.io/default-images"]) == IMAGES
+
+
 @pytest.mark.parametrize("lost", ["record", "unreadable", "a list", "StatefulSet"])
 def test_images_are_kept_where_their_record_is_lost(lost: str) -> None:
     newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}

@@ -123,7 +123,8 @@ def _default_images(cluster: Cluster, observed: Observed, images: Images) -> Ima
     stateful_set = observed.children.get(
         Ref("StatefulSet", names.engine_name(cluster.name)), {"metadata": {}}
     )
-    kept = dict((observed.resource.get("status") or {}).get("images") or {})
+    in_use = (observed.resource.get("status") or {}).get("images") or {}
+    kept = {name: image for name, image in in_use.items() if not _named_images(cluster).get(name)}
     with contextlib.suppress(ValueError, TypeError):
         kept |= json.loads(names.annotations_of(stateful_set).get(names.DEFAULT_IMAGES, "{}"))
     return images | {name: kept[name] for name in images if isinstance(kept.get(name), str)}
@@ -142,8 +143,11 @@ def _images_in_use(cluster: Cluster, recorded: Images, present: Images) -> Objec
 
 def resolved_images(cluster: Cluster, default_images: Images) -> Images:
     """The images of a cluster's containers."""
-    named = {names.ENGINE: cluster.spec.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
-    return {name: image or default_images[name] for name, image in named.items()}
+    return {name: image or default_images[name] for name, image in _named_images(cluster).items()}
+
+
+def _named_images(cluster: Cluster) -> dict[str, str | None]:
+    return {names.ENGINE: cluster.spec.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
 
 
 def spec_hash(cluster: Cluster, default_images: Images) -> str:
