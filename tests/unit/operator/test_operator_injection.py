@@ -231,13 +231,17 @@ def waiting(container: str, reason: str) -> dict[str, Any]:
 
 def test_a_pod_that_its_cache_keeps_from_starting_degrades_the_cluster() -> None:
     (given,) = injected(pod())
-    unplaced = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room"}
+    placing = {"type": "PodScheduled", "status": "False"}
+    unplaced = placing | {"reason": "Unschedulable", "message": "1 Insufficient memory"}
+    queued = placing | {"reason": "SchedulingGated", "message": "blocked"}
     own = [waiting("fetch", "ImagePullBackOff")]
     theirs = [waiting("vllm", "ImagePullBackOff")]
     for status, expected in (
         ({"initContainerStatuses": [waiting("lmcache-sidecar", "ImagePullBackOff")]},
          [("ImagePullBackOff", "pod llm, container lmcache-sidecar: x: not found")]),
-        ({"conditions": [unplaced]}, [("Unschedulable", "pod llm: no room")]),
+        ({"conditions": [unplaced]}, [("Unschedulable", "pod llm: 1 Insufficient memory")]),
+        ({"conditions": [unplaced | {"message": "1 Insufficient nvidia.com/gpu"}]}, []),
+        ({"conditions": [queued]}, []),
         ({"initContainerStatuses": own, "containerStatuses": theirs}, []),
         ({}, []),
     ):  # fmt: skip

@@ -6,6 +6,7 @@ and pods get their cache also while the operator is down.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from lmcache_operator.components.pods import plain, pod_problems
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref
 
+_NO_ROOM = re.compile(r"Insufficient (memory|ephemeral-storage)")
 _NOT_SEEN = (
     "it is older than this object, or the API server has no MutatingAdmissionPolicy: make it anew, or use "
     "lmcache-operator inject"
@@ -64,10 +66,17 @@ class Injection(Component):
 
 
 def _stuck(observed: Observed, pods: list[Object]) -> Iterator[Problem]:
-    """What keeps our containers from running, and with them the engine, which starts after them."""
+    """What keeps our containers from running, and with them the engine, which starts after them.
+
+    What pods wait for otherwise, a queue or a GPU, is their owner's; of nodes' memory we ask for the most.
+    """
     ours = tuple(pod | {"status": _of_ours(pod.get("status") or {})} for pod in pods)
     for problem in pod_problems(replace(observed, pods=ours, children={})):
-        if problem.reason not in ("PodFailed", "ProgressDeadlineExceeded"):  # their owner's
+        if problem.reason == "Unschedulable":
+            is_of_ours = _NO_ROOM.search(problem.message) is not None
+        else:
+            is_of_ours = problem.reason not in ("PodFailed", "ProgressDeadlineExceeded")
+        if is_of_ours:
             yield problem
 
 
