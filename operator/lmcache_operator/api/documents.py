@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-_STRING, _TIMESTAMP = "tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"
+_STRING, _TIMESTAMP, _VALUE = (f"tag:yaml.org,2002:{name}" for name in ("str", "timestamp", "value"))
 _AMBIGUOUS = re.compile(
     r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?0[xXoObB][0-9a-fA-F_]+|[yYnN]"
 )
@@ -16,11 +16,19 @@ _AMBIGUOUS = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Without dates: JSON, and so Kubernetes, has none."""
+    """Without dates, which JSON, and so Kubernetes, has not, and without what else only YAML 1.1 has."""
+
+
+class _WithoutColons(NamedTuple):
+    pattern: re.Pattern[str]
+
+    def match(self, text: str) -> re.Match[str] | None:
+        """Numbers to the base 60, such as 1:30, are strings to kubectl."""
+        return None if ":" in text else self.pattern.match(text)
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+    first: [(tag, _WithoutColons(pattern)) for tag, pattern in resolvers if tag not in (_TIMESTAMP, _VALUE)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 

@@ -52,6 +52,10 @@ def test_only_pods_that_ask_for_it_get_it_and_all_else_is_passed_on() -> None:
     assert named == found[2]
 
 
+def test_what_only_old_yaml_takes_for_something_else_stays_a_string() -> None:
+    assert load("[1:30, 1:30.5, =, 2001-01-01, 12, 1.5]") == [["1:30", "1:30.5", "=", "2001-01-01", 12, 1.5]]
+
+
 def test_a_list_as_kubectl_prints_it_is_its_items() -> None:
     listed = {"kind": "List", "items": [deployment(), {"kind": "Service"}]}
     assert injected(listed) == injected(deployment(), {"kind": "Service"})
