@@ -99,15 +99,17 @@ def _ended() -> list[tuple[int, int]]:
 
 def _is_told_within(seconds: float, listener: socket.socket | None, why: str) -> bool:
     """Whether we are told to end; until then whoever asks is told why there is no sidecar."""
-    deadline = time.monotonic() + seconds
+    deadline, is_asked = time.monotonic() + seconds, False
     while (left := deadline - time.monotonic()) > 0:
-        told = signal.sigtimedwait(_SIGNALS, min(left, _ANSWER_SECONDS))
+        told = signal.sigtimedwait(_SIGNALS, 0 if is_asked else min(left, _ANSWER_SECONDS))
         if told is not None and told.si_signo != signal.SIGCHLD:
             return True
         _ended()
+        is_asked = False
         with contextlib.suppress(OSError):  # nobody asks, or who does is slow
-            while listener is not None:
-                _answer(listener.accept()[0], why)
+            if listener is not None:
+                connection, is_asked = listener.accept()[0], True
+                _answer(connection, why)
     return False
 
 

@@ -142,6 +142,18 @@ def test_it_is_told_to_end_while_it_waits_to_start_again(supervised):
 
 
 BROKEN = "raise ImportError('no such library')"
+FLOOD = """
+import socket, sys, threading
+def connect():
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", int(sys.argv[1])), 1).recv(1)
+        except OSError:
+            pass
+for _ in range(15):
+    threading.Thread(target=connect, daemon=True).start()
+threading.Event().wait()
+"""
 
 
 def test_one_that_dies_before_it_listens_answers_its_probe(tmp_path):
@@ -170,9 +182,16 @@ def test_one_that_dies_before_it_listens_answers_its_probe(tmp_path):
         stats = json.loads(wait_until(lambda: answer("/stats"), timeout=60)[1])
         assert stats["is_ready"] is False
         assert stats["not_ready_reason"].startswith("the sidecar ended with exit status 1")
+        flood = subprocess.Popen([sys.executable, "-c", FLOOD, str(port)])  # who connects and says nothing
+        try:
+            parent.terminate()
+            assert parent.wait(timeout=60) == 0
+        finally:
+            flood.kill()
+            flood.wait()
     finally:
-        parent.terminate()
-        assert parent.wait(timeout=60) == 0
+        parent.kill()
+        parent.wait()
 
 
 def test_it_does_not_outlive_its_parent(supervised):
