@@ -45,7 +45,7 @@ _MAX_RUN_SECONDS = 300.0
 _DEFINITION_SECONDS = 1.0
 """Between looks for our definitions."""
 _NUM_LOOKS_FOR_PROFILES = 10
-"""Without their definition, which is made with the other, all but injection works."""
+"""Without their definition, which is made with the other, engines run, and conditions say what is missing."""
 _Queue = KeyedQueue[ClusterKey]
 
 

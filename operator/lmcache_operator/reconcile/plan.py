@@ -18,28 +18,32 @@ def plan(
     """What is due for each component, by its name, and a fault of ours that was met.
 
     With an invalid spec all is left as it is, but pods of lost nodes, which would keep their successors from
-    being made as they were; with a fault of ours, only the component that has it.
+    being made as they were; with a fault of ours, that of the component that has it.
     """
     plans: dict[str, Plan] = {}
     fault: Exception | None = None
     try:
         cluster = parse(resource)
         for own in components:
-            plans[own.name] = Plan()
             try:
                 plans[own.name] = own.plan(cluster, observed[own.name], context)
             except InvalidSpecError:
                 raise
             except Exception as error:
-                fault = error
+                fault, plans[own.name] = error, _left_alone(observed[own.name], internal_error(error))
     except InvalidSpecError as error:
         invalid = Problem("InvalidSpec", str(error))
-        return {own.name: _while_invalid(observed[own.name], invalid) for own in components}, None
+        return {own.name: _left_alone(observed[own.name], invalid) for own in components}, None
     return plans, fault
 
 
-def _while_invalid(observed: Observed, invalid: Problem) -> Plan:
-    problems = (invalid, *node_problems(observed), *pod_problems(observed))
+def internal_error(error: Exception) -> Problem:
+    """How a fault of ours is told."""
+    return Problem("InternalError", f"a fault of the operator, see its log: {error!r}")
+
+
+def _left_alone(observed: Observed, why: Problem) -> Plan:
+    problems = (why, *node_problems(observed), *pod_problems(observed))
     return Plan(abandon=tuple(abandoned(observed)), problems=problems)
 
 

@@ -20,7 +20,7 @@ from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.apply import Applier
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.observe import observe
-from lmcache_operator.reconcile.plan import creates_something, plan
+from lmcache_operator.reconcile.plan import creates_something, internal_error, plan
 from lmcache_operator.reconcile.probe import ReadStats, SidecarProber
 from lmcache_operator.reconcile.status import Event, derive_status, events, is_at_rest, news
 from lmcache_operator.specs import Object
@@ -104,7 +104,7 @@ class Reconciler:
             if creates_something(plans, observed) and await self._api.is_ending(key.namespace):
                 return None
             for own in self._components:
-                if not (own.is_for_others and (applier.problems or applier.failure)):
+                if not (own.is_for_others and (fault or applier.problems or applier.failure)):
                     await applier.carry_out(plans[own.name], observed[own.name])
             failure = fault or applier.failure
             observed = await self._probe(observed, memory)
@@ -178,4 +178,4 @@ def _problems_of(failure: Exception | None, memory: _Memory) -> list[Problem]:
         return []
     if isinstance(failure, ApiError):
         return [Problem("ApiError", str(failure))]
-    return [Problem("InternalError", f"a fault of the operator, see its log: {failure!r}")]
+    return [internal_error(failure)]

@@ -16,7 +16,7 @@ from lmcache_operator.specs import Object
 
 _MAX_MESSAGE = 4096
 _SUMMED_UP = ("Degraded", "Progressing", "Ready")
-_INVALID = Condition("False", "InvalidSpec", "the pods stay as they were declared before")
+_INVALID = "InvalidSpec"
 
 
 class Event(NamedTuple):
@@ -41,15 +41,17 @@ def derive_status(
     """
     if not statuses:
         return _unobserved(resource, now, failures)
-    problems = [*dict.fromkeys(chain.from_iterable(plan.problems for plan in plans.values())), *failures]
+    planned = [problem for plan in plans.values() for problem in plan.problems]
+    problems = list(dict.fromkeys((*planned, *failures)))
     # Who is on the way leads, then who has not arrived and says why.
     progressing = min(
         (status.progressing for status in statuses),
         key=lambda p: (p.status != "True", p.reason == "Complete"),
     )
     ready = Condition("True", "Ready", "; ".join(status.summary for status in statuses if status.summary))
-    if any(problem.reason == _INVALID.reason for problem in problems):
-        progressing = _INVALID
+    for problem in planned:
+        if problem.reason in (_INVALID, "InternalError"):
+            progressing = Condition("False", problem.reason, "the pods stay as they were declared before")
     if problems:
         ready = Condition("False", *problems[0])
     elif progressing.status == "True":
@@ -66,10 +68,10 @@ def derive_status(
 def is_at_rest(status: Object, statuses: Sequence[Status], plans: Mapping[str, Plan]) -> bool:
     """Whether there is nothing to wait for that the watches don't report."""
     found = {c["type"]: c for c in status["conditions"]}
-    if found["Progressing"]["reason"] == _INVALID.reason:
+    if found["Progressing"]["reason"] == _INVALID:
         others = (problem for plan in plans.values() for problem in plan.problems)
         is_moving = any(own.degraded or own.progressing.status == "True" for own in statuses)
-        return not (is_moving or any(problem.reason != _INVALID.reason for problem in others))
+        return not (is_moving or any(problem.reason != _INVALID for problem in others))
     return "True" not in (found["Degraded"]["status"], found["Progressing"]["status"])
 
 

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import ClientSession
 from lmcache_operator.app import Health, build_registry, owner_key
 from lmcache_operator.components import COMPONENTS, kinds_of
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.queue import KeyedQueue
@@ -36,12 +37,12 @@ def test_a_new_cluster_becomes_ready_and_then_nothing_is_written() -> None:
     assert 800 < seconds < 1000
 
 
+def stumble(*_: object) -> None:
+    raise KeyError("name")
+
+
 def test_a_fault_of_one_component_keeps_no_other_from_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-
-    def stumble(*_: object) -> None:
-        raise KeyError("name")
-
     monkeypatch.setattr(Injection, "plan", stumble)
     for _ in range(2):
         with pytest.raises(KeyError):
@@ -50,6 +51,26 @@ def test_a_fault_of_one_component_keeps_no_other_from_its_work(monkeypatch: pyte
     assert STATEFUL_SET in bench.world.objects
     conditions = {one["type"]: one for one in bench.world.resource["status"]["conditions"]}
     assert conditions["Degraded"]["reason"] == "InternalError"
+    assert conditions["Degraded"]["message"].count("a fault of the operator") == 1
+
+
+def test_what_a_fault_kept_from_being_done_is_not_called_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.settle()
+    bench.world.change(engine={"args": ["--new"]})
+    monkeypatch.setattr(Engine, "plan", stumble)
+    with pytest.raises(KeyError):
+        bench.reconcile()
+    told = {one["type"]: one["reason"] for one in bench.world.resource["status"]["conditions"]}
+    assert (told["Ready"], told["Progressing"], told["Degraded"]) == ("InternalError",) * 3
+    assert not any(write.startswith("apply") for write in bench.writes)  # nor for pods of others
+
+
+def test_an_invalid_spec_that_never_had_pods_is_at_rest() -> None:
+    bench = Bench()
+    bench.world.resource["spec"]["engine"] = {"args": ["--port=1"]}
+    bench.reconcile()
+    assert (bench.reconcile() or 0) > 800
 
 
 def test_no_pod_of_others_gets_what_the_api_server_refused_for_our_own() -> None:

@@ -56,7 +56,7 @@ def _num_desired(observed: Observed, plan: Plan) -> int:
     """As declared; while that is invalid, as before."""
     if any(problem.reason == "InvalidSpec" for problem in plan.problems):
         live = observed.children.get(Ref("StatefulSet", engine_name(observed.name)))
-        return int(live["spec"].get("replicas", 1)) if live else 1
+        return int(live["spec"].get("replicas", 1)) if live else len(observed.pods)
     replicas = (observed.resource["spec"].get("engine") or {}).get("replicas")
     return 1 if replicas is None else int(replicas)
 
