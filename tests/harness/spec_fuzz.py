@@ -99,6 +99,8 @@ def _value(schema: Object, name: str, rng: random.Random, level: int) -> Any:
             return rng.random() < 0.5
         case "number":
             return rng.random()
+    if schema.get("format") == "date-time":
+        return "2026-01-01T00:00:00Z"
     if "pattern" in schema:
         return rng.choice(string.ascii_lowercase) + rng.choice(("", "1", "b"))
     return rng.choice(_WORDS)

@@ -171,6 +171,8 @@ def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> di
     if ref := schema.get("$ref"):
         name = ref.rpartition("/")[2]
         found = _structural(definitions[name], definitions)
+        if name.endswith(".Time"):
+            found["format"] = "date-time"  # else it is refused later, by nobody who names the field
         if name.rpartition(".")[2] in _PARTIAL:
             found.pop("required", None)
         return found
