@@ -104,10 +104,10 @@ def told_events(plane: Cluster, namespace: str) -> set[tuple[str, str]]:
 
 def test_what_the_api_server_refuses_is_told_in_its_words(plane, operator, namespace):
     resource = example()
-    resource["spec"]["engine"]["podTemplate"] = {"spec": {"priorityClassName": "Bad_Name"}}
+    resource["spec"]["engine"]["podTemplate"] = {"metadata": {"labels": {"a": "not a label"}}}
     plane.api.create(CLUSTERS, resource, namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "Refused")
-    assert "priorityClassName" in condition(plane, namespace, "Ready")["message"]
+    assert "spec.template.labels" in condition(plane, namespace, "Ready")["message"]
     plane.wait(lambda: ("Warning", "Refused") in told_events(plane, namespace))
 
 
