@@ -68,7 +68,7 @@ def test_containers_that_hang_are_started_again(idle):
     after = idle.ready_pod()
     assert after.uid == before.uid
     idle.wait_condition("Ready")
-    assert is_in_service(idle)
+    idle.node.wait(lambda: is_in_service(idle), 60)  # the controller of slices follows the pod
 
 
 def test_a_pod_that_is_evicted_for_its_disk_comes_back(idle):

@@ -80,7 +80,7 @@ def test_an_image_that_is_not_there_and_a_setting_that_is_none(make_app, referen
         app.spec["spec"]["sidecar"] = {"image": references["sidecar"]}
         app.apply()
         pod = app.ready_pod()
-        assert is_in_service(app)
+        app.node.wait(lambda: is_in_service(app), 60)  # the controller of slices follows the pod
         assert len(pod.complete(prompt(5, 512)).tokens) == 8
         assert "drain_grace_seconds" in pod.stats()["not_ready_reason"].lower()
         with pytest.raises(OSError, match="503"):
