@@ -102,14 +102,18 @@ def test_no_connection_to_a_read_only_master_is_kept(remote, servers):
 
 
 def test_a_service_that_no_sentinel_knows(servers):
-    remote = RemoteTier(Address.parse(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense"))
+    remote = RemoteTier(
+        Address.parse(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense"), timeout_seconds=60
+    )
     with pytest.raises(TierUnavailableError, match="knows no service 'nonsense'"):
         load(remote)
     remote.close()
 
 
 def test_no_sentinel_at_all():
-    remote = RemoteTier(Address.parse(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}"))
+    remote = RemoteTier(
+        Address.parse(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}"), timeout_seconds=60
+    )
     with pytest.raises(TierUnavailableError, match=r"no Sentinel names a master: .*refused"):
         load(remote)
     remote.close()
