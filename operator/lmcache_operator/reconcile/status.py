@@ -41,17 +41,14 @@ def derive_status(
     """
     if not statuses:
         return _unobserved(resource, now, failures)
-    planned = [problem for plan in plans.values() for problem in plan.problems]
+    planned = chain.from_iterable(plan.problems for plan in plans.values())
     problems = list(dict.fromkeys((*planned, *failures)))
     # Who is on the way leads, then who has not arrived and says why.
     progressing = min(
-        (status.progressing for status in statuses),
+        (_progressing(*found) for found in zip(statuses, plans.values(), strict=True)),
         key=lambda p: (p.status != "True", p.reason == "Complete"),
     )
     ready = Condition("True", "Ready", "; ".join(status.summary for status in statuses if status.summary))
-    for problem in planned:
-        if problem.reason in (_INVALID, "InternalError"):
-            progressing = Condition("False", problem.reason, "the pods stay as they were declared before")
     if problems:
         ready = Condition("False", *problems[0])
     elif progressing.status == "True":
@@ -95,6 +92,14 @@ def events(before: Object, changed: Sequence[Object]) -> Iterator[Event]:
             told.setdefault(found[kind]["reason"], found[kind]["message"])
     for reason, message in told.items():
         yield Event("Warning" if reason in get_args(Trouble) else "Normal", reason, message)
+
+
+def _progressing(status: Status, plan: Plan) -> Condition:
+    """What a component says; nothing is on the way where it is not known what is due."""
+    for problem in plan.problems:
+        if problem.reason in (_INVALID, "InternalError"):
+            return Condition("False", problem.reason, "the pods stay as they were declared before")
+    return status.progressing
 
 
 def _unobserved(resource: Object, now: datetime, failures: Sequence[Problem]) -> Object:
