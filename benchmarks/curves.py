@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_most
-from lmcache.curves import MissRatioCurve, Sample, Sampler, stack_distances
-from tools.simulate import read_trace, tail_first
+from lmcache.curves import HASHES, Lookup, MissRatioCurve, Sampler, stack_distances
+from tools.simulate import Request, read_trace, tail_first
 
 TRACES = Path(__file__).parent / "traces"
 BLOCK_BYTES = 64 << 20
@@ -23,31 +23,35 @@ SAMPLES = 8  # independent ones: other hashes for the same blocks
 def run() -> Report:
     figures = []
     for name in ("conversation", "synthetic"):
-        accesses = list(tail_first(read_trace(TRACES / f"mooncake_{name}_trace.jsonl.gz")))
-        figures += _figures(name, accesses)
+        figures += _figures(name, list(read_trace(TRACES / f"mooncake_{name}_trace.jsonl.gz")))
     figures.append(_sampling())
     return Report(
         "curves", f"at most {MAX_KEYS} tracked keys, {SAMPLES} independent samples, at 100 sizes", figures
     )
 
 
-def _figures(name: str, accesses: list[tuple[float, int]]) -> list[Figure]:
-    exact = _exact(accesses)
+def _figures(name: str, requests: list[Request]) -> list[Figure]:
+    exact = _exact(requests)
     errors, worst, seconds = [], [], []
     for turn in range(SAMPLES):
-        samples = [Sample(now, _hash(turn, block), BLOCK_BYTES) for now, block in accesses]
+        lookups = [
+            Lookup(request.seconds, [_hash(turn, block) for block in reversed(request.blocks)], BLOCK_BYTES)
+            for request in requests
+        ]
         curve = MissRatioCurve(MAX_KEYS)
-        curve.feed(samples)
-        curve.count_accesses(len(samples))
+        curve.feed(lookups)
+        curve.count_accesses(sum(len(request.blocks) for request in requests))
         differences = [100 * abs(curve.hit_ratio(size).hit_ratio - ratio) for size, ratio in exact.items()]
         errors.append(statistics.mean(differences))
         worst.append(max(differences))
-        limit = curve.rate * 2**64
-        kept = [sample for sample in samples if sample.key_hash < limit]
-        seconds.append(_cpu_seconds(partial(MissRatioCurve(MAX_KEYS).feed, kept)) / len(kept))
+        limit = curve.rate * HASHES
+        kept = [lookup._replace(keys=[key for key in lookup.keys if key < limit]) for lookup in lookups]
+        num_kept = sum(len(lookup.keys) for lookup in kept)
+        sampled = MissRatioCurve(MAX_KEYS, rate=curve.rate)
+        seconds.append(_cpu_seconds(partial(sampled.feed, kept)) / num_kept)
     tracemalloc.start()
     curve = MissRatioCurve(MAX_KEYS)
-    curve.feed(samples)
+    curve.feed(lookups)
     mebibytes = tracemalloc.get_traced_memory()[0] / 2**20
     tracemalloc.stop()
     return [
@@ -59,9 +63,9 @@ def _figures(name: str, accesses: list[tuple[float, int]]) -> list[Figure]:
     ]
 
 
-def _exact(accesses: list[tuple[float, int]]) -> dict[int, float]:
-    distances = stack_distances([block for _, block in accesses])
-    num_blocks = len({block for _, block in accesses})
+def _exact(requests: list[Request]) -> dict[int, float]:
+    distances = stack_distances(tail_first(requests))
+    num_blocks = len({block for request in requests for block in request.blocks})
     ratios = {}
     for percent in range(1, 101):
         rows = num_blocks * percent // 100

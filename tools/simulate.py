@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache.curves import MissRatioCurve, Sample, stack_distances
+from lmcache.curves import Lookup, MissRatioCurve, stack_distances
 from lmcache.tiers.policy import LRU
 from lmcache.units import format_size, parse_size
 
@@ -89,11 +89,9 @@ def simulate(requests: Iterable[Request], num_rows: int, policy: LRU) -> float:
     return num_hits / max(1, num_accesses)
 
 
-def tail_first(requests: Iterable[Request]) -> Iterator[tuple[float, int]]:
-    """All accesses in the order in which the tiers see them: (seconds, block)."""
-    for request in requests:
-        for block in reversed(request.blocks):
-            yield request.seconds, block
+def tail_first(requests: Iterable[Request]) -> list[tuple[int, ...]]:
+    """The blocks of each request in the order in which the tiers touch them."""
+    return [request.blocks[::-1] for request in requests]
 
 
 def key_hash(block: int) -> int:
@@ -104,9 +102,11 @@ def key_hash(block: int) -> int:
 def estimate(requests: Iterable[Request], block_bytes: int, max_keys: int = 16_000) -> MissRatioCurve:
     """The miss-ratio curve of a trace."""
     curve = MissRatioCurve(max_keys)
-    samples = [Sample(time, key_hash(block), block_bytes) for time, block in tail_first(requests)]
-    curve.feed(samples)
-    curve.count_accesses(len(samples))
+    hashes: dict[int, int] = {}
+    for request in requests:
+        keys = [hashes.get(block) or hashes.setdefault(block, key_hash(block)) for block in request.blocks]
+        curve.feed([Lookup(request.seconds, keys[::-1], block_bytes)])
+        curve.count_accesses(len(keys))
     return curve
 
 
@@ -131,7 +131,7 @@ def curve_points(
 ) -> list[Point]:
     """All hit ratios at all sizes."""
     progress("exact stack distances")
-    distances = sorted(stack_distances([block for _, block in tail_first(requests)]))
+    distances = sorted(stack_distances(tail_first(requests)))
     progress("estimate")
     curve = estimate(requests, block_bytes)
     points = []

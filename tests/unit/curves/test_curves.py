@@ -4,93 +4,146 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 import tracemalloc
 from collections import OrderedDict
+from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache.curves import HASHES, MissRatioCurve, Sample, Sampler, merged, stack_distances
+from lmcache.curves import (
+    HASHES,
+    Lookup,
+    MissRatioCurve,
+    RecencyStack,
+    Sampler,
+    Window,
+    merged,
+    stack_distances,
+)
 from tools.simulate import key_hash
 
 KEYS = st.integers(0, 12)
-ACCESSES = st.lists(st.tuples(KEYS, st.integers(1, 5)), max_size=200)
+REQUESTS = st.lists(st.tuples(st.lists(KEYS, max_size=6, unique=True), st.integers(1, 5)), max_size=60)
 
 
-def lru_hits(accesses: list[tuple[int, int]], size: int) -> int:
+def lru_hits(requests: list[tuple[list[int], int]], size: int) -> int:
     """The slow obvious reference: an LRU cache of ``size`` bytes, in which each key has the bytes of its last
-    access."""
+    access; a request is looked up before any of it is touched."""
     stack: OrderedDict[int, int] = OrderedDict()
     hits = 0
-    for key, num_bytes in accesses:
-        if key in stack:
-            needed = 0
-            for other in reversed(stack):
-                needed += stack[other]
-                if other == key:
-                    break
-            hits += needed <= size
-            del stack[key]
-        stack[key] = num_bytes
+    for keys, num_bytes in requests:
+        for key in keys:
+            if key in stack:
+                order = list(stack)
+                hits += sum(stack[other] for other in order[order.index(key) :]) <= size
+        for key in keys:
+            stack.pop(key, None)
+            stack[key] = num_bytes
     return hits
 
 
-@given(st.lists(KEYS, max_size=300))
-def test_stack_distances_count_distinct_keys(accesses):
-    """More accesses than the stack has positions: they move together now and then."""
-    expected = []
-    for now, key in enumerate(accesses):
-        before = accesses[:now]
-        since = before[::-1].index(key) if key in before else None
-        expected.append(0 if since is None else len({*before[now - since :], key}))
-    assert stack_distances(accesses) == expected
+@given(st.lists(st.lists(KEYS, max_size=6, unique=True), max_size=80))
+def test_stack_distances_count_distinct_keys_before_a_request_is_touched(requests):
+    expected, before = [], []
+    for keys in requests:
+        for key in keys:
+            since = before[::-1].index(key) if key in before else None
+            expected.append(0 if since is None else len(set(before[len(before) - since - 1 :])))
+        before += keys
+    assert stack_distances(requests) == expected
 
 
-@given(ACCESSES)
-def test_a_curve_that_tracks_all_keys_is_exact(accesses):
+@pytest.mark.parametrize("num_keys", [50, 1500, 4000])
+def test_a_stack_outlives_its_positions(num_keys):
+    """More accesses than it has positions: keys move together, and room is made for more."""
+    stack, model, chance = RecencyStack(), OrderedDict(), random.Random(num_keys)
+    for _ in range(5000):
+        key, forgotten = chance.randrange(num_keys), chance.random() < 0.3
+        expected = list(model)[::-1].index(key) + 1 if key in model else -1
+        assert stack.distances([key]) == [expected]
+        stack.touch([key], 1)
+        model.pop(key, None)
+        model[key] = 1
+        if forgotten and len(model) > 1000:
+            stack.forget_beyond(len(model) - 1)
+            model.popitem(last=False)
+        assert len(stack) == stack.num_bytes == len(model)
+    assert set(stack) == set(model)
+
+
+@given(REQUESTS)
+def test_a_curve_that_tracks_all_keys_is_exact(requests):
     curve = MissRatioCurve(max_keys=13)
-    curve.feed(Sample(0.0, key_hash(key), num_bytes) for key, num_bytes in accesses)
+    for keys, num_bytes in requests:
+        curve.feed([Lookup(0.0, [key_hash(key) for key in keys], num_bytes)])
+    total = sum(len(keys) for keys, _ in requests)
     for exponent in range(7):
-        # Distances are counted in steps of 1/32 octave: ask a step further, no other distance is there.
+        # Distances are counted in steps of 1/16 octave: ask a step further, no other distance is there.
         size = 2**exponent
-        hits = curve.hit_ratio(size * (1 + 1 / 64) * 2 ** (1 / 32)).hit_ratio * max(1, len(accesses))
-        low, high = lru_hits(accesses, size), lru_hits(accesses, math.ceil(size * 1.1))
+        hits = curve.hit_ratio(size * 2 ** (1 / 16)).hit_ratio * max(1, total)
+        low, high = lru_hits(requests, size), lru_hits(requests, math.ceil(size * 1.1))
         assert low - 1e-6 <= hits <= high + 1e-6
 
 
-@given(st.lists(KEYS, min_size=1, max_size=300), st.integers(1, 8))
-def test_what_is_tracked_stays_within_its_bound(keys, max_keys):
-    curve = MissRatioCurve(max_keys)
-    for key in keys:
-        curve.feed([Sample(0.0, key_hash(key), 1)])
-        assert curve.num_keys <= max_keys + len(curve._hot)
+@given(st.lists(KEYS, min_size=1, max_size=300), st.integers(1, 8), st.booleans())
+def test_what_is_tracked_stays_within_its_bound(keys, max_keys, shared):
+    curve = MissRatioCurve(max_keys, shared=shared)
+    for number, key in enumerate(keys):
+        curve.feed([Lookup(0.0, [key_hash(key)], 1, number % 3)])
+        assert curve.num_keys <= max_keys + 4 * len(curve._hot)
     assert 0 < curve.rate <= 1
+    for stream in range(3):
+        curve.forget(stream)
+    assert curve.num_keys == (len(curve._shared) if shared else 0)
 
 
-def zipf(num_requests: int, salt: int) -> list[Sample]:
+def test_ghosts_beyond_the_largest_size_are_forgotten():
+    """However many keys go by, those of two caches of 100 are tracked, and of the shared one."""
+    curve = MissRatioCurve(largest_bytes=100.0, shared=True)
+    for number in range(3000):
+        curve.feed([Lookup(0.0, [key_hash(number)], 1, number % 2)])
+        curve.feed([Lookup(0.0, [key_hash(number - 90)], 1, number % 2)])
+    assert curve.num_keys == 300
+    assert curve.rate == 1
+    assert curve.hit_ratio(99).hit_ratio == pytest.approx(0.48, abs=0.02)
+    assert curve.new_bytes == 3090
+
+
+def zipf(num_requests: int, salt: int) -> list[Lookup]:
     """Requests of a few chunks over documents of falling popularity, with one system prompt before all."""
-    samples = []
+    lookups = []
     for request in range(num_requests):
         document = int(2000 ** ((key_hash(request * 7 + salt) / HASHES) ** 0.7)) + 1
         chain = [0, *(document * 100 + chunk for chunk in range(8))]
-        samples += [Sample(request * 0.1, key_hash(key), 1000) for key in reversed(chain)]
-    return samples
+        keys = [key_hash(key) for key in reversed(chain)]
+        lookups.append(Lookup(request * 0.1, keys, 1000))
+    return lookups
 
 
-def exact_of(samples: list[Sample]) -> MissRatioCurve:
+def exact_of(lookups: list[Lookup]) -> MissRatioCurve:
     curve = MissRatioCurve(max_keys=200_000)
-    curve.feed(samples)
+    curve.feed(lookups)
     return curve
+
+
+def num_accesses(lookups: list[Lookup]) -> int:
+    return sum(len(lookup.keys) for lookup in lookups)
 
 
 SIZES = [1000 * 2 ** (i / 2) for i in range(12, 29)]
 
 
-def rotated(samples: list[Sample], turn: int) -> list[Sample]:
+def rotated(lookups: list[Lookup], turn: int) -> list[Lookup]:
     """The same accesses under other hashes: another sample is drawn of them."""
-    return [Sample(time, (key + turn * HASHES // 8) % HASHES, size) for time, key, size in samples]
+    return [
+        lookup._replace(keys=[(key + turn * HASHES // 8) % HASHES for key in lookup.keys])
+        for lookup in lookups
+    ]
 
 
 def test_sampled_curves_come_close_and_their_bounds_hold():
@@ -101,7 +154,7 @@ def test_sampled_curves_come_close_and_their_bounds_hold():
     for turn in range(8):
         curve = MissRatioCurve(max_keys=1600)
         curve.feed(rotated(samples, turn))
-        curve.count_accesses(len(samples))
+        curve.count_accesses(num_accesses(samples))
         assert curve.rate < 0.3
         for size in SIZES:
             estimate, true = curve.hit_ratio(size), exact.hit_ratio(size).hit_ratio
@@ -114,10 +167,10 @@ def test_sampled_curves_come_close_and_their_bounds_hold():
 
 def test_samplers_of_several_processes_make_one_curve():
     samples = zipf(3000, 2)
-    keys_of = [[sample for sample in samples if sample.key_hash % 3 == process] for process in range(3)]
+    keys_of = [[lookup for lookup in samples if lookup.keys[0] % 3 == process] for process in range(3)]
     together, alone = MissRatioCurve(800), MissRatioCurve(800)
     together.feed(merged(keys_of))
-    alone.feed(sorted(samples, key=lambda sample: sample.time))
+    alone.feed(sorted(samples, key=lambda lookup: lookup.time))
     assert together.rate == alone.rate
     for size in SIZES:
         assert together.hit_ratio(size).hit_ratio == pytest.approx(alone.hit_ratio(size).hit_ratio, abs=0.02)
@@ -131,57 +184,112 @@ def test_a_sampler_keeps_heads_and_its_share_of_the_rest():
     ]
     for first in range(0, 4000, 8):
         sampler.record(float(first), list(reversed(keys[first : first + 8])), 10)
-    kept = {sample.key_hash for sample in sampler.since(-1.0)}
+    kept = {key for lookup in sampler.since(-1.0) for key in lookup.keys}
     below = {key_hash(number) for number in range(4000) if key_hash(number) < HASHES // 4}
     heads = {key_hash(number) for number in range(0, 4000, 8)}
     assert kept == below | heads
     assert sampler.num_accesses == 4000
-    assert all(sample.time > 3000 for sample in sampler.since(3000.0))
+    assert all(lookup.time > 3000 for lookup in sampler.since(3000.0))
 
 
 def test_a_sampler_with_rate_one_keeps_everything_and_its_ring_is_bounded():
     sampler = Sampler(max_samples=10)
-    sampler.record(1.0, [b"\xff" * 32] * 20, 5)
-    assert sampler.since(0.0) == [Sample(1.0, HASHES - 1, 5)] * 10
-
-
-def test_a_key_not_seen_within_the_window_counts_as_new():
-    curve = MissRatioCurve(window_seconds=10.0)
-    curve.feed([Sample(0.0, 1, 100), Sample(9.0, 1, 100), Sample(30.0, 1, 100)])
-    assert curve.hit_ratio(1 << 20).hit_ratio == pytest.approx(1 / 3)
-
-
-def test_a_hot_key_not_seen_within_the_window_counts_as_new():
-    curve = MissRatioCurve(window_seconds=10.0)
-    curve.feed(Sample(number / 100, 1, 100) for number in range(100))
-    curve.feed(Sample(100.0 * number, 1, 100) for number in range(1, 101))
-    assert 1 in curve._hot
-    assert curve.hit_ratio(1 << 20).hit_ratio == pytest.approx(99 / 200)
+    for time in range(5):
+        sampler.record(float(time), [b"\xff" * 32] * 4, 5)
+    assert sampler.since(-1.0) == [Lookup(float(time), [HASHES - 1] * 4, 5) for time in (3, 4)]
 
 
 def test_older_accesses_weigh_less():
-    curve = MissRatioCurve(half_life_seconds=60.0)
-    curve.feed(Sample(0.0, key, 100) for key in range(100))  # all misses, long ago
-    curve.feed(Sample(6000.0 + turn, 1000, 100) for turn in range(10))  # one miss, nine hits
+    curve = MissRatioCurve(half_lives=[60.0, math.inf])
+    curve.feed(Lookup(0.0, [key], 100) for key in range(100))  # all misses, long ago
+    curve.feed(Lookup(6000.0 + turn, [1000], 100) for turn in range(10))  # one miss, nine hits
     assert curve.hit_ratio(1 << 20).hit_ratio == pytest.approx(0.9, abs=0.02)
+    assert curve.windows[1].hit_ratio(1 << 20).hit_ratio == pytest.approx(9 / 110)
 
 
 def test_weights_survive_a_century_of_half_lives():
-    curve = MissRatioCurve(half_life_seconds=0.001)
+    curve = MissRatioCurve(half_lives=[0.001])
     for second in (0.0, 1.0, 1e6, 1e9):
-        curve.feed([Sample(second, 7, 10), Sample(second, 7, 10)])
+        curve.feed([Lookup(second, [7], 10), Lookup(second, [7], 10)])
         curve.count_accesses(2, second)
     assert 0.0 <= curve.hit_ratio(1000).hit_ratio <= 1.0
+    assert curve.windows[0].num_accesses == pytest.approx(2)
 
 
-def test_a_restored_curve_goes_on_as_if_nothing_happened():
+def test_a_window_tells_traffic_per_hour_and_what_was_measured():
+    window = Window(3600.0, 1.0, 2.0**40)
+    for minute in range(600):
+        window.count(60.0 * minute, 1000, 250, seconds=60.0)
+    assert window.accesses_per_hour == pytest.approx(60_000)
+    assert window.measured_hits == pytest.approx(0.25)
+    assert window.num_accesses == pytest.approx(60_000 / math.log(2), rel=0.02)
+    window.restart(40_000.0)
+    window.count(39_999.0, 1000, 0, seconds=60.0)
+    assert (window.num_accesses, window.accesses_per_hour, window.measured_hits) == (0, 0, 0)
+
+
+def test_a_shared_cache_has_credit_for_what_is_not_hit_nearer():
+    """Two caches of 4 keys each; key 1 is always near, 2 comes back after 8 others, 3 only elsewhere."""
+    curve = MissRatioCurve(shared=True)
+    curve.own_bytes = 4.0
+    new = iter(range(100, 10_000))
+    curve.feed([Lookup(0.0, [1, 2], 1, "a"), Lookup(0.0, [3], 1, "b")])
+    for _ in range(100):
+        curve.feed([Lookup(1.0, [1], 1, "a")])
+        curve.feed([Lookup(1.0, [next(new) for _ in range(8)], 1, "a")])
+        curve.feed([Lookup(1.0, [2], 1, "a"), Lookup(1.0, [1], 1, "a")])
+        curve.feed([Lookup(1.0, [3], 1, "a"), Lookup(1.0, [3], 1, "b")])
+        curve.forget("b")
+    shared = curve.shared_windows[0]
+    total = 3 + 100 * 13
+    # What is far: keys 1 and 2 behind 8 others of "a", and 3, which "a" sees after 10; near for b is nothing.
+    assert shared.hit_ratio(30.0).hit_ratio * total == pytest.approx(100 + 100 + 200, abs=105)
+    assert shared.hit_ratio(2.0).hit_ratio * total == pytest.approx(100, abs=2)
+
+
+@pytest.mark.parametrize("num_keys", [100, 400, 1600])
+def test_bounds_of_a_difference_hold(num_keys):
+    """50 samples of the same accesses, so that the smaller size holds so many of the keys sampled."""
+    samples = zipf(3000, 5)
+    total, size = num_accesses(samples), 4_000_000
+    rate = num_keys * samples[0].num_bytes / size
+    truth = exact_of(samples).windows[0].between(size, 2 * size).share
+    hashes = np.array([lookup.keys for lookup in samples], np.uint64)
+    within = []
+    for turn in range(50):
+        others = hashes + np.uint64(turn * HASHES // 50)
+        kept = others < np.uint64(rate * HASHES)
+        kept[:, -1] = True  # heads
+        curve = MissRatioCurve(rate=rate)
+        for lookup, keys, mask in zip(samples, others, kept, strict=True):
+            curve.feed([lookup._replace(keys=keys[mask].tolist())])
+        curve.count_accesses(total)
+        share, error = curve.windows[0].between(size, 2 * size)
+        within.append(abs(share - truth) <= error)
+    assert statistics.mean(within) >= 0.9
+
+
+def test_a_restored_window_answers_as_before_and_is_small():
     samples = zipf(2000, 3)
-    whole, half = MissRatioCurve(500), MissRatioCurve(500)
+    make = partial(MissRatioCurve, half_lives=[600.0], smallest_bytes=1000.0, largest_bytes=1000.0 * 2**14)
+    whole, half = make(), make()
     whole.feed(samples)
-    half.feed(samples[:9000])
-    half = MissRatioCurve.from_state(json.loads(json.dumps(half.state())))
-    half.feed(samples[9000:])
-    assert half.state() == whole.state()
+    half.feed(samples[:1000])
+    half.count_accesses(9000, 99.0)
+    state = json.dumps(half.windows[0].state())
+    assert len(state) <= 64 << 10
+    restored = make()
+    restored.windows[0].restore(json.loads(state))
+    for size in SIZES:
+        assert restored.hit_ratio(size) == pytest.approx(half.hit_ratio(size), abs=1e-6)
+    # What came before only tells what is in the caches.
+    restored.counts_from = samples[999].time
+    restored.feed(samples)
+    restored.count_accesses(9000, 199.0)
+    half.feed(samples[1000:])
+    half.count_accesses(9000, 199.0)
+    for size in SIZES:
+        assert restored.hit_ratio(size) == pytest.approx(half.hit_ratio(size), abs=1e-6)
 
 
 JSON = st.recursive(
@@ -194,35 +302,41 @@ JSON = st.recursive(
 @settings(max_examples=150)
 @given(st.data())
 def test_a_damaged_state_is_refused_with_a_value_error(data):
-    curve = MissRatioCurve(8)
+    curve = MissRatioCurve(8, half_lives=[60.0], largest_bytes=1e6)
     curve.feed(zipf(4, 4))
-    state = curve.state()
+    state = curve.windows[0].state()
     field = data.draw(st.sampled_from(sorted(state)))
     state[field] = data.draw(JSON)
+    window = Window(60.0, 1.0, 1e6)
     try:
-        restored = MissRatioCurve.from_state(state)
+        window.restore(state)
     except ValueError:
+        assert window.num_accesses == 0
         return
-    assert 0.0 <= restored.hit_ratio(1000).hit_ratio <= 1.0
+    assert 0.0 <= window.hit_ratio(1000).hit_ratio <= 1.0
 
 
 def test_memory_stays_within_four_mebibytes():
-    samples = [Sample(0.0, key_hash(number), 1 << 26) for number in range(20_000)]
+    samples = [Lookup(0.0, [key_hash(number)], 1 << 26) for number in range(20_000)]
     tracemalloc.start()
     try:
         curve = MissRatioCurve()
         curve.feed(samples)
-        assert curve.num_keys == 16_000
+        assert 14_000 < curve.num_keys <= 16_000
         assert tracemalloc.get_traced_memory()[0] <= 4 << 20
     finally:
         tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
-    "options", [{"rate": 0.0}, {"rate": 1.1}, {"max_keys": 0}, {"half_life_seconds": 0.0}]
-)
+    "options",
+    [
+        {"rate": 0.0}, {"rate": 1.1}, {"max_keys": 0}, {"half_lives": [0.0]}, {"half_lives": []},
+        {"smallest_bytes": 5.0, "largest_bytes": 4.0},
+    ],
+)  # fmt: skip
 def test_nonsense_is_refused(options):
-    with pytest.raises(ValueError, match=r"rate|positive"):
+    with pytest.raises(ValueError, match=r"rate|positive|below"):
         MissRatioCurve(**options)
 
 

@@ -25,7 +25,7 @@ BLOCK = 64 << 20
 
 
 def test_stack_distances_count_distinct_blocks():
-    assert stack_distances([1, 2, 2, 3, 1, 1]) == [0, 0, 1, 0, 3, 1]
+    assert stack_distances([[1, 2], [2, 3], [1], [1]]) == [0, 0, 1, 0, 3, 1]
 
 
 def test_a_prefix_hits_up_to_its_first_missing_block():
@@ -46,7 +46,7 @@ def test_without_eviction_what_came_first_stays():
 @pytest.mark.parametrize("name", ["conversation", "synthetic"])
 def test_the_estimate_is_within_half_a_point_on_average(name):
     requests = list(read_trace(TRACES / f"mooncake_{name}_trace.jsonl.gz"))
-    distances = sorted(stack_distances([block for _, block in tail_first(requests)]))
+    distances = sorted(stack_distances(tail_first(requests)))
     curve = estimate(requests, BLOCK)
     assert curve.num_keys <= 16_000 + 64
     num_blocks = len({block for request in requests for block in request.blocks})
@@ -60,7 +60,7 @@ def test_the_estimate_is_within_half_a_point_on_average(name):
 
 def test_the_tier_s_policy_is_as_good_as_lru():
     requests = list(read_trace(TRACES / "mooncake_synthetic_trace.jsonl.gz"))
-    distances = stack_distances([block for _, block in tail_first(requests)])
+    distances = stack_distances(tail_first(requests))
     exact = sum(0 < distance <= 8000 for distance in distances) / len(distances)
     assert simulate(requests, 8000, LRU(8000)) == pytest.approx(exact, abs=0.005)
 

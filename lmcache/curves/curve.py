@@ -1,0 +1,154 @@
+"""Miss-ratio curves of caches that are asked for whole requests, from samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+
+from lmcache.curves.samples import HASHES, Lookup, threshold_of
+from lmcache.curves.stack import UNTRACKED, RecencyStack
+from lmcache.curves.window import KNOWN, NUM_GROUPS, Estimate, Window
+
+_NUM_HEAVY = 128  # candidates for hot keys: those of more than 1/128 of the accesses are found
+_HOT_AFTER = 64  # accesses
+_MAX_HOT = 64
+
+
+class MissRatioCurve:
+    """The curve of caches of one size each, every stream of lookups its own; not thread-safe.
+
+    ``rate`` is that of the samplers; ``max_keys`` bounds what is tracked (about 200 bytes each, once for its
+    own cache and once for the shared one). There is a window per half-life, in seconds. Keys that a cache of
+    ``largest_bytes`` would have evicted are forgotten. A threshold that came down stays down: after a rare
+    peak start a new curve from the latest samples.
+
+    With ``shared``, what a cache that all streams share would hit *behind* their own is counted as well.
+    """
+
+    def __init__(
+        self,
+        max_keys: int = 16_000,
+        *,
+        rate: float = 1.0,
+        half_lives: Sequence[float] = (math.inf,),
+        smallest_bytes: float = 1.0,
+        largest_bytes: float = 2.0**56,
+        shared: bool = False,
+    ) -> None:
+        """Raise ValueError for values that make no sense."""
+        if max_keys < 1 or not half_lives:
+            raise ValueError("max_keys must be positive, and a half-life given")
+        self._max_keys, self._largest = max_keys, largest_bytes
+        self._threshold = threshold_of(rate)
+        self._stacks: dict[Hashable, RecencyStack] = {}
+        self._shared = RecencyStack() if shared else None
+        self.windows = [Window(seconds, smallest_bytes, largest_bytes) for seconds in half_lives]
+        """Of the streams' own caches, in the order of ``half_lives``."""
+        self.shared_windows = [
+            Window(seconds, smallest_bytes, largest_bytes) for seconds in half_lives if shared
+        ]
+        """Of the shared cache: what is hit there, and not nearer."""
+        self.own_bytes = 0.0
+        """Size of the streams' own caches: what they hit, the shared one has no credit for."""
+        self.new_bytes = 0.0
+        """Estimate of all objects that were seen for the first time, all streams together."""
+        self.counts_from = -math.inf
+        """What is older only tells what was accessed last; as after ``Window.restore``."""
+        self.num_keys = 0
+        """Tracked now, once for each cache."""
+        self._hot: set[int] = set()
+        self._heavy: dict[int, int] = {}  # candidates, and how often they were seen at least
+        self._num_fed = 0
+        self._tell_windows(1.0)
+
+    @property
+    def rate(self) -> float:
+        """Share of all keys that is tracked now."""
+        return self._threshold / HASHES
+
+    def count_accesses(self, num_accesses: int, time: float = 0.0) -> None:
+        """Tell all windows how many accesses there were, sampled or not, about ``time``."""
+        for window in (*self.windows, *self.shared_windows):
+            window.count(time, num_accesses)
+
+    def hit_ratio(self, size_bytes: float) -> Estimate:
+        """Estimate the hit ratio (per access) of caches of ``size_bytes`` each, by the first window."""
+        return self.windows[0].hit_ratio(size_bytes)
+
+    def feed(self, lookups: Iterable[Lookup]) -> None:
+        """Add lookups in the order of their time."""
+        for time, keys, num_bytes, stream in lookups:
+            if self._threshold < HASHES:
+                self._note_heavy(keys)
+            threshold, hot = self._threshold, self._hot
+            kept = [key for key in keys if key < threshold or key in hot]
+            own = self._stacks.get(stream)
+            if own is None:
+                own = self._stacks[stream] = RecencyStack()
+            own_distances = self._look_up(own, kept, num_bytes)
+            shared = self._look_up(self._shared, kept, num_bytes) if self._shared is not None else []
+            if time > self.counts_from:
+                if num_bytes != self.windows[0].row_bytes:
+                    self._tell_windows(num_bytes)
+                self._count(time, kept, num_bytes, own_distances, shared)
+            if self.num_keys > self._max_keys:
+                self._lower_threshold()
+
+    def forget(self, stream: Hashable) -> None:
+        """A cache is gone: what it held is new to its successor."""
+        self.num_keys -= len(self._stacks.pop(stream, ()))
+
+    def _look_up(self, stack: RecencyStack, keys: Sequence[int], num_bytes: int) -> list[int]:
+        """The distances of all keys, before any of them is touched."""
+        before, distances = len(stack), stack.distances(keys)
+        stack.touch(keys, num_bytes, self._hot)
+        stack.forget_beyond(self._largest * self._threshold / HASHES)
+        self.num_keys += len(stack) - before
+        return distances
+
+    def _count(
+        self, time: float, keys: Sequence[int], num_bytes: int, near: Sequence[int], far: Sequence[int]
+    ) -> None:
+        """Count accesses to keys, by their distances in their own cache and in the shared one."""
+        weight, hot = HASHES / self._threshold, self._hot
+        groups = [KNOWN if key in hot else key % NUM_GROUPS for key in keys]
+        self.new_bytes += near.count(UNTRACKED) * weight * num_bytes
+        steps = self.windows[0].steps(near, weight, num_bytes)
+        for window in self.windows:
+            window.add(time, groups, steps, weight)
+        if far:
+            held = self.own_bytes / weight
+            beyond = [UNTRACKED if 0 <= own <= held else other for own, other in zip(near, far, strict=True)]
+            steps = self.windows[0].steps(beyond, weight, num_bytes)
+            for window in self.shared_windows:
+                window.add(time, groups, steps, weight)
+
+    def _note_heavy(self, keys: Sequence[int]) -> None:
+        """Misra-Gries: no key with more than 1/_NUM_HEAVY of all accesses goes unnoticed."""
+        self._num_fed += len(keys)
+        heavy = self._heavy
+        for key in keys:
+            num_seen = heavy[key] = heavy.get(key, 0) + 1
+            if (
+                not num_seen % _HOT_AFTER
+                and num_seen * _NUM_HEAVY > self._num_fed
+                and len(self._hot) < _MAX_HOT
+            ):
+                self._hot.add(key)
+        while len(heavy) > _NUM_HEAVY:
+            heavy = self._heavy = {key: num - 1 for key, num in heavy.items() if num > 1}
+
+    def _lower_threshold(self) -> None:
+        """Sample fewer keys, and forget the others."""
+        while self.num_keys > self._max_keys and self._threshold > 1:
+            self._threshold -= max(1, self._threshold >> 3)
+            self.num_keys = 0
+            for stack in (*self._stacks.values(), *([] if self._shared is None else [self._shared])):
+                for key in [key for key in stack if key >= self._threshold and key not in self._hot]:
+                    stack.forget(key)
+                self.num_keys += len(stack)
+        self._tell_windows(self.windows[0].row_bytes)
+
+    def _tell_windows(self, row_bytes: float) -> None:
+        for window in (*self.windows, *self.shared_windows):
+            window.rate, window.row_bytes = self.rate, row_bytes

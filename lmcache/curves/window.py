@@ -1,0 +1,240 @@
+"""What was counted of a stretch of time: accesses by stack distance, in 16 independent subsamples."""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+NUM_GROUPS = 16
+"""Independent subsamples: how much they differ is how uncertain the curve is."""
+KNOWN = NUM_GROUPS
+"""The group of keys that are all tracked, and not sampled."""
+MISS = -1
+"""The step of what no cache would have hit."""
+
+_STUDENT_T = 2.145  # 95 % of Student's distribution with 14 degrees of freedom lies within
+_STEPS = 16  # distances are counted in steps of 1/16 octave, and interpolated within
+_MAX_EXPONENT = 100  # of a weight, before all of them are scaled down
+_STATE_VERSION = 2
+
+
+class Estimate(NamedTuple):
+    """Hit ratio of a cache of some size, and between what bounds it lies with 95 % confidence."""
+
+    hit_ratio: float
+    low: float
+    high: float
+
+
+class Difference(NamedTuple):
+    """What one size hits more than another."""
+
+    share: float
+    """Of all accesses."""
+    error: float
+    """Of the share: it lies within this with 95 % confidence."""
+
+
+class Window:
+    """Sums in which older accesses weigh less, by a half-life; or all the same (``inf``).
+
+    Distances between ``smallest_bytes`` and ``largest_bytes`` are told apart: what is nearer hits from there
+    on, what is farther is a miss.
+    """
+
+    def __init__(self, half_life_seconds: float, smallest_bytes: float, largest_bytes: float) -> None:
+        """Raise ValueError for values that make no sense."""
+        if not half_life_seconds > 0 or not 0 < smallest_bytes < largest_bytes < math.inf:
+            raise ValueError("a half-life must be positive, and smallest_bytes below largest_bytes")
+        self.half_life_seconds = half_life_seconds
+        self._first = math.log2(smallest_bytes) * _STEPS
+        self.num_steps = math.ceil(math.log2(largest_bytes) * _STEPS - self._first)
+        self.rate = 1.0
+        """Share of all keys that is tracked now."""
+        self.row_bytes = 1.0
+        """That one key takes, as was seen last."""
+        self.restart(-math.inf)
+
+    def restart(self, time: float) -> None:
+        """Forget everything, and count only what comes from ``time`` on."""
+        self.begin = time
+        self._hits = array("d", bytes(8 * self.num_steps * (NUM_GROUPS + 1)))  # by group and distance
+        self._sampled = [0.0] * (NUM_GROUPS + 1)  # accesses as estimated from the samples
+        self._counted = self._counted_hits = self._seconds = 0.0
+        self._origin: float | None = None  # when the weight of an access was 1
+        self._latest = time
+        self._below: list[list[float]] = []  # hits up to each step, by group; empty: to be summed
+
+    def steps(self, distances: Iterable[int], weight: float, num_bytes: int) -> list[int]:
+        """The step that each distance in sampled bytes is counted in, or MISS: of all keys as many are nearer
+        as were sampled, times ``weight``; the key itself is one."""
+        log2, first, last = math.log2, self._first, self.num_steps - 1
+        found = []
+        for distance in distances:
+            step = MISS
+            if distance >= 0:
+                bytes_of_all = (distance - num_bytes) * weight + num_bytes
+                step = int(log2(bytes_of_all) * _STEPS - first) if bytes_of_all > 1 else 0
+                step = MISS if step > last else max(step, 0)
+            found.append(step)
+        return found
+
+    def add(self, time: float, groups: Iterable[int], steps: Iterable[int], weight: float) -> None:
+        """Add accesses to keys, each of which stands for ``weight`` if its group is not KNOWN."""
+        if time < self.begin:
+            return
+        known = self._weight(time)
+        weighted = known * weight
+        sampled, hits, num_steps, self._below = self._sampled, self._hits, self.num_steps, []
+        for group, step in zip(groups, steps, strict=True):
+            count = known if group == KNOWN else weighted
+            sampled[group] += count
+            if step >= 0:
+                hits[group * num_steps + step] += count
+
+    def count(self, time: float, num_accesses: float, num_hits: float = 0.0, seconds: float = 0.0) -> None:
+        """Tell how many accesses there were about ``time``, sampled or not, how many of them were hits, and
+        how long it took."""
+        if time < self.begin:
+            return
+        weight = self._weight(time)
+        self._counted += weight * num_accesses
+        self._counted_hits += weight * num_hits
+        self._seconds += weight * seconds
+
+    @property
+    def num_accesses(self) -> float:
+        """Accesses in the window; an old one counts for less than one."""
+        total = self._total()
+        return total / self._weight(self._latest) if total else 0.0
+
+    @property
+    def accesses_per_hour(self) -> float:
+        """0 if it was never told how long it took."""
+        return 3600 * self._total() / self._seconds if self._seconds else 0.0
+
+    @property
+    def measured_hits(self) -> float:
+        """Share of the accesses that were hits, as counted."""
+        return self._counted_hits / self._counted if self._counted else 0.0
+
+    def hit_ratio(self, size_bytes: float) -> Estimate:
+        """Estimate the hit ratio (per access) of a cache of ``size_bytes``; 0 when nothing was counted."""
+        share, error = self.between(0.0, size_bytes)
+        return Estimate(*(min(1.0, max(0.0, value)) for value in (share, share - error, share + error)))
+
+    def between(self, smaller_bytes: float, larger_bytes: float) -> Difference:
+        """What a cache of ``larger_bytes`` hits and one of ``smaller_bytes`` does not; (0, 1) when nothing
+        was counted."""
+        if not self._total():
+            return Difference(0.0, 1.0)
+        share, groups = self._difference(smaller_bytes, larger_bytes)
+        if self.rate >= 1:
+            return Difference(share, 0.0)
+        missing = math.sqrt(1 - self.rate)  # a sample of nearly all is off by less
+        # What all groups share is one stack: its distances are off by as much as the number of keys in it is.
+        num_keys = self.rate * (smaller_bytes or larger_bytes) / self.row_bytes
+        off = min(0.5, 2 * missing / math.sqrt(max(num_keys, 1.0)))
+        shifted = (
+            self._difference(smaller_bytes * scale, larger_bytes * scale)[0] for scale in (1 - off, 1 + off)
+        )
+        moved = max(abs(value - share) for value in shifted)
+        return Difference(share, math.hypot(groups * missing, moved))
+
+    def _difference(self, smaller: float, larger: float) -> tuple[float, float]:
+        """The share of accesses, corrected by the known total, and its error by how much groups differ."""
+        pairs = zip(self._hits_below(smaller), self._hits_below(larger), strict=True)
+        *hits, known = (high - low for low, high in pairs)
+        sampled = self._sampled[:NUM_GROUPS]
+        counted = self._counted - self._sampled[KNOWN]
+        mean, mean_hits = sum(sampled) / NUM_GROUPS, sum(hits) / NUM_GROUPS
+        spread = sum((value - mean) ** 2 for value in sampled)
+        # 0 when all subsamples are alike.
+        slope = sum((x - mean) * (y - mean_hits) for x, y in zip(sampled, hits, strict=True)) / (spread or 1)
+        offset = mean_hits - slope * mean
+        rest = sum((y - slope * x - offset) ** 2 for x, y in zip(sampled, hits, strict=True))
+        # Two degrees of freedom went into the regression.
+        error = _STUDENT_T * math.sqrt(rest / (NUM_GROUPS - 2) * NUM_GROUPS)
+        corrected = sum(hits) - slope * (sum(sampled) - counted if counted > 0 else 0.0)
+        total = self._total()
+        return (known + corrected) / total, error / total
+
+    def _total(self) -> float:
+        return self._counted if self._counted > self._sampled[KNOWN] else sum(self._sampled)
+
+    def _hits_below(self, size_bytes: float) -> list[float]:
+        """Hits of a cache of that size, by group; linear within a step."""
+        if not self._below:
+            rows = (self._hits[i : i + self.num_steps] for i in range(0, len(self._hits), self.num_steps))
+            self._below = [list(accumulate(row, initial=0.0)) for row in rows]
+        position = math.log2(size_bytes) * _STEPS - self._first if size_bytes > 0 else 0.0
+        position = min(max(position, 0.0), self.num_steps)
+        step = min(int(position), self.num_steps - 1)
+        part = position - step
+        return [sums[step] + part * (sums[step + 1] - sums[step]) for sums in self._below]
+
+    def _weight(self, time: float) -> float:
+        """Weight of an access at ``time``: instead of the old losing weight, the new gain it."""
+        self._latest = max(self._latest, time)
+        if math.isinf(self.half_life_seconds):
+            return 1.0
+        if self._origin is None:
+            self._origin = time
+        exponent = (time - self._origin) / self.half_life_seconds
+        if exponent > _MAX_EXPONENT:
+            self._scale(math.pow(2.0, -min(exponent, 1000.0)))
+            self._origin, exponent = time, 0.0
+        return math.pow(2.0, max(exponent, -1000.0))
+
+    def _scale(self, factor: float) -> None:
+        self._hits = array("d", [count * factor for count in self._hits])
+        self._sampled = [value * factor for value in self._sampled]
+        self._counted, self._counted_hits = self._counted * factor, self._counted_hits * factor
+        self._seconds *= factor
+        self._below = []
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as plain values that JSON can carry, a KiB or two per octave of distances."""
+        self._scale(1 / self._weight(self._latest))
+        self._origin = self._latest
+        packed = zlib.compress(array("f", (*self._hits, *self._sampled)).tobytes())
+        return {
+            "version": _STATE_VERSION,
+            "shape": [self.half_life_seconds, self._first, self.num_steps],
+            "latest": self._latest,
+            "counts": base64.b85encode(packed).decode(),
+            "totals": [self._counted, self._counted_hits, self._seconds, self.rate, self.row_bytes],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state()`` returned of a window of the same shape. Raises ValueError for anything
+        else, and changes nothing then."""
+        try:
+            if state["version"] != _STATE_VERSION:
+                raise ValueError(f"version {state['version']}, not {_STATE_VERSION}")
+            if list(state["shape"]) != [self.half_life_seconds, self._first, self.num_steps]:
+                raise ValueError(f"shape {state['shape']}")
+            counts = array("f")
+            expected = len(self._hits) + NUM_GROUPS + 1
+            packed = zlib.decompressobj().decompress(base64.b85decode(state["counts"]), 4 * expected + 1)
+            counts.frombytes(packed)
+            latest = float(state["latest"])
+            totals = [float(value) for value in state["totals"]]
+            figures = [*counts, *totals]
+            if len(counts) != expected or not all(0 <= value < math.inf for value in figures):
+                raise ValueError("counts")
+            counted, counted_hits, seconds, rate, row_bytes = totals
+            if math.isnan(latest) or not 0 < rate <= 1 or not row_bytes:
+                raise ValueError("time, rate or bytes")
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, zlib.error) as error:
+            raise ValueError(f"not the state of such a window: {error}") from error
+        self.restart(self.begin)
+        self._hits, self._sampled = array("d", counts[: -NUM_GROUPS - 1]), list(counts[-NUM_GROUPS - 1 :])
+        self._counted, self._counted_hits, self._seconds = counted, counted_hits, seconds
+        self.rate, self.row_bytes = rate, row_bytes
+        self._latest = self._origin = latest
