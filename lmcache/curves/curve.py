@@ -48,6 +48,8 @@ class MissRatioCurve:
             Window(seconds, smallest_bytes, largest_bytes) for seconds in half_lives if shared
         ]
         """Of the shared cache: what is hit there, and not nearer."""
+        self.pooled_windows = [Window(half_lives[0], smallest_bytes, largest_bytes)] if shared else []
+        """Of the shared cache if there were no others, with the first half-life only."""
         self.own_bytes = 0.0
         """Size of the streams' own caches: what they hit, the shared one has no credit for."""
         self.new_bytes = 0.0
@@ -62,13 +64,18 @@ class MissRatioCurve:
         self._tell_windows(1.0)
 
     @property
+    def all_windows(self) -> list[Window]:
+        """Whatever they count."""
+        return [*self.windows, *self.shared_windows, *self.pooled_windows]
+
+    @property
     def rate(self) -> float:
         """Share of all keys that is tracked now."""
         return self._threshold / HASHES
 
     def count_accesses(self, num_accesses: int, time: float = 0.0) -> None:
         """Tell all windows how many accesses there were, sampled or not, about ``time``."""
-        for window in (*self.windows, *self.shared_windows):
+        for window in self.all_windows:
             window.count(time, num_accesses)
 
     def hit_ratio(self, size_bytes: float) -> Estimate:
@@ -122,6 +129,8 @@ class MissRatioCurve:
             steps = self.windows[0].steps(beyond, weight, num_bytes)
             for window in self.shared_windows:
                 window.add(time, groups, steps, weight)
+            for window in self.pooled_windows:
+                window.add(time, groups, window.steps(far, weight, num_bytes), weight)
 
     def _note_heavy(self, keys: Sequence[int]) -> None:
         """Misra-Gries: no key with more than 1/_NUM_HEAVY of all accesses goes unnoticed."""
@@ -150,5 +159,5 @@ class MissRatioCurve:
         self._tell_windows(self.windows[0].row_bytes)
 
     def _tell_windows(self, row_bytes: float) -> None:
-        for window in (*self.windows, *self.shared_windows):
+        for window in self.all_windows:
             window.rate, window.row_bytes = self.rate, row_bytes

@@ -180,11 +180,14 @@ class Window:
 
     def _weight(self, time: float) -> float:
         """Weight of an access at ``time``: instead of the old losing weight, the new gain it."""
-        self._latest = max(self._latest, time)
         if math.isinf(self.half_life_seconds):
             return 1.0
         if self._origin is None:
             self._origin = time
+        if time < self._latest - self.half_life_seconds:  # the clock was set: what was counted has not aged
+            self._origin += time - self._latest
+            self._latest = time
+        self._latest = max(self._latest, time)
         exponent = (time - self._origin) / self.half_life_seconds
         if exponent > _MAX_EXPONENT:
             self._scale(math.pow(2.0, -min(exponent, 1000.0)))

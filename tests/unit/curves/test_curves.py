@@ -229,22 +229,34 @@ def test_a_window_tells_traffic_per_hour_and_what_was_measured():
 
 
 def test_a_shared_cache_has_credit_for_what_is_not_hit_nearer():
-    """Two caches of 4 keys each; key 1 is always near, 2 comes back after 8 others, 3 only elsewhere."""
+    """Two caches of 4 keys: "a" sees key 1 often, and key 2 behind 8 others; "b" sees 1 after "a" did."""
     curve = MissRatioCurve(shared=True)
     curve.own_bytes = 4.0
-    new = iter(range(100, 10_000))
-    curve.feed([Lookup(0.0, [1, 2], 1, "a"), Lookup(0.0, [3], 1, "b")])
-    for _ in range(100):
-        curve.feed([Lookup(1.0, [1], 1, "a")])
-        curve.feed([Lookup(1.0, [next(new) for _ in range(8)], 1, "a")])
-        curve.feed([Lookup(1.0, [2], 1, "a"), Lookup(1.0, [1], 1, "a")])
-        curve.feed([Lookup(1.0, [3], 1, "a"), Lookup(1.0, [3], 1, "b")])
+    for turn in range(100):
+        others = [key_hash(1000 + 8 * turn + i) for i in range(8)]
+        for stream, keys in (("a", [1, 2]), ("a", others[:2]), ("a", [1]), ("a", others[2:]), ("b", [1])):
+            curve.feed([Lookup(float(turn), keys, 1, stream)])
         curve.forget("b")
-    shared = curve.shared_windows[0]
-    total = 3 + 100 * 13
-    # What is far: keys 1 and 2 behind 8 others of "a", and 3, which "a" sees after 10; near for b is nothing.
-    assert shared.hit_ratio(30.0).hit_ratio * total == pytest.approx(100 + 100 + 200, abs=105)
-    assert shared.hit_ratio(2.0).hit_ratio * total == pytest.approx(100, abs=2)
+    total = 100 * 12
+    own, shared, pooled = (
+        windows[0].hit_ratio(16.0).hit_ratio * total
+        for windows in (curve.windows, curve.shared_windows, curve.pooled_windows)
+    )
+    # In 16 keys of its own "a" finds 1 twice and 2 once a turn.
+    assert own == pytest.approx(300, abs=5)
+    # Behind 4 of its own: 2, and 1 after the 8 others; and 1 for "b", whose own cache is always new.
+    assert shared == pytest.approx(300, abs=5)
+    assert pooled == pytest.approx(400, abs=5)
+    # "b" asked for 1 a moment ago, but 2 is farther away.
+    assert curve.shared_windows[0].hit_ratio(8.5).hit_ratio * total == pytest.approx(200, abs=5)
+
+
+def test_a_clock_that_is_set_back_does_not_stop_the_count():
+    window = Window(3600.0, 1.0, 2.0**20)
+    window.count(1e9, 1000)
+    window.count(1000.0, 1000)
+    window.count(4600.0, 1000)
+    assert window.num_accesses == pytest.approx(2000)
 
 
 @pytest.mark.parametrize("num_keys", [100, 400, 1600])
