@@ -1,0 +1,209 @@
+"""What a size of one tier saves and costs, in USD per hour. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from lmcache.curves import Difference
+from lmcache.units import format_size
+
+GIB = 2.0**30
+BYTES_PER_SECOND_OF_A_SHARD = 1e9
+"""That a shard is planned to move: half of what one connection was measured to carry."""
+
+_NOT_WORTH = 0.8  # of the time to compute a token: from there on loading it is not even tried
+_STEP_UP, _STEP_DOWN = 2.0, 1 / 1.5
+_PER_OCTAVE = 8  # candidate sizes: twice as far apart, the worst case cost 21 % instead of 12 %
+_ROUND = 32  # of an octave: 108Gi, not 107.63Gi
+
+
+LimitedBy = Literal[
+    "None", "Max", "Min", "Samples", "Young", "Uncertain", "Locality", "Bandwidth", "Engine", "Cooldown",
+    "Verifying", "Frozen", "Infeasible",
+]  # fmt: skip
+"""What keeps a size from being the best there is."""
+
+
+class Demand(Protocol):
+    """What was asked for in some stretch of time: a ``lmcache.curves.Window``."""
+
+    @property
+    def num_accesses(self) -> float:
+        """Lookups of single chunks."""
+
+    @property
+    def accesses_per_hour(self) -> float:
+        """How many an hour."""
+
+    @property
+    def measured_hits(self) -> float:
+        """The share that was really hit."""
+
+    def between(self, smaller_bytes: float, larger_bytes: float) -> Difference:
+        """The share that the larger size hits and the smaller one does not."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What things cost, in USD."""
+
+    gpu_hour: float
+    """One GPU for an hour. Only money if a GPU that is not needed is given back."""
+    memory_gib_hour: float
+    """One GiB for an hour; 0 for memory that is paid for anyway."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What sidecars and engines measure of themselves."""
+
+    num_pods: int
+    gpus: float
+    """Of one pod."""
+    prefill_tokens_per_second: float
+    """Of one pod."""
+    kv_bytes_per_token: float
+    """Over all ranks."""
+    tokens_per_access: float
+    """Of one chunk."""
+    engine_cache_bytes: float = 0.0
+    """Of one pod's own prefix cache, which is asked first."""
+    load_bytes_per_second: float = 0.0
+    """From this tier; 0: not measured yet."""
+    moved_bytes_per_second: float = 0.0
+    """Written to the remote tier and read from it, by all pods together."""
+
+    def is_known(self) -> bool:
+        """Whether a saving can be told from these figures."""
+        needed = (
+            self.num_pods, self.gpus, self.prefill_tokens_per_second,
+            self.kv_bytes_per_token, self.tokens_per_access,
+        )  # fmt: skip
+        others = (self.engine_cache_bytes, self.load_bytes_per_second, self.moved_bytes_per_second)
+        return all(0 < x < math.inf for x in needed) and all(0 <= x < math.inf for x in others)
+
+    def usd_per_token(self, prices: Prices) -> float:
+        """Of one token that is loaded, and not computed; NaN if that can't be told."""
+        if not self.is_known():
+            return math.nan
+        compute = self.gpus * prices.gpu_hour / 3600 / self.prefill_tokens_per_second
+        if not self.load_bytes_per_second:
+            return compute
+        ratio = self.kv_bytes_per_token / self.load_bytes_per_second * self.prefill_tokens_per_second
+        return compute * (1 - ratio) if ratio < _NOT_WORTH else 0.0
+
+    def break_even_seconds(self, prices: Prices) -> float:
+        """A token that comes back later than this costs more memory than it saves."""
+        usd_per_second = self.kv_bytes_per_token / GIB * prices.memory_gib_hour / 3600
+        return self.usd_per_token(prices) / usd_per_second if usd_per_second else math.inf
+
+
+class Gain(NamedTuple):
+    """What a size is worth, compared with another."""
+
+    hits: float
+    """Share of all accesses that it hits more."""
+    saved: float
+    """USD per hour that they save."""
+    paid: float
+    """USD per hour that the size costs more."""
+    error: float
+    """Of ``saved``: 95 % confidence."""
+
+    @property
+    def net(self) -> float:
+        """USD per hour."""
+        return self.saved - self.paid
+
+    @property
+    def low(self) -> float:
+        """What it is worth at least."""
+        return self.net - self.error
+
+
+def _in_full(num_bytes: float) -> str:
+    return format_size(round(num_bytes))
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One tier that is sized. All copies of it (one per pod, or the one that is shared) have one size."""
+
+    sizes: tuple[float, ...]
+    """Candidates, ascending, in bytes of one copy."""
+    usd_per_access: float
+    """That a hit saves."""
+    usd_per_byte_hour: float
+    """Of all copies."""
+    nearer_bytes: float = 0.0
+    """What is hit up to this size is hit by the engine, whatever this tier's."""
+    factors: tuple[float, float] | None = None
+    """How far one step goes, down and up; None: to the next candidate."""
+    describe: Callable[[float], str] = field(default=_in_full, compare=False)
+    """A size, for people."""
+    least_is: LimitedBy = "Min"
+    """What keeps it from being smaller than all candidates."""
+
+    def effective(self, size: float, usable: float) -> float:
+        """What a curve has to be asked for."""
+        return max(usable * size, self.nearer_bytes)
+
+    def gain(self, demand: Demand, present: float, size: float, usable: float) -> Gain:
+        """What ``size`` is worth instead of ``present``."""
+        low, high = (self.effective(x, usable) for x in sorted((present, size)))
+        share, error = demand.between(low, high)
+        if size < present:
+            share = -share
+        worth = demand.accesses_per_hour * self.usd_per_access
+        return Gain(share, worth * share, self.usd_per_byte_hour * (size - present), worth * error)
+
+    def step(self, present: float, target: float) -> float:
+        """How far to go at once: it cost more than it saved in simulations, and guards against the rest."""
+        low, high = min(present, target), max(present, target)
+        if self.factors is not None:
+            return min(
+                high,
+                max(low, rounded(min(max(target, present * self.factors[0]), present * self.factors[1]))),
+            )
+        between = [size for size in self.sizes if low < size < high]
+        return (between[0] if target > present else between[-1]) if between else target
+
+
+def memory_tier(smallest: float, largest: float, service: Service, prices: Prices) -> Tier:
+    """The memory of each pod, in bytes."""
+    octaves = math.log2(largest / smallest)
+    grid = {rounded(smallest * 2 ** (i / _PER_OCTAVE)) for i in range(1, math.ceil(octaves * _PER_OCTAVE))}
+    sizes = sorted({smallest, largest, *(size for size in grid if smallest < size < largest)})
+    return Tier(
+        sizes=tuple(sizes),
+        usd_per_access=service.usd_per_token(prices) * service.tokens_per_access,
+        usd_per_byte_hour=service.num_pods * prices.memory_gib_hour / GIB,
+        nearer_bytes=service.engine_cache_bytes,
+        factors=(_STEP_DOWN, _STEP_UP),
+        describe=lambda size: f"{_in_full(size)} per pod",
+    )
+
+
+def remote_tier(counts: Sequence[int], shard_bytes: float, service: Service, prices: Prices) -> Tier:
+    """Shards that all pods share; ``counts``: how many may there be. As many as their bandwidth asks for, or
+    their size, whichever is more."""
+    needed = (
+        math.ceil(service.moved_bytes_per_second / BYTES_PER_SECOND_OF_A_SHARD) if service.is_known() else 0
+    )
+    enough = [count for count in counts if count >= needed] or [counts[-1]]
+    return Tier(
+        sizes=tuple(count * shard_bytes for count in enough),
+        usd_per_access=service.usd_per_token(prices) * service.tokens_per_access,
+        usd_per_byte_hour=prices.memory_gib_hour / GIB,
+        describe=lambda size: f"{round(size / shard_bytes)} shards",
+        least_is="Bandwidth" if len(enough) < len(counts) else "Min",
+    )
+
+
+def rounded(size: float) -> float:
+    """A size near this one that reads well."""
+    unit = 2.0 ** (math.floor(math.log2(size)) - int(math.log2(_ROUND)))
+    return round(size / unit) * unit
