@@ -1,0 +1,212 @@
+"""Autoscalers in a closed loop with exact tiers: what they decide changes what is hit from then on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from lmcache_operator.autoscaling.decide import DECIDE_SECONDS, decide
+from lmcache_operator.autoscaling.state import Decision, Obstacle, State
+from lmcache_operator.autoscaling.tier import GIB, Prices, Service, Tier, memory_tier
+from lmcache_operator.autoscaling.traffic import Traffic
+
+from lmcache.curves import Lookup, MissRatioCurve
+from testing.workloads import tiers
+from testing.workloads.requests import KV_BYTES_PER_TOKEN, Request, Workload, row_hash
+
+Routing = Callable[[Request], int]
+"""Which pod serves a request."""
+
+TICK = 300.0
+
+
+def sticky(num_pods: int) -> Routing:
+    """All requests of a session go to one pod."""
+    return lambda request: row_hash(8, request.session) % num_pods
+
+
+def scattered(num_pods: int) -> Routing:
+    """Any pod."""
+    chance = random.Random(0)
+    return lambda request: chance.randrange(num_pods)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A service whose memory tiers are to be sized."""
+
+    workload: Workload
+    num_pods: int = 2
+    route: Callable[[int], Routing] = sticky
+    engine_gib: float = 0.0
+    bounds: tuple[float, float] = (16.0, 512.0)
+    start: float = 64.0
+    """GiB of one pod."""
+    prices: Prices = field(default_factory=lambda: Prices(gpu_hour=2.50, memory_gib_hour=0.004))
+    usable: Callable[[float], float] = lambda gib: gib
+    """What of a size really holds something."""
+    rate: float = 1.0
+    obstacle: Callable[[float], Obstacle | None] = lambda time: None
+
+    @property
+    def service(self) -> Service:
+        return Service(
+            num_pods=self.num_pods, gpus=1, prefill_tokens_per_second=10_000.0,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN, tokens_per_access=self.workload.tokens_per_row,
+            engine_cache_bytes=self.engine_gib * GIB,
+        )  # fmt: skip
+
+    @property
+    def tier(self) -> Tier:
+        lowest, highest = self.bounds
+        return memory_tier(lowest * GIB, highest * GIB, self.service, self.prices)
+
+    @property
+    def usd_per_miss(self) -> float:
+        return self.service.usd_per_token(self.prices) * self.workload.tokens_per_row
+
+    @property
+    def usd_per_gib_hour(self) -> float:
+        return self.num_pods * self.prices.memory_gib_hour
+
+    def ticks(self) -> Iterator[tuple[float, list[tuple[int, Request]]]]:
+        """Requests and their pods, tick by tick, with the time of its end."""
+        route = self.route(self.num_pods)
+        end = TICK
+        batch: list[tuple[int, Request]] = []
+        for request in self.workload.requests:
+            while request.time >= end:
+                yield end, batch
+                end, batch = end + TICK, []
+            batch.append((route(request), request))
+        yield end, batch
+
+    def best_constant(self) -> tuple[float, float]:
+        """The size (GiB) that would have cost least, and USD per hour of it."""
+        smallest = min(self.bounds[0], self.engine_gib or self.bounds[0])
+        curve = MissRatioCurve(
+            10**7, smallest_bytes=0.45 * smallest * GIB, largest_bytes=2 * self.bounds[1] * GIB
+        )
+        for _, batch in self.ticks():
+            curve.feed(lookups(self.workload, batch))
+        rows = sum(len(request.keys) for request in self.workload.requests) / self.workload.hours
+
+        def cost(gib: float) -> float:
+            hits = curve.hit_ratio(max(gib, self.engine_gib) * GIB).hit_ratio
+            return rows * (1 - hits) * self.usd_per_miss + gib * self.usd_per_gib_hour
+
+        lowest, highest = self.bounds
+        sizes = [size for i in range(400) if (size := lowest * 2 ** (i / 16)) < highest] + [highest]
+        best = min(sizes, key=cost)
+        return best, cost(best)
+
+
+def lookups(workload: Workload, batch: Sequence[tuple[int, Request]]) -> Iterator[Lookup]:
+    """As samplers with a rate of 1 keep them."""
+    for pod, request in batch:
+        yield Lookup(request.time, request.keys[::-1], int(workload.row_bytes), pod)
+
+
+class Moment(NamedTuple):
+    """One tick of a run."""
+
+    hour: float
+    size: float
+    """GiB of one pod."""
+    usd_per_hour: float
+    hits: float
+    """Share of rows, in the engine or in memory."""
+
+
+@dataclass
+class Run:
+    """What came of it."""
+
+    moments: list[Moment]
+    decisions: list[tuple[float, Decision]]
+    """With their hours."""
+    state: State
+
+    @cached_property
+    def resizes(self) -> list[tuple[float, float]]:
+        """(hour, GiB) of each change."""
+        sizes = [(moment.hour, moment.size) for moment in self.moments]
+        return [after for before, after in pairwise(sizes) if after[1] != before[1]]
+
+    @property
+    def usd_per_hour(self) -> float:
+        return sum(moment.usd_per_hour for moment in self.moments) / len(self.moments)
+
+    def size_at(self, hour: float) -> float:
+        return next(moment.size for moment in self.moments if moment.hour >= hour)
+
+    def sizes_after(self, hour: float) -> list[float]:
+        return [moment.size for moment in self.moments if moment.hour >= hour]
+
+
+class Loop:
+    """One run; ``act`` off: only recommends."""
+
+    def __init__(self, setup: Setup, *, act: bool = True, namespace: str = "ns") -> None:
+        self.setup, self.act = setup, act
+        lowest, highest = setup.bounds
+        smallest = min(lowest, setup.engine_gib or lowest)
+        self.traffic = Traffic(
+            namespace,
+            smallest * GIB,
+            highest * GIB,
+            rate=setup.rate,
+            max_keys=10**7,
+            is_shared=setup.num_pods > 2,
+        )
+        self.size = setup.start
+        self.pods = tiers.Service(setup.num_pods, setup.workload.rows(setup.engine_gib * GIB), self._rows())
+        self.state = State()
+        self.tier, self.service = setup.tier, setup.service
+        self.decisions: list[tuple[float, Decision]] = []
+        self.moments: list[Moment] = []
+
+    def _rows(self) -> int:
+        return self.setup.workload.rows(self.setup.usable(self.size) * GIB)
+
+    def run(self) -> Run:
+        for end, batch in self.setup.ticks():
+            self._serve(end, batch)
+            if end % DECIDE_SECONDS == 0:
+                self._decide(end)
+        return Run(self.moments, self.decisions, self.state)
+
+    def _serve(self, end: float, batch: Sequence[tuple[int, Request]]) -> None:
+        setup = self.setup
+        served = [self.pods.serve(pod, request.keys) for pod, request in batch]
+        missed = sum(hits.missed for hits in served)
+        rows = sum(len(request.keys) for _, request in batch)
+        self.traffic.feed(lookups(setup.workload, batch))
+        self.traffic.count(
+            end - TICK / 2, TICK, rows, rows - missed, miss_bytes=missed * setup.workload.row_bytes
+        )
+        cost = missed * setup.usd_per_miss * 3600 / TICK + self.size * setup.usd_per_gib_hour
+        self.moments.append(Moment(end / 3600, self.size, cost, 1 - missed / rows if rows else 0.0))
+
+    def _decide(self, time: float) -> None:
+        decision = self._decided(time)
+        self.decisions.append((time / 3600, decision))
+        if self.act and decision.next != decision.size:
+            self.size = decision.next / GIB
+            self.pods.resize(self._rows())
+            self._decided(time)  # it is told of the new size as soon as pods say so
+
+    def _decided(self, time: float) -> Decision:
+        obstacle = self.setup.obstacle(time)
+        seen = self.traffic.memory(time, self.size * GIB, self.service, self.state, obstacle)
+        decision, self.state = decide(self.tier, self.state, seen)
+        return decision
+
+
+def simulate(setup: Setup, **options: float) -> Run:
+    """Run the memory autoscaler over a workload."""
+    return Loop(replace(setup, **options) if options else setup).run()  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""What is known of lookups: against exact tiers, over pods, and across a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lmcache_operator.autoscaling.decide import decide
+from lmcache_operator.autoscaling.state import State
+from lmcache_operator.autoscaling.tier import GIB
+from lmcache_operator.autoscaling.traffic import Traffic
+
+from lmcache.curves import Lookup, MissRatioCurve
+from testing.workloads.closed_loop import Routing, Setup, lookups, scattered, sticky
+from testing.workloads.requests import Workload, agents, chat, mooncake
+from testing.workloads.tiers import Service
+
+TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
+
+
+def measured(workload: Workload, route: Routing, num_pods: int, gib: float) -> float:
+    """Share of rows that exact tiers of that size hit."""
+    pods = Service(num_pods, 0, workload.rows(gib * GIB))
+    hits = sum(pods.serve(route(request), request.keys).memory for request in workload.requests)
+    return hits / sum(len(request.keys) for request in workload.requests)
+
+
+@pytest.mark.parametrize("gib", [32, 64, 128])
+def test_the_curve_is_what_exact_tiers_hit(gib):
+    """Also where single requests are a fifth of the tier; counted access by access they are far off there."""
+    workload, route = agents(3, 0.02), sticky(2)
+    batch = [(route(request), request) for request in workload.requests]
+    curve, naive = MissRatioCurve(10**6), MissRatioCurve(10**6)
+    curve.feed(lookups(workload, batch))
+    naive.feed(lookup._replace(keys=[key]) for lookup in lookups(workload, batch) for key in lookup.keys)
+    exact = measured(workload, route, 2, gib)
+    size = (workload.rows(gib * GIB) + 0.5) * workload.row_bytes
+    assert curve.hit_ratio(size).hit_ratio == pytest.approx(exact, abs=0.002)
+    assert abs(naive.hit_ratio(size).hit_ratio - exact) > 0.02
+
+
+def test_requests_scattered_over_sixteen_pods_lose_twenty_points():
+    """On the conversation trace: what pods that share their memory would hit, and these do not."""
+    workload = mooncake(TRACES / "mooncake_conversation_trace.jsonl.gz")
+    for route, loss, error in ((scattered(16), 0.20, 0.01), (sticky(16), 0.0, 0.006)):
+        setup = Setup(workload, num_pods=16)
+        traffic = Traffic("ns", 16 * GIB, 512 * GIB, max_keys=10**6, is_shared=True)
+        state = State("ns", started=-3600.0, size=64 * GIB, usable=1.0)
+        traffic.memory(0.0, 64 * GIB, setup.service, state)
+        batch = [(route(request), request) for request in workload.requests]
+        traffic.feed(lookups(workload, batch))
+        traffic.count(3600.0, 3600.0, sum(len(request.keys) for request in workload.requests), 0)
+        seen = traffic.memory(3600.0, 64 * GIB, setup.service, state)
+        assert seen.locality_loss == pytest.approx(loss, abs=error)
+        decision, _ = decide(setup.tier, state, seen)
+        assert decision.next == 64 * GIB
+        assert (decision.limited_by == "Locality") == (loss > 0.1)
+
+
+def test_a_restart_forgets_only_the_last_hour():
+    """The curve of the day is kept; what was accessed last is learned again from the samples."""
+    workload, route = chat(6, 0.2), sticky(2)
+    batch = [(route(request), request) for request in workload.requests]
+    whole, first = (Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True) for _ in range(2))
+    half = len(batch) // 2
+    whole.feed(lookups(workload, batch))
+    first.feed(lookups(workload, batch[:half]))
+    text = json.dumps(first.state())
+    assert len(text) <= 64 << 10
+    again = Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True)
+    again.restore(json.loads(text))
+    again.feed(lookups(workload, batch))
+    for gib in (16, 64, 256):
+        for restored, kept in ((again.curve.windows, whole.curve.windows),
+                               (again.curve.shared_windows, whole.curve.shared_windows)):  # fmt: skip
+            assert restored[0].hit_ratio(gib * GIB) == pytest.approx(kept[0].hit_ratio(gib * GIB), abs=1e-3)
+    assert again.curve.new_bytes == pytest.approx(whole.curve.new_bytes)
+    for wrong in ({}, {**json.loads(text), "namespace": "other"}, {**json.loads(text), "days": [1]}):
+        with pytest.raises(ValueError, match=r"not the state|of 'other'|zip"):
+            again.restore(wrong)
+
+
+def test_a_pod_that_is_gone_takes_its_cache_along():
+    traffic = Traffic("ns", 1 * GIB, 16 * GIB)
+    for pod in ("a", "b"):
+        traffic.feed([Lookup(0.0, [1, 2, 3], 1 << 20, pod)])
+    traffic.curve.forget("a")
+    traffic.feed([Lookup(1.0, [1, 2, 3], 1 << 20, pod) for pod in ("a", "b")])
+    assert traffic.curve.windows[0].hit_ratio(GIB).hit_ratio == pytest.approx(1 / 4, abs=0.001)
