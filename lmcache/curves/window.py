@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ _STUDENT_T = 2.145  # 95 % of Student's distribution with 14 degrees of freedom 
 _STEPS = 16  # distances are counted in steps of 1/16 octave, and interpolated within
 _MAX_EXPONENT = 100  # of a weight, before all of them are scaled down
 _STATE_VERSION = 2
+_NOT_A_STATE = (KeyError, TypeError, AttributeError, ValueError, OverflowError, zlib.error, struct.error)
+_HALF_MAX = 60_000.0  # counts are kept in half precision, which is not much more
 
 
 class Estimate(NamedTuple):
@@ -180,7 +183,7 @@ class Window:
 
     def _weight(self, time: float) -> float:
         """Weight of an access at ``time``: instead of the old losing weight, the new gain it."""
-        if math.isinf(self.half_life_seconds):
+        if math.isinf(self.half_life_seconds) or math.isinf(time):  # all the same, or nothing yet
             return 1.0
         if self._origin is None:
             self._origin = time
@@ -205,13 +208,15 @@ class Window:
         """Return everything as plain values that JSON can carry, a KiB or two per octave of distances."""
         self._scale(1 / self._weight(self._latest))
         self._origin = self._latest
-        packed = zlib.compress(array("f", (*self._hits, *self._sampled)).tobytes())
+        unit = (max(self._hits) or 1.0) / _HALF_MAX
+        packed = struct.pack(f"<{len(self._hits)}e", *(count / unit for count in self._hits))
+        sums = (self._counted, self._counted_hits, self._seconds, self.rate, self.row_bytes)
         return {
             "version": _STATE_VERSION,
             "shape": [self.half_life_seconds, self._first, self.num_steps],
             "latest": self._latest,
-            "counts": base64.b85encode(packed).decode(),
-            "totals": [self._counted, self._counted_hits, self._seconds, self.rate, self.row_bytes],
+            "hits": base64.b85encode(zlib.compress(packed)).decode(),
+            "sums": [unit, *sums, *self._sampled],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -222,22 +227,18 @@ class Window:
                 raise ValueError(f"version {state['version']}, not {_STATE_VERSION}")
             if list(state["shape"]) != [self.half_life_seconds, self._first, self.num_steps]:
                 raise ValueError(f"shape {state['shape']}")
-            counts = array("f")
-            expected = len(self._hits) + NUM_GROUPS + 1
-            packed = zlib.decompressobj().decompress(base64.b85decode(state["counts"]), 4 * expected + 1)
-            counts.frombytes(packed)
-            latest = float(state["latest"])
-            totals = [float(value) for value in state["totals"]]
-            figures = [*counts, *totals]
-            if len(counts) != expected or not all(0 <= value < math.inf for value in figures):
+            packed = zlib.decompressobj().decompress(base64.b85decode(state["hits"]), 2 * len(self._hits) + 1)
+            hits = struct.unpack(f"<{len(self._hits)}e", packed)
+            latest, *sums = (float(value) for value in (state["latest"], *state["sums"]))
+            unit, counted, counted_hits, seconds, rate, row_bytes, *sampled = sums
+            if len(sampled) != NUM_GROUPS + 1 or not all(0 <= value < math.inf for value in (*hits, *sums)):
                 raise ValueError("counts")
-            counted, counted_hits, seconds, rate, row_bytes = totals
-            if math.isnan(latest) or not 0 < rate <= 1 or not row_bytes:
+            if not latest < math.inf or not 0 < rate <= 1 or not row_bytes:
                 raise ValueError("time, rate or bytes")
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, zlib.error) as error:
+        except _NOT_A_STATE as error:
             raise ValueError(f"not the state of such a window: {error}") from error
         self.restart(self.begin)
-        self._hits, self._sampled = array("d", counts[: -NUM_GROUPS - 1]), list(counts[-NUM_GROUPS - 1 :])
+        self._hits, self._sampled = array("d", [count * unit for count in hits]), sampled
         self._counted, self._counted_hits, self._seconds = counted, counted_hits, seconds
         self.rate, self.row_bytes = rate, row_bytes
         self._latest = self._origin = latest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from lmcache_operator.autoscaling.state import Decision, Obstacle, State
 from lmcache_operator.autoscaling.tier import GIB, Prices, Service, Tier, memory_tier
 from lmcache_operator.autoscaling.traffic import Traffic
 
-from lmcache.curves import Lookup, MissRatioCurve
+from lmcache.curves import HASHES, Lookup, MissRatioCurve
 from testing.workloads import tiers
 from testing.workloads.requests import KV_BYTES_PER_TOKEN, Request, Workload, row_hash
 
@@ -105,10 +105,13 @@ class Setup:
         return best, cost(best)
 
 
-def lookups(workload: Workload, batch: Sequence[tuple[int, Request]]) -> Iterator[Lookup]:
-    """As samplers with a rate of 1 keep them."""
+def lookups(workload: Workload, batch: Sequence[tuple[int, Request]], rate: float = 1.0) -> Iterator[Lookup]:
+    """As samplers keep them: heads, and keys under a threshold."""
     for pod, request in batch:
-        yield Lookup(request.time, request.keys[::-1], int(workload.row_bytes), pod)
+        keys = request.keys[::-1]
+        if rate < 1:
+            keys = tuple(key for key in keys if key < rate * HASHES or key == request.keys[0])
+        yield Lookup(request.time, keys, int(workload.row_bytes), pod)
 
 
 class Moment(NamedTuple):
@@ -149,24 +152,19 @@ class Run:
 
 
 class Loop:
-    """One run; ``act`` off: only recommends."""
+    """The memory of all pods is sized while they serve."""
 
-    def __init__(self, setup: Setup, *, act: bool = True, namespace: str = "ns") -> None:
-        self.setup, self.act = setup, act
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
         lowest, highest = setup.bounds
-        smallest = min(lowest, setup.engine_gib or lowest)
         self.traffic = Traffic(
-            namespace,
-            smallest * GIB,
-            highest * GIB,
-            rate=setup.rate,
-            max_keys=10**7,
-            is_shared=setup.num_pods > 2,
-        )
+            "ns", min(lowest, setup.engine_gib or lowest) * GIB, highest * GIB,
+            rate=setup.rate, max_keys=10**7, is_shared=setup.num_pods > 2,
+        )  # fmt: skip
         self.size = setup.start
         self.pods = tiers.Service(setup.num_pods, setup.workload.rows(setup.engine_gib * GIB), self._rows())
         self.state = State()
-        self.tier, self.service = setup.tier, setup.service
+        self.tier = setup.tier
         self.decisions: list[tuple[float, Decision]] = []
         self.moments: list[Moment] = []
 
@@ -175,38 +173,38 @@ class Loop:
 
     def run(self) -> Run:
         for end, batch in self.setup.ticks():
-            self._serve(end, batch)
+            served = [self.pods.serve(pod, request.keys, request.time) for pod, request in batch]
+            self.traffic.feed(lookups(self.setup.workload, batch, self.setup.rate))
+            self._count(end, served)
             if end % DECIDE_SECONDS == 0:
                 self._decide(end)
         return Run(self.moments, self.decisions, self.state)
 
-    def _serve(self, end: float, batch: Sequence[tuple[int, Request]]) -> None:
-        setup = self.setup
-        served = [self.pods.serve(pod, request.keys) for pod, request in batch]
-        missed = sum(hits.missed for hits in served)
-        rows = sum(len(request.keys) for _, request in batch)
-        self.traffic.feed(lookups(setup.workload, batch))
-        self.traffic.count(
-            end - TICK / 2, TICK, rows, rows - missed, miss_bytes=missed * setup.workload.row_bytes
-        )
-        cost = missed * setup.usd_per_miss * 3600 / TICK + self.size * setup.usd_per_gib_hour
+    def _count(self, end: float, served: Sequence[tiers.Hits]) -> None:
+        rows, missed = sum(map(sum, served)), sum(hits.missed for hits in served)
+        filled = missed * self.setup.workload.row_bytes
+        self.traffic.count(end - TICK / 2, TICK, rows, rows - missed, miss_bytes=filled)
+        cost = missed * self.setup.usd_per_miss * 3600 / TICK + self.size * self.setup.usd_per_gib_hour
         self.moments.append(Moment(end / 3600, self.size, cost, 1 - missed / rows if rows else 0.0))
 
     def _decide(self, time: float) -> None:
         decision = self._decided(time)
         self.decisions.append((time / 3600, decision))
-        if self.act and decision.next != decision.size:
+        if decision.next != decision.size:
             self.size = decision.next / GIB
-            self.pods.resize(self._rows())
-            self._decided(time)  # it is told of the new size as soon as pods say so
+            self._resize(time)
+            self._decided(time)  # it is told of the new size as soon as all say so
+
+    def _resize(self, time: float) -> None:
+        self.pods.resize(self._rows())
 
     def _decided(self, time: float) -> Decision:
         obstacle = self.setup.obstacle(time)
-        seen = self.traffic.memory(time, self.size * GIB, self.service, self.state, obstacle)
+        seen = self.traffic.memory(time, self.size * GIB, self.setup.service, self.state, obstacle)
         decision, self.state = decide(self.tier, self.state, seen)
         return decision
 
 
-def simulate(setup: Setup, **options: float) -> Run:
+def simulate(setup: Setup) -> Run:
     """Run the memory autoscaler over a workload."""
-    return Loop(replace(setup, **options) if options else setup).run()  # type: ignore[arg-type]
+    return Loop(setup).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,6 @@ def test_a_restart_forgets_only_the_last_hour():
     whole.feed(lookups(workload, batch))
     first.feed(lookups(workload, batch[:half]))
     text = json.dumps(first.state())
-    assert len(text) <= 64 << 10
     again = Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True)
     again.restore(json.loads(text))
     again.feed(lookups(workload, batch))
@@ -79,6 +79,18 @@ def test_a_restart_forgets_only_the_last_hour():
     for wrong in ({}, {**json.loads(text), "namespace": "other"}, {**json.loads(text), "days": [1]}):
         with pytest.raises(ValueError, match=r"not the state|of 'other'|zip"):
             again.restore(wrong)
+
+
+def test_what_is_kept_is_small_however_much_was_counted():
+    """Keys at all distances, in all groups; from 1 GiB to 4 TiB."""
+    traffic = Traffic("ns", GIB, 4096 * GIB, is_shared=True)
+    chance = random.Random(0)
+    for window in traffic._days():
+        for number in range(200_000):
+            size = GIB * 2 ** chance.uniform(-1, 13)
+            steps = window.steps([int(size)], 1.0, 1)
+            window.add(60.0 * number, [chance.randrange(17)], steps, chance.random())
+    assert len(json.dumps(traffic.state())) <= 64 << 10
 
 
 def test_a_pod_that_is_gone_takes_its_cache_along():
