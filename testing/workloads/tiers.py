@@ -56,52 +56,65 @@ class Shards:
     """
 
     TRANSITION = 900.0
-    REFRESH = 600.0
+    LONGEST_REFRESH = 600.0
 
-    def __init__(self, count: int, rows_per_shard: int) -> None:
-        self.rows_per_shard = rows_per_shard
+    def __init__(self, count: int, rows_per_shard: int, *, refresh: float | None = None) -> None:
+        """``refresh``: seconds after which what is hit nearer is made young again; None: a quarter of how
+        long the tier keeps it."""
+        self.rows_per_shard, self.fixed_refresh = rows_per_shard, refresh
         self.shards = [Rows(rows_per_shard) for _ in range(count)]
         self.previous: list[Rows] = []
         self.until = 0.0
-        self.num_written = 0
+        self.num_moved = 0
+        """Rows written, and read."""
+        self._owners: dict[int, int] = {}
+        self._old_owners: dict[int, int] = {}
 
     def resize(self, count: int, time: float) -> None:
         self.previous, self.until = self.shards, time + self.TRANSITION
+        self._old_owners, self._owners = self._owners, {}
         kept = self.shards[:count]
         self.shards = kept + [Rows(self.rows_per_shard) for _ in range(count - len(kept))]
 
     def run(self, keys: Sequence[int], start: int, time: float) -> int:
         for i in range(start, len(keys)):
-            key = keys[i]
-            if key not in owner(self.shards, key) and not (
-                time < self.until and key in owner(self.previous, key)
+            if keys[i] not in self._owner(keys[i]) and not (
+                time < self.until and keys[i] in self._old_owner(keys[i])
             ):
                 return i
         return max(start, len(keys))
 
     def touch(self, keys: Sequence[int], num_nearer: int, time: float) -> None:
-        """Write what is not there; what was hit nearer is refreshed only now and then."""
-        refresh = min(self.REFRESH, self._residence(time) / 4)
+        """Write what is not there; what is hit nearer is refreshed only now and then."""
+        refresh = self.fixed_refresh
+        if refresh is None:
+            refresh = min(self.LONGEST_REFRESH, self._residence(time) / 4)
         for i in range(len(keys) - 1, -1, -1):
-            shard = owner(self.shards, keys[i])
+            shard = self._owner(keys[i])
             written = shard.get(keys[i])
-            if written is None:
-                self.num_written += 1
-            elif i < num_nearer and time - written < refresh:
-                continue
-            shard.touch(keys[i : i + 1], time)
+            self.num_moved += written is None or i >= num_nearer
+            if written is None or i >= num_nearer or time - written >= refresh:
+                shard.touch(keys[i : i + 1], time)
 
     def _residence(self, time: float) -> float:
-        """How old the oldest rows are."""
+        """How long ago the oldest rows were touched, where shards are full."""
         ages = [time - next(iter(shard.values())) for shard in self.shards if len(shard) >= shard.capacity]
-        return min(ages, default=4 * self.REFRESH)
+        return min(ages, default=4 * self.LONGEST_REFRESH)
+
+    def _owner(self, key: int) -> Rows:
+        number = self._owners.get(key)
+        if number is None:
+            number = self._owners[key] = owner(key, len(self.shards))
+        return self.shards[number]
+
+    def _old_owner(self, key: int) -> Rows:
+        number = self._old_owners.get(key)
+        return self.previous[owner(key, len(self.previous)) if number is None else number]
 
 
-def owner(shards: Sequence[Rows], key: int) -> Rows:
-    """By rendezvous hashing."""
-    if len(shards) == 1:
-        return shards[0]
-    return max(enumerate(shards), key=lambda numbered: row_hash(key, numbered[0]))[1]
+def owner(key: int, count: int) -> int:
+    """By rendezvous hashing: with one shard more, a row stays or goes to the new one."""
+    return max(range(count), key=lambda number: row_hash(key, number)) if count > 1 else 0
 
 
 class Service:

@@ -44,7 +44,7 @@ def taken_back(tier: Tier, step: Step, got: float) -> str:
 
 def size_of_copy(tier: Tier, size: float) -> str:
     """A size, when what it is a size of was said before."""
-    return tier.describe(size).removesuffix(" per pod").removesuffix(" shards")
+    return tier.describe(size).partition(" ")[0]
 
 
 def size_of(num_bytes: float) -> str:

@@ -74,7 +74,7 @@ class Service:
     load_bytes_per_second: float = 0.0
     """From this tier; 0: not measured yet."""
     moved_bytes_per_second: float = 0.0
-    """Written to the remote tier and read from it, by all pods together."""
+    """Written to the remote tier and read from it by all pods together, on average of an hour or so."""
 
     def is_known(self) -> bool:
         """Whether a saving can be told from these figures."""
@@ -187,18 +187,24 @@ def memory_tier(smallest: float, largest: float, service: Service, prices: Price
     )
 
 
-def remote_tier(counts: Sequence[int], shard_bytes: float, service: Service, prices: Prices) -> Tier:
-    """Shards that all pods share; ``counts``: how many may there be. As many as their bandwidth asks for, or
-    their size, whichever is more."""
-    needed = (
-        math.ceil(service.moved_bytes_per_second / BYTES_PER_SECOND_OF_A_SHARD) if service.is_known() else 0
-    )
+def remote_tier(
+    counts: Sequence[int], shard_bytes: float, service: Service, prices: Prices, hits_per_hour: float
+) -> Tier:
+    """Shards that all pods share; ``counts``: how many there may be. As many as their bandwidth asks for, or
+    their size, whichever is more; but never more for bandwidth than what is hit in them pays for."""
+    usd_per_access = service.usd_per_token(prices) * service.tokens_per_access
+    usd_per_byte_hour = prices.memory_gib_hour / GIB
+    needed = 0
+    if service.is_known():
+        needed = math.ceil(service.moved_bytes_per_second / BYTES_PER_SECOND_OF_A_SHARD)
+        if prices.memory_gib_hour:
+            needed = min(needed, int(hits_per_hour * usd_per_access / (usd_per_byte_hour * shard_bytes)))
     enough = [count for count in counts if count >= needed] or [counts[-1]]
     return Tier(
         sizes=tuple(count * shard_bytes for count in enough),
-        usd_per_access=service.usd_per_token(prices) * service.tokens_per_access,
-        usd_per_byte_hour=prices.memory_gib_hour / GIB,
-        describe=lambda size: f"{round(size / shard_bytes)} shards",
+        usd_per_access=usd_per_access,
+        usd_per_byte_hour=usd_per_byte_hour,
+        describe=lambda size: f"{(count := round(size / shard_bytes))} shard{'s'[: count != 1]}",
         least_is="Bandwidth" if len(enough) < len(counts) else "Min",
     )
 

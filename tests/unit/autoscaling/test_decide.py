@@ -155,7 +155,7 @@ def test_a_service_that_makes_no_sense_decides_nothing(change):
     service = replace(SMALL, **change)
     for bad in (
         memory_tier(16 * GIB, 512 * GIB, service, PRICES),
-        remote_tier([1, 2, 32], 16 * GIB, service, PRICES),
+        remote_tier([1, 2, 32], 16 * GIB, service, PRICES, 1e9),
     ):
         decision, _ = decide(bad, OLD, seen(STEEP))
         assert (decision.next, decision.limited_by) == (64 * GIB, "Samples")
@@ -201,14 +201,18 @@ def test_a_size_out_of_bounds_goes_to_the_bound():
 
 def test_shards_are_added_one_by_one_and_for_bandwidth_whatever_they_hit():
     shard = 32 * GIB
-    growing = remote_tier(range(1, 9), shard, SMALL, PRICES)
+    growing = remote_tier(range(1, 9), shard, SMALL, PRICES, 1e9)
     decision, _ = decide(growing, replace(OLD, size=2 * shard), seen(STEEP, gib=64))
     assert (decision.next, decision.target > 3 * shard) == (3 * shard, True)
     assert decision.reason.startswith(f"{round(decision.target / shard)} shards instead of 2: ")
-    busy = remote_tier(range(1, 9), shard, replace(SMALL, moved_bytes_per_second=3.4e9), PRICES)
+    service = replace(SMALL, moved_bytes_per_second=3.4e9)
+    busy = remote_tier(range(1, 9), shard, service, PRICES, 1e9)
     decision, _ = decide(busy, replace(OLD, size=2 * shard), seen(FLAT, gib=64))
     assert (decision.next, decision.limited_by) == (4 * shard, "Bandwidth")
     assert decision.reason == "2 shards is less than 4 shards, which its traffic needs"
+    # A shard is 0.128 USD/h, as much as 3,602 hits of 512 tokens: 10,000 an hour pay for two.
+    useless = remote_tier(range(1, 9), shard, service, PRICES, 10_000)
+    assert useless.sizes[0] == 2 * shard
 
 
 def test_scattered_requests_are_not_cured_by_size():
