@@ -23,6 +23,7 @@ NAMES = {
     "cuda": "a batch of copies of GPU memory: what it costs Python; a large arena that is being pinned",
     "gpu_stores": "what a store costs the engine: copied by the sidecar over CUDA IPC, and by the engine",
     "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
+    "sizing": "autoscalers in a loop with exact tiers, on generated days: cost, changes, surprises",
     "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
     "blend": "answers from blended KV against those of a full prefill, by recompute ratio",

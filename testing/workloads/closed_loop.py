@@ -133,6 +133,8 @@ class Run:
     decisions: list[tuple[float, Decision]]
     """With their hours."""
     state: State
+    surprises: list[float]
+    """By how much measured hits differed from the curve's, as a share of accesses, at each decision."""
 
     @cached_property
     def resizes(self) -> list[tuple[float, float]]:
@@ -167,6 +169,7 @@ class Loop:
         self.tier = setup.tier
         self.decisions: list[tuple[float, Decision]] = []
         self.moments: list[Moment] = []
+        self.surprises: list[float] = []
 
     def _rows(self) -> int:
         return self.setup.workload.rows(self.setup.usable(self.size) * GIB)
@@ -178,7 +181,7 @@ class Loop:
             self._count(end, served)
             if end % DECIDE_SECONDS == 0:
                 self._decide(end)
-        return Run(self.moments, self.decisions, self.state)
+        return Run(self.moments, self.decisions, self.state, self.surprises)
 
     def _count(self, end: float, served: Sequence[tiers.Hits]) -> None:
         rows, missed = sum(map(sum, served)), sum(hits.missed for hits in served)
@@ -201,6 +204,10 @@ class Loop:
     def _decided(self, time: float) -> Decision:
         obstacle = self.setup.obstacle(time)
         seen = self.traffic.memory(time, self.size * GIB, self.setup.service, self.state, obstacle)
+        if seen.settled.num_accesses > 1000:
+            size = self.tier.effective(seen.size, self.state.usable)
+            predicted = seen.settled.between(0.0, size).share
+            self.surprises.append(abs(seen.settled.measured_hits - predicted))
         decision, self.state = decide(self.tier, self.state, seen)
         return decision
 

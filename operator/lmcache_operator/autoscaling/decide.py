@@ -3,8 +3,8 @@
 Sizes are compared by money per hour over the whole range, never by slopes, fill levels or hit ratios:
 curves have cliffs, and with an engine's own cache two summits. A growth has to pay for the last hour and for
 the last day; a shrink waits, goes slowly, and has to pay for an hour without a break. Each step is judged by
-what was measured, against what the curve says of the old size *for the same traffic*; it is taken back if
-it did not bring half of what was predicted, and after two of those nothing is done for a day.
+what was measured, against what the curve says of the old size and of the new one *for the same traffic*; it
+is taken back if it did not bring half of that, and after two of those nothing is done for a day.
 """
 
 from __future__ import annotations
@@ -182,10 +182,7 @@ def _go(
             reason += f"; not before {tier.describe(2 * seen.size)} of different keys went by"
     state = _recommended(state, target, seen.time)
     if size != seen.size:
-        worth = seen.day.accesses_per_hour * tier.usd_per_access
-        step = tier.gain(seen.day, seen.size, size, state.usable)
-        asked = Step(seen.size, size, step.hits, step.error / worth if worth else 0.0)
-        state = replace(state, asked=asked, shrinks_since=None)
+        state = replace(state, asked=Step(seen.size, size), shrinks_since=None)
     decision = Decision(seen.size, target, state.recommended, size, reason, limited_by, gain.net, gain.error)
     return decision, state
 
@@ -281,7 +278,8 @@ def _judge(tier: Tier, state: State, seen: Seen) -> tuple[Decision | None, State
     step = state.pending
     assert step is not None
     state = replace(state, pending=None)
-    predicted, error = abs(step.hits), step.error
+    low, high = (tier.effective(size, state.usable) for size in sorted((step.old, step.new)))
+    predicted, error = seen.settled.between(low, high)
     if seen.settled.num_accesses < _FEWEST_TO_JUDGE or predicted < max(_SEEN, 2 * error):
         return None, state  # nothing to be seen
     got = seen.settled.measured_hits - _hits(tier, seen.settled, step.old, state.usable)
@@ -299,7 +297,7 @@ def _judge(tier: Tier, state: State, seen: Seen) -> tuple[Decision | None, State
         no_shrink_until=state.no_shrink_until if step.new > step.old else seen.time + _FREEZE,
     )  # fmt: skip
     state = _recommended(state, step.old, seen.time)
-    reason = reasons.taken_back(tier, step, got)
+    reason = reasons.taken_back(tier, step, got, predicted)
     return Decision(seen.size, step.old, state.recommended, step.old, reason, limited_by), state
 
 

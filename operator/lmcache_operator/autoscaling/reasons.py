@@ -33,12 +33,12 @@ def locality(loss: float, lost: float) -> str:
     )
 
 
-def taken_back(tier: Tier, step: Step, got: float) -> str:
+def taken_back(tier: Tier, step: Step, got: float, predicted: float) -> str:
     """A step was wrong."""
     what = "more" if step.new > step.old else "fewer"
     return (
         f"{tier.describe(step.new)} hit {100 * abs(got):.1f} % {what} than {tier.describe(step.old)}, and "
-        f"not {100 * abs(step.hits):.1f} % as predicted: back to {tier.describe(step.old)}"
+        f"not {100 * predicted:.1f} % as predicted: back to {tier.describe(step.old)}"
     )
 
 

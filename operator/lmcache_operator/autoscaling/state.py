@@ -44,13 +44,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """A change that was asked for."""
+    """A change of size that was asked for."""
 
     old: float
     new: float
-    hits: float
-    """Share of accesses that it was to hit more, or less than 0."""
-    error: float
 
 
 @dataclass(frozen=True)
