@@ -50,7 +50,7 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
         return _stay(replace(state, shrinks_since=None), seen, *seen.obstacle)
     if reason := _unusable(tier, seen):
         return _stay(replace(state, shrinks_since=None), seen, "Samples", reason)
-    if not tier.sizes[0] <= seen.size <= tier.sizes[-1]:
+    if not 0.99 * tier.sizes[0] <= seen.size <= 1.01 * tier.sizes[-1]:
         return _into_bounds(tier, state, seen)
     if seen.time - state.started < _FIRST:
         return _stay(state, seen, "Young", f"counted for {reasons.span(seen.time - state.started)} so far")
@@ -58,6 +58,10 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
         wrong, state = _judge(tier, state, seen)
         if wrong:
             return wrong, state
+    if state.back_to and seen.time < state.calm_until:
+        old, new = tier.describe(state.back_to), tier.describe(seen.size)
+        reason = f"back to {old}: what {new} were to bring did not come"
+        return _go_back(state, seen, "Verifying", reason)
     if seen.time < state.frozen_until:
         left = reasons.span(state.frozen_until - seen.time)
         return _stay(state, seen, "Frozen", f"what was predicted did not come, twice; held for {left}")
@@ -111,7 +115,7 @@ def _weighed(tier: Tier, state: State, seen: Seen) -> _Options:
         demands = (seen.fast, seen.day) if size > seen.size else (seen.day,)
         return [tier.gain(demand, seen.size, size, state.usable) for demand in demands]
 
-    found = {size: gains(size) for size in tier.sizes if size != seen.size}
+    found = {size: gains(size) for size in tier.sizes if not _near(size, seen.size)}
     worth = {
         size: low for size, values in found.items()
         if (low := min(gain.low for gain in values)) >= threshold and low > 0
@@ -189,8 +193,8 @@ def _go(
 
 def _stay(state: State, seen: Seen, limited_by: LimitedBy, reason: str) -> tuple[Decision, State]:
     """Nothing is to be done now; what is recommended stays."""
-    state = replace(state, asked=None, recommended=state.recommended or seen.size)
-    return Decision(seen.size, state.recommended, state.recommended, seen.size, reason, limited_by), state
+    size = state.recommended or seen.size
+    return Decision(seen.size, size, size, seen.size, reason, limited_by), replace(state, asked=None)
 
 
 def _why_stay(tier: Tier, state: State, seen: Seen, options: _Options) -> tuple[LimitedBy, str]:
@@ -201,9 +205,9 @@ def _why_stay(tier: Tier, state: State, seen: Seen, options: _Options) -> tuple[
     if tier.nearer_bytes >= state.usable * seen.size:
         engine = reasons.size_of(tier.nearer_bytes)
         return "Engine", f"the engine's own {engine} already hits what {size} would; {reason}"
-    if seen.size == tier.sizes[-1]:
+    if _near(seen.size, tier.sizes[-1]):
         return "Max", reason
-    if seen.size == tier.sizes[0]:
+    if _near(seen.size, tier.sizes[0]):
         return tier.least_is, reason
     return "None", reason
 
@@ -251,7 +255,7 @@ def _unusable(tier: Tier, seen: Seen) -> str:
 
 def _noticed(tier: Tier, state: State, seen: Seen) -> State:
     """The size has changed, by us or by somebody else: it fills, and is to be judged if we asked for it."""
-    if not seen.size > 0 or math.isclose(seen.size, state.size, rel_tol=0.01):
+    if not seen.size > 0 or _near(seen.size, state.size):
         return state
     if not state.size:  # the first that is seen
         return replace(state, size=seen.size)
@@ -261,12 +265,17 @@ def _noticed(tier: Tier, state: State, seen: Seen) -> State:
         fill = min(_LONGEST_FILL, grown / rate) if rate > 0 else _LONGEST_FILL
         no_shrink_until = max(no_shrink_until, seen.time + _REVERSE)
     asked = state.asked
-    is_ours = asked is not None and math.isclose(asked.new, seen.size, rel_tol=0.01)
+    is_ours = asked is not None and _near(asked.new, seen.size)
     return replace(
-        state, size=seen.size, asked=None, pending=asked if is_ours else None,
+        state, size=seen.size, asked=None, pending=asked if is_ours else None, back_to=0.0,
         filled=seen.time + fill, due=seen.time + fill + max(30 * MINUTE, fill), shrinks_since=None,
         calm_until=max(state.calm_until, seen.time + _CALM), no_shrink_until=no_shrink_until,
     )  # fmt: skip
+
+
+def _near(one: float, other: float) -> bool:
+    """The same size, as pods round it."""
+    return math.isclose(one, other, rel_tol=0.01)
 
 
 def _hits(tier: Tier, demand: Demand, size: float, usable: float) -> float:
@@ -293,12 +302,16 @@ def _judge(tier: Tier, state: State, seen: Seen) -> tuple[Decision | None, State
         num_wrong, limited_by = 0, "Frozen"
         state = replace(state, frozen_until=seen.time + _FREEZE)
     state = replace(
-        state, num_wrong=num_wrong, calm_until=seen.time + 3 * _CALM, asked=None,
+        state, num_wrong=num_wrong, calm_until=seen.time + 3 * _CALM, back_to=step.old,
         no_shrink_until=state.no_shrink_until if step.new > step.old else seen.time + _FREEZE,
     )  # fmt: skip
-    state = _recommended(state, step.old, seen.time)
-    reason = reasons.taken_back(tier, step, got, predicted)
-    return Decision(seen.size, step.old, state.recommended, step.old, reason, limited_by), state
+    return _go_back(state, seen, limited_by, reasons.taken_back(tier, step, got, predicted))
+
+
+def _go_back(state: State, seen: Seen, limited_by: LimitedBy, reason: str) -> tuple[Decision, State]:
+    size = state.back_to
+    state = _recommended(replace(state, asked=None), size, seen.time)
+    return Decision(seen.size, size, state.recommended, size, reason, limited_by), state
 
 
 def _calibrated(tier: Tier, state: State, seen: Seen) -> State:

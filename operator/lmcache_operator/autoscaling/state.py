@@ -73,6 +73,8 @@ class State:
     """The step to the present size, until it is judged."""
     num_wrong: int = 0
     """Growths in a row that did not bring what was predicted."""
+    back_to: float = 0.0
+    """The size before a step that was wrong, until it is seen again or ``calm_until`` is over; 0: none."""
     calm_until: float = -math.inf
     """No change before."""
     no_shrink_until: float = -math.inf
@@ -80,6 +82,7 @@ class State:
     """Since when a smaller size has been better without a break."""
     frozen_until: float = -math.inf
     recommended: float = 0.0
+    """0: nothing yet."""
     recommended_at: float = -math.inf
 
     def moved(self, seconds: float) -> State:
@@ -111,7 +114,7 @@ class State:
 _TIMES = (
     "time", "started", "filled", "due", "calm_until", "no_shrink_until", "frozen_until", "recommended_at",
 )  # fmt: skip
-_NUMBERS = (*_TIMES, "size", "usable", "num_wrong", "recommended")
+_NUMBERS = (*_TIMES, "size", "usable", "num_wrong", "back_to", "recommended")
 
 
 class Point(NamedTuple):

@@ -199,6 +199,28 @@ def test_a_size_out_of_bounds_goes_to_the_bound():
         assert (decision.next, decision.limited_by) == (bound * GIB, limited_by)
 
 
+def test_a_step_that_was_wrong_is_taken_back_until_it_is_done():
+    """Also when the operator dies before; but not for ever where it only recommends."""
+    bad = Known([(16, 0.2), (64, 0.3), (128, 0.6)], measured_hits=0.3, tokens_per_hour=400e6)
+    state = replace(OLD, size=128 * GIB, pending=Step(64 * GIB, 128 * GIB), due=10 * HOUR)
+    reasons = []
+    for minutes in (0, 15, 30, 105):
+        now = seen(bad, gib=128, time=10 * HOUR + 60 * minutes, settled=bad)
+        decision, state = decide(WIDE, State.from_json(json.loads(json.dumps(state.as_json()))), now)
+        reasons.append(decision.reason)
+        assert (decision.next == 64 * GIB) == (minutes < 90)
+    assert reasons[0].startswith("128Gi per pod hit 0.0 % more than 64Gi per pod, and not 30")
+    assert reasons[1] == "back to 64Gi per pod: what 128Gi per pod were to bring did not come"
+    now = seen(bad, gib=64, time=12 * HOUR)
+    assert decide(WIDE, replace(state, back_to=64 * GIB), now)[1].back_to == 0
+
+
+def test_sizes_that_pods_round_are_the_same_size():
+    """The least that is allowed, as a pod has it that loses a part of an extent."""
+    decision, _ = decide(WIDE, replace(OLD, size=16 * GIB), seen(FLAT, gib=15.99))
+    assert (decision.next, decision.limited_by) == (15.99 * GIB, "Min")
+
+
 def test_shards_are_added_one_by_one_and_for_bandwidth_whatever_they_hit():
     shard = 32 * GIB
     growing = remote_tier(range(1, 9), shard, SMALL, PRICES, 1e9)
