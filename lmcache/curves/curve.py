@@ -107,10 +107,10 @@ class MissRatioCurve:
 
     def _look_up(self, stack: RecencyStack, keys: Sequence[int], num_bytes: int) -> list[int]:
         """The distances of all keys, before any of them is touched."""
-        before, distances = len(stack), stack.distances(keys)
-        stack.touch(keys, num_bytes, self._hot)
-        stack.forget_beyond(self._largest * self._threshold / HASHES)
-        self.num_keys += len(stack) - before
+        distances = stack.access(keys, num_bytes, self._hot)
+        self.num_keys += distances.count(UNTRACKED)
+        if stack.num_bytes > (largest := self._largest * self.rate):
+            self.num_keys -= stack.forget_beyond(largest)
         return distances
 
     def _count(

@@ -31,12 +31,13 @@ class RecencyStack:
     def __iter__(self) -> Iterator[int]:
         return iter(self._position)
 
-    def distances(self, keys: Iterable[int]) -> list[int]:
-        """Bytes of each key and of all that were accessed after it; UNTRACKED for an unknown one."""
-        position, own, groups, supers = self._position.get, self._bytes, self._groups, self._supers
-        found = []
+    def access(self, keys: Sequence[int], num_bytes: int, weightless: Container[int] = ()) -> list[int]:
+        """Return the bytes of each key and of all that were accessed after it, or UNTRACKED; then move the keys
+        to the young end, one after the other. They take ``num_bytes`` each, or 0 if ``weightless``."""
+        position, own, groups, supers = self._position, self._bytes, self._groups, self._supers
+        found, total = [], 0
         for key in keys:
-            at = position(key)
+            at = position.get(key)
             if at is None:
                 found.append(UNTRACKED)
                 continue
@@ -46,12 +47,6 @@ class RecencyStack:
                 + sum(groups[group : above << _SUPER - _GROUP])
                 + sum(supers[above:])
             )
-        return found
-
-    def touch(self, keys: Iterable[int], num_bytes: int, weightless: Container[int] = ()) -> None:
-        """Move keys to the young end, one after the other; ``num_bytes`` each, or 0 if ``weightless``."""
-        position, own, groups, supers = self._position, self._bytes, self._groups, self._supers
-        total = 0
         for key in keys:
             new = self._next
             if new == len(own):
@@ -72,18 +67,21 @@ class RecencyStack:
                 supers[new >> _SUPER] += num_bytes
                 total += num_bytes
         self.num_bytes += total
+        return found
 
     def forget(self, key: int) -> None:
         """Stop tracking a key."""
         self._take_out(self._position.pop(key))
 
-    def forget_beyond(self, num_bytes: float) -> None:
-        """Stop tracking the oldest keys until the others are not more than ``num_bytes``."""
+    def forget_beyond(self, num_bytes: float) -> int:
+        """Stop tracking the oldest keys until the others are not more than ``num_bytes``; return how many."""
+        before = len(self)
         while self.num_bytes > num_bytes:
             key = self._keys[self._oldest]
             if self._position.get(key) == self._oldest:
                 self.forget(key)
             self._oldest += 1
+        return before - len(self)
 
     def _take_out(self, at: int) -> None:
         num_bytes = self._bytes[at]
@@ -117,6 +115,5 @@ def stack_distances(requests: Iterable[Sequence[int]]) -> list[int]:
     """
     stack, found = RecencyStack(), []
     for keys in requests:
-        found += [max(0, distance) for distance in stack.distances(keys)]
-        stack.touch(keys, 1)
+        found += [max(0, distance) for distance in stack.access(keys, 1)]
     return found

@@ -71,7 +71,7 @@ class Window:
         self._counted = self._counted_hits = self._seconds = 0.0
         self._origin: float | None = None  # when the weight of an access was 1
         self._latest = time
-        self._below: list[list[float]] = []  # hits up to each step, by group; empty: to be summed
+        self._below: list[list[float]] | None = None  # hits up to each step, by group; None: to be summed
 
     def steps(self, distances: Iterable[int], weight: float, num_bytes: int) -> list[int]:
         """The step that each distance in sampled bytes is counted in, or MISS: of all keys as many are nearer
@@ -91,9 +91,9 @@ class Window:
         """Add accesses to keys, each of which stands for ``weight`` if its group is not KNOWN."""
         if time < self.begin:
             return
-        known = self._weight(time)
+        known = 1.0 if self.half_life_seconds == math.inf else self._weight(time)
         weighted = known * weight
-        sampled, hits, num_steps, self._below = self._sampled, self._hits, self.num_steps, []
+        sampled, hits, num_steps, self._below = self._sampled, self._hits, self.num_steps, None
         for group, step in zip(groups, steps, strict=True):
             count = known if group == KNOWN else weighted
             sampled[group] += count
@@ -172,7 +172,7 @@ class Window:
 
     def _hits_below(self, size_bytes: float) -> list[float]:
         """Hits of a cache of that size, by group; linear within a step."""
-        if not self._below:
+        if self._below is None:
             rows = (self._hits[i : i + self.num_steps] for i in range(0, len(self._hits), self.num_steps))
             self._below = [list(accumulate(row, initial=0.0)) for row in rows]
         position = math.log2(size_bytes) * _STEPS - self._first if size_bytes > 0 else 0.0
@@ -202,7 +202,7 @@ class Window:
         self._sampled = [value * factor for value in self._sampled]
         self._counted, self._counted_hits = self._counted * factor, self._counted_hits * factor
         self._seconds *= factor
-        self._below = []
+        self._below = None
 
     def state(self) -> dict[str, Any]:
         """Return everything as plain values that JSON can carry, a KiB or two per octave of distances."""

@@ -45,7 +45,7 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
         return _stay(moved, seen, "Samples", "the clock went back")
     if seen.namespace != state.namespace:
         state = _renewed(state, seen)
-    state = _noticed(tier, replace(state, time=seen.time), seen)
+    state = _noticed(replace(state, time=seen.time), seen)
     if seen.obstacle:
         return _stay(replace(state, shrinks_since=None), seen, *seen.obstacle)
     if reason := _unusable(tier, seen):
@@ -253,7 +253,7 @@ def _unusable(tier: Tier, seen: Seen) -> str:
     return ""
 
 
-def _noticed(tier: Tier, state: State, seen: Seen) -> State:
+def _noticed(state: State, seen: Seen) -> State:
     """The size has changed, by us or by somebody else: it fills, and is to be judged if we asked for it."""
     if not seen.size > 0 or _near(seen.size, state.size):
         return state
