@@ -149,13 +149,13 @@ class MissRatioCurve:
 
     def _lower_threshold(self) -> None:
         """Sample fewer keys, and forget the others."""
-        while self.num_keys > self._max_keys and self._threshold > 1:
+        stacks = [*self._stacks.values(), *([] if self._shared is None else [self._shared])]
+        while (num_keys := sum(map(len, stacks))) > self._max_keys and self._threshold > 1:
             self._threshold -= max(1, self._threshold >> 3)
-            self.num_keys = 0
-            for stack in (*self._stacks.values(), *([] if self._shared is None else [self._shared])):
+            for stack in stacks:
                 for key in [key for key in stack if key >= self._threshold and key not in self._hot]:
                     stack.forget(key)
-                self.num_keys += len(stack)
+        self.num_keys = num_keys
         self._tell_windows(self.windows[0].row_bytes)
 
     def _tell_windows(self, row_bytes: float) -> None:

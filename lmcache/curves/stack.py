@@ -32,8 +32,8 @@ class RecencyStack:
         return iter(self._position)
 
     def access(self, keys: Sequence[int], num_bytes: int, weightless: Container[int] = ()) -> list[int]:
-        """Return the bytes of each key and of all that were accessed after it, or UNTRACKED; then move the keys
-        to the young end, one after the other. They take ``num_bytes`` each, or 0 if ``weightless``."""
+        """Return the bytes of each key and of all that were accessed after it, or UNTRACKED; then move all to
+        the young end, one after the other. They take ``num_bytes`` each, or 0 if ``weightless``."""
         position, own, groups, supers = self._position, self._bytes, self._groups, self._supers
         found, total = [], 0
         for key in keys:

@@ -139,7 +139,8 @@ class Window:
         share, groups = self._difference(smaller_bytes, larger_bytes)
         if self.rate >= 1:
             return Difference(share, 0.0)
-        missing = math.sqrt(1 - self.rate)  # a sample of nearly all is off by less
+        # A sample of nearly all is off by less, but not by as little as if all keys were alike.
+        missing = min(1.0, 2 * math.sqrt(1 - self.rate))
         # What all groups share is one stack: its distances are off by as much as the number of keys in it is.
         num_keys = self.rate * (smaller_bytes or larger_bytes) / self.row_bytes
         off = min(0.5, 2 * missing / math.sqrt(max(num_keys, 1.0)))
