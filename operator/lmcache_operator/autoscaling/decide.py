@@ -233,7 +233,7 @@ def _recommended(state: State, target: float, time: float) -> State:
 def _renewed(state: State, seen: Seen) -> State:
     """Other keys: of how they come back nothing is known, but what the tier is like still is."""
     return State(
-        namespace=seen.namespace, time=seen.time, started=seen.time, size=state.size or seen.size,
+        namespace=seen.namespace, time=seen.time, started=seen.time, size=state.size,
         filled=seen.time, usable=state.usable,
         recommended=state.recommended, recommended_at=state.recommended_at,
     )  # fmt: skip
@@ -244,9 +244,14 @@ def _unusable(tier: Tier, seen: Seen) -> str:
     figures = [
         seen.time, seen.size, seen.new_bytes, tier.usd_per_access, tier.usd_per_byte_hour,
         *(x for demand in (seen.fast, seen.day)
-          for x in (demand.num_accesses, demand.accesses_per_hour, demand.measured_hits)),
+          for x in (demand.num_accesses, demand.accesses_per_hour)),
     ]  # fmt: skip
-    if not all(0 <= x < math.inf for x in figures) or not seen.size:
+    shares = (seen.day.measured_hits, seen.settled.measured_hits)
+    if (
+        not all(0 <= x < math.inf for x in figures)
+        or not seen.size
+        or not all(0 <= x <= 1.01 for x in shares)
+    ):
         return "a figure that was measured makes no sense"
     if not seen.day.accesses_per_hour:
         return "nothing was looked up"
@@ -255,7 +260,7 @@ def _unusable(tier: Tier, seen: Seen) -> str:
 
 def _noticed(state: State, seen: Seen) -> State:
     """The size has changed, by us or by somebody else: it fills, and is to be judged if we asked for it."""
-    if not seen.size > 0 or _near(seen.size, state.size):
+    if not 0 < seen.size < math.inf or _near(seen.size, state.size):
         return state
     if not state.size:  # the first that is seen
         return replace(state, size=seen.size)

@@ -197,8 +197,9 @@ def remote_tier(
     needed = 0
     if service.is_known():
         needed = math.ceil(service.moved_bytes_per_second / BYTES_PER_SECOND_OF_A_SHARD)
-        if prices.memory_gib_hour:
-            needed = min(needed, int(hits_per_hour * usd_per_access / (usd_per_byte_hour * shard_bytes)))
+        usd_per_shard, saved = usd_per_byte_hour * shard_bytes, max(0.0, hits_per_hour) * usd_per_access
+        if saved < needed * usd_per_shard:
+            needed = int(saved / usd_per_shard)
     enough = [count for count in counts if count >= needed] or [counts[-1]]
     return Tier(
         sizes=tuple(count * shard_bytes for count in enough),

@@ -129,7 +129,8 @@ WIDE = memory_tier(16 * GIB, 512 * GIB, SMALL, PRICES)
         ({"obstacle": Obstacle("Infeasible", "no node has room")}, "Infeasible"),
         ({"day": replace(STEEP, tokens_per_hour=0.0)}, "Samples"),
         ({"day": replace(STEEP, tokens_per_hour=math.nan)}, "Samples"),
-        ({"fast": replace(STEEP, measured_hits=math.nan)}, "Samples"),
+        ({"settled": replace(STEEP, measured_hits=math.nan)}, "Samples"),
+        ({"day": replace(STEEP, measured_hits=1.5)}, "Samples"),
         ({"size": math.nan}, "Samples"),
         ({"size": 0.0}, "Samples"),
         ({"new_bytes": math.inf}, "Samples"),
@@ -272,8 +273,43 @@ def test_a_decision_is_within_bounds(demand, bounds, service, gib, price):
     any_tier = memory_tier(lowest * GIB, highest * GIB, service, Prices(2.5, price))
     decision, _ = decide(any_tier, replace(OLD, size=gib * GIB), seen(demand, gib=gib))
     for size in (decision.next, decision.target, decision.recommended):
-        assert lowest * GIB * (1 - 1e-9) <= size <= highest * GIB * (1 + 1e-9)
+        # A per cent is how pods round.
+        assert 0.99 * lowest * GIB <= size <= 1.01 * highest * GIB
     assert decision.reason
+
+
+ANY = st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -1.0, 64 * GIB])
+GOOD = {
+    "tokens_per_hour": 400e6, "measured_hits": 0.2, "num_accesses": 1e6, "time": 10 * HOUR, "new_bytes": 1e15,
+    "miss_bytes_per_second": 1e9, "locality_loss": 0.0, "size": 64 * GIB, "moved_bytes_per_second": 3.4e9,
+    "prefill_tokens_per_second": 1e4, "hits_per_hour": 1e6,
+}  # fmt: skip
+STATES = [State(), OLD, replace(OLD, pending=Step(16 * GIB, 64 * GIB), due=0.0)]
+
+
+@given(st.dictionaries(st.sampled_from(sorted(GOOD)), ANY, max_size=3), st.sampled_from(STATES))
+def test_whatever_is_measured_it_never_raises(wrong, state):
+    """And what makes no sense changes no size."""
+    values = {**GOOD, **wrong}
+    demand = replace(
+        STEEP, **{name: values[name] for name in ("tokens_per_hour", "measured_hits", "num_accesses")}
+    )
+    names = ("time", "new_bytes", "miss_bytes_per_second", "locality_loss", "size")
+    now = replace(seen(demand), settled=demand, **{name: values[name] for name in names})
+    names = ("moved_bytes_per_second", "prefill_tokens_per_second")
+    service = replace(SMALL, **{name: values[name] for name in names})
+    for any_tier in (
+        memory_tier(16 * GIB, 512 * GIB, service, PRICES),
+        remote_tier(range(1, 9), 64 * GIB, service, PRICES, values["hits_per_hour"]),
+    ):
+        decision, after = decide(any_tier, state, now)
+        assert decision.reason
+        State.from_json(json.loads(json.dumps(after.as_json())))
+        if decision.next != decision.size and not math.isnan(decision.size):  # NaN is not even itself
+            assert 0 < now.size < math.inf
+            assert math.isfinite(now.time)
+            assert service.is_known()
+            assert any_tier.sizes[0] <= decision.next <= any_tier.sizes[-1] or decision.next == 16 * GIB
 
 
 @given(curves(), SERVICES, st.floats(0, 0.1), st.floats(0, 0.1))
