@@ -177,7 +177,7 @@ class Loop:
     def run(self) -> Run:
         for end, batch in self.setup.ticks():
             served = [self.pods.serve(pod, request.keys, request.time) for pod, request in batch]
-            self.traffic.feed(lookups(self.setup.workload, batch, self.setup.rate))
+            self.traffic.curve.feed(lookups(self.setup.workload, batch, self.setup.rate))
             self._count(end, served)
             if end % DECIDE_SECONDS == 0:
                 self._decide(end)

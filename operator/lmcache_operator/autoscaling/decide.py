@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from lmcache.curves import Window
 from lmcache_operator.autoscaling import reasons
 from lmcache_operator.autoscaling.state import Decision, Point, Seen, State, Step
-from lmcache_operator.autoscaling.tier import Demand, Gain, LimitedBy, Tier
+from lmcache_operator.autoscaling.tier import Gain, LimitedBy, Tier
 
 DECIDE_SECONDS = 900.0
 """How often to decide."""
@@ -61,7 +62,7 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
     if state.back_to and seen.time < state.calm_until:
         old, new = tier.describe(state.back_to), tier.describe(seen.size)
         reason = f"back to {old}: what {new} were to bring did not come"
-        return _go_back(state, seen, "Verifying", reason)
+        return _at_once(state, seen, state.back_to, "Verifying", reason)
     if seen.time < state.frozen_until:
         left = reasons.span(state.frozen_until - seen.time)
         return _stay(state, seen, "Frozen", f"what was predicted did not come, twice; held for {left}")
@@ -216,10 +217,17 @@ def _into_bounds(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]
     is_small = seen.size < tier.sizes[0]
     target = tier.sizes[0] if is_small else tier.sizes[-1]
     limited_by: LimitedBy = tier.least_is if is_small else "Max"
-    state = _recommended(replace(state, asked=None), target, seen.time)
     allowed = "its traffic needs" if limited_by == "Bandwidth" else "is allowed"
     less = "less" if is_small else "more"
     reason = f"{tier.describe(seen.size)} is {less} than {tier.describe(target)}, which {allowed}"
+    return _at_once(state, seen, target, limited_by, reason)
+
+
+def _at_once(
+    state: State, seen: Seen, target: float, limited_by: LimitedBy, reason: str
+) -> tuple[Decision, State]:
+    """Go there, whatever it is worth; it is not judged."""
+    state = _recommended(replace(state, asked=None), target, seen.time)
     return Decision(seen.size, target, state.recommended, target, reason, limited_by), state
 
 
@@ -283,7 +291,7 @@ def _near(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=0.01)
 
 
-def _hits(tier: Tier, demand: Demand, size: float, usable: float) -> float:
+def _hits(tier: Tier, demand: Window, size: float, usable: float) -> float:
     return demand.between(0.0, tier.effective(size, usable)).share
 
 
@@ -310,13 +318,8 @@ def _judge(tier: Tier, state: State, seen: Seen) -> tuple[Decision | None, State
         state, num_wrong=num_wrong, calm_until=seen.time + 3 * _CALM, back_to=step.old,
         no_shrink_until=state.no_shrink_until if step.new > step.old else seen.time + _FREEZE,
     )  # fmt: skip
-    return _go_back(state, seen, limited_by, reasons.taken_back(tier, step, got, predicted))
-
-
-def _go_back(state: State, seen: Seen, limited_by: LimitedBy, reason: str) -> tuple[Decision, State]:
-    size = state.back_to
-    state = _recommended(replace(state, asked=None), size, seen.time)
-    return Decision(seen.size, size, state.recommended, size, reason, limited_by), state
+    reason = reasons.taken_back(tier, step, got, predicted)
+    return _at_once(state, seen, step.old, limited_by, reason)
 
 
 def _calibrated(tier: Tier, state: State, seen: Seen) -> State:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from lmcache_operator.autoscaling.tier import Demand, LimitedBy
+from lmcache.curves import Window
+from lmcache_operator.autoscaling.tier import LimitedBy
 
 
 class Obstacle(NamedTuple):
@@ -27,11 +28,11 @@ class Seen:
     """Whose keys were counted; of another one nothing is known."""
     size: float
     """Bytes of one copy, as all of them say of themselves."""
-    fast: Demand
+    fast: Window
     """With a half-life of an hour."""
-    day: Demand
+    day: Window
     """With a half-life of a day."""
-    settled: Demand
+    settled: Window
     """As ``fast``, of what came after ``State.filled`` only."""
     new_bytes: float
     """Of distinct objects that one copy has seen."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-from lmcache.curves import Difference
+from lmcache.curves import Window
 from lmcache.units import format_size
 
 GIB = 2.0**30
@@ -25,25 +25,6 @@ LimitedBy = Literal[
     "Verifying", "Frozen", "Infeasible",
 ]  # fmt: skip
 """What keeps a size from being the best there is."""
-
-
-class Demand(Protocol):
-    """What was asked for in some stretch of time: a ``lmcache.curves.Window``."""
-
-    @property
-    def num_accesses(self) -> float:
-        """Lookups of single chunks."""
-
-    @property
-    def accesses_per_hour(self) -> float:
-        """How many an hour."""
-
-    @property
-    def measured_hits(self) -> float:
-        """The share that was really hit."""
-
-    def between(self, smaller_bytes: float, larger_bytes: float) -> Difference:
-        """The share that the larger size hits and the smaller one does not."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +132,7 @@ class Tier:
         """What a curve has to be asked for."""
         return max(usable * size, self.nearer_bytes)
 
-    def gain(self, demand: Demand, present: float, size: float, usable: float) -> Gain:
+    def gain(self, demand: Window, present: float, size: float, usable: float) -> Gain:
         """What ``size`` is worth instead of ``present``."""
         low, high = (self.effective(x, usable) for x in sorted((present, size)))
         share, error = demand.between(low, high)

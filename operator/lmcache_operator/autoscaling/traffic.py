@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lmcache.curves import Lookup, MissRatioCurve, Window
+from lmcache.curves import MissRatioCurve, Window
 from lmcache_operator.autoscaling.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
 from lmcache_operator.autoscaling.state import Obstacle, Seen, State
 from lmcache_operator.autoscaling.tier import Service
@@ -27,31 +26,21 @@ class Traffic:
         rate: float = 1.0,
         max_keys: int = 16_000,
         is_shared: bool = False,
-        counts_from: float = -math.inf,
     ) -> None:
         """``smallest`` and ``largest``: bytes that will be asked for. With ``is_shared``, what all pods share
-        is counted as well. Lookups up to ``counts_from`` were counted before: they fill the stacks only."""
+        is counted as well."""
         self.namespace = namespace
         self.curve = MissRatioCurve(
             max_keys, rate=rate, half_lives=(DAY_HALF_LIFE, FAST_HALF_LIFE, FAST_HALF_LIFE),
             smallest_bytes=_USABLE_FROM * smallest, largest_bytes=2 * largest, shared=is_shared,
         )  # fmt: skip
-        self.curve.counts_from = counts_from
+        """To be fed with the sampled lookups of all pods, in the order of their time; streams are pods."""
         self._miss_bytes = Window(FAST_HALF_LIFE, 1.0, 2.0)
 
-    def feed(self, lookups: Iterable[Lookup]) -> None:
-        """Add sampled lookups of all pods, in the order of their time; streams are pods."""
-        self.curve.feed(lookups)
-
     def count(
-        self,
-        time: float,
-        seconds: float,
-        accesses: float,
-        hits: float,
-        shared_hits: float = 0.0,
-        miss_bytes: float = 0.0,
-    ) -> None:
+        self, time: float, seconds: float, accesses: float, hits: float,
+        shared_hits: float = 0.0, miss_bytes: float = 0.0,
+    ) -> None:  # fmt: skip
         """Add what pods counted themselves in the ``seconds`` before ``time``; ``hits``: in the engine's
         cache or in the pod's own memory, ``shared_hits``: behind both."""
         for window in (*self.curve.windows, *self.curve.pooled_windows):
@@ -63,7 +52,7 @@ class Traffic:
     def memory(
         self, time: float, size: float, service: Service, state: State, obstacle: Obstacle | None = None
     ) -> Seen:
-        """What a decision about the pods' memory starts from."""
+        """What a decision about the pods' memory starts from; ``settled`` begins when the state says."""
         own = self.curve.own_bytes = max(state.usable * size, service.engine_cache_bytes)
         loss = sum(
             window.between(0.0, service.num_pods * own).share
@@ -92,19 +81,13 @@ class Traffic:
         )  # fmt: skip
 
     def _days(self) -> list[Window]:
-        return [
-            self.curve.windows[_DAY],
-            *self.curve.shared_windows[_DAY : _DAY + 1],
-            *self.curve.pooled_windows,
-        ]
+        curve = self.curve
+        return [curve.windows[_DAY], *curve.shared_windows[_DAY : _DAY + 1], *curve.pooled_windows]
 
     def state(self) -> dict[str, Any]:
         """What has to survive a restart, as plain values: the day. The last hour is soon seen again."""
-        return {
-            "namespace": self.namespace,
-            "new_bytes": self.curve.new_bytes,
-            "days": [window.state() for window in self._days()],
-        }
+        days = [window.state() for window in self._days()]
+        return {"namespace": self.namespace, "new_bytes": self.curve.new_bytes, "days": days}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state()`` returned. Raises ValueError if that can't be."""

@@ -50,7 +50,7 @@ def test_requests_scattered_over_sixteen_pods_lose_twenty_points():
         state = State("ns", started=-3600.0, size=64 * GIB, usable=1.0)
         traffic.memory(0.0, 64 * GIB, setup.service, state)
         batch = [(route(request), request) for request in workload.requests]
-        traffic.feed(lookups(workload, batch))
+        traffic.curve.feed(lookups(workload, batch))
         traffic.count(3600.0, 3600.0, sum(len(request.keys) for request in workload.requests), 0)
         seen = traffic.memory(3600.0, 64 * GIB, setup.service, state)
         assert seen.locality_loss == pytest.approx(loss, abs=error)
@@ -65,12 +65,12 @@ def test_a_restart_forgets_only_the_last_hour():
     batch = [(route(request), request) for request in workload.requests]
     whole, first = (Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True) for _ in range(2))
     half = len(batch) // 2
-    whole.feed(lookups(workload, batch))
-    first.feed(lookups(workload, batch[:half]))
+    whole.curve.feed(lookups(workload, batch))
+    first.curve.feed(lookups(workload, batch[:half]))
     text = json.dumps(first.state())
     again = Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True)
     again.restore(json.loads(text))
-    again.feed(lookups(workload, batch))
+    again.curve.feed(lookups(workload, batch))
     for gib in (16, 64, 256):
         for restored, kept in ((again.curve.windows, whole.curve.windows),
                                (again.curve.shared_windows, whole.curve.shared_windows)):  # fmt: skip
@@ -96,7 +96,7 @@ def test_what_is_kept_is_small_however_much_was_counted():
 def test_a_pod_that_is_gone_takes_its_cache_along():
     traffic = Traffic("ns", 1 * GIB, 16 * GIB)
     for pod in ("a", "b"):
-        traffic.feed([Lookup(0.0, [1, 2, 3], 1 << 20, pod)])
+        traffic.curve.feed([Lookup(0.0, [1, 2, 3], 1 << 20, pod)])
     traffic.curve.forget("a")
-    traffic.feed([Lookup(1.0, [1, 2, 3], 1 << 20, pod) for pod in ("a", "b")])
+    traffic.curve.feed([Lookup(1.0, [1, 2, 3], 1 << 20, pod) for pod in ("a", "b")])
     assert traffic.curve.windows[0].hit_ratio(GIB).hit_ratio == pytest.approx(1 / 4, abs=0.001)
