@@ -85,8 +85,8 @@ class Setup:
             batch.append((route(request), request))
         yield end, batch
 
-    def best_constant(self) -> tuple[float, float]:
-        """The size (GiB) that would have cost least, and USD per hour of it."""
+    def constant(self) -> Callable[[float], float]:
+        """What a size (GiB) that never changes would have cost, in USD per hour."""
         smallest = min(self.bounds[0], self.engine_gib or self.bounds[0])
         curve = MissRatioCurve(
             10**7, smallest_bytes=0.45 * smallest * GIB, largest_bytes=2 * self.bounds[1] * GIB
@@ -99,6 +99,11 @@ class Setup:
             hits = curve.hit_ratio(max(gib, self.engine_gib) * GIB).hit_ratio
             return rows * (1 - hits) * self.usd_per_miss + gib * self.usd_per_gib_hour
 
+        return cost
+
+    def best_constant(self) -> tuple[float, float]:
+        """The size (GiB) that would have cost least, and USD per hour of it."""
+        cost = self.constant()
         lowest, highest = self.bounds
         sizes = [size for i in range(400) if (size := lowest * 2 ** (i / 16)) < highest] + [highest]
         best = min(sizes, key=cost)
