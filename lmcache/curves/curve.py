@@ -89,6 +89,8 @@ class MissRatioCurve:
                 self._note_heavy(keys)
             threshold, hot = self._threshold, self._hot
             kept = [key for key in keys if key < threshold or key in hot]
+            if not kept:
+                continue
             own = self._stacks.get(stream)
             if own is None:
                 own = self._stacks[stream] = RecencyStack()

@@ -92,7 +92,8 @@ class RecencyStack:
 
     def _move_together(self) -> None:
         """Close the gaps."""
-        used = sorted(self._position.values())
+        place = self._position.get
+        used = [at for at, key in enumerate(self._keys[: self._next]) if place(key) == at]
         self._allocate([self._keys[at] for at in used], [self._bytes[at] for at in used])
 
     def _allocate(self, keys: list[int], num_bytes: list[int]) -> None:
