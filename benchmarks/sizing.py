@@ -45,7 +45,7 @@ def _memory(name: str, setup: Setup) -> Iterator[Figure]:
 
 def _remote() -> Iterator[Figure]:
     setup = RemoteSetup(chat(48, 0.4, scale=8), num_pods=4, route=scattered, start=32.0)
-    costs = {count: setup.constant(count) for count in setup.counts}
+    costs = {count: setup.with_shards(count) for count in setup.counts}
     best = min(costs, key=costs.__getitem__)
     yield from _figures(f"remote tier, chat, 48 h (best {best} shards)", simulate_remote(setup), costs[best])
 

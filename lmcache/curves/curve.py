@@ -111,8 +111,8 @@ class MissRatioCurve:
         """The distances of all keys, before any of them is touched."""
         distances = stack.access(keys, num_bytes, self._hot)
         self.num_keys += distances.count(UNTRACKED)
-        if stack.num_bytes > (largest := self._largest * self.rate):
-            self.num_keys -= stack.forget_beyond(largest)
+        if stack.num_bytes > self._most_bytes:
+            self.num_keys -= stack.forget_beyond(self._most_bytes)
         return distances
 
     def _count(
@@ -161,5 +161,6 @@ class MissRatioCurve:
         self._tell_windows(self.windows[0].row_bytes)
 
     def _tell_windows(self, row_bytes: float) -> None:
+        self._most_bytes = self._largest * self.rate
         for window in self.all_windows:
             window.rate, window.row_bytes = self.rate, row_bytes

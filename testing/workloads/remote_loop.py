@@ -43,7 +43,7 @@ class RemoteSetup(Setup):
         loaded = sum(hits.remote for hits in served) * (self.usd_per_row - self.usd_per_miss)
         return (computed + loaded) * 3600 / TICK + gib * self.prices.memory_gib_hour
 
-    def constant(self, count: int) -> float:
+    def with_shards(self, count: int) -> float:
         """USD per hour with so many shards all the time."""
         pods = self.pods(count)
         served = (

@@ -24,7 +24,7 @@ def talk() -> Workload:
 @cache
 def constant(count: int) -> float:
     """USD per hour."""
-    return setup(talk()).constant(count)
+    return setup(talk()).with_shards(count)
 
 
 def setup(workload: Workload, **others: object) -> RemoteSetup:
@@ -55,7 +55,7 @@ def test_pods_that_keep_their_sessions_need_few_shards():
 
 def test_refreshing_by_what_the_tier_lives_for_keeps_what_is_hot():
     """Every 600 s is too rare for a tier that lives as long: what pods hit themselves is pushed out."""
-    assert constant(4) < setup(talk(), refresh=600.0).constant(4)
+    assert constant(4) < setup(talk(), refresh=600.0).with_shards(4)
 
 
 def test_a_row_stays_or_goes_to_the_new_shard():
