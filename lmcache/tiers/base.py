@@ -60,6 +60,9 @@ class Loaded(NamedTuple):
     digests: bytes
     """``header.digests`` of it."""
 
+    is_misplaced: bool = False
+    """Whether it was found where it will be looked for only for a while, and so should be stored again."""
+
 
 Listener: TypeAlias = Callable[[bool], None]
 """Called by any thread, and must not block. True: an operation failed; False: a circuit closed, or the

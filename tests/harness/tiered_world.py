@@ -111,6 +111,7 @@ class FakeTier(FaultyTier):
         self.objects: dict[tuple[bytes, int], bytes] = {}
         self.touched: Counter[bytes] = Counter()
         self.labels: set[bytes] = set()
+        self.misplaced: set[tuple[bytes, int]] = set()
 
     def probe(self, keys, num_columns):
         self._enter("probe")
@@ -128,7 +129,8 @@ class FakeTier(FaultyTier):
             into[:3] = b"???"
             return None
         into[: len(payload)] = payload
-        return Loaded(len(payload), digests_of(payload))
+        is_misplaced = (object_id.row_key, object_id.column) in self.misplaced
+        return Loaded(len(payload), digests_of(payload), is_misplaced)
 
     def touch(self, keys, num_columns, lengths):
         self._enter("touch")
@@ -141,6 +143,7 @@ class FakeTier(FaultyTier):
         assert digests == digests_of(payload)
         is_taken = self._takes(object_id.row_key)  # asked once: the test's thread may change it meanwhile
         if is_taken:
+            self.misplaced.discard((object_id.row_key, object_id.column))
             self.objects[object_id.row_key, object_id.column] = bytes(payload)
             self.labels.add(label)
         return is_taken

@@ -124,6 +124,8 @@ class RemoteTier:
                     self._note_invalid(object_id, error.code)
                     return None
             if loaded is not None:
+                is_owner = server in self._topology.owners(object_id)[:1]
+                loaded = loaded._replace(is_misplaced=not is_owner)
                 break
         with self._lock:
             self.stats.hits += loaded is not None

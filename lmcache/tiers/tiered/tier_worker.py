@@ -168,19 +168,26 @@ class TierWorker:
         if slot is None:
             return None
         views = self._memory.views(slot)
-        loaded = None
+        columns: list[Loaded] = []
         self._rate.begin(self._clock())
         try:
             with contextlib.suppress(TierUnavailableError):
-                loaded = await self._run(self._readers, lambda: _load_columns(self._tier, key, views, length))
+                columns = await self._run(
+                    self._readers, lambda: _load_columns(self._tier, key, views, length)
+                )
         finally:
-            self._rate.end(self._clock(), length * len(views) if loaded else 0)
-            if loaded is None:
-                self._memory.abort_row(slot)
+            self._rate.end(self._clock(), length * len(columns))
+            known = [loaded.digests for loaded in columns]
+            if columns:
+                self._memory.commit_row(slot, checksums_of(key, [view[:length] for view in views], known))
             else:
-                checksums = checksums_of(key, [view[:length] for view in views], loaded)
-                self._memory.commit_row(slot, checksums)
-        return Write(slot, _DROPPED_FIRST, loaded) if loaded else None
+                self._memory.abort_row(slot)
+        if not columns:
+            return None
+        brought = Write(slot, _DROPPED_FIRST, known)
+        if any(loaded.is_misplaced for loaded in columns):
+            self.write(brought)
+        return brought
 
     # ---- store ----
 
@@ -340,17 +347,15 @@ class TierWorker:
         (self._up.clear if self._tier.health.is_open else self._up.set)()
 
 
-def _load_columns(
-    tier: LowerTier, key: RowKey, views: Sequence[memoryview], length: int
-) -> list[bytes] | None:
-    """In a reader thread: the digests of all columns, or nothing."""
+def _load_columns(tier: LowerTier, key: RowKey, views: Sequence[memoryview], length: int) -> list[Loaded]:
+    """In a reader thread: all columns, or nothing."""
     found: list[Loaded] = []
     for column, view in enumerate(views):
         loaded = tier.load(ObjectId(key, column), view, length)
         if loaded is None or loaded.length != length:
-            return None
+            return []
         found.append(loaded)
-    return [loaded.digests for loaded in found]
+    return found
 
 
 def _store_columns(

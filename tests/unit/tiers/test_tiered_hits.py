@@ -6,7 +6,7 @@ import asyncio
 
 from lmcache.tiers.tiered.refresh import REFRESH_SECONDS
 from lmcache.tiers.tiered.store import Admit
-from tests.harness.tiered_world import LEASE, World, chain, run, until
+from tests.harness.tiered_world import LEASE, NUM_COLUMNS, World, chain, run, until
 
 
 @run
@@ -38,6 +38,17 @@ async def test_an_unhealthy_tier_is_not_touched_and_hits_go_on(world):
     world.now += REFRESH_SECONDS
     world.lookup(chain(2))
     await until(lambda: len(world.remote.touched) == 2)
+
+
+@run
+async def test_what_is_found_in_a_former_place_is_written_to_the_present_one(world):
+    world.remote.fill(chain(3))
+    world.remote.misplaced = {(chain(3)[1], 1)}
+    await world.until_resident(chain(3))
+    assert await world.store.drain(20)
+    assert not world.remote.misplaced
+    assert world.remote.calls["store"] == NUM_COLUMNS  # of one row
+    assert world.lower.stats.written == 1
 
 
 def test_rows_are_written_when_they_are_hit_for_the_first_time():
