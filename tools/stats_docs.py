@@ -11,7 +11,7 @@ from lmcache_sidecar import daemon, stats
 from lmcache_sidecar.copiers.gpu import CopyStats
 from lmcache_sidecar.stats import Figure, declared
 
-from lmcache.tiers.stats import DiskStats, TieredStats
+from lmcache.tiers.stats import ObjectStats, TieredStats
 
 _HEAD = """\
 # What the sidecar counts
@@ -38,11 +38,12 @@ _PARTS: tuple[tuple[str, str, Sequence[Figure[Any]]], ...] = (
         "lmcache_tier_",
         (
             stats.REACHABLE,
-            *declared(DiskStats),
+            *declared(ObjectStats),
             stats.HIT_RATIO,
             *declared(TieredStats),
             *stats.TRAFFIC,
             stats.USED_BYTES,
+            stats.RESIDENCE,
         ),
     ),
 )

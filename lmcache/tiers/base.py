@@ -127,9 +127,13 @@ class LowerTier(Protocol):
     def used_bytes(self) -> int | None:
         """What objects take of the medium; None: the tier can't know."""
 
+    @property
+    def residence_seconds(self) -> float:
+        """How long an object stays here that nobody uses, as things go at present; infinite: not known."""
+
     def check(self) -> None:
-        """Ask the medium for the first time, where making the tier did not: the log says what is wrong before
-        anybody needs the tier."""
+        """Ask the medium how it is, now and then and before anybody needs the tier: the log says what is
+        wrong."""
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""

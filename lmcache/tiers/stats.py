@@ -151,10 +151,4 @@ class ObjectStats:
     refused: Counter[str] = counters("reason", "Objects that the tier did not take, by the error")
     invalid: Counter[str] = counters("reason", "Objects that were not valid, by what did not fit")
     failures: int = counter("Operations that found the tier unavailable")
-
-
-@dataclass
-class DiskStats(ObjectStats):
-    """Of the disk tier, which removes the files of objects that are not valid."""
-
-    evicted: int = counter("Objects removed to make room")
+    evicted: int = counter("Objects removed to make room; of servers, values, whoever had stored them")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.stats import MemoryStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
+from lmcache.tiers.tiered.tasks import Tasks
 from lmcache_sidecar import stats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
@@ -24,6 +26,7 @@ from lmcache_sidecar.tiers import open_tiers
 
 logger = logging.getLogger(__name__)
 
+_CHECK_SECONDS = 30.0
 _CLOSE_SECONDS = 1.0
 """That a tier which does not come back from the kernel has to: then the process ends without it."""
 
@@ -50,7 +53,7 @@ class Sidecar:
         )
         self._server = Server(self._sessions, config.socket, calls)
         self._copier.on_change = self._server.announce
-        self._monitoring: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     @property
     def not_ready_reason(self) -> str:
@@ -75,16 +78,16 @@ class Sidecar:
             loop.call_soon_threadsafe(grew)
 
         self._arena.start(on_growth)
-        self._monitoring = asyncio.create_task(self._sessions.clients.monitor.run())
-        for tier in self._tiers.values():
-            loop.run_in_executor(None, tier.check)
+        self._tasks.spawn(self._sessions.clients.monitor.run())
+        for handle in self._handles.values():
+            if handle.tier is not None:
+                self._tasks.spawn(_keep(_CHECK_SECONDS, handle.tier.check))
 
     async def stop(self) -> None:
         """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
         await self._server.stop()
         await self._copier.close()
-        if self._monitoring is not None:
-            self._monitoring.cancel()
+        await self._tasks.cancel()
         if (store := self._sessions.store) is not None:
             if not await store.drain(self._config.drain_grace_seconds):
                 logger.warning(
@@ -106,6 +109,13 @@ class Sidecar:
             memory_stats=self._memory_stats,
             tenant_quota_percent=self._config.tenant_quota_percent,
         )
+
+
+async def _keep(seconds: float, doing: Callable[[], None]) -> None:
+    """Do something in a thread, and again that long after it is done."""
+    while True:
+        await asyncio.to_thread(doing)
+        await asyncio.sleep(seconds)
 
 
 def _make_locks_directory(socket_path: str) -> Path:

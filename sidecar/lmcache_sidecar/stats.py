@@ -6,6 +6,7 @@ A figure is declared once, with its name and what it means: gauges here, counter
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -214,7 +215,11 @@ TRAFFIC: tuple[Figure[TierWorker], ...] = (
     Figure("num_queued_writes", "Rows that wait for their write", lambda lower: lower.num_queued),
 )
 USED_BYTES: Figure[LowerTier] = Figure(
-    "used_bytes", "Bytes of the volume that the tier takes", lambda tier: tier.used_bytes)
+    "used_bytes", "Bytes that the tier takes of its volume; of servers, all that they hold",
+    lambda tier: tier.used_bytes)
+RESIDENCE: Figure[LowerTier] = Figure(
+    "residence_seconds", "How long an object stays that nobody uses, as things go",
+    lambda tier: tier.residence_seconds)
 # fmt: on
 
 
@@ -252,9 +257,11 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
         figures |= read(declared(TieredStats), handle.traffic) | read(TRAFFIC, worker)
         if handle.tier.used_bytes is not None:
             figures |= read([USED_BYTES], handle.tier)
+        if handle.tier.residence_seconds < math.inf:
+            figures |= read([RESIDENCE], handle.tier)
     health = handle.tier.health if handle.tier is not None else None
     why = health.problem if health is not None and health.is_open else handle.off_reason
-    facts = {"address": handle.address, "off_reason": why}
+    facts = {"address": str(handle.tier.address) if handle.tier else handle.address, "off_reason": why}
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})
 
 

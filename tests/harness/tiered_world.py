@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import Counter
 
@@ -39,6 +40,7 @@ class FaultyTier:
 
     address = "nowhere"
     used_bytes = None
+    residence_seconds = math.inf
 
     def __init__(self) -> None:
         self.health = Circuit("tier", lambda: self._probe(), base=0.001, cap=0.01)

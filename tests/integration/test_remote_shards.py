@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,34 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
     assert all(worker.result() for worker in workers)
     fill(remote, 1)
     assert remote.probe(KEYS, 1) == len(KEYS)
+
+
+def test_servers_say_how_full_they_are_and_how_soon_they_forget(servers):
+    now, numbers = [0.0], range(60)
+    servers[0].client.config_set("maxmemory", 4 << 20)
+    servers[0].client.config_set("maxmemory-policy", "allkeys-lru")
+    remote = RemoteTier(Address.parse(f"redis://{','.join(map(name_of, servers[:2]))}"), clock=lambda: now[0])
+    assert remote.used_bytes is None
+    remote.check()
+    empty = remote.used_bytes
+    assert remote.residence_seconds == math.inf
+    for number in numbers:
+        assert remote.store(ObjectId(number.to_bytes(64, "big"), 0), memoryview(pattern(200_000)))
+    now[0] = 10.0
+    remote.check()
+    assert remote.used_bytes > empty + (4 << 20) // 2
+    evicted = servers[0].client.info("stats")["evicted_keys"]
+    assert remote.stats.evicted == evicted > 0
+    received = (evicted + servers[0].client.dbsize()) * 200_000
+    assert remote.residence_seconds == pytest.approx(10.0 * (4 << 20) / received, rel=0.1)
+    now[0] = 20.0
+    remote.check()
+    assert remote.residence_seconds > 1000  # nothing was written
+    servers[0].client.acl_setuser("default", commands=["-info"])
+    remote.check()
+    assert not remote.health.is_open
+    assert remote.used_bytes == pytest.approx(servers[1].client.info("memory")["used_memory"], rel=0.2)
+    remote.close()
 
 
 def test_columns_of_many_parts(remote):

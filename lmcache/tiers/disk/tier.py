@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -34,7 +35,7 @@ from lmcache.tiers.disk.files import FULL, Directory
 from lmcache.tiers.disk.index import Index
 from lmcache.tiers.errors import DiskError, InvalidObjectError
 from lmcache.tiers.pages import PAGE_BYTES
-from lmcache.tiers.stats import DiskStats
+from lmcache.tiers.stats import ObjectStats
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ class DiskTier:
 
     def __init__(self, directory: str | os.PathLike[str], capacity_bytes: int) -> None:
         self.address = os.fspath(directory)
-        self.stats = DiskStats()
+        self.stats = ObjectStats()
+        self.residence_seconds = math.inf
+        """Not measured."""
         self.health = Circuit(f"disk tier {os.path.abspath(directory)}", self._probe)
         self.health.subscribe(self._note)
         self.indexed = threading.Event()

@@ -19,7 +19,8 @@ Options, after ``?`` and joined by ``&``; special characters as ``%XX``:
 | ``cert``, ``key`` | files with our certificate and its key | none |
 | ``verify`` | ``full``; ``ca``: the host's name may differ; ``none``: anybody may answer | ``full`` |
 
-The user needs GET, SET, EXISTS, TOUCH and PING; under Sentinels ROLE, in a cluster CLUSTER SLOTS and ASKING.
+The user needs GET, SET, EXISTS, TOUCH and PING; under Sentinels ROLE, in a cluster CLUSTER SLOTS and ASKING;
+INFO, where it is allowed, says how soon a server forgets.
 """
 
 from __future__ import annotations

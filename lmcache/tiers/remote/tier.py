@@ -14,7 +14,9 @@ it is refused; when all are unhealthy, operations raise TierUnavailableError.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
@@ -30,6 +32,7 @@ from lmcache.tiers.remote.cluster import RedisCluster
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
+from lmcache.tiers.remote.usage import QUESTIONS, Usage
 from lmcache.tiers.stats import ObjectStats, count_reason
 
 T = TypeVar("T")
@@ -49,18 +52,19 @@ class RemoteTier:
     they are changed while we run; not given: ``address``. May raise OSError.
     """
 
-    used_bytes = None
-    """Servers hold what others stored, too."""
-
     def __init__(
         self,
         address: Address,
         *,
         timeout_seconds: float = 1.0,
         present: Callable[[], Address] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
         self.stats = ObjectStats()
+        self.residence_seconds = math.inf
+        self._clock = clock
+        self._usages: dict[RedisServer, Usage] = {}  # of those that say it, as ``check`` found them
         self._timeout = timeout_seconds
         self._present = present or (lambda: address)
         self.health = JointHealth(lambda: [server.circuit for server in self._topology.servers()])
@@ -79,6 +83,12 @@ class RemoteTier:
             raise ValueError(f"remote tier {self.address} has no list of shards")
         self._topology.change(ShardList(parse_endpoints(current), parse_endpoints(previous), until))
         self.health.notify(False)
+
+    @property
+    def used_bytes(self) -> int | None:
+        """Of the servers' memory, whoever's the values are; see LowerTier."""
+        usages = self._usages.values()
+        return sum(usage.used_bytes for usage in usages) if usages else None
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns here."""
@@ -180,11 +190,18 @@ class RemoteTier:
         return absent
 
     def check(self) -> None:
-        """Ask the servers whether they are healthy; the log says why if one is not, and its circuit opens."""
+        """See LowerTier; the log says why if a server is not healthy, and its circuit opens."""
         self._topology.refresh()
+        usages, residence = {}, math.inf
         for server in self._topology.servers():
             with contextlib.suppress(TierUnavailableError, ServerError):
-                server.run(lambda connection: connection.call("PING"))
+                usage = Usage.parse(server.run(_ask_usage), self._clock())
+                if usage is not None:
+                    before, usages[server] = self._usages.get(server, usage), usage
+                    residence = min(residence, usage.residence_seconds(before))
+                    with self._lock:
+                        self.stats.evicted += max(0, usage.num_evicted - before.num_evicted)
+        self._usages, self.residence_seconds = usages, residence
 
     def close(self) -> None:
         """Close all connections; the threads that used them must have ended."""
@@ -245,3 +262,10 @@ class RemoteTier:
         if self.address.kind is Kind.CLUSTER:
             return RedisCluster(self.address.endpoints, connect, self.health.notify)
         return Shards(ShardList(self.address.endpoints), make_server)
+
+
+def _ask_usage(connection: Connection) -> list[Reply | ServerError]:
+    replies = connection.call_all(QUESTIONS)
+    if isinstance(replies[0], ServerError):
+        raise replies[0]
+    return replies

@@ -18,6 +18,10 @@ from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.tiered.write_queue import Write
 
 REFRESH_SECONDS = 600.0
+_MIN_REFRESH_SECONDS = 10.0
+_REFRESHES = 4
+"""Of a copy, in the time in which its tier would forget it."""
+
 _OFFER_SECONDS = 10.0  # between two offers of a row that was dropped
 _PAUSE_SECONDS = 0.1  # engines ask for one request again and again: that is one hit
 
@@ -30,11 +34,15 @@ class RefreshQueue:
         num_rows: int,
         write: Callable[[Write], None],
         touch: Callable[[Mapping[RowKey, Slot]], None],
+        residence_seconds: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
-        """``write`` a row to all lower tiers; ``touch`` the copies that they have."""
+        """``write`` a row to all lower tiers; ``touch`` the copies that they have; ``residence_seconds``: how
+        long a copy that nobody touches is sure to stay in all of them."""
         self._write = write
         self._touch = touch
+        self._residence_seconds = residence_seconds
+        self._seconds = REFRESH_SECONDS
         self._clock = clock
         # By lease and first key: a request has a chain per KV group, and asks for a long one by pieces.
         self._latest: dict[Hashable, tuple[Sequence[RowKey], Sequence[Slot]]] = {}
@@ -54,7 +62,7 @@ class RefreshQueue:
 
     def retry_soon(self, slot: Slot) -> None:
         """The row has no copy in a tier that should have one: look when it is hit again, after a while."""
-        self._fresh_since[slot.row] = self._clock() - REFRESH_SECONDS + _OFFER_SECONDS
+        self._fresh_since[slot.row] = self._clock() - self._seconds + _OFFER_SECONDS
 
     def doubt_all(self) -> None:
         """Any copy may be gone: look for those of rows that are hit."""
@@ -69,6 +77,8 @@ class RefreshQueue:
         while True:
             await self._has_some.wait()
             await asyncio.sleep(_PAUSE_SECONDS)
+            seconds = self._residence_seconds() / _REFRESHES
+            self._seconds = min(max(seconds, _MIN_REFRESH_SECONDS), REFRESH_SECONDS)
             due: dict[RowKey, Slot] = {}
             while self._latest:
                 _, (keys, slots) = self._latest.popitem()
@@ -84,7 +94,7 @@ class RefreshQueue:
             del self._unused[slot.row]
             self._write(unused)
         now, fresh_since = self._clock(), self._fresh_since[slot.row]
-        is_due = now - fresh_since >= REFRESH_SECONDS or fresh_since <= self._doubted_at
+        is_due = now - fresh_since >= self._seconds or fresh_since <= self._doubted_at
         if is_due:
             self._fresh_since[slot.row] = now
         return is_due

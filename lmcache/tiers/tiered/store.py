@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -67,7 +68,7 @@ class TieredStore:
         self._outstanding = Outstanding()  # rows to be checksummed, and rows to be written, tier by tier
         self._tasks = Tasks()
         self._checksums = Checksums(self.memory)
-        self._refresh = RefreshQueue(arena.num_rows, self._write, self._touch, clock)
+        self._refresh = RefreshQueue(arena.num_rows, self._write, self._touch, self._residence_seconds, clock)
         counts = stats or {}
         self.lower = {
             name: TierWorker(
@@ -190,6 +191,9 @@ class TieredStore:
         shared = [(key, slot) for key, slot in rows.items() if self._is_shared(key)]
         for worker in self.lower.values():
             worker.touch(shared)
+
+    def _residence_seconds(self) -> float:
+        return min((worker.residence_seconds for worker in self.lower.values()), default=math.inf)
 
     # ---- life ----
 

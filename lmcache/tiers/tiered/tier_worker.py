@@ -106,6 +106,11 @@ class TierWorker:
         """How fast it loads, as measured recently; 0.0: not known."""
         return self._rate.bytes_per_second(self._clock())
 
+    @property
+    def residence_seconds(self) -> float:
+        """See LowerTier."""
+        return self._tier.residence_seconds
+
     # ---- load ----
 
     async def probe(self, keys: Sequence[RowKey]) -> int:

@@ -24,7 +24,7 @@ from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.rows import Removal
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.stats import DiskStats, MemoryStats, ObjectStats, TieredStats, counter, counters
+from lmcache.tiers.stats import MemoryStats, ObjectStats, TieredStats, counter, counters
 
 
 class BrokenSessions:
@@ -201,7 +201,7 @@ def test_reasons_that_threads_add_meanwhile_do_not_break_a_page():
 
 def test_every_count_of_the_tiers_is_shown():
     """A field that was made without ``counter`` would be counted for nobody."""
-    for kind in (MemoryStats, TieredStats, DiskStats):
+    for kind in (MemoryStats, TieredStats, ObjectStats):
         assert {figure.name for figure in declared(kind)} == {
             field.name for field in fields(kind) if field.name[0] != "_" and field.type != "Tenants"
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ class Attic:
     """A tier of this test's own: objects in a dictionary."""
 
     address = "attic:under the roof"
+    residence_seconds = math.inf
 
     def __init__(self) -> None:
         self.health = Circuit("attic", lambda: None)

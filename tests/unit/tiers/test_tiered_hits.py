@@ -25,6 +25,27 @@ async def test_hits_make_the_copies_below_younger_now_and_then(world):
 
 
 @run
+async def test_copies_are_refreshed_four_times_before_their_tier_would_forget_them(world):
+    async def hit(seconds: float) -> None:
+        world.now += seconds
+        assert world.lookup(chain(1)).num_resident == 1
+        await until(lambda: not world.store._refresh._latest)
+
+    world.put(chain(1))
+    assert await world.store.drain(20)
+    world.remote.residence_seconds = 120.0
+    await hit(29)
+    await hit(1)
+    await until(lambda: world.remote.touched == {chain(1)[0]: 1})
+    for world.remote.residence_seconds, pause in ((1.0, 10.0), (1e6, REFRESH_SECONDS)):
+        touched = world.remote.calls["touch"]
+        await hit(pause - 1)
+        assert world.remote.calls["touch"] == touched
+        await hit(1)
+        await until(lambda least=touched + 1: world.remote.calls["touch"] == least)
+
+
+@run
 async def test_an_unhealthy_tier_is_not_touched_and_hits_go_on(world):
     world.put(chain(2))
     assert await world.store.drain(60)
