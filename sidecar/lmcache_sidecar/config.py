@@ -28,7 +28,7 @@ from lmcache.options import (
     variable_of,
 )
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
-from lmcache.tiers.remote.address import Address
+from lmcache.tiers.remote.address import Address, Kind
 from lmcache.units import parse_size
 
 
@@ -86,6 +86,10 @@ class Config:
     remote_url: Address | None = _option("URL", "", _read_address,  # noqa: RUF009
         "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; several hosts with commas"
         " are shards; also rediss:// (TLS), redis-sentinel:// and redis-cluster://; empty: no remote tier")
+    remote_shards_file: str = _option("FILE", "", str,
+        "file with the list of the remote tier's shards, followed while it changes: current and previous,"
+        " each a list of host:port, and until, the time up to which the previous ones are asked, too; empty,"
+        " or while there is no such file: the hosts of the URL")
     remote_timeout_seconds: float = _option("SECONDS", "1", _DEADLINE,
         "deadline of a connection to the remote tier, and of each part (4 MiB) read or written")
     remote_username_file: str = _option("FILE", "", str,
@@ -125,10 +129,11 @@ class Config:
 
 
 def _read_secret(name: str, path: str) -> str:
-    return _read(path, f"{flag_of(name)}: ").strip() if path else ""
+    return read_text(path, f"{flag_of(name)}: ").strip() if path else ""
 
 
-def _read(path: str, source: str = "") -> str:
+def read_text(path: str, source: str = "") -> str:
+    """Read a file. Raises ConfigError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -181,7 +186,7 @@ def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Rea
     unread: list[str] = []
     in_file: Mapping[str, Any] = {}
     try:
-        in_file = read_yaml(path, _read(path)) if path else {}
+        in_file = read_yaml(path, read_text(path)) if path else {}
     except (ConfigError, ValueError) as error:
         unread.append(str(error))
     readers = {name: option.metadata["parse"] for name, option in options().items()}
@@ -190,6 +195,8 @@ def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Rea
     config = Config(**values)
     if not config.remote_url and config.has_credential_files:
         mistakes.append("a user name or password for the remote tier was given, but no --remote-url")
+    if config.remote_shards_file and not (config.remote_url and config.remote_url.kind is Kind.SHARDS):
+        mistakes.append("--remote-shards-file needs --remote-url with redis:// or rediss://")
     warnings = (*unknown_keys(path, in_file, readers), *suspect_variables(environ))
     return Reading(config, (*unread, *mistakes), warnings)
 

@@ -27,6 +27,7 @@ from lmcache_sidecar.tiers import open_tiers
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 30.0
+_FOLLOW_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
 """That a tier which does not come back from the kernel has to: then the process ends without it."""
 
@@ -80,6 +81,8 @@ class Sidecar:
         self._arena.start(on_growth)
         self._tasks.spawn(self._sessions.clients.monitor.run())
         for handle in self._handles.values():
+            if handle.shards is not None:
+                self._tasks.spawn(_keep(_FOLLOW_SECONDS, handle.shards.follow))
             if handle.tier is not None:
                 self._tasks.spawn(_keep(_CHECK_SECONDS, handle.tier.check))
 

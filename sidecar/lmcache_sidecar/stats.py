@@ -262,6 +262,8 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
     health = handle.tier.health if handle.tier is not None else None
     why = health.problem if health is not None and health.is_open else handle.off_reason
     facts = {"address": str(handle.tier.address) if handle.tier else handle.address, "off_reason": why}
+    if handle.shards is not None:
+        facts["shards_problem"] = handle.shards.problem
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})
 
 

@@ -14,6 +14,7 @@ from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import TieredStats
 from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.shards import ShardsFile
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ class TierHandle:
 
     tier: LowerTier | None
     off_reason: str = ""
+    shards: ShardsFile | None = None
+    """To be followed."""
     traffic: TieredStats = field(default_factory=TieredStats)
     """What went between it and memory, over all formats of the arena."""
 
@@ -60,7 +63,10 @@ def _open_remote(config: Config) -> TierHandle | None:
     if not config.stay_up:
         config.present(address)
     remote = RemoteTier(address, timeout_seconds=config.remote_timeout_seconds, present=present)
-    return TierHandle(str(address), remote)
+    shards = ShardsFile(config.remote_shards_file, remote) if config.remote_shards_file else None
+    if shards is not None:
+        shards.follow()  # before anybody asks the wrong ones
+    return TierHandle(str(address), remote, shards=shards)
 
 
 def _open_disk(config: Config) -> TierHandle | None:

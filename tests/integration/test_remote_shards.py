@@ -13,8 +13,9 @@ import pytest
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.remote.address import Address
+from lmcache.tiers.remote.address import Address, parse_endpoints
 from lmcache.tiers.remote.tier import RemoteTier
+from lmcache.tiers.remote.topology import ShardList
 from testing.processes import RedisProcess
 from tests.harness.remote_objects import is_available, load, pattern, probe, until
 
@@ -38,6 +39,10 @@ def remote(servers):
     tier = RemoteTier(Address.parse(f"redis://{','.join(map(name_of, servers))}/0"), timeout_seconds=1.0)
     yield tier
     tier.close()
+
+
+def shard_list(current: list[str], previous: list[str], until: float) -> ShardList:
+    return ShardList(parse_endpoints(current), parse_endpoints(previous), until)
 
 
 def fill(remote: RemoteTier, num_columns: int = 2) -> None:
@@ -129,7 +134,7 @@ def test_scale_out_reads_the_previous_owner_until_the_time_is_up(servers):
     old, new = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
     remote = RemoteTier(Address.parse(f"redis://{','.join(old)}"))
     fill(remote)
-    remote.set_shards(new, old, until=time.time() + 900)
+    remote.set_shards(shard_list(new, old, until=time.time() + 900))
     assert remote.probe(KEYS, 2) == len(KEYS)
     assert all(is_loaded(remote, key, 1) for key in KEYS)
     assert servers[2].client.dbsize() == 0
@@ -139,7 +144,7 @@ def test_scale_out_reads_the_previous_owner_until_the_time_is_up(servers):
     moved = servers[2].client.dbsize()
     assert 0 < moved < 2 * len(KEYS) * 0.7
     servers[2].client.flushall()
-    remote.set_shards(new, old, until=time.time() - 1)
+    remote.set_shards(shard_list(new, old, until=time.time() - 1))
     hits = sum(is_loaded(remote, key) for key in KEYS)
     assert hits == len(KEYS) - moved // 2
     remote.close()
@@ -148,7 +153,7 @@ def test_scale_out_reads_the_previous_owner_until_the_time_is_up(servers):
 def test_scale_in_stays_readable_though_the_leaving_shard_dies(remote, servers):
     fill(remote)
     left, all_of_them = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
-    remote.set_shards(left, all_of_them, until=time.time() + 900)
+    remote.set_shards(shard_list(left, all_of_them, until=time.time() + 900))
     assert remote.probe(KEYS, 2) == len(KEYS)
     servers[2].kill()
     hits = sum(is_loaded(remote, key) for key in KEYS)
@@ -180,10 +185,10 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
             for _ in range(3):
                 servers[0].kill()
                 until(lambda: remote.stats.refused["unavailable"] or remote.health.is_open)
-                remote.set_shards(left, all_of_them, time.time() + 900)
+                remote.set_shards(shard_list(left, all_of_them, time.time() + 900))
                 servers[0].start()
                 until(lambda: servers[0].client.dbsize())
-                remote.set_shards(all_of_them, left, time.time() + 900)
+                remote.set_shards(shard_list(all_of_them, left, time.time() + 900))
                 remote.stats.refused.clear()
         finally:
             is_over.set()

@@ -38,7 +38,7 @@ _PORT = 6379
 _SENTINEL_PORT = 26379
 _URL = re.compile(r"(redis|unix)(s?)(-sentinel|-cluster)?://([^/?]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 _SCHEMES = "redis, unix, redis-sentinel, redis-cluster, rediss, rediss-sentinel, rediss-cluster"
-_ENDPOINT = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:\[\]]+))(?::([0-9]{1,5}))?")
+_ENDPOINT = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:/@,\[\]]+))(?::([0-9]{1,5}))?")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TLS_OPTIONS = frozenset({"ca", "cert", "key", "verify"})
 
@@ -70,7 +70,7 @@ class Endpoint(NamedTuple):
         match = _ENDPOINT.fullmatch(text)
         port = int(match[3] or default_port) if match else 0
         if match is None or not 0 < port < 65536:
-            raise ValueError("remote URL: the host or port can't be read")
+            raise ValueError("the host or port can't be read")
         return cls(match[1] or match[2], port)
 
 
@@ -78,7 +78,7 @@ def parse_endpoints(texts: Sequence[str], default_port: int = _PORT) -> tuple[En
     """Read several. Raises ValueError, also when one is named twice."""
     endpoints = tuple(Endpoint.parse(text, default_port) for text in texts)
     if len(set(endpoints)) < len(endpoints):
-        raise ValueError("remote URL: a host is named twice")
+        raise ValueError("a host is named twice")
     return endpoints
 
 
@@ -155,7 +155,10 @@ def _endpoints(kind: Kind, hosts: str, path: str) -> tuple[Endpoint, ...]:
         return (Endpoint(unquote(path)),)
     if not hosts:
         raise ValueError(f"remote URL: {kind.value}:// needs a host, as in {kind.value}://cache.example:6379")
-    return parse_endpoints(hosts.split(","), _SENTINEL_PORT if kind is Kind.SENTINEL else _PORT)
+    try:
+        return parse_endpoints(hosts.split(","), _SENTINEL_PORT if kind is Kind.SENTINEL else _PORT)
+    except ValueError as error:
+        raise ValueError(f"remote URL: {error}") from None
 
 
 def _service_and_database(kind: Kind, path: str, database: str) -> tuple[str, int]:

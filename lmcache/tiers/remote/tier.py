@@ -19,6 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import JointHealth
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
 from lmcache.tiers.remote import objects
-from lmcache.tiers.remote.address import Address, Endpoint, Kind, parse_endpoints
+from lmcache.tiers.remote.address import Address, Endpoint, Kind
 from lmcache.tiers.remote.cluster import RedisCluster
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import RedisServer
@@ -73,15 +74,13 @@ class RemoteTier:
         self._lock = threading.Lock()  # protects stats and what follows
         self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # invalid, though present
 
-    def set_shards(self, current: Sequence[str], previous: Sequence[str] = (), until: float = 0.0) -> None:
-        """Change the list of shards, each ``host:port``.
-
-        Until the Unix time ``until`` rows are looked for at their previous owner, too. Raises ValueError,
-        also when the URL is of Sentinels or a cluster.
-        """
+    def set_shards(self, shards: ShardList) -> None:
+        """Use another list of shards from now on. Raises ValueError when the URL is of Sentinels or a
+        cluster."""
         if not isinstance(self._topology, Shards):
             raise ValueError(f"remote tier {self.address} has no list of shards")
-        self._topology.change(ShardList(parse_endpoints(current), parse_endpoints(previous), until))
+        self._topology.change(shards)
+        self.address = replace(self.address, endpoints=shards.current)
         self.health.notify(False)
 
     @property

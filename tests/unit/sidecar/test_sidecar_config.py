@@ -197,6 +197,12 @@ def test_no_mistake_repeats_a_secret_of_the_file(tmp_path, content):
             "--remote-url: remote URL: scheme 'http' is not one of redis, unix",
         ),
         ({"remote_password_file": "/x"}, {}, "no --remote-url"),
+        ({"remote_shards_file": "/x"}, {}, "--remote-shards-file needs --remote-url with redis://"),
+        (
+            {"remote_shards_file": "/x", "remote_url": "redis-cluster://host"},
+            {},
+            "--remote-shards-file needs --remote-url with redis://",
+        ),
         ({"config": "/nowhere/x.yaml"}, {}, "/nowhere/x.yaml can't be read: no such file"),
     ],
 )

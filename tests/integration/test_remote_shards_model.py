@@ -1,0 +1,203 @@
+"""Any sequence of lists of shards, good and bad, and of shards that are lost: what is found is exactly what
+the shards that are asked have, and never anything else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import xxhash
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lmcache_sidecar.shards import ShardsFile
+
+from lmcache.tiers.base import ObjectId
+from lmcache.tiers.circuit import Circuit
+from lmcache.tiers.errors import TierUnavailableError
+from lmcache.tiers.remote.address import Address
+from lmcache.tiers.remote.tier import RemoteTier
+from testing.processes import RedisProcess
+
+pytestmark = pytest.mark.redis
+
+KEYS = [number.to_bytes(64, "big") for number in range(24)]
+SERVERS = range(4)
+SOME_KEYS = st.integers(1, 2 ** len(KEYS) - 1).map(
+    lambda bits: [key for number, key in enumerate(KEYS) if bits >> number & 1]
+)
+LISTS = st.lists(st.sampled_from(SERVERS), min_size=1, unique=True)
+BAD_TEXTS = ["", "current: []", "current: [a b]", "current: [a, a]", "current: [", "- a", "current: a:1"]
+
+
+def payload_of(key: bytes) -> bytes:
+    return key * 3
+
+
+class ShardsMachine(RuleBasedStateMachine):
+    """``contents``: the rows of each server; ``down``: those that do not answer."""
+
+    servers: list[RedisProcess]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = contextlib.ExitStack()
+        self.path = Path(self.folder.enter_context(tempfile.TemporaryDirectory())) / "shards.yaml"
+        self.contents: dict[int, set[bytes]] = {number: set() for number in SERVERS}
+        self.down: set[int] = set()
+        self.current, self.previous, self.is_over = [0], [], True
+        for server in self.servers:
+            server.client.flushall()
+
+    @initialize()
+    def begin(self) -> None:
+        self.remote = RemoteTier(Address.parse(f"redis://{self.name(0)}"), timeout_seconds=60)
+        self.file = ShardsFile(str(self.path), self.remote)
+
+    def teardown(self) -> None:
+        for number in self.down:
+            self.servers[number].start()
+        self.remote.close()
+        self.folder.close()
+
+    # ---- what is expected ----
+
+    def name(self, number: int) -> str:
+        return f"127.0.0.1:{self.servers[number].port}"
+
+    def owner(self, shards: list[int], key: bytes) -> int:
+        def weight(number: int) -> int:
+            return xxhash.xxh3_64_intdigest(key, xxhash.xxh3_64_intdigest(self.name(number).encode()))
+
+        return max(shards, key=weight)
+
+    def asked(self, key: bytes) -> list[int]:
+        former = [] if self.is_over or not self.previous else [self.owner(self.previous, key)]
+        return [self.owner(self.current, key), *former]
+
+    def holder(self, key: bytes) -> int | None:
+        having = [n for n in self.asked(key) if n not in self.down and key in self.contents[n]]
+        return having[0] if having else None
+
+    @property
+    def is_unavailable(self) -> bool:
+        return self.down >= set(self.current)
+
+    # ---- what happens ----
+
+    def change(self, text: str) -> None:
+        self.path.write_text(text)
+        self.file.follow()
+
+    @rule(shards=LISTS, is_planned=st.sampled_from([True, True, False]))
+    def other_shards(self, shards: list[int], is_planned: bool) -> None:
+        """By the operator, who says who they were before; or by hand, without a word."""
+        settled = {key for key in KEYS if self.holder(key) == self.owner(self.current, key)}
+        moving = {key for key in KEYS if self.owner(shards, key) != self.owner(self.current, key)}
+        self.previous, self.current, self.is_over = self.current if is_planned else [], shards, False
+        until = datetime.fromtimestamp(time.time() + 9000, UTC).isoformat()
+        current, previous = ([self.name(n) for n in list_] for list_ in (self.current, self.previous))
+        self.change(json.dumps({"current": current, "previous": previous, "until": until}))
+        assert self.file.problem == ""
+        lost = {key for key in settled if self.holder(key) is None}
+        assert lost <= (set() if is_planned else moving)
+        self.know_health()
+
+    @rule()
+    def time_is_up(self) -> None:
+        self.is_over = True
+        current, previous = ([self.name(n) for n in list_] for list_ in (self.current, self.previous))
+        until = "2001-01-01T00:00:00Z"
+        self.change(json.dumps({"current": current, "previous": previous, "until": until}))
+
+    @rule(text=st.sampled_from(BAD_TEXTS))
+    def edited_by_mistake(self, text: str) -> None:
+        self.change(text)
+        assert self.file.problem
+
+    @rule(keys=SOME_KEYS)
+    def store(self, keys: list[bytes]) -> None:
+        for key in keys:
+            self.store_one(key)
+
+    def store_one(self, key: bytes) -> None:
+        owner, payload = self.owner(self.current, key), memoryview(payload_of(key))
+        if self.is_unavailable:
+            with pytest.raises(TierUnavailableError):
+                self.remote.store(ObjectId(key, 0), payload)
+        else:
+            assert self.remote.store(ObjectId(key, 0), payload) == (owner not in self.down)
+            if owner not in self.down:
+                self.contents[owner].add(key)
+
+    @rule(keys=SOME_KEYS)
+    def load(self, keys: list[bytes]) -> None:
+        for key in keys:
+            into = memoryview(bytearray(1000))
+            if self.is_unavailable:
+                with pytest.raises(TierUnavailableError):
+                    self.remote.load(ObjectId(key, 0), into)
+                continue
+            loaded, holder = self.remote.load(ObjectId(key, 0), into), self.holder(key)
+            assert (loaded is None) == (holder is None)
+            if loaded is not None:
+                assert into[: loaded.length] == payload_of(key)
+                assert loaded.is_misplaced == (holder != self.owner(self.current, key))
+                if loaded.is_misplaced:  # as the tiered store does
+                    self.store_one(key)
+
+    @precondition(lambda self: not self.is_unavailable)
+    @rule()
+    def touch(self) -> None:
+        owners = {key: self.owner(self.current, key) for key in KEYS}
+        absent = {key for key, n in owners.items() if n not in self.down and key not in self.contents[n]}
+        assert self.remote.touch(KEYS, 1) == absent
+
+    @precondition(lambda self: len(self.down) < 2)
+    @rule(number=st.sampled_from(SERVERS))
+    def lose_a_shard(self, number: int) -> None:
+        if number not in self.down:
+            self.servers[number].kill()
+            self.down.add(number)
+            self.contents[number].clear()
+            self.know_health()
+
+    @precondition(lambda self: self.down)
+    @rule()
+    def have_it_back(self) -> None:
+        self.servers[self.down.pop()].start()
+        self.know_health()
+
+    def know_health(self) -> None:
+        """When a circuit notices is not what is examined here."""
+        for server in self.remote._topology._pools.values():
+            server.circuit.probe()
+
+    @invariant()
+    def find(self) -> None:
+        if not hasattr(self, "remote"):
+            return
+        held = [self.holder(key) is not None for key in KEYS]
+        if not self.is_unavailable:
+            assert self.remote.find_each([ObjectId(key, 0) for key in KEYS]) == held
+            assert self.remote.probe(KEYS, 1) == [*held, False].index(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers() -> Iterator[None]:
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Circuit, "_keep_probing", lambda _: None)  # `know_health` does it
+        ShardsMachine.servers = [stack.enter_context(RedisProcess()) for _ in SERVERS]
+        yield
+
+
+class TestShards(ShardsMachine.TestCase):
+    settings = settings(
+        max_examples=30, stateful_step_count=30, deadline=None, phases=[Phase.reuse, Phase.generate]
+    )

@@ -1,0 +1,113 @@
+"""A real sidecar follows the list of the remote tier's shards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from testing.child_process import wait_until
+from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.engine import assert_stored, load, session_of, store
+from tests.harness.wire import make_keys
+
+pytestmark = pytest.mark.redis
+
+CHUNKS = range(24)
+
+
+class ShardsDocument:
+    """As the kubelet writes it: a new file takes the place of the old one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, current: list[RedisProcess], previous: list[RedisProcess] = ()) -> None:
+        until = (datetime.now(UTC) + timedelta(minutes=15)).isoformat()
+        lists = [[f"127.0.0.1:{server.port}" for server in servers] for servers in (current, previous)]
+        self.write_text(f"current: {lists[0]}\nprevious: {lists[1]}\nuntil: {until}\n")
+
+    def write_text(self, text: str) -> None:
+        new = self.path.with_suffix(".new")
+        new.write_text(text)
+        os.replace(new, self.path)
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> ShardsDocument:
+    return ShardsDocument(tmp_path / "shards.yaml")
+
+
+@pytest.fixture
+def servers() -> Iterator[list[RedisProcess]]:
+    options = {"maxmemory": "64mb", "maxmemory_policy": "allkeys-lru"}
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(RedisProcess(**options)) for _ in range(3)]
+
+
+def restart_without_memory(sidecar: SidecarProcess) -> None:
+    assert sidecar.terminate() == 0
+    sidecar.arena_path.unlink()
+    sidecar.start()
+
+
+def load_all(sidecar: SidecarProcess) -> None:
+    with session_of(sidecar) as session:
+        keys = [(0, make_keys(*CHUNKS))]
+        wait_until(lambda: session.lookup("r", keys).num_leased == len(CHUNKS), timeout=60)
+        assert_stored(load(session, session, "r", *CHUNKS), *CHUNKS)
+
+
+def num_rows(server: RedisProcess) -> int:
+    with server.client as client:
+        return int(client.dbsize())
+
+
+def test_one_shard_more_and_one_less_cost_no_hit(servers, document):
+    document.write(servers[:2])
+    url = "redis://127.0.0.1:1"  # nobody is there: the file says who is
+    with SidecarProcess(remote_url=url, remote_shards_file=document.path) as sidecar:
+        with session_of(sidecar) as session:
+            store(session, *CHUNKS)
+            sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(CHUNKS))
+        before = list(map(num_rows, servers))
+        assert sum(before) == len(CHUNKS)
+        assert before[2] == 0
+
+        document.write(servers, servers[:2])
+        sidecar.wait_until(lambda stats: str(servers[2].port) in stats["remote"]["address"])
+        restart_without_memory(sidecar)
+        load_all(sidecar)
+        wait_until(lambda: num_rows(servers[2]) > 0)
+        sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+        moved = num_rows(servers[2])
+        assert sidecar.stats()["remote"]["stored"] == moved < len(CHUNKS) * 0.7
+
+        document.write(servers[1:], servers)
+        restart_without_memory(sidecar)
+        load_all(sidecar)
+        sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+        servers[0].kill()
+        restart_without_memory(sidecar)
+        load_all(sidecar)
+
+
+def test_a_file_edited_by_mistake_changes_nothing_and_is_told_of(servers, document):
+    document.write(servers[:1])
+    options = {"remote_url": "redis://127.0.0.1:1", "remote_shards_file": document.path}
+    with SidecarProcess(**options) as sidecar, session_of(sidecar) as session:
+        document.write_text("current: [cache-0.cache;6379")
+        sidecar.wait_until(lambda stats: "is not YAML" in stats["remote"]["shards_problem"])
+        store(session, 1)
+        sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
+        assert num_rows(servers[0]) == 1
+        document.write(servers[1:2])
+        sidecar.wait_until(lambda stats: not stats["remote"]["shards_problem"])
+        store(session, 2)
+        sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)
+        assert num_rows(servers[1]) == 1
+        sidecar.wait_until(lambda stats: stats["remote"].get("used_bytes", 0) > 0)

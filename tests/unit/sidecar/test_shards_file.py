@@ -1,0 +1,98 @@
+"""The file with the shards of the remote tier: what it may say, and what becomes of a wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+from lmcache_sidecar.shards import ShardsFile, read_shards
+
+from lmcache.tiers.remote.address import Address, Endpoint
+from lmcache.tiers.remote.tier import RemoteTier
+from lmcache.tiers.remote.topology import ShardList
+
+NOON = 1769860800.0  # 2026-01-31T12:00:00Z
+
+
+@pytest.fixture
+def tier() -> Iterator[RemoteTier]:
+    tier = RemoteTier(Address.parse("redis://of-the-url"))
+    yield tier
+    tier.close()
+
+
+def test_a_list_that_changed():
+    text = "current: [a.svc:6379, b]\nprevious:\n- a.svc:6380\nuntil: 2026-01-31T13:00:00+01:00\n"
+    current = Endpoint("a.svc", 6379), Endpoint("b", 6379)
+    assert read_shards("f", text) == ShardList(current, (Endpoint("a.svc", 6380),), NOON)
+    assert read_shards("f", '{"current": ["b"]}') == ShardList((Endpoint("b", 6379),))
+    assert read_shards("f", "current: [b]\nprevious: []\nuntil: never\n") == ShardList((Endpoint("b", 6379),))
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("", "f: current: name a shard"),
+        ("current:\n", "f: current: name a shard"),
+        ("current: a:1\n", "f: current: must be a list of up to 64 shards, each host:port"),
+        ("current: [[a]]\n", "f: current: must be a list"),
+        (f"current: [{','.join(f'a{n}' for n in range(65))}]\n", "f: current: must be a list of up to 64"),
+        ("current: [a, 'a:70000']\n", "f: current: the host or port can't be read"),
+        ("current: ['/run/redis.sock:1']\n", "f: current: the host or port can't be read"),
+        ("current: [a, 'a:6379']\n", "f: current: a host is named twice"),
+        ("current: [a]\nprevious: [b]\n", "f: until: write up to when"),
+        ("current: [a]\nprevious: [b]\nuntil: 2026-01-31T12:00:00\n", "f: until: write up to when"),
+        ("current: [a]\nprevious: {b: c}\n", "f: previous: must be a list"),
+        ("current: [a\n", "f is not YAML, look at line"),
+        ("- a\n", "f must hold keys and values"),
+    ],
+)
+def test_mistakes_name_the_key(text, mistake):
+    with pytest.raises(ValueError, match=mistake.replace("(", r"\(")):
+        read_shards("f", text)
+
+
+@given(st.text() | st.text("curentpviosl:[], -'2026T\n"))
+@example("current: [a]\nprevious: [b]\nuntil: 0001-01-01T00:00:00+23:59")
+@example("current: [a]\nprevious: [b]\nuntil: 9999-12-31T23:59:59-23:59")
+def test_whatever_it_says_it_is_a_list_or_a_mistake(text):
+    with contextlib.suppress(ValueError):
+        assert read_shards("f", text).current
+
+
+def test_a_file_that_cannot_be_used_leaves_the_list_as_it_was(tier, tmp_path, caplog):
+    path = tmp_path / "shards.yaml"
+    file = ShardsFile(str(path), tier)
+
+    def follow(text: str | None) -> tuple[str, str]:
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        file.follow()
+        file.follow()
+        return str(tier.address), file.problem
+
+    with caplog.at_level(logging.INFO):
+        assert follow(None) == ("of-the-url:6379", f"{path} can't be read: no such file or directory")
+        assert follow("current: [a, b]\n") == ("a:6379,b:6379", "")
+        assert follow("current: []\n")[0] == "a:6379,b:6379"
+        assert file.problem.startswith(f"{path}: current: name a shard")
+        assert follow("current: [a, b]\n") == ("a:6379,b:6379", "")
+        assert follow(None)[0] == "a:6379,b:6379"
+        assert file.problem.endswith("no such file or directory")
+        assert follow("current: [b]\ncurent: [c]\n") == ("b:6379", "")
+    assert caplog.text.count("name a shard") == 1
+    assert "The shards of the remote tier stay a:6379,b:6379" in caplog.text
+    assert "'curent' is unknown, and ignored; did you mean 'current'?" in caplog.text
+
+
+def test_a_file_that_is_not_text(tier, tmp_path: Path):
+    (tmp_path / "shards.yaml").write_bytes(b"\xff\xfe")
+    file = ShardsFile(str(tmp_path / "shards.yaml"), tier)
+    file.follow()
+    assert "can't be read" in file.problem
