@@ -61,6 +61,8 @@ class Sidecar(NamedTuple):
     """Whether its engine uses it."""
     is_remote_reachable: bool | None = None
     """None: it has no remote tier, or does not say."""
+    remote_reason: str = ""
+    """Why it is not."""
     is_disk_available: bool | None = None
     """None: it has no disk tier, or does not say."""
     disk_reason: str = ""

@@ -27,6 +27,7 @@ _PROBE_SECONDS = 3.0
 _SILENCE_SECONDS = 60.0
 """Who did not answer is not asked for that long: reconciling stays fast where pods can't be reached."""
 _SILENT = "it does not say why"
+_REASONS = ("reason", "transfer_reason", "remote_reason", "disk_reason")
 
 
 class _Last(NamedTuple):
@@ -92,10 +93,10 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
         return _Last(last.sidecar if num_misses == 1 else None, now, num_misses)
     said = _read(stats)
     if former := last.sidecar:
-        reason = _steady(said.reason, former.reason)
-        transfer_reason = _steady(said.transfer_reason, former.transfer_reason)
-        disk_reason = _steady(said.disk_reason, former.disk_reason)
-        said = said._replace(reason=reason, transfer_reason=transfer_reason, disk_reason=disk_reason)
+        steady: dict[str, Any] = {
+            name: _steady(getattr(said, name), getattr(former, name)) for name in _REASONS
+        }
+        said = said._replace(**steady)
     return _Last(said, now)
 
 
@@ -110,6 +111,7 @@ def _read(stats: dict[str, Any]) -> Sidecar:
         transfer=plain(transfer.get("mode")),
         transfer_reason=plain(transfer.get("reason")) or _SILENT,
         is_remote_reachable=_is_reachable(remote),
+        remote_reason=plain(remote.get("off_reason")) or _SILENT,
         is_disk_available=_is_reachable(disk),
         disk_reason=plain(disk.get("off_reason")) or _SILENT,
     )

@@ -92,11 +92,14 @@ def test_whether_the_remote_tier_answers_is_told() -> None:
     assert rig.told("RemoteTierReachable") == ("", "", "")
     rig.answers["10.0.0.0"] = GOOD | {"remote": {"is_reachable": True}}
     assert rig.told("RemoteTierReachable")[:2] == ("True", "Reachable")
-    rig.answers["10.0.0.1"] = GOOD | {"remote": {"is_reachable": False}}
+    lost = {"is_reachable": False, "off_reason": "NOAUTH was the answer to AUTH"}
+    rig.answers["10.0.0.1"] = GOOD | {"remote": lost}
     told = rig.told("RemoteTierReachable")
     assert told == (
-        "False", "RemoteTierUnreachable", "1 of 2 sidecars get no answer from it: pod demo-engine-1"
-    )  # fmt: skip
+        "False",
+        "RemoteTierUnreachable",
+        "1 of 2 sidecars get no answer from it: pod demo-engine-1: NOAUTH was the answer to AUTH",
+    )
     assert rig.told("Degraded")[:2] == ("True", "RemoteTierUnreachable")
     assert rig.told("Ready")[0] == "True"
 

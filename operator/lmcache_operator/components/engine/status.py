@@ -110,7 +110,8 @@ def _of_sidecars(observed: Observed) -> dict[str, Condition]:
         return former
     with_remote = [sidecar for sidecar in sidecars if sidecar.is_remote_reachable is not None]
     if lost := [sidecar for sidecar in with_remote if not sidecar.is_remote_reachable]:
-        message = f"{len(lost)} of {len(sidecars)} sidecars get no answer from it: pod {lost[0].pod}"
+        where = f"pod {lost[0].pod}: {lost[0].remote_reason}"
+        message = f"{len(lost)} of {len(sidecars)} sidecars get no answer from it: {where}"
         found[_REACHABLE] = Condition("False", "RemoteTierUnreachable", message)
     elif with_remote:
         found[_REACHABLE] = Condition("True", "Reachable", "no sidecar misses an answer from it")
