@@ -59,15 +59,29 @@ spec:
     admit: OnReuse
 """
 """Has every field that can stand beside the others."""
-_ALONE = {"spec.engine.gpu.resourceName": "nvidia.com/gpu", "spec.tiers.remote.managed": None,
-          "spec.tiers.remote.clusterRef": None}  # fmt: skip
-"""Examples of fields that exclude one of these; None: there is no value that is accepted yet."""
+_MANAGED = {
+    "shards": 3,
+    "memoryPerShard": "32Gi",
+    "access": "Cluster",
+    "image": "valkey/valkey:8.1.4",
+    "resources": {"requests": {"cpu": 2}},
+    "nodeSelector": {"pool": "caches"},
+    "tolerations": [{"key": "caches", "operator": "Exists"}],
+    "priorityClassName": "serving",
+}
+_ALONE = {
+    "spec.engine.gpu.resourceName": "nvidia.com/gpu",
+    **{f"spec.tiers.remote.managed.{name}": value for name, value in _MANAGED.items()},
+    "spec.tiers.remote.clusterRef.name": "kv",
+}
+"""Examples of fields that exclude one of these."""
 CONDITIONS = {
     "Ready": "All engine pods serve what is declared.",
     "Progressing": "Pods are being made or replaced.",
     "Degraded": "Something needs you: the message says what. Requests may be served all the same.",
     "EngineAvailable": "At least one engine pod is Ready.",
     "SidecarAttached": "The engines use their caches.",
+    "RemoteTierAvailable": "All shards of a managed remote tier are Ready.",
     "RemoteTierReachable": "The remote tier answers the sidecars. There as soon as a sidecar says so.",
     "DiskTierAvailable": "Every disk tier is in use. There as soon as a sidecar says so.",
 }

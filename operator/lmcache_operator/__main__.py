@@ -24,7 +24,7 @@ from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.errors import FileError, InvalidSpecError, LeaseLostError
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.names import ENGINE, SIDECAR, STOCK_IMAGES
+from lmcache_operator.specs.names import ENGINE, SHARD_IMAGE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE, _EXIT_LEASE_LOST = 2, 3
 
@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, image in STOCK_IMAGES.items():
         about = "for clusters that name none (default: %(default)s)"
         rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
+    about = "Valkey or Redis, for managed remote tiers that name none (default: %(default)s)"
+    rendering.add_argument("--shard-image", metavar="IMAGE", default=SHARD_IMAGE, help=about)
     about = "namespace of the operator's pod, which may reach the sidecars' metrics port (default: none)"
     rendering.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
     about = "where no claim shares the engine's GPUs, let sidecars see all of their nodes (default: none)"
@@ -87,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _context(arguments: argparse.Namespace) -> Context:
     images = {ENGINE: arguments.engine_image, SIDECAR: arguments.sidecar_image}
-    return Context(images, arguments.operator_namespace, arguments.allow_all_gpus_sidecar)
+    flags = arguments.operator_namespace, arguments.allow_all_gpus_sidecar, arguments.shard_image
+    return Context(images, *flags)
 
 
 def _run(arguments: argparse.Namespace) -> int:

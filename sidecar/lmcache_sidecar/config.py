@@ -125,7 +125,9 @@ class Config:
         say now. Raises ConfigError."""
         username = _read_secret("remote_username_file", self.remote_username_file)
         password = _read_secret("remote_password_file", self.remote_password_file)
-        return replace(address, username=username, password=password) if username or password else address
+        return replace(
+            address, username=username or address.username, password=password or address.password
+        )
 
 
 def _read_secret(name: str, path: str) -> str:

@@ -120,6 +120,15 @@ class World:
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
         self.told.append((kind, reason))
 
+    async def create(self, kind: Kind, wanted: Object) -> Object | None:
+        self._may_fail("create", kind.kind)
+        ref = Ref(kind.kind, wanted["metadata"]["name"])
+        if ref in self.objects:
+            return None
+        self.writes.append(f"create {ref}")
+        self.objects[ref] = copy.deepcopy(wanted)
+        return wanted
+
     async def apply(self, wanted: Object, uid: str | None) -> None:
         ref = Ref(wanted["kind"], wanted["metadata"]["name"])
         self._may_fail("apply", ref.kind)
@@ -163,12 +172,17 @@ class World:
         """Somebody else sets a field, or removes it (None), and it is theirs from then on."""
         live = self.objects[ref]
         fields = live["metadata"]["managedFields"][0]["fieldsV1"]
+        parents = []
         for name in path[:-1]:
+            parents.append((fields, f"f:{name}"))
             live, fields = live[name], fields.get(f"f:{name}", {})
         live[path[-1]] = value
         if value is None:
             del live[path[-1]]
         fields.pop(f"f:{path[-1]}", None)
+        for parent, name in reversed(parents):
+            if parent.get(name) == {}:
+                del parent[name]
 
     def _may_fail(self, call: str, kind: str = "") -> None:
         for name in (call, f"{call} {kind}"):
@@ -215,7 +229,7 @@ class World:
         if live["kind"] == "StatefulSet":
             pod = live["spec"]["template"]["spec"]
             pod.setdefault("dnsPolicy", "ClusterFirst")
-            for container in pod["containers"] + pod["initContainers"]:
+            for container in pod["containers"] + pod.get("initContainers", []):
                 container.setdefault("imagePullPolicy", "IfNotPresent")
                 limits = container.get("resources", {}).get("limits", {})
                 if limits.get("memory") == "1024Mi":

@@ -12,7 +12,7 @@ from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs import Images
-from lmcache_operator.specs.kinds import BY_NAME, Ref, ref_of
+from lmcache_operator.specs.kinds import BY_NAME, SECRET, Ref, ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import World, cluster
@@ -40,8 +40,10 @@ def plan(observed: Observed, images: Images) -> Plan:
     return found[ENGINE.name]
 
 
-def carry_out(world: World, due: Plan) -> None:
+def carry_out(world: World, due: Plan, *, is_ready: bool = True) -> None:
     async def run() -> None:
+        for secret in due.make:
+            await world.create(SECRET, secret)
         for wanted in due.apply:
             live = world.objects.get(ref_of(wanted))
             await world.apply(wanted, live and live["metadata"]["uid"])
@@ -52,7 +54,7 @@ def carry_out(world: World, due: Plan) -> None:
             await world.evict("", pod["metadata"]["name"], pod["metadata"]["uid"])
 
     asyncio.run(run())
-    world.run_stateful_sets()
+    world.run_stateful_sets(is_ready=is_ready)
 
 
 def status_of(world: World, failures: tuple[Problem, ...] = (), **more: Any) -> dict[str, Any]:

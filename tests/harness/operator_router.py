@@ -23,7 +23,7 @@ class Router(Component):
         return tuple(Ref(kind, f"{cluster_name}-router") for kind in ("ConfigMap", "StatefulSet"))
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
-        if cluster.spec.engine.replicas < 2:
+        if cluster.engine.replicas < 2:
             return []
         name, pods = f"{cluster.name}-router", selector(cluster.name, self.name)
         containers = [{"name": "router", "image": "registry.example/router:1"}]
@@ -36,7 +36,7 @@ class Router(Component):
                 "spec": {"containers": containers, "initContainers": []},
             },
         }
-        data = {"engines": str(cluster.spec.engine.replicas)}
+        data = {"engines": str(cluster.engine.replicas)}
         return [
             child(cluster, self.name, "ConfigMap", name, data=data),
             child(cluster, self.name, "StatefulSet", name, spec=spec),

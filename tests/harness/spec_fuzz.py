@@ -22,6 +22,7 @@ _MAX_LEVELS = 12
 _WORDS = ("a", "engine", "sidecar", "payload", "arena", "/models", "10m", "1Gi", "x-y", "Always", "0.5")
 _EXAMPLES = {
     "size": ("1Gi", "0.5Ti", "1073741824"),
+    "memoryPerShard": ("512Mi", "1Gi"),
     "resourceName": ("nvidia.com/gpu", "amd.com/gpu"),
     "url": ("redis://h:1", "rediss://h:1,i:2/3?verify=ca", "redis-cluster://h:7000"),
     "image": ("engine:2", "registry.example/team/vllm@sha256:" + "0" * 64),
@@ -74,10 +75,16 @@ def _obey_rules(made: Object) -> None:
     if "replicas" in engine:
         engine["replicas"] %= 2
     remote = tiers.get("remote") or {}
-    for other in ("managed", "clusterRef"):
-        remote.pop(other, None)
-    if remote and "external" not in remote:
-        del tiers["remote"]
+    for other in list(remote)[1:]:
+        del remote[other]
+    if not remote:
+        tiers.pop("remote", None)
+    for amounts in (remote.get("managed") or {}).get("resources", {}).values():
+        if isinstance(amounts, dict):
+            amounts.pop("memory", None)
+    made.setdefault("model", {"name": "m"})
+    made.setdefault("engine", {})
+    tiers.setdefault("memory", {"size": "1Gi"})
 
 
 def _value(schema: Object, name: str, rng: random.Random, level: int) -> Any:

@@ -50,7 +50,8 @@ def test_each_is_carried_out_once(plane: Cluster, operator: Operator, namespace,
     (cluster,) = documents(file, "LMCacheCluster")
     cluster["metadata"]["name"] = NAME
     plane.api.create(CLUSTERS, cluster, namespace)
-    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", f"{NAME}-engine", namespace))
+    part = "engine" if "engine" in cluster["spec"] else "remote"
+    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", f"{NAME}-{part}", namespace))
     wait_quiet(plane, operator, namespace)
     conditions = plane.api.get(CLUSTERS, NAME, namespace)["status"]["conditions"]
     assert not {"InvalidSpec", "Refused"} & {condition["reason"] for condition in conditions}

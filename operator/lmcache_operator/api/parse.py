@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
-from lmcache_operator.api.types import CLUSTER_NAME, Spec
+from lmcache_operator.api.tiers import MemoryTier
+from lmcache_operator.api.types import CLUSTER_NAME, Engine, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
 
 # Far more than a pod template needs, and far less than what a stack takes.
@@ -40,6 +41,24 @@ class Cluster:
     name: str
     uid: str
     spec: Spec
+
+    @property
+    def engine(self) -> Engine:
+        """That of a cluster that has one."""
+        assert self.spec.engine is not None
+        return self.spec.engine
+
+    @property
+    def model(self) -> Model:
+        """What the engine serves."""
+        assert self.spec.model is not None
+        return self.spec.model
+
+    @property
+    def memory(self) -> MemoryTier:
+        """The memory tier of its pods."""
+        assert self.spec.tiers.memory is not None
+        return self.spec.tiers.memory
 
 
 def parse(resource: Mapping[str, Any]) -> Cluster:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from lmcache_operator.components.base import Component
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.specs.kinds import BY_NAME, Kind
 
-COMPONENTS: tuple[Component, ...] = (Engine(), Injection())
+COMPONENTS: tuple[Component, ...] = (Engine(), Injection(), Remote())
 """In the order in which they are applied and reported."""
 
 

@@ -7,6 +7,7 @@ carrying out steps and merging conditions is the same for all and knows none of 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.reasons import Reason, Trouble
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.names import SHARD_IMAGE
 from lmcache_operator.specs.ownership import Path
 
 
@@ -29,6 +31,8 @@ class Context(NamedTuple):
     """Whose operator may reach the sidecars' metrics port; empty: no one's."""
     allow_all_gpus: bool = False
     """Whether sidecars may see all GPUs of their nodes, those of other pods included."""
+    shard_image: str = SHARD_IMAGE
+    """Of a managed remote tier's servers, for clusters that name none."""
 
 
 class Problem(NamedTuple):
@@ -117,6 +121,9 @@ class Observed:
 class Plan:
     """What is due for one component of a cluster. At rest everything in it is empty."""
 
+    make: tuple[Object, ...] = ()
+    """Secrets to make before anything, unless they exist: nobody reads them to see whether they do. Each gets
+    a random password."""
     apply: tuple[Object, ...] = ()
     """Children to write, prerequisites first."""
     lost: Mapping[Ref, list[Path]] = field(default_factory=dict)
@@ -128,6 +135,8 @@ class Plan:
     abandon: tuple[Object, ...] = ()
     """Pods to delete by force: their nodes are gone."""
     problems: tuple[Problem, ...] = ()
+    due_seconds: float = math.inf
+    """After which more is due, even if nothing happens."""
     num_outdated: int = 0
     """Pods that still are what the user declared before."""
     note: str = ""

@@ -49,6 +49,15 @@ def is_ready(pod: Object) -> bool:
     return ready and "deletionTimestamp" not in pod["metadata"]
 
 
+def ready_since(pod: Object, observed: Observed) -> datetime:
+    """Since when a pod is ready, as far as is known; one that is not: since now."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    since = [c.get("lastTransitionTime") for c in conditions if c["type"] == "Ready"]
+    if not is_ready(pod):
+        return observed.now
+    return _time(since[0], observed) if since[0] else datetime.min.replace(tzinfo=UTC)
+
+
 def is_outdated(pod: Object, template: Object) -> bool:
     """Whether the user declared something else than this template says when the pod was made."""
     return annotations_of(pod).get(SPEC_HASH) != annotations_of(template).get(SPEC_HASH)

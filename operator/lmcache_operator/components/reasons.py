@@ -6,7 +6,7 @@ from typing import Literal
 
 Expected = Literal[
     "AsDeclared", "Attached", "Available", "Complete", "EnginesReady", "NoEngine", "Reachable", "Ready",
-    "Replacing", "ResizePending", "ScaledToZero", "Scaling", "Starting",
+    "Replacing", "ResizePending", "ScaledToZero", "Scaling", "ShardsReady", "Starting",
 ]  # fmt: skip
 """Of what is as it was declared, or on its way there."""
 Trouble = Literal[
@@ -14,7 +14,8 @@ Trouble = Literal[
     "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
     "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "NameTaken", "NoAnswer",
     "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
-    "ProgressDeadlineExceeded", "Refused", "RemoteTierUnreachable", "SidecarNotReady", "Unschedulable",
+    "ProgressDeadlineExceeded", "Refused", "RemoteTierUnreachable", "ShardsMissing", "SidecarNotReady",
+    "Unschedulable",
 ]  # fmt: skip
 """Of what stands in the way. Each has a page in docs/runbooks."""
 Reason = Expected | Trouble

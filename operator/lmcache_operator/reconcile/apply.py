@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from secrets import token_urlsafe
 
 from lmcache_operator import metrics
 from lmcache_operator.components.base import Observed, Plan, Problem
@@ -13,12 +14,13 @@ from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.status import Event
+from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, POD, ClusterKey, Ref, ref_of
 from lmcache_operator.specs.ownership import spell
 
 logger = logging.getLogger(__name__)
 
-_NOUNS = {"apply": "", "delete": "deletion of ", "evict": "eviction of "}
+_NOUNS = {"make": "making ", "apply": "", "delete": "deletion of ", "evict": "eviction of "}
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Applier:
 
     async def carry_out(self, plan: Plan, observed: Observed) -> None:
         """One component's plan. Raises only NoAnswerError, since what comes next would fare no better."""
+        for wanted in plan.make:
+            await self._attempt("make", ref_of(wanted), self._make(wanted))
         for wanted in plan.apply:
             ref = ref_of(wanted)
             live = observed.children.get(ref)
@@ -61,6 +65,11 @@ class Applier:
             if await self._attempt("evict", ref, call):
                 message = f"evicted pod {ref.name}: it is not as declared"
                 self.events.append(Event("Normal", "Replacing", message))
+
+    async def _make(self, secret: Object) -> bool:
+        """False: there is one, with a password that works as well."""
+        password = {"password": token_urlsafe(32)}
+        return await self.api.create(BY_NAME[secret["kind"]], secret | {"stringData": password}) is not None
 
     async def _attempt(self, verb: str, ref: Ref, call: Awaitable[bool | None]) -> bool:
         """Whether it was done: None counts as done."""

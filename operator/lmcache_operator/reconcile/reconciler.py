@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -123,7 +124,8 @@ class Reconciler:
         if failure is not None:
             raise failure
         if is_at_rest(status, statuses, plans):
-            return _RESYNC_SECONDS * random.uniform(0.9, 1.1)
+            due = min((own.due_seconds for own in plans.values()), default=math.inf)
+            return min(_RESYNC_SECONDS * random.uniform(0.9, 1.1), due + 1)
         return memory.seconds_to_next_try(is_news)
 
     async def _observe(self, resource: Object, memory: _Memory, now: datetime) -> dict[str, Observed]:

@@ -48,6 +48,7 @@ CLUSTER = Kind(GROUP, VERSION, KIND, PLURAL)
 POD = Kind("", "v1", "Pod", "pods")
 EVENT = Kind("", "v1", "Event", "events")
 NODE = Kind("", "v1", "Node", "nodes")
+SECRET = Kind("", "v1", "Secret", "secrets")
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 
 CHILDREN = (
@@ -60,7 +61,7 @@ CHILDREN = (
     Kind("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
     PROFILE := Kind(GROUP, VERSION, PROFILE_KIND, PROFILE_PLURAL),
 )
-BY_NAME = {kind.kind: kind for kind in (CLUSTER, *CHILDREN)}
+BY_NAME = {kind.kind: kind for kind in (CLUSTER, SECRET, *CHILDREN)}
 
 
 def ref_of(rendered: Object) -> Ref:

@@ -34,6 +34,14 @@ INJECT_LABEL = "lmcache.io/inject"
 INJECTION = "injection"
 """Component: what such pods are given."""
 
+REMOTE = "remote"
+"""Component: the shards of a managed remote tier. Also the container in their pods."""
+REMOTE_PORT = 6379
+REMOTE_USER = "lmcache"
+SHARD_IMAGE = "valkey/valkey:8.1.4"
+"""Of shards, where neither a cluster nor the operator's flags name one. Valkey is free software as Redis was
+up to 7.2: who offers it to others as a service needs nobody's leave."""
+
 ENGINE = "engine"
 SIDECAR = "sidecar"
 PAYLOAD = "payload"
@@ -55,6 +63,24 @@ def engine_name(cluster_name: str) -> str:
 def config_name(cluster_name: str) -> str:
     """Name of the ConfigMap with the sidecar's settings."""
     return f"{cluster_name}-sidecar"
+
+
+def remote_name(cluster_name: str) -> str:
+    """Name of the StatefulSet of shards, and of list, Secret and Service that belong to it."""
+    return f"{cluster_name}-remote"
+
+
+def remote_host(cluster: Cluster, owner: str) -> str:
+    """The name in DNS that all shards of a cluster of this namespace have in common."""
+    return f"{remote_name(owner)}.{cluster.namespace}.svc"
+
+
+def remote_owner(cluster: Cluster) -> str | None:
+    """Whose shards a cluster uses: its own, or those of another one in its namespace; None: of no one."""
+    remote = cluster.spec.tiers.remote
+    if remote is None or remote.external is not None:
+        return None
+    return remote.cluster_ref.name if remote.cluster_ref else cluster.name
 
 
 def injection_name(cluster_name: str) -> str:

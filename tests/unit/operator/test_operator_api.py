@@ -23,6 +23,7 @@ from tools.kube.schemas import definitions
 
 ROOT = Path(__file__).resolve().parents[3]
 REMOTE_URL = "spec.tiers.remote.external.url"
+MANAGED, SHARDS = "spec.tiers.remote.managed", {"memoryPerShard": "1Gi"}
 REMOTE = {"external": {"url": "redis://redis:6379/0"}}
 
 
@@ -37,7 +38,11 @@ def nested(num_levels: int) -> dict[str, Any]:
 INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"model": {"name": ""}}, "spec.model.name", "does not match"),
     ({"model": {"name": "--api-key"}}, "spec.model.name", "does not match"),
-    ({"model": None}, "spec.model", "is required"),
+    ({"model": {"name": None}}, "spec.model.name", "is required"),
+    ({"model": None}, "spec", "model and engine belong together"),
+    ({"engine": None}, "spec", "model and engine belong together"),
+    ({"model": None, "engine": None}, "spec", "without an engine, tiers.remote.managed is all"),
+    ({"tiers": {"memory": None}}, "spec", "tiers.memory is required"),
     ({"modell": {}}, "spec.modell", "not a known field"),
     ({"engine": []}, "spec.engine", "must be an object"),
     ({"engine": {"replicas": -1}}, "spec.engine.replicas", "at least 0"),
@@ -74,9 +79,15 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"tiers": {"disk": {}}}, "spec.tiers.disk.size", "is required"),
     ({"tiers": {"admit": "Never"}}, "spec.tiers.admit", "must be one of ['All', 'OnReuse']"),
     ({"tiers": {"remote": {}}}, "spec.tiers.remote", "exactly one of"),
-    ({"tiers": {"remote": {**REMOTE, "managed": {}}}}, "spec.tiers.remote", "exactly one of"),
-    ({"tiers": {"remote": {"managed": {}}}}, "spec.tiers.remote", "not available in this version"),
-    ({"tiers": {"remote": {"clusterRef": {}}}}, "spec.tiers.remote", "not available in this version"),
+    ({"tiers": {"remote": {**REMOTE, "managed": SHARDS}}}, "spec.tiers.remote", "exactly one of"),
+    ({"tiers": {"remote": {"managed": {}}}}, f"{MANAGED}.memoryPerShard", "is required"),
+    ({"tiers": {"remote": {"managed": {"memoryPerShard": "256Mi"}}}}, f"{MANAGED}.memoryPerShard",
+    "between 512Mi and 16Ti"),
+    ({"tiers": {"remote": {"managed": SHARDS | {"shards": 0}}}}, f"{MANAGED}.shards", "at least 1"),
+    ({"tiers": {"remote": {"managed": SHARDS | {"access": "All"}}}}, f"{MANAGED}.access", "must be one of"),
+    ({"tiers": {"remote": {"managed": SHARDS | {"resources": {"limits": {"memory": "1Gi"}}}}}},
+    f"{MANAGED}.resources", "memory is that of memoryPerShard"),
+    ({"tiers": {"remote": {"clusterRef": {}}}}, "spec.tiers.remote.clusterRef.name", "is required"),
     ({"tiers": {"remote": {"external": {"url": "redis://u:p@h"}}}}, "spec.tiers.remote.external.url",
     "authSecretRef"), ({"tiers": {"remote": {"external": {"url": "http://h"}}}},
     "spec.tiers.remote.external.url", "must be redis://host:port/db"),
@@ -261,7 +272,7 @@ def test_the_crd_says_what_the_classes_say() -> None:
         "default": 1, "minimum": 0, "maximum": 1000,
     }  # fmt: skip
     assert schema_of("spec.sidecar.chunkTokens")["multipleOf"] == 16
-    assert schema_of("spec")["required"] == ["model", "engine", "tiers"]
+    assert schema_of("spec")["required"] == ["tiers"]
     assert schema_of("spec.engine.gpu")["default"] == {"count": 1, "resourceName": "nvidia.com/gpu"}
     assert schema_of("status.conditions")["x-kubernetes-list-map-keys"] == ["type"]
     scale = crd(definitions())["spec"]["versions"][0]["subresources"]["scale"]

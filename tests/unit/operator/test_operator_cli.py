@@ -85,7 +85,7 @@ def test_render_takes_the_settings_of_run(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kind: LMCacheCluster\nmetadata: {name: x}\nspec: {}\n", "spec.model: is required"),
+        ("kind: LMCacheCluster\nmetadata: {name: x}\nspec: {}\n", "spec.tiers: is required"),
         ("kind: LMCacheCluster\nspec: {}\n", "metadata: must be an object"),
         ("kind: Service\n", "holds no LMCacheCluster"),
         ("a: [", "while parsing"),

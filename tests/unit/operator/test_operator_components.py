@@ -26,6 +26,7 @@ from tests.harness.operator_router import Router
 BOTH = (*COMPONENTS, Router())
 FULLEST = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}}
 """An engine with which every component has all the objects that it may have."""
+SHARDS = {"remote": {"managed": {"memoryPerShard": "1Gi"}}}
 ROUTER, CONFIG = Ref("StatefulSet", "demo-router"), Ref("ConfigMap", "demo-router")
 
 
@@ -190,7 +191,7 @@ def test_its_kinds_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("component", BOTH, ids=lambda component: component.name)
 def test_what_is_rendered_is_what_is_looked_for(component: Any) -> None:
-    rendered = component.render(parse(cluster(engine=FULLEST)), Context(STOCK_IMAGES))
+    rendered = component.render(parse(cluster(engine=FULLEST, tiers=SHARDS)), Context(STOCK_IMAGES))
     assert sorted(map(ref_of, rendered)) == sorted(component.refs(NAME))
     assert list(map(ref_of, rendered))[-1] == component.refs(NAME)[-1]
 
@@ -230,8 +231,10 @@ def test_the_chart_gives_the_rights_that_the_components_need_and_no_other() -> N
     }
     verbs = ["get", "list", "watch", "create", "patch"]
     resource, context = parse(cluster()), Context(STOCK_IMAGES)
-    always = {ref_of(child).kind for own in COMPONENTS for child in own.render(resource, context)}
+    always = {ref_of(child) for own in COMPONENTS for child in own.render(resource, context)}
+    sometimes = {ref.kind for own in COMPONENTS for ref in own.refs(NAME) if ref not in always}
     assert rights == {
-        (kind.group, kind.plural): verbs if kind.kind in always else [*verbs, "delete"]
+        (kind.group, kind.plural): [*verbs, "delete"] if kind.kind in sometimes else verbs
         for kind in kinds_of(COMPONENTS)
     }
+    assert [rule["verbs"] for rule in rules if "secrets" in rule["resources"]] == [["create"]]

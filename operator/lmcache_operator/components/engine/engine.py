@@ -53,6 +53,8 @@ class Engine(Component):
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """What the pods need comes before them."""
+        if cluster.spec.engine is None:
+            return []
         child, engine = partial(names.child, cluster, names.ENGINE), names.engine_name(cluster.name)
         config, policy = {"sidecar.yaml": _sidecar_yaml(cluster)}, _network_policy(cluster, context)
         client_service = {"ports": [_HTTP_PORT], "selector": _selector(cluster)}
@@ -74,6 +76,8 @@ class Engine(Component):
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Before anything, the images that the StatefulSet was made with."""
+        if cluster.spec.engine is None:
+            return Plan()
         live = observed.children.get(Ref("StatefulSet", names.engine_name(cluster.name)))
         images = _default_images(cluster, observed, context.images)
         wanted = self.render(cluster, context._replace(images=images))
@@ -97,7 +101,8 @@ class Engine(Component):
 
     def status(self, observed: Observed, plan: Plan) -> Status:
         """Of pods and of sidecars."""
-        return engine_status(observed, plan)
+        has_engine = observed.children or "engine" in observed.resource["spec"]
+        return engine_status(observed, plan) if has_engine else Status()
 
 
 def _sizes(pod_or_template: Object) -> list[str]:
@@ -147,7 +152,7 @@ def resolved_images(cluster: Cluster, default_images: Images) -> Images:
 
 
 def _named_images(cluster: Cluster) -> dict[str, str | None]:
-    return {names.ENGINE: cluster.spec.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
+    return {names.ENGINE: cluster.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
 
 
 def spec_hash(cluster: Cluster, default_images: Images) -> str:
@@ -160,6 +165,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
     for tier in ("memory", "disk"):
         tiers.get(tier, {}).pop("size", None)
+    if cluster.spec.tiers.managed is not None:  # pods need to know no more of it
+        tiers["remote"] = {"managed": True}
     kept: Object = {
         "engine": {key: value for key, value in engine.items() if key not in ("image", "replicas")},
         "tiers": {key: value for key, value in tiers.items() if value or key != "memory"},
@@ -181,7 +188,7 @@ def _stateful_set(cluster: Cluster, default_images: Images, transfer: Transfer) 
         # The operator replaces pods itself: one at a time, by eviction, when the user changed something.
         "updateStrategy": {"type": "OnDelete"},
         "podManagementPolicy": "Parallel",
-        "replicas": cluster.spec.engine.replicas,
+        "replicas": cluster.engine.replicas,
         "selector": {"matchLabels": _selector(cluster)},
         "serviceName": names.engine_name(cluster.name),
         "template": pod_template(cluster, images, hashed, transfer),
@@ -200,10 +207,16 @@ def _sidecar_yaml(cluster: Cluster) -> str:
         config["transfer"] = transfer
     if (admit := cluster.spec.tiers.admit) != "All":
         config["admit"] = admit
-    if (quota := cluster.spec.tiers.memory.tenant_quota_percent) != 100:
+    if (quota := cluster.memory.tenant_quota_percent) != 100:
         config["tenant_quota_percent"] = quota
     if external := cluster.spec.tiers.external:
         config["remote_url"] = external.url
+    if owner := names.remote_owner(cluster):
+        # The host is for people, and for sidecars that have no list (yet).
+        host = names.remote_host(cluster, owner)
+        config["remote_url"] = f"redis://{names.REMOTE_USER}@{host}:{names.REMOTE_PORT}"
+        config["remote_shards_file"] = f"{paths.REMOTE_DIR}/{paths.SHARDS_FILE}"
+        config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
     if auth := cluster.spec.tiers.remote_auth:
         config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
         if auth.username_key is not None:

@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
 
 def planned_transfer(cluster: Cluster, allow_all_gpus: bool) -> Transfer:
     """What pods are rendered for. ``allow_all_gpus``: sidecars may see all GPUs of their nodes."""
-    gpu = cluster.spec.engine.gpu
+    gpu = cluster.engine.gpu
     if cluster.spec.sidecar.transfer == SHARED_MEMORY:
         return Transfer(SHARED_MEMORY, "Requested", "the engine copies, as spec.sidecar.transfer asks for")
     if not gpu.count:
@@ -49,7 +49,7 @@ def planned_transfer(cluster: Cluster, allow_all_gpus: bool) -> Transfer:
 
 def engine_resources(cluster: Cluster) -> Object:
     """What the engine's container has of the GPUs."""
-    gpu = cluster.spec.engine.gpu
+    gpu = cluster.engine.gpu
     if has_claim(cluster):
         return {"claims": [{"name": CLAIM}]}
     return {"limits": {gpu.resource_name: str(gpu.count)}} if gpu.count else {}
@@ -65,13 +65,13 @@ def pod_claims(cluster: Cluster) -> Object:
 
 def has_claim(cluster: Cluster) -> bool:
     """Whether GPUs come by a claim."""
-    gpu = cluster.spec.engine.gpu
+    gpu = cluster.engine.gpu
     return bool(gpu.count) and gpu.device_class_name is not None
 
 
 def claim_spec(cluster: Cluster) -> Object:
     """The spec of the ResourceClaimTemplate, empty without one; nobody can change it once it is there."""
-    gpu = cluster.spec.engine.gpu
+    gpu = cluster.engine.gpu
     if not has_claim(cluster):
         return {}
     request = {"exactly": {"count": gpu.count, "deviceClassName": gpu.device_class_name}, "name": CLAIM}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lmcache.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.types import DiskTier
+from lmcache_operator.api.tiers import DiskTier
 from lmcache_operator.components.engine.gpus import (
     CLAIM,
     CONTEXT_BYTES,
@@ -103,7 +103,7 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer) -> Object:
         "volumes": [{"name": own.name} | own.source | {"name": own.name} for own in volumes],
         **pod_claims(cluster),
     }
-    if (runtime_class := cluster.spec.engine.gpu.runtime_class_name) is not None:
+    if (runtime_class := cluster.engine.gpu.runtime_class_name) is not None:
         spec["runtimeClassName"] = runtime_class
     return spec
 
@@ -119,8 +119,8 @@ class _Ending(NamedTuple):
 
 def _ending(cluster: Cluster) -> _Ending:
     others = _NOTICE_SECONDS + _WRITE_OUT_SECONDS
-    given = int_option(cluster.spec.engine.args, SHUTDOWN_TIMEOUT)
-    grace = at(cluster.spec.engine.pod_template, "spec", "terminationGracePeriodSeconds")
+    given = int_option(cluster.engine.args, SHUTDOWN_TIMEOUT)
+    grace = at(cluster.engine.pod_template, "spec", "terminationGracePeriodSeconds")
     if isinstance(grace, int):
         return _Ending(max(0, grace - others) if given is None else given, grace)
     shutdown = _SHUTDOWN_SECONDS if given is None else given
@@ -139,13 +139,13 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
         # torch asks for the user's name, and an image need not know the uid.
         "USER": "lmcache",
     }
-    if cluster.spec.model.token_secret_ref is not None:
+    if cluster.model.token_secret_ref is not None:
         env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
     engine: Object = {}
     # The kubelet asks as clients do, and does not look at whose certificate it is.
-    has_tls = option(cluster.spec.engine.args, SSL_CERTIFICATE) is not None
+    has_tls = option(cluster.engine.args, SSL_CERTIFICATE) is not None
     health = partial(_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
-    own = of_container(cluster.spec.engine.pod_template, names.ENGINE)
+    own = of_container(cluster.engine.pod_template, names.ENGINE)
     # The API server wants the sleep to end before the grace period does, and no second thing to do beside it.
     if ending.grace > _NOTICE_SECONDS and not at(own, "lifecycle", "preStop"):
         engine["lifecycle"] = {"preStop": {"sleep": {"seconds": _NOTICE_SECONDS}}}
@@ -172,7 +172,7 @@ def _engine_resources(cluster: Cluster) -> Object:
     sidecar where CPUs do, and be refused where a quota counts requests. There is no limit: it depends on the
     model.
     """
-    num_workers = cluster.spec.engine.parallelism.num_ranks
+    num_workers = cluster.engine.parallelism.num_ranks
     requests = {"cpu": f"{num_workers}", "memory": f"{4 * num_workers}Gi"}
     return engine_resources(cluster) | {"requests": _unlimited(cluster, names.ENGINE, requests)}
 
@@ -182,8 +182,8 @@ def _sidecar(cluster: Cluster, image: str, transfer: Transfer) -> Object:
     if disk := cluster.spec.tiers.disk:
         # Variables, not keys of the shared file: they are of this pod's volume, as the size of its memory is.
         env |= {"LMCACHE_DISK_PATH": paths.DISK_DIR, DISK_SIZE: f"{disk.num_bytes}"}
-    memory_bytes, has_gpus = cluster.spec.tiers.memory.num_bytes, transfer.mode == CUDA_IPC
-    num_gpus = cluster.spec.engine.gpu.count if has_gpus else 0
+    memory_bytes, has_gpus = cluster.memory.num_bytes, transfer.mode == CUDA_IPC
+    num_gpus = cluster.engine.gpu.count if has_gpus else 0
     memory = format_mebibytes(sidecar_memory(memory_bytes, num_gpus))
     claims = {"claims": [{"name": CLAIM}]} if has_gpus and has_claim(cluster) else {}
     return _container(cluster, names.SIDECAR, image, env) | {
@@ -246,13 +246,13 @@ def _volumes(cluster: Cluster, sidecar_image: str = "") -> list[_Volume]:
         payload = {"image": {"reference": sidecar_image}}
     spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
     # The arena's file is exactly as large as the tier: its head, slot table and index are taken out of that.
-    arena = _in_memory(format_mebibytes(spec.tiers.memory.num_bytes))
+    arena = _in_memory(format_mebibytes(cluster.memory.num_bytes))
     config = {"configMap": {"name": names.config_name(cluster.name)}}
     found = [
         _Volume("arena", paths.ARENA_DIR, engine + sidecar, arena),
         _Volume("config", paths.CONFIG_DIR, sidecar, config),
         _Volume("home", paths.HOME_DIR, engine, {"emptyDir": {}}),
-        _Volume("models", paths.MODELS_DIR, engine, spec.model.volume or {"emptyDir": {}}),
+        _Volume("models", paths.MODELS_DIR, engine, cluster.model.volume or {"emptyDir": {}}),
         _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), payload),
         # Workers exchange tensors there; a container's own has 64 MiB.
         _Volume(SHM, "/dev/shm", engine, _in_memory("8Gi")),
@@ -260,8 +260,15 @@ def _volumes(cluster: Cluster, sidecar_image: str = "") -> list[_Volume]:
     ]
     if disk := spec.tiers.disk:
         found.append(_Volume("disk", paths.DISK_DIR, sidecar, _own_volume(disk)))
-    if token := spec.model.token_secret_ref:
+    if token := cluster.model.token_secret_ref:
         found.append(_Volume("hub-token", paths.HUB_TOKEN_DIR, engine, _secret(token.name, token=token.key)))
+    if owner := names.remote_owner(cluster):
+        # Without them the sidecar has no remote tier, and the engine runs.
+        listed = {"configMap": {"name": names.remote_name(owner), "optional": True}}
+        password = _secret(names.remote_name(owner), password="password")
+        password["secret"]["optional"] = True
+        found.append(_Volume("remote", paths.REMOTE_DIR, sidecar, listed))
+        found.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, password))
     if auth := spec.tiers.remote_auth:
         source = _secret(auth.name, password=auth.password_key, username=auth.username_key)
         found.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))

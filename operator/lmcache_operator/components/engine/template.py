@@ -95,7 +95,7 @@ def as_list(value: Any) -> list[Any]:
 
 def _parts(cluster: Cluster) -> Iterator[tuple[str, Object]]:
     """What is said, by the field that says it, as a part of a template; ``podTemplate`` comes last."""
-    engine = cluster.spec.engine
+    engine = cluster.engine
     if engine.env:
         yield "env", _of_engine(env=engine.env)
     if engine.resources:

@@ -84,8 +84,8 @@ def engine_args(cluster: Cluster, shutdown_seconds: int) -> list[str]:
     Raises:
         InvalidSpecError: an argument of the user breaks what the cache needs.
     """
-    parallelism, model = cluster.spec.engine.parallelism, cluster.spec.model
-    user_args = cluster.spec.engine.args
+    parallelism, model = cluster.engine.parallelism, cluster.model
+    user_args = cluster.engine.args
     flags = _checked_flags(user_args, cluster.spec.sidecar.chunk_tokens)
     ours = {
         "--kv-transfer-config": _kv_transfer_config(cluster),
@@ -130,7 +130,7 @@ def _checked_flags(args: list[str], chunk_tokens: int) -> list[str]:
 
 def _kv_transfer_config(cluster: Cluster) -> str:
     # All layers of a block in one piece: short pieces don't fill the bus of a GPU. CPUs have one layout.
-    layout = {"lmcache.kv_cache_layout": "BLHNC"} if cluster.spec.engine.gpu.count else {}
+    layout = {"lmcache.kv_cache_layout": "BLHNC"} if cluster.engine.gpu.count else {}
     config = {
         "kv_connector": "LMCacheClusterConnector",
         "kv_connector_module_path": "lmcache.engines.vllm.connector",

@@ -43,6 +43,8 @@ class Injection(Component):
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """With the images of today: pods that exist keep theirs."""
+        if cluster.spec.engine is None:
+            return []
         name = names.injection_name(cluster.name)
         return [names.child(cluster, self.name, PROFILE_KIND, name, template=profile(cluster, context))]
 

@@ -1,0 +1,36 @@
+"""Keywords of fields that several parts of the resource have: names, images, amounts of bytes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lmcache.units import SIZE_PATTERN, parse_quantity
+from lmcache_operator.api.fields import Rule
+from lmcache_operator.api.grammar import IMAGE
+
+NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
+SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}
+# The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
+CLUSTER_NAME_PATTERN = "^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$"
+
+
+def matches(pattern: str, message: str) -> Rule:
+    """For a pattern that would be no help as a message."""
+    return Rule(f"self.matches(r'{pattern}')", message, lambda text: re.fullmatch(pattern, text) is not None)
+
+
+def size_between(path: str, least: str, most: str) -> dict[str, Any]:
+    """Keywords of a field that holds an amount of bytes within bounds; ``path`` is what messages call it."""
+    in_bounds = Rule(
+        f"!isQuantity(self) || (quantity(self).compareTo(quantity('{least}')) >= 0 && "
+        f"quantity(self).compareTo(quantity('{most}')) <= 0)",
+        f"{path} must be between {least} and {most}",
+        lambda size: parse_quantity(least) <= parse_quantity(size) <= parse_quantity(most),
+    )
+    is_size = matches(SIZE_PATTERN, "must be an amount of bytes such as 64Gi or 0.5Ti")
+    return {"maxLength": 20, "rules": (is_size, in_bounds)}
+
+
+_IS_IMAGE = matches(IMAGE, "must be an image such as registry.example/team/vllm:v1, by tag or digest")
+IMAGE_NAME: dict[str, Any] = {"maxLength": 512, "rules": (_IS_IMAGE,)}

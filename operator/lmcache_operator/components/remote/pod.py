@@ -1,0 +1,114 @@
+"""The pod of one shard: a server that keeps nothing on disk, for one user, and evicts what is used least."""
+
+from __future__ import annotations
+
+from lmcache.units import format_mebibytes
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.tiers import ManagedRemote
+from lmcache_operator.specs import Object, names, paths
+from lmcache_operator.specs.merge import merge
+
+_UID = 999
+"""Of the stock images."""
+_RUN_DIR = "/run/lmcache"
+_RIGHTS = "~lmc1:* resetchannels -@all +get +set +exists +touch +ping +info"
+"""What sidecars need (lmcache/tiers/remote/address.py), of names with our prefix."""
+_START = f"""\
+umask 077
+password=$(printf %s "$(cat {paths.REMOTE_AUTH_DIR}/password)" | sha256sum)
+printf '%s\\nuser default off\\nuser {names.REMOTE_USER} on #%s {_RIGHTS}\\n' \\
+  "$1" "${{password%% *}}" > {_RUN_DIR}/conf
+exec "$(command -v valkey-server || command -v redis-server)" {_RUN_DIR}/conf
+"""
+"""The hash of the password, not itself, goes into the configuration, which is in memory."""
+_PING = '"$(command -v valkey-cli || command -v redis-cli)" ping'
+"""That we are nobody to it is an answer, too."""
+_LEAST_SPARE_BYTES = 256 * 2**20
+
+
+def store_bytes(limit_bytes: int) -> int:
+    """What a server may store: the rest is for buffers of connections, tables and fragmentation. It has no
+    child processes, since it keeps nothing on disk and has no replicas."""
+    return limit_bytes - max(_LEAST_SPARE_BYTES, limit_bytes // 5)
+
+
+def settings(managed: ManagedRemote) -> str:
+    """The server's configuration file, for Redis and Valkey alike."""
+    lines = {
+        "port": f"{names.REMOTE_PORT}",
+        "protected-mode": "no",
+        "dir": _RUN_DIR,
+        "save": '""',
+        "appendonly": "no",
+        "maxmemory": f"{store_bytes(managed.shard_bytes)}",
+        "maxmemory-policy": "allkeys-lru",
+        # Values of 4 MiB are given back by another thread.
+        "lazyfree-lazy-eviction": "yes",
+        "lazyfree-lazy-server-del": "yes",
+    }
+    return "\n".join(f"{name} {value}" for name, value in lines.items())
+
+
+def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash: str) -> Object:
+    """The template of the StatefulSet."""
+    selector = names.selector(cluster.name, names.REMOTE)
+    apart = {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
+    spec: Object = {
+        # A node that is lost takes as few of them along as can be.
+        "affinity": {
+            "podAntiAffinity": {
+                "preferredDuringSchedulingIgnoredDuringExecution": [{"podAffinityTerm": apart, "weight": 100}]
+            }
+        },
+        "automountServiceAccountToken": False,
+        "containers": [_server(managed, image)],
+        "enableServiceLinks": False,
+        "securityContext": {
+            "fsGroup": _UID, "runAsGroup": _UID, "runAsNonRoot": True, "runAsUser": _UID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": 10,
+        "volumes": [
+            {"name": "auth", "secret": {"secretName": names.remote_name(cluster.name)}},
+            {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
+        ],
+    }  # fmt: skip
+    placed = {
+        "nodeSelector": managed.node_selector,
+        "priorityClassName": managed.priority_class_name,
+        "tolerations": managed.tolerations,
+    }
+    metadata = {"annotations": {names.SPEC_HASH: spec_hash}, "labels": names.labels(cluster, names.REMOTE)}
+    return {"metadata": metadata, "spec": spec | {key: value for key, value in placed.items() if value}}
+
+
+def _server(managed: ManagedRemote, image: str) -> Object:
+    memory = format_mebibytes(managed.shard_bytes)
+    ours: Object = {"limits": {"memory": memory}, "requests": {"memory": memory}}
+    if "cpu" not in (managed.resources.get("limits") or {}):
+        ours["requests"]["cpu"] = "500m"
+    return {
+        "args": [settings(managed)],
+        "command": ["sh", "-ec", _START, "sh"],
+        "image": image,
+        "livenessProbe": _probe(period=10, failures=6),
+        "name": names.REMOTE,
+        "ports": [{"containerPort": names.REMOTE_PORT, "name": "redis", "protocol": "TCP"}],
+        "readinessProbe": _probe(period=5, failures=3),
+        "resources": merge(ours, managed.resources),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"mountPath": paths.REMOTE_AUTH_DIR, "name": "auth", "readOnly": True},
+            {"mountPath": _RUN_DIR, "name": "run"},
+        ],
+    }
+
+
+def _probe(*, period: int, failures: int) -> Object:
+    ask = {"command": ["sh", "-c", _PING]}
+    return {"exec": ask, "failureThreshold": failures, "periodSeconds": period, "timeoutSeconds": 5}

@@ -1,0 +1,214 @@
+"""The component: a StatefulSet of shards, the list of them that sidecars follow, and who may reach them.
+
+Nothing is moved between shards: a change of their number is a change of the list, and rows find their way by
+being read and written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from dataclasses import replace
+from functools import partial
+
+from lmcache_operator.api.parse import Cluster, declared
+from lmcache_operator.api.tiers import ManagedRemote
+from lmcache_operator.components.base import (
+    Component,
+    Condition,
+    Context,
+    Observed,
+    Plan,
+    Status,
+    former_conditions,
+)
+from lmcache_operator.components.differences import differences
+from lmcache_operator.components.pods import is_outdated, is_ready, next_eviction, ready_since
+from lmcache_operator.components.remote.pod import pod_template
+from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
+from lmcache_operator.specs import Object, names, paths
+from lmcache_operator.specs.kinds import Ref, ref_of
+
+_AVAILABLE = "RemoteTierAvailable"
+_SHARDS = "lmcache.io/shards"
+"""Annotation of the ConfigMap: the list, in numbers."""
+_NOT_OF_A_POD = ("access", "image", "shards")
+_PORT = {"name": "redis", "port": names.REMOTE_PORT, "protocol": "TCP", "targetPort": "redis"}
+
+
+class Remote(Component):
+    """The shards of a managed remote tier."""
+
+    name = names.REMOTE
+
+    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
+        """But the Secret, which nobody but pods reads."""
+        kinds = ("ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet")
+        return tuple(Ref(kind, names.remote_name(cluster_name)) for kind in kinds)
+
+    def render(self, cluster: Cluster, context: Context) -> list[Object]:
+        """As they are when nothing was there before."""
+        managed = cluster.spec.tiers.managed
+        if managed is None:
+            return []
+        image = managed.image or context.shard_image
+        return _objects(cluster, managed, image, context.shard_image, Shards(managed.shards))
+
+    def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
+        """Before anything, the list of now, and the image that the StatefulSet was made with."""
+        managed = cluster.spec.tiers.managed
+        if managed is None:
+            return differences([], observed)
+        config, *_, live = map(observed.children.get, self.refs(cluster.name))
+        former = Shards.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
+        ready = _ready_numbers(observed)
+        shards = next_shards(former, managed.shards, ready, observed.now)
+        default = _default_image(cluster, live, context.shard_image)
+        wanted = _objects(cluster, managed, managed.image or default, default, shards)
+        due, template = differences(wanted, observed), wanted[-1]["spec"]["template"]
+        evict, seconds = _eviction(live, observed, template, shards)
+        return replace(
+            due,
+            make=() if len(ready) >= _num_servers(managed, shards) else (_secret(cluster),),
+            # Not before the template is written: the old pod would be made again.
+            evict=() if ref_of(wanted[-1]) in due.lost else evict,
+            due_seconds=seconds,
+            num_outdated=sum(is_outdated(pod, template) for pod in observed.pods),
+            fields={"declared": managed.shards, "shards": shards},
+        )
+
+    def status(self, observed: Observed, plan: Plan) -> Status:
+        """Of the shards themselves; whether they are reached, sidecars say."""
+        if "shards" not in plan.fields:
+            return _former_status(observed) if observed.children else Status()
+        declared_number, shards = plan.fields["declared"], plan.fields["shards"]
+        num_ready = sum(number < shards.current for number in _ready_numbers(observed))
+        count = f"{num_ready} of {shards.current} shards of the remote tier are ready"
+        available = Condition("True", "ShardsReady", count)
+        if num_ready < shards.current:
+            message = f"{count}: what the others hold is not found"
+            available = Condition("False", "ShardsMissing", message)
+        fields = {"shards": shards.current, "readyShards": num_ready}
+        if shards.previous:
+            fields |= {"previousShards": shards.previous, "previousUntil": utc(shards.until)}
+        return Status(
+            summary=count,
+            progressing=_progressing(observed, plan, declared_number, shards, num_ready, count),
+            conditions={_AVAILABLE: available},
+            fields={"remote": fields},
+        )
+
+
+def _progressing(
+    observed: Observed, plan: Plan, declared_number: int, shards: Shards, num_ready: int, count: str
+) -> Condition:
+    if declared_number != shards.current:
+        return Condition("True", "Scaling", f"{declared_number} shards are declared; {count}")
+    if plan.num_outdated:
+        message = f"{plan.num_outdated} of {len(observed.pods)} shards are to be replaced, one in 15 minutes"
+        return Condition("True", "Replacing", message)
+    if num_ready < shards.current:
+        return Condition("True", "Starting", count)
+    return Condition("False", "Complete", count)
+
+
+def _former_status(observed: Observed) -> Status:
+    """As it was, while the spec is invalid."""
+    before, conditions = observed.resource.get("status") or {}, former_conditions(observed.resource)
+    return Status(
+        conditions={kind: conditions[kind] for kind in (_AVAILABLE,) if kind in conditions},
+        fields={field: before[field] for field in ("remote",) if field in before},
+    )
+
+
+def _ready_numbers(observed: Observed) -> set[int]:
+    return {int(pod["metadata"]["name"].rpartition("-")[2]) for pod in observed.pods if is_ready(pod)}
+
+
+def _num_servers(managed: ManagedRemote, shards: Shards) -> int:
+    """Those that are declared, and those that are read."""
+    return max(managed.shards, shards.current, shards.previous)
+
+
+def _default_image(cluster: Cluster, live: Object | None, present: str) -> str:
+    """The one that stands in where the user names none: as a rule that of when the StatefulSet was made."""
+    if live is not None and cluster.spec.images.policy != "Follow":
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return str(json.loads(names.annotations_of(live)[names.DEFAULT_IMAGES])[names.REMOTE])
+    return present
+
+
+def _eviction(
+    live: Object | None, observed: Observed, template: Object, shards: Shards
+) -> tuple[tuple[Object, ...], float]:
+    """The pod to replace now, and in how many seconds to look again.
+
+    A new server is empty. Were the next one replaced at once, all would be; so it has as long to fill as a
+    change of the list has, and nothing is replaced during one.
+    """
+    new = (ready_since(pod, observed) for pod in observed.pods if not is_outdated(pod, template))
+    free_at = [since + WINDOW for since in new if len(observed.pods) > 1]
+    busy = [shards.until] if shards.previous else []
+    is_outdated_one = any(is_outdated(pod, template) for pod in observed.pods)
+    waits = [time for time in busy + (free_at if is_outdated_one else []) if time > observed.now]
+    if waits:
+        return (), (max(waits) - observed.now).total_seconds()
+    return next_eviction(live, observed.pods, template), math.inf
+
+
+def _secret(cluster: Cluster) -> Object:
+    """Made once, with a password that nobody is told; the user's own is as good."""
+    return names.child(cluster, names.REMOTE, "Secret", names.remote_name(cluster.name))
+
+
+def _objects(
+    cluster: Cluster, managed: ManagedRemote, image: str, default_image: str, shards: Shards
+) -> list[Object]:
+    child, name = partial(names.child, cluster, names.REMOTE), names.remote_name(cluster.name)
+    selector = names.selector(cluster.name, names.REMOTE)
+    number = _num_servers(managed, shards)
+    endpoints = [f"{name}-{n}.{names.remote_host(cluster, cluster.name)}" for n in range(number)]
+    files = {paths.SHARDS_FILE: shards.document([f"{host}:{names.REMOTE_PORT}" for host in endpoints])}
+    hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}
+    template = pod_template(cluster, managed, image, names.digest(hashed | {"image": image}))
+    stateful_set = {
+        "updateStrategy": {"type": "OnDelete"},
+        "podManagementPolicy": "Parallel",
+        "replicas": number,
+        "selector": {"matchLabels": selector},
+        "serviceName": name,
+        "template": template,
+    }
+    # A server has a name before it is ready, so that nobody remembers that it has none.
+    service = {
+        "clusterIP": "None", "ports": [_PORT], "publishNotReadyAddresses": True, "selector": selector
+    }  # fmt: skip
+    budget = {"maxUnavailable": 1, "selector": {"matchLabels": selector}}
+    recorded = {names.DEFAULT_IMAGES: json.dumps({names.REMOTE: default_image})}
+    return [
+        child("ConfigMap", name, {_SHARDS: str(shards)}, data=files),
+        child("Service", name, spec=service),
+        child("NetworkPolicy", name, spec=_network_policy(cluster, managed)),
+        child("PodDisruptionBudget", name, spec=budget | {"unhealthyPodEvictionPolicy": "AlwaysAllow"}),
+        child("StatefulSet", name, recorded, spec=stateful_set),
+    ]
+
+
+def _network_policy(cluster: Cluster, managed: ManagedRemote) -> Object:
+    """Sidecars only: those of the cluster's own pods, or those of all in the namespace."""
+    engines: Object = {"matchLabels": names.selector(cluster.name, names.ENGINE)}
+    others: Object = {"matchLabels": {names.INJECT_LABEL: cluster.name}}
+    if managed.access == "Namespace":
+        engines = {"matchLabels": {names.COMPONENT_LABEL: names.ENGINE}}
+        others = {"matchExpressions": [{"key": names.INJECT_LABEL, "operator": "Exists"}]}
+    return {
+        "ingress": [
+            {
+                "from": [{"podSelector": engines}, {"podSelector": others}],
+                "ports": [{"port": names.REMOTE_PORT, "protocol": "TCP"}],
+            }
+        ],
+        "podSelector": {"matchLabels": names.selector(cluster.name, names.REMOTE)},
+        "policyTypes": ["Ingress"],
+    }

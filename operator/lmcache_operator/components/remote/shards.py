@@ -1,0 +1,74 @@
+"""Which shards there are, and who they were before a change: the list that sidecars follow. Pure.
+
+A row's shard follows from the list alone, so that nothing has to be moved, and a change that is interrupted
+anywhere goes on from what the list says. Shards are numbered: a list of three is those of pods 0, 1 and 2.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+WINDOW = timedelta(minutes=15)
+"""How long the shards before a change are read. By then what is in use was read and written to its present
+one; longer gains nothing when shards come, and costs more than it brings when they go (simulated)."""
+
+_STATE = re.compile(r"([0-9]{1,3})(?: from ([0-9]{1,3}) until (\S{1,40}))?")
+
+
+class Shards(NamedTuple):
+    """The list, as numbers of shards."""
+
+    current: int
+    previous: int = 0
+    """Before the change; 0: none is under way."""
+    until: datetime = datetime.min
+    """When ``previous`` is not read any more."""
+
+    def __str__(self) -> str:
+        before = f" from {self.previous} until {utc(self.until)}" if self.previous else ""
+        return f"{self.current}{before}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shards | None:
+        """Read what ``str`` wrote; None for anything else."""
+        match = _STATE.fullmatch(text)
+        try:
+            until = datetime.fromisoformat(match[3]) if match and match[3] else datetime.min
+        except ValueError:
+            return None
+        if match is None or not int(match[1]) or (match[2] and until.tzinfo is None):
+            return None
+        return cls(int(match[1]), int(match[2] or 0), until)
+
+    def document(self, endpoints: list[str]) -> str:
+        """The file that sidecars read; ``endpoints``: of all servers."""
+
+        def listed(number: int) -> str:
+            return "".join(f"\n- {endpoint}" for endpoint in endpoints[:number])
+
+        text = f"current:{listed(self.current)}\n"
+        if self.previous:
+            text += f"previous:{listed(self.previous)}\nuntil: {utc(self.until)}\n"
+        return text
+
+
+def next_shards(live: Shards | None, wanted: int, ready: set[int], now: datetime) -> Shards:
+    """The list as it should be now. ``ready``: the servers that are.
+
+    One change at a time: what was two changes ago would not be found. Servers that come have to be there
+    first: what is written to one that is not is lost.
+    """
+    if live is None:
+        return Shards(wanted)
+    if live.previous and now < live.until:
+        return live
+    if wanted == live.current or not set(range(live.current, wanted)) <= ready:
+        return Shards(live.current)
+    return Shards(wanted, live.current, (now + WINDOW).replace(microsecond=0))
+
+
+def utc(time: datetime) -> str:
+    """As the API writes it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")

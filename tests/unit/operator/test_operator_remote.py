@@ -1,0 +1,340 @@
+"""The managed remote tier: shards come and go with what is declared, and engines notice nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+
+import pytest
+import yaml
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components import COMPONENTS
+from lmcache_operator.components.base import Context, Observed, Plan
+from lmcache_operator.components.remote.remote import Remote
+from lmcache_operator.components.remote.shards import WINDOW
+from lmcache_operator.errors import RefusedError
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.reconcile import plan as planning
+from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.reconcile.status import derive_status
+from lmcache_operator.specs.kinds import ClusterKey, Ref, controller_uid
+from lmcache_operator.specs.names import STOCK_IMAGES, annotations_of
+
+from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
+from tests.harness.operator_plans import carry_out
+
+NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
+SET, LIST, SECRET, ENGINE = (
+    Ref(kind, name)
+    for kind, name in (
+        ("StatefulSet", "demo-remote"),
+        ("ConfigMap", "demo-remote"),
+        ("Secret", "demo-remote"),
+        ("StatefulSet", "demo-engine"),
+    )
+)
+
+
+def managed(shards: int = 2, **more: Any) -> dict[str, Any]:
+    return {"remote": {"managed": {"shards": shards, "memoryPerShard": "1Gi", **more}}}
+
+
+class Rig:
+    """A cluster with a managed tier at a time of our choice. It is planned for as if the operator had just
+    started: nothing is remembered."""
+
+    def __init__(self, **tier: Any) -> None:
+        self.world = World(cluster(tiers=managed(**tier)))
+        self.now = NOON
+        self.context = Context(STOCK_IMAGES)
+        self.plans: dict[str, Plan] = {}
+
+    def observed(self, component: Any) -> Observed:
+        children = {ref: self.world.objects[ref] for ref in component.refs(NAME) if ref in self.world.objects}
+        uids = {child["metadata"]["uid"] for child in children.values()}
+        pods = tuple(pod for pod in self.world.pods.values() if controller_uid(pod) in uids)
+        return Observed(resource=self.world.resource, children=children, pods=pods, now=self.now)
+
+    def run(self, *, is_ready: bool = True) -> list[str]:
+        """Plan once and do it; what was written."""
+        self.world.writes.clear()
+        observed = {own.name: self.observed(own) for own in COMPONENTS}
+        self.plans, fault = planning.plan(COMPONENTS, self.world.resource, observed, self.context)
+        assert fault is None
+        for own in COMPONENTS:
+            carry_out(self.world, self.plans[own.name], is_ready=is_ready)
+        return list(self.world.writes)
+
+    def settle(self) -> None:
+        while self.run():
+            pass
+
+    def declare(self, shards: int, **more: Any) -> None:
+        self.world.change(tiers=managed(shards, **more))
+
+    @property
+    def list(self) -> tuple[int, int]:
+        """How many shards there are in the file, and how many there were before."""
+        document = yaml.load(self.world.objects[LIST]["data"]["shards.yaml"], yaml.BaseLoader)
+        assert ("until" in document) == ("previous" in document)
+        return len(document["current"]), len(document.get("previous", ()))
+
+    @property
+    def num_servers(self) -> int:
+        return int(self.world.objects[SET]["spec"]["replicas"])
+
+    def status(self) -> dict[str, Any]:
+        statuses = [own.status(self.observed(own), self.plans[own.name]) for own in COMPONENTS]
+        return derive_status(self.world.resource, self.now, statuses, self.plans, ())
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        (found,) = [c for c in self.status()["conditions"] if c["type"] == kind]
+        return found["status"], found["reason"]
+
+
+def test_shards_are_made_with_a_password_and_at_rest_nothing_is_written():
+    rig = Rig()
+    first = rig.run(is_ready=False)
+    assert first[-6:] == [
+        f"create {SECRET}", f"apply {LIST}", "apply Service demo-remote",
+        "apply NetworkPolicy demo-remote", "apply PodDisruptionBudget demo-remote", f"apply {SET}",
+    ]  # fmt: skip
+    assert rig.plans["remote"].make, "until they are ready, the Secret may be missing"
+    assert rig.condition("RemoteTierAvailable") == ("False", "ShardsMissing")
+    for name in [*rig.world.pods]:
+        rig.world.set_ready(name, True)
+    assert rig.run() == []
+    assert not rig.plans["remote"].make
+    assert rig.condition("RemoteTierAvailable") == ("True", "ShardsReady")
+    assert rig.condition("Ready") == ("True", "Ready")
+    assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
+
+
+def test_shards_that_come_are_in_the_list_when_they_are_ready():
+    rig = Rig()
+    rig.settle()
+    rig.declare(4)
+    rig.run(is_ready=False)
+    assert (rig.num_servers, rig.list) == (4, (2, 0))
+    assert rig.condition("Progressing") == ("True", "Scaling")
+    rig.world.set_ready("demo-remote-2", True)
+    rig.run()
+    assert rig.list == (2, 0)
+    rig.world.set_ready("demo-remote-3", True)
+    rig.run()
+    assert rig.list == (4, 2)
+    assert rig.condition("Progressing")[0] == "False"
+    assert rig.status()["remote"] == {
+        "shards": 4, "readyShards": 4, "previousShards": 2, "previousUntil": "2026-01-31T12:15:00Z"
+    }  # fmt: skip
+    assert rig.plans["remote"].due_seconds == WINDOW.total_seconds()
+    rig.now += WINDOW
+    rig.run()
+    assert rig.list == (4, 0)
+
+
+def test_shards_that_go_are_there_until_they_are_not_read_any_more():
+    rig = Rig(shards=4)
+    rig.settle()
+    rig.declare(1)
+    rig.run()
+    assert (rig.num_servers, rig.list) == (4, (1, 4))
+    rig.now += WINDOW - timedelta(seconds=1)
+    rig.settle()
+    assert (rig.num_servers, rig.list) == (4, (1, 4))
+    rig.now += timedelta(seconds=1)
+    rig.settle()
+    assert (rig.num_servers, rig.list) == (1, (1, 0))
+    assert [name for name in rig.world.pods if "remote" in name] == ["demo-remote-0"]
+
+
+def test_no_number_of_shards_changes_an_engine():
+    rig = Rig()
+    rig.settle()
+    before = rig.world.objects[ENGINE]["metadata"]["resourceVersion"]
+    for shards, more in ((4, {}), (1, {"image": "valkey:9"}), (2, {"memoryPerShard": "2Gi"})):
+        rig.declare(shards, **more)
+        rig.settle()
+        rig.now += WINDOW
+        rig.settle()
+    assert rig.world.objects[ENGINE]["metadata"]["resourceVersion"] == before
+
+
+def test_a_list_that_somebody_spoiled_is_written_anew():
+    rig = Rig(shards=3)
+    rig.settle()
+    rig.world.edit(LIST, "data", "shards.yaml", value="current: [elsewhere:1]")
+    rig.settle()
+    assert rig.list == (3, 0)
+    rig.world.edit(LIST, "metadata", "annotations", value={})
+    rig.settle()
+    assert rig.list == (3, 0)
+
+
+def ready_at(rig: Rig, name: str, time: datetime) -> None:
+    rig.world.set_ready(name, True)
+    rig.world.pods[name]["status"]["conditions"][0]["lastTransitionTime"] = time.isoformat()
+
+
+def test_changed_servers_are_replaced_one_by_one_with_time_to_fill():
+    rig = Rig(shards=3)
+    rig.settle()
+    rig.declare(3, memoryPerShard="2Gi")
+    assert rig.run() == [f"apply {SET}"]
+    for number in range(3):
+        assert rig.run() == [f"evict demo-remote-{number}"]
+        ready_at(rig, f"demo-remote-{number}", rig.now)
+        assert rig.run() == []
+        if number < 2:
+            assert rig.plans["remote"].due_seconds == WINDOW.total_seconds()
+            assert rig.condition("Progressing") == ("True", "Replacing")
+        rig.now += WINDOW
+    assert rig.condition("Progressing") == ("False", "Complete")
+
+
+def test_the_image_is_that_of_when_the_servers_were_made():
+    rig = Rig()
+    rig.settle()
+    rig.context = Context(STOCK_IMAGES, shard_image="valkey:later")
+    assert rig.run() == []
+    rig.world.change(images={"policy": "Follow"})
+    rig.run()
+    (server,) = rig.world.objects[SET]["spec"]["template"]["spec"]["containers"]
+    assert server["image"] == "valkey:later"
+
+
+def test_a_tier_that_is_not_wanted_any_more_is_deleted_dependents_first():
+    rig = Rig()
+    rig.settle()
+    rig.world.change(tiers={"remote": None})
+    deleted = [write for write in rig.run() if write.startswith("delete")]
+    assert deleted[0] == f"delete {SET}"
+    assert deleted[-1] == f"delete {LIST}"
+    rig.settle()
+    assert not set(rig.world.objects) & {SET, LIST}
+    assert "RemoteTierAvailable" not in {c["type"] for c in rig.status()["conditions"]}
+
+
+def test_an_invalid_spec_leaves_shards_and_what_is_told_of_them():
+    rig = Rig()
+    rig.settle()
+    rig.world.resource["status"] = rig.status()
+    rig.world.change(engine={"args": ["--port=1"]})
+    assert rig.run() == []
+    assert rig.condition("RemoteTierAvailable") == ("True", "ShardsReady")
+    assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
+
+
+def test_a_cluster_without_an_engine_is_a_remote_tier_alone():
+    spec = {"tiers": managed(2)}
+    objects = [
+        child for own in COMPONENTS for child in own.render(parse(cluster(spec)), Context(STOCK_IMAGES))
+    ]
+    assert {child["metadata"]["name"] for child in objects} == {"demo-remote"}
+    rig = Rig()
+    rig.world = World(cluster(spec))
+    rig.settle()
+    status = rig.status()
+    assert {c["type"]: c["status"] for c in status["conditions"]} == {
+        "Degraded": "False", "Progressing": "False", "Ready": "True", "RemoteTierAvailable": "True"
+    }  # fmt: skip
+    assert "replicas" not in status
+
+
+@pytest.mark.parametrize(
+    ("remote", "owner"), [(managed(), "demo"), ({"remote": {"clusterRef": {"name": "kv"}}}, "kv")]
+)
+def test_engines_follow_the_list_and_need_none_to_start(remote, owner):
+    objects = [
+        c for own in COMPONENTS for c in own.render(parse(cluster(tiers=remote)), Context(STOCK_IMAGES))
+    ]
+    (config,) = [
+        yaml.safe_load(c["data"]["sidecar.yaml"]) for c in objects if "sidecar.yaml" in c.get("data", {})
+    ]
+    assert config["remote_url"] == f"redis://lmcache@{owner}-remote.team.svc:6379"
+    assert config["remote_shards_file"] == "/etc/lmcache/remote/shards.yaml"
+    assert config["remote_password_file"] == "/etc/lmcache/remote-auth/password"
+    (template,) = [
+        c["spec"]["template"]["spec"]
+        for c in objects
+        if c["metadata"]["name"] == "demo-engine" and c["kind"] == "StatefulSet"
+    ]
+    volumes = {volume["name"]: volume for volume in template["volumes"]}
+    assert volumes["remote"]["configMap"] == {"name": f"{owner}-remote", "optional": True}
+    assert volumes["remote-auth"]["secret"]["optional"]
+    assert volumes["remote-auth"]["secret"]["secretName"] == f"{owner}-remote"
+    (sidecar,) = [c for c in template["initContainers"] if c["name"] == "sidecar"]
+    assert {"/etc/lmcache/remote", "/etc/lmcache/remote-auth"} <= {
+        m["mountPath"] for m in sidecar["volumeMounts"]
+    }
+
+
+def sources(access: str) -> list[Any]:
+    tiers = managed(access=access)
+    objects = Remote().render(parse(cluster(tiers=tiers)), Context(STOCK_IMAGES))
+    (policy,) = [child["spec"] for child in objects if child["kind"] == "NetworkPolicy"]
+    (rule,) = policy["ingress"]
+    assert rule["ports"] == [{"port": 6379, "protocol": "TCP"}]
+    assert all("namespaceSelector" not in source for source in rule["from"])
+    return [source["podSelector"] for source in rule["from"]]
+
+
+def test_other_clusters_may_use_it_unless_it_is_for_its_own_pods():
+    own, injected = sources("Cluster")
+    assert own["matchLabels"]["lmcache.io/cluster"] == injected["matchLabels"]["lmcache.io/inject"] == NAME
+    others, injected = sources("Namespace")
+    assert others == {"matchLabels": {"lmcache.io/component": "engine"}}
+    assert injected == {"matchExpressions": [{"key": "lmcache.io/inject", "operator": "Exists"}]}
+
+
+# -- with the reconciler
+
+
+def reconcile(world: World) -> list[str]:
+    world.writes.clear()
+    reconciler = Reconciler(cast(KubeApi, world), Context(STOCK_IMAGES), world.ask)
+    asyncio.run(reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID)))
+    world.run_stateful_sets()
+    return [write for write in world.writes if write != "status"]
+
+
+def test_the_password_is_random_and_made_once():
+    passwords = []
+    for _ in range(2):
+        world = World(cluster(tiers=managed()))
+        reconcile(world)
+        secret = world.objects.pop(SECRET)
+        passwords.append(secret["stringData"]["password"])
+        assert secret["metadata"]["ownerReferences"][0]["uid"] == UID
+        assert reconcile(world) == [], "servers that are ready have a Secret"
+        world.set_ready("demo-remote-0", False)
+        assert reconcile(world) == [f"create {SECRET}"]
+        assert reconcile(world) == []
+    assert len(set(passwords)) == 2
+    assert min(map(len, passwords)) >= 43
+
+
+def test_a_secret_that_may_not_be_made_is_told_and_hinders_nothing_else():
+    world = World(cluster(tiers=managed()))
+    world.failures["create Secret"] = RefusedError("create", "secrets is forbidden")
+    assert f"apply {SET}" in reconcile(world)
+    (degraded,) = [c for c in world.resource["status"]["conditions"] if c["type"] == "Degraded"]
+    assert (degraded["reason"], degraded["message"]) == ("Refused", f"making {SECRET}: secrets is forbidden")
+    reconcile(world)
+    (ready,) = [c for c in world.resource["status"]["conditions"] if c["type"] == "Ready"]
+    assert ready["status"] == "True", "its user may have made it"
+
+
+def annotated(world: World) -> str:
+    return annotations_of(world.objects[LIST])["lmcache.io/shards"]
+
+
+def test_the_list_is_told_in_numbers_too():
+    world = World(cluster(tiers=managed(3)))
+    reconcile(world)
+    assert annotated(world) == "3"
+    assert reconcile(world) == []
+    world.change(tiers=managed(2))
+    assert reconcile(world) == [f"apply {LIST}"]
+    assert annotated(world).startswith("2 from 3 until 20")
