@@ -275,7 +275,7 @@ def test_deployment_flags_are_understood_by_the_operator(plane):
 
     settings = [
         "watchNamespaces={a,b}", "defaults.engineImage=e:1", "defaults.sidecarImage=s:1",
-        "extraArgs={--log-format=json}", "allowAllGpusSidecar=true",
+        "defaults.shardImage=v:1", "extraArgs={--log-format=json}", "allowAllGpusSidecar=true",
     ]  # fmt: skip
     deployment = {obj["kind"]: obj for obj in rendered(plane, *settings)}["Deployment"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
@@ -285,7 +285,8 @@ def test_deployment_flags_are_understood_by_the_operator(plane):
     # By these the sidecars' NetworkPolicies let it in.
     assert parsed.operator_namespace == deployment["metadata"]["namespace"]
     assert OPERATOR_LABELS.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
-    assert (parsed.engine_image, parsed.sidecar_image, parsed.log_format) == ("e:1", "s:1", "json")
+    images = parsed.engine_image, parsed.sidecar_image, parsed.shard_image
+    assert (images, parsed.log_format) == (("e:1", "s:1", "v:1"), "json")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])
 

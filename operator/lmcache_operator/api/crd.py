@@ -113,6 +113,7 @@ _COLUMNS = [
     _column("Transfer", ".status.transfer.mode", priority=1),
     _column("Disk", ".spec.tiers.disk.size", priority=1),
     _column("Remote", ".spec.tiers.remote.external.url", priority=1),
+    _column("Shards", ".status.remote.readyShards", "integer", priority=1),
     _column("Message", ".status.conditions[?(@.type=='Ready')].message", priority=1),
 ]
 

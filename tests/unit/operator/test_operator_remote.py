@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
+import hypothesis.strategies as st
 import pytest
 import yaml
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context, Observed, Plan
 from lmcache_operator.components.remote.remote import Remote
-from lmcache_operator.components.remote.shards import WINDOW
+from lmcache_operator.components.remote.shards import WINDOW, Shards
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile import plan as planning
@@ -56,14 +60,17 @@ class Rig:
         pods = tuple(pod for pod in self.world.pods.values() if controller_uid(pod) in uids)
         return Observed(resource=self.world.resource, children=children, pods=pods, now=self.now)
 
-    def run(self, *, is_ready: bool = True) -> list[str]:
-        """Plan once and do it; what was written."""
+    def run(self, *, is_ready: bool = True, most: int = 99) -> list[str]:
+        """Plan once and do it, but for what comes after the first so many writes of each component; what was
+        written."""
         self.world.writes.clear()
         observed = {own.name: self.observed(own) for own in COMPONENTS}
         self.plans, fault = planning.plan(COMPONENTS, self.world.resource, observed, self.context)
         assert fault is None
         for own in COMPONENTS:
-            carry_out(self.world, self.plans[own.name], is_ready=is_ready)
+            due = self.plans[own.name]
+            due = replace(due, apply=due.apply[:most], delete=due.delete[:most], evict=due.evict[:most])
+            carry_out(self.world, due, is_ready=is_ready)
         return list(self.world.writes)
 
     def settle(self) -> None:
@@ -286,6 +293,58 @@ def test_other_clusters_may_use_it_unless_it_is_for_its_own_pods():
     others, injected = sources("Namespace")
     assert others == {"matchLabels": {"lmcache.io/component": "engine"}}
     assert injected == {"matchExpressions": [{"key": "lmcache.io/inject", "operator": "Exists"}]}
+
+
+class KillMachine(RuleBasedStateMachine):
+    """The operator is killed after any write. What is read is there, and in the end all is as declared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig()
+        self.rig.settle()
+
+    @rule(number=st.integers(1, 4))
+    def declare(self, number: int) -> None:
+        self.rig.declare(number)
+
+    @rule(seconds=st.integers(1, 1000))
+    def wait(self, seconds: int) -> None:
+        self.rig.now += timedelta(seconds=seconds)
+
+    @rule(number=st.integers(0, 3), is_ready=st.booleans())
+    def change_a_pod(self, number: int, is_ready: bool) -> None:
+        if f"demo-remote-{number}" in self.rig.world.pods:
+            self.rig.world.set_ready(f"demo-remote-{number}", is_ready)
+
+    @rule(most=st.integers(0, 3), is_ready=st.booleans())
+    def run_and_be_killed(self, most: int, is_ready: bool) -> None:
+        self.rig.run(is_ready=is_ready, most=most)
+
+    @invariant()
+    def what_is_read_is_there(self) -> None:
+        live = Shards.parse(annotations_of(self.rig.world.objects[LIST])["lmcache.io/shards"])
+        assert self.rig.list == (live.current, live.previous)
+        is_read = live.previous and self.rig.now < live.until
+        assert max(live.current, live.previous if is_read else 0) <= self.rig.num_servers
+        assert annotations_of(self.rig.world.objects[ENGINE]) == self.engine
+
+    @initialize()
+    def begin(self) -> None:
+        self.engine = annotations_of(self.rig.world.objects[ENGINE])
+
+    def teardown(self) -> None:
+        rig = self.rig
+        for _ in range(4):
+            for pod in rig.world.pods:
+                rig.world.set_ready(pod, True)
+            rig.settle()
+            rig.now += WINDOW
+        declared = rig.world.resource["spec"]["tiers"]["remote"]["managed"]["shards"]
+        assert (rig.num_servers, rig.list) == (declared, (declared, 0))
+
+
+TestKills = KillMachine.TestCase
+TestKills.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 
 
 # -- with the reconciler

@@ -10,6 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards
+from lmcache_sidecar.shards import read_shards
+
+from lmcache.tiers.remote.address import Endpoint
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 ALL = set(range(64))
@@ -49,6 +52,15 @@ def test_what_is_written_is_read(current, previous, until):
 )
 def test_what_somebody_else_wrote_is_nothing(text):
     assert Shards.parse(text) is None
+
+
+@given(st.integers(1, 64), st.integers(0, 64))
+def test_sidecars_understand_it(current, previous):
+    document = Shards(current, previous, NOON).document([f"s-{n}.s.team.svc:6379" for n in range(64)])
+    read = read_shards("f", document)
+    assert (len(read.current), len(read.previous)) == (current, previous)
+    assert read.until == (NOON.timestamp() if previous else 0)
+    assert read.current[-1] == Endpoint(f"s-{current - 1}.s.team.svc", 6379)
 
 
 def test_the_file_names_the_shards():
