@@ -117,3 +117,11 @@ def test_it_evicts_within_its_bound_and_keeps_nothing(shard):
 def test_what_it_may_store_is_what_is_left_of_its_limit():
     assert store_bytes(32 << 30) == (32 << 30) - (32 << 30) // 5
     assert store_bytes(1 << 30) == 768 << 20
+
+
+def test_without_a_password_it_does_not_start(tmp_path):
+    with Shard(tmp_path, free_port()) as shard:
+        (tmp_path / "auth" / "password").write_text("")
+        shard.spawn(shard.argv)
+        assert shard.wait() == 1
+        assert "the Secret has no key" in shard.log

@@ -6,10 +6,12 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from lmcache_operator.__main__ import main
+from lmcache_operator.specs.names import remote_name
 
 from lmcache.logging import formatter
 
@@ -20,24 +22,29 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = example.read_text()
-    has_cluster = "LMCacheCluster" in [found["kind"] for found in yaml.safe_load_all(text)]
-    assert main(["render", "-f", str(example)]) == (0 if has_cluster else 2)
+    clusters = [found for found in yaml.safe_load_all(text) if found["kind"] == "LMCacheCluster"]
+    assert main(["render", "-f", str(example)]) == (0 if clusters else 2)
     kinds = [rendered["kind"] for rendered in yaml.safe_load_all(capsys.readouterr().out)]
-    assert kinds == (
-        [
-            "ServiceAccount",
-            "ConfigMap",
-            "Service",
-            "Service",
-            "NetworkPolicy",
-            "PodDisruptionBudget",
-            *(["ResourceClaimTemplate"] if "deviceClassName" in text else []),
-            "StatefulSet",
-            "LMCacheProfile",
-        ]
-        if has_cluster
-        else []
-    )
+    engine = [
+        "ServiceAccount",
+        "ConfigMap",
+        "Service",
+        "Service",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        *(["ResourceClaimTemplate"] if "deviceClassName" in text else []),
+        "StatefulSet",
+        "LMCacheProfile",
+    ]
+    shards = ["ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"]
+    has_engine = any("model" in cluster["spec"] for cluster in clusters)
+    assert kinds == (engine if has_engine else []) + (shards if any(map(has_shards, clusters)) else [])
+
+
+def has_shards(found: dict[str, Any]) -> bool:
+    """Then the operator makes a Secret."""
+    remote = found["spec"]["tiers"].get("remote", {}) if found["kind"] == "LMCacheCluster" else {}
+    return "managed" in remote
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -49,6 +56,7 @@ def test_examples_bring_the_secrets_that_they_need(example: Path, capsys: pytest
     rendered = capsys.readouterr().out
     for kind, field in (("Secret", "secretName"), ("PersistentVolumeClaim", "claimName")):
         made = {found["metadata"]["name"] for found in objects if found["kind"] == kind}
+        made |= {remote_name(found["metadata"]["name"]) for found in objects if has_shards(found)}
         assert set(re.findall(rf"{field}: (\S+)", rendered)) <= made
 
 

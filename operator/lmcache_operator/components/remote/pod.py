@@ -15,6 +15,7 @@ _RIGHTS = "~lmc1:* resetchannels -@all +get +set +exists +touch +ping +info"
 """What sidecars need (lmcache/tiers/remote/address.py), of names with our prefix."""
 _START = f"""\
 umask 077
+test -s {paths.REMOTE_AUTH_DIR}/password || {{ echo 'the Secret has no key "password"'; exit 1; }}
 password=$(printf %s "$(cat {paths.REMOTE_AUTH_DIR}/password)" | sha256sum)
 printf '%s\\nuser default off\\nuser {names.REMOTE_USER} on #%s {_RIGHTS}\\n' \\
   "$1" "${{password%% *}}" > {_RUN_DIR}/conf
