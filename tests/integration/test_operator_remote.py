@@ -1,0 +1,93 @@
+"""Shards on a real API server: made, listed, drained and deleted under engines that run on."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+import yaml
+
+from testing.kube.api import Object
+from testing.kube.cluster import Cluster
+from tests.harness.clusters import wait_quiet, wait_ready
+from tests.harness.kube import CLUSTERS, NAME, example
+
+pytestmark = pytest.mark.kube
+
+REMOTE = f"{NAME}-remote"
+STATE = "lmcache.io/shards"
+
+
+def declare(plane: Cluster, namespace: str, managed: Object | None) -> None:
+    remote = managed and {"managed": managed}
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"tiers": {"remote": remote}}}, namespace)
+
+
+def state(plane: Cluster, namespace: str) -> str:
+    live: Object = plane.api.find("v1/configmaps", REMOTE, namespace) or {"metadata": {}}
+    return str((live["metadata"].get("annotations") or {}).get(STATE, ""))
+
+
+def uids(plane: Cluster, namespace: str, component: str) -> set[str]:
+    labels = f"lmcache.io/cluster={NAME},lmcache.io/component={component}"
+    return {pod["metadata"]["uid"] for pod in plane.api.objects("v1/pods", namespace, labels)}
+
+
+def end_window(plane: Cluster, namespace: str) -> None:
+    """As if a quarter of an hour had passed."""
+    before, _, _ = state(plane, namespace).partition(" until ")
+    changed = {"metadata": {"annotations": {STATE: f"{before} until 2001-01-01T00:00:00Z"}}}
+    plane.api.patch("v1/configmaps", REMOTE, changed, namespace)
+
+
+def test_shards_come_and_go_under_engines_that_run_on(plane, operator, namespace):
+    resource = example()
+    resource["spec"]["tiers"]["remote"] = {"managed": {"shards": 2, "memoryPerShard": "1Gi"}}
+    plane.api.create(CLUSTERS, resource, namespace)
+    wait_ready(plane, namespace)
+    wait_quiet(plane, operator, namespace)
+    secret = plane.api.get("v1/secrets", REMOTE, namespace)
+    assert len(base64.b64decode(secret["data"]["password"])) >= 43
+    engines, servers = uids(plane, namespace, "engine"), uids(plane, namespace, "remote")
+    assert len(servers) == 2
+    assert plane.api.get(CLUSTERS, NAME, namespace)["status"]["remote"] == {"shards": 2, "readyShards": 2}
+
+    declare(plane, namespace, {"shards": 3, "memoryPerShard": "1Gi"})
+    plane.wait(lambda: state(plane, namespace).startswith("3 from 2 until "))
+    listed = yaml.safe_load(plane.api.get("v1/configmaps", REMOTE, namespace)["data"]["shards.yaml"])
+    assert listed["current"][2] == f"{REMOTE}-2.{REMOTE}.{namespace}.svc:6379"
+    assert listed["previous"] == listed["current"][:2]
+    end_window(plane, namespace)
+    plane.wait(lambda: state(plane, namespace) == "3")
+
+    declare(plane, namespace, {"shards": 1, "memoryPerShard": "1Gi"})
+    plane.wait(lambda: state(plane, namespace).startswith("1 from 3 until "))
+    wait_quiet(plane, operator, namespace)
+    assert len(uids(plane, namespace, "remote")) == 3, "they are still read"
+    end_window(plane, namespace)
+    plane.wait(lambda: len(uids(plane, namespace, "remote")) == 1)
+    assert uids(plane, namespace, "remote") < servers
+    assert uids(plane, namespace, "engine") == engines
+
+
+def test_a_tier_is_deleted_when_it_is_not_declared_any_more(plane, operator, namespace):
+    tier = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}
+    plane.api.create(CLUSTERS, {"metadata": {"name": NAME}, "spec": tier}, namespace)
+    wait_ready(plane, namespace)
+    assert not plane.api.find("apps/v1/statefulsets", f"{NAME}-engine", namespace)
+
+    resource = example()
+    resource["metadata"]["name"] = "other"
+    resource["spec"]["tiers"]["remote"] = {"clusterRef": {"name": NAME}}
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", "other-engine", namespace))
+
+    engines = example()
+    engines["metadata"]["name"] = "third"
+    engines["spec"]["tiers"]["remote"] = tier["tiers"]["remote"]
+    plane.api.create(CLUSTERS, engines, namespace)
+    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", "third-remote", namespace))
+    plane.api.patch(CLUSTERS, "third", {"spec": {"tiers": {"remote": None}}}, namespace)
+    plane.wait(lambda: not plane.api.find("apps/v1/statefulsets", "third-remote", namespace))
+    plane.wait(lambda: not plane.api.find("v1/configmaps", "third-remote", namespace))
+    assert plane.api.find("apps/v1/statefulsets", "third-engine", namespace)
