@@ -268,6 +268,11 @@ class RemoteStatus(Part):
     ready_shards: int | None = field("Those of them that are Ready.")
     previous_shards: int | None = field("Shards before a change; rows are looked for there, too.")
     previous_until: str | None = field("Up to when.", format="date-time")
+    used_bytes: int | None = field("Memory in use, of all shards together.", format="int64")
+    evicted: int | None = field(
+        "Values that shards removed to make room, since a sidecar runs.", format="int64"
+    )
+    hit_percent: int | None = field("How much of what sidecars asked it for it had, since they run.")
 
 
 class Status(Part):

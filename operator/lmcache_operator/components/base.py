@@ -52,6 +52,17 @@ class Condition(NamedTuple):
     """Of the spec that it was derived from; None: of the present one."""
 
 
+class RemoteFigures(NamedTuple):
+    """What a sidecar counts of its remote tier, since it runs."""
+
+    used_bytes: int = 0
+    """Of all servers together; 0: they do not say."""
+    evicted: int = 0
+    """Values that these removed to make room."""
+    hits: int = 0
+    misses: int = 0
+
+
 class Sidecar(NamedTuple):
     """What the sidecar of a running pod says of itself."""
 
@@ -67,6 +78,7 @@ class Sidecar(NamedTuple):
     """None: it has no remote tier, or does not say."""
     remote_reason: str = ""
     """Why it is not."""
+    remote: RemoteFigures = RemoteFigures()
     is_disk_available: bool | None = None
     """None: it has no disk tier, or does not say."""
     disk_reason: str = ""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache_operator.components.base import Probed, Sidecar
+from lmcache_operator.components.base import Probed, RemoteFigures, Sidecar
 from lmcache_operator.components.pods import is_ready, plain
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR
@@ -27,6 +27,7 @@ _PROBE_SECONDS = 3.0
 _SILENCE_SECONDS = 60.0
 """Who did not answer is not asked for that long: reconciling stays fast where pods can't be reached."""
 _SILENT = "it does not say why"
+_MAX_COUNT = 1 << 63
 _REASONS = ("reason", "transfer_reason", "remote_reason", "disk_reason")
 
 
@@ -112,9 +113,14 @@ def _read(stats: dict[str, Any]) -> Sidecar:
         transfer_reason=plain(transfer.get("reason")) or _SILENT,
         is_remote_reachable=_is_reachable(remote),
         remote_reason=plain(remote.get("off_reason")) or _SILENT,
+        remote=RemoteFigures(*(_count(remote.get(name)) for name in RemoteFigures._fields)),
         is_disk_available=_is_reachable(disk),
         disk_reason=plain(disk.get("off_reason")) or _SILENT,
     )
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < _MAX_COUNT else 0
 
 
 def _is_reachable(tier: dict[str, Any]) -> bool | None:

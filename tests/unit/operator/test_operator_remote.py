@@ -14,7 +14,14 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components import COMPONENTS
-from lmcache_operator.components.base import Context, Observed, Plan
+from lmcache_operator.components.base import (
+    Context,
+    Observed,
+    Plan,
+    Probed,
+    RemoteFigures,
+    Sidecar,
+)
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.remote.shards import WINDOW, Shards
 from lmcache_operator.errors import RefusedError
@@ -345,6 +352,33 @@ class KillMachine(RuleBasedStateMachine):
 
 TestKills = KillMachine.TestCase
 TestKills.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+def figures(rig: Rig, *counts: RemoteFigures) -> dict[str, Any]:
+    """What is told of them, and remembered."""
+    sidecars = tuple(Sidecar(remote=own) for own in counts)
+    observed = replace(rig.observed(Remote()), probed=Probed(sidecars, is_certain=True))
+    told = dict(Remote().status(observed, rig.plans["remote"]).fields["remote"])
+    rig.world.resource["status"] = {"remote": told}
+    return {name: value for name, value in told.items() if name not in ("shards", "readyShards")}
+
+
+def test_what_sidecars_count_is_told_when_it_is_news():
+    rig = Rig()
+    rig.settle()
+    assert figures(rig) == {}
+    assert figures(rig, RemoteFigures(hits=0, misses=7)) == {}
+    first = RemoteFigures(1000, 10, 30, 10), RemoteFigures(900, 20, 0, 20)
+    assert figures(rig, *first) == {"usedBytes": 1000, "evicted": 20, "hitPercent": 50}
+    assert figures(rig, RemoteFigures(1050, 21, 51, 49)) == {
+        "usedBytes": 1000,
+        "evicted": 20,
+        "hitPercent": 50,
+    }
+    assert figures(rig, RemoteFigures(1060, 22, 6, 4)) == {"usedBytes": 1060, "evicted": 22, "hitPercent": 60}
+    assert rig.status()["remote"]["usedBytes"] == 1060, "while none is asked"
+    restarted = figures(rig, RemoteFigures(0, 0, 0, 0))
+    assert restarted == {"usedBytes": 1060, "evicted": 0, "hitPercent": 60}
 
 
 # -- with the reconciler

@@ -33,6 +33,9 @@ from lmcache_operator.specs.kinds import Ref, ref_of
 _AVAILABLE = "RemoteTierAvailable"
 _SHARDS = "lmcache.io/shards"
 """Annotation of the ConfigMap: the list, in numbers."""
+_NEWS = 0.05
+"""A figure is told anew when it has changed by more than this share: else the status would be written all
+the time."""
 _NOT_OF_A_POD = ("access", "image", "shards")
 _PORT = {"name": "redis", "port": names.REMOTE_PORT, "protocol": "TCP", "targetPort": "redis"}
 
@@ -90,6 +93,7 @@ class Remote(Component):
             message = f"{count}: what the others hold is not found"
             available = Condition("False", "ShardsMissing", message)
         fields = {"shards": shards.current, "readyShards": num_ready}
+        fields |= _figures(observed)
         if shards.previous:
             fields |= {"previousShards": shards.previous, "previousUntil": utc(shards.until)}
         return Status(
@@ -98,6 +102,27 @@ class Remote(Component):
             conditions={_AVAILABLE: available},
             fields={"remote": fields},
         )
+
+
+def _figures(observed: Observed) -> Object:
+    """What sidecars count of it together; as it was told last while it is nearly the same."""
+    before = (observed.resource.get("status") or {}).get("remote") or {}
+    told = {name: before[name] for name in ("usedBytes", "evicted", "hitPercent") if name in before}
+    if observed.probed is None:
+        return told
+    counts = [sidecar.remote for sidecar in observed.probed.sidecars]
+    hits, misses = sum(own.hits for own in counts), sum(own.misses for own in counts)
+    found = {"evicted": max((own.evicted for own in counts), default=0)}
+    if used := max((own.used_bytes for own in counts), default=0):
+        found["usedBytes"] = used
+    if hits + misses:
+        found["hitPercent"] = 100 * hits // (hits + misses)
+    news = {
+        name: value
+        for name, value in found.items()
+        if abs(value - told.get(name, 0)) > _NEWS * max(value, told.get(name, 0))
+    }
+    return told | news
 
 
 def _progressing(
