@@ -230,7 +230,7 @@ REFUSED = [
     ),
     ("spec.tiers.remote", {}, "exactly one"),
     ("spec.tiers.remote", {"managed": {"memoryPerShard": "1Ki"}}, "between 512Mi and 16Ti"),
-    ("spec.model", None, "without a model there are no engines"),
+    ("spec.model", None, "model and engine belong together"),
     ("spec.tiers.memory", None, "tiers.memory is required"),
     ("spec.engine.parallelism", {"tensor": 2, "pipeline": 2}, "must equal gpu.count"),
     ("spec.engine.gpu.count", 3, "must equal gpu.count"),

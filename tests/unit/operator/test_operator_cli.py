@@ -37,7 +37,7 @@ def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> N
         "LMCacheProfile",
     ]
     shards = ["ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"]
-    has_engine = any("model" in cluster["spec"] for cluster in clusters)
+    has_engine = any("engine" in cluster["spec"] for cluster in clusters)
     assert kinds == (engine if has_engine else []) + (shards if any(map(has_shards, clusters)) else [])
 
 
