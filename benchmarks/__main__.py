@@ -28,6 +28,7 @@ NAMES = {
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
     "blend": "answers from blended KV against those of a full prefill, by recompute ratio",
     "remote": "loads and stores of 4 MiB parts over one connection, against bare loops on the same Redis",
+    "shards": "hits before and after a change of the remote tier's shards, and when one is lost",
     "path": "remote and disk on the sidecar's whole path, against bare loops",
     "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
     "operator": "many LMCacheClusters on a real API server: writes, requests and memory at rest",

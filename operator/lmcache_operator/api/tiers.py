@@ -16,6 +16,9 @@ from lmcache_operator.api.keywords import (
     size_between,
 )
 
+MAX_SHARDS = 64
+"""Of a managed remote tier; sidecars take no longer list."""
+
 
 class MemoryTier(Part):
     """Host memory of one pod."""
@@ -101,7 +104,7 @@ class ManagedRemote(Part):
         "another 15 minutes, and what was hit meanwhile is kept.",
         default=1,
         minimum=1,
-        maximum=64,
+        maximum=MAX_SHARDS,
     )
     memory_per_shard: str = field(
         "Memory of one server, its request and its limit. It stores 80 % of it, and 256Mi less at least: the "

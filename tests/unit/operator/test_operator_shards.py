@@ -35,6 +35,10 @@ def test_shards_that_go_are_read_for_a_while():
     assert next_shards(during, 2, ALL, NOON + WINDOW) == Shards(2)
 
 
+def test_a_window_that_is_longer_than_any_is_over():
+    assert next_shards(Shards(2, 4, NOON + WINDOW + SECOND), 2, ALL, NOON) == Shards(2)
+
+
 def test_there_is_one_change_at_a_time():
     during = Shards(2, 4, NOON + WINDOW)
     assert next_shards(during, 8, ALL, NOON) == during
@@ -48,7 +52,20 @@ def test_what_is_written_is_read(current, previous, until):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "0", "-1", "2 from 3", "2 from 3 until noon", "2 from 3 until 2026-01-31T12:00:00"]
+    "text",
+    [
+        "",
+        "x",
+        "0",
+        "-1",
+        "65",
+        "999",
+        "2 from 99 until 2026-01-31T12:00:00Z",
+        "0 from 2 until 2026-01-31T12:00:00Z",
+        "2 from 3",
+        "2 from 3 until noon",
+        "2 from 3 until 2026-01-31T12:00:00",
+    ],
 )
 def test_what_somebody_else_wrote_is_nothing(text):
     assert Shards.parse(text) is None

@@ -24,7 +24,7 @@ from lmcache_operator.components.base import (
     former_conditions,
 )
 from lmcache_operator.components.differences import differences
-from lmcache_operator.components.pods import is_outdated, is_ready, next_eviction, ready_since
+from lmcache_operator.components.pods import is_outdated, is_ready, kill_problems, next_eviction, ready_since
 from lmcache_operator.components.remote.pod import pod_template
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
 from lmcache_operator.specs import Object, names, paths
@@ -100,6 +100,7 @@ class Remote(Component):
             summary=count,
             progressing=_progressing(observed, plan, declared_number, shards, num_ready, count),
             conditions={_AVAILABLE: available},
+            degraded=tuple(kill_problems(observed)),
             fields={"remote": fields},
         )
 

@@ -10,6 +10,8 @@ import re
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from lmcache_operator.api.tiers import MAX_SHARDS
+
 WINDOW = timedelta(minutes=15)
 """How long the shards before a change are read. By then what is in use was read and written to its present
 one; longer gains nothing when shards come, and costs more than it brings when they go (simulated)."""
@@ -38,9 +40,10 @@ class Shards(NamedTuple):
             until = datetime.fromisoformat(match[3]) if match and match[3] else datetime.min
         except ValueError:
             return None
-        if match is None or not int(match[1]) or (match[2] and until.tzinfo is None):
+        current, previous = (int(match[1]), int(match[2] or 0)) if match else (0, 0)
+        if not 0 < current <= MAX_SHARDS or previous > MAX_SHARDS or (previous and until.tzinfo is None):
             return None
-        return cls(int(match[1]), int(match[2] or 0), until)
+        return cls(current, previous, until)
 
     def document(self, endpoints: list[str]) -> str:
         """The file that sidecars read; ``endpoints``: of all servers."""
@@ -62,7 +65,7 @@ def next_shards(live: Shards | None, wanted: int, ready: set[int], now: datetime
     """
     if live is None:
         return Shards(wanted)
-    if live.previous and now < live.until:
+    if live.previous and now < live.until <= now + WINDOW:  # beyond is nothing that was written here
         return live
     if wanted == live.current or not set(range(live.current, wanted)) <= ready:
         return Shards(live.current)
