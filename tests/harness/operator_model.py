@@ -98,7 +98,8 @@ class World:
         self._may_fail("get", kind.kind)
         if kind == NODE:
             return copy.deepcopy(self.nodes.get(name))
-        found = self.resource if kind == CLUSTER else self.objects.get(Ref(kind.kind, name))
+        is_own = kind == CLUSTER and name == NAME
+        found = self.resource if is_own else self.objects.get(Ref(kind.kind, name))
         return copy.deepcopy(found)
 
     async def find(

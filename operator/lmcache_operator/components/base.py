@@ -121,6 +121,8 @@ class Observed:
     """What the sidecars say; asked when all that is due has been done, None before."""
     contested: Mapping[Ref, frozenset[Path]] = field(default_factory=dict)
     """Fields of children, or whole ones, that somebody else keeps changing back."""
+    referred: Object | None = None
+    """The other LMCacheCluster that ``Component.referred`` names, if there is one."""
     now: datetime
 
     @property
@@ -200,6 +202,10 @@ class Component(ABC):
 
     def foreign_pods(self, cluster_name: str) -> str:
         """A selector of other people's pods to report on, in the words of the API; empty: of none."""
+        return ""
+
+    def referred(self, resource: Object) -> str:
+        """Name of another LMCacheCluster that this one relies on; empty: of none."""
         return ""
 
     @abstractmethod

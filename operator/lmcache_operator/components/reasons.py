@@ -14,8 +14,8 @@ Trouble = Literal[
     "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
     "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "NameTaken", "NoAnswer",
     "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
-    "ProgressDeadlineExceeded", "Refused", "RemoteTierUnreachable", "ShardsMissing", "SidecarNotReady",
-    "Unschedulable",
+    "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared", "RemoteTierUnreachable", "ShardsMissing",
+    "SidecarNotReady", "Unschedulable",
 ]  # fmt: skip
 """Of what stands in the way. Each has a page in docs/runbooks."""
 Reason = Expected | Trouble

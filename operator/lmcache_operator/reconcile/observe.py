@@ -13,7 +13,7 @@ from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import Contested
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import BY_NAME, EVENT, NODE, POD, controller_uid
+from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, controller_uid
 from lmcache_operator.specs.names import selector_text
 
 
@@ -31,8 +31,10 @@ async def observe(
     pods = await api.find(POD, namespace, labelSelector=labels) if owners else ()
     asking = component.foreign_pods(name)
     foreign_pods = await api.find(POD, namespace, labelSelector=asking) if asking else ()
+    other = component.referred(resource)
     observed = Observed(
         resource=resource,
+        referred=await api.get(CLUSTER, namespace, other) if other else None,
         children=own,
         taken=frozenset(live.keys() - own.keys()),
         pods=tuple(pod for pod in pods if controller_uid(pod) in owners),

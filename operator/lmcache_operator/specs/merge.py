@@ -28,6 +28,13 @@ def merge(base: Any, overlay: Any) -> Any:
     return overlay
 
 
+def at(value: Any, *path: str) -> Any:
+    """What lies there in a free-form object; None if there is no such place."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def first_difference(wanted: Any, live: Any, path: str = "") -> str | None:
     """Path of the first thing in ``wanted`` that ``live`` lacks or has otherwise; None if all of it is there.
 

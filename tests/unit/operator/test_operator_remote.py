@@ -419,6 +419,38 @@ def test_a_secret_that_may_not_be_made_is_told_and_hinders_nothing_else():
     assert ready["status"] == "True", "its user may have made it"
 
 
+def other(**remote: Any) -> dict[str, Any]:
+    found = cluster(tiers={"remote": remote})
+    return found | {"metadata": found["metadata"] | {"name": "kv", "uid": "other"}}
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (None, "there is no LMCacheCluster kv"),
+        (other(external={"url": "redis://h"}), "LMCacheCluster kv has no tiers.remote.managed"),
+        (other(managed={"access": "Cluster"}), "LMCacheCluster kv keeps it for its own pods"),
+        (other(managed={"access": "Namespace"}), ""),
+    ],
+)
+def test_who_refers_to_a_tier_that_is_not_for_it_is_told(found, why):
+    world = World(cluster(tiers={"remote": {"clusterRef": {"name": "kv"}}}))
+    if found is not None:
+        world.objects[Ref("LMCacheCluster", "kv")] = found
+    reconcile(world)
+    reconcile(world)
+    conditions = {c["type"]: c for c in world.resource["status"]["conditions"]}
+    assert conditions["Ready"]["status"] == "True"
+    assert (conditions["Degraded"]["reason"] == "RemoteTierNotShared") == bool(why)
+    assert why in conditions["Degraded"]["message"]
+
+
+@pytest.mark.parametrize("name", ["../../secrets/x", 7, None, "a/b"])
+def test_only_a_name_is_asked_for(name):
+    assert Remote().referred({"spec": {"tiers": {"remote": {"clusterRef": {"name": name}}}}}) == ""
+    assert Remote().referred({"spec": name}) == ""
+
+
 def annotated(world: World) -> str:
     return annotations_of(world.objects[LIST])["lmcache.io/shards"]
 

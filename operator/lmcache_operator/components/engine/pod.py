@@ -29,7 +29,6 @@ from lmcache_operator.components.engine.gpus import (
 )
 from lmcache_operator.components.engine.template import (
     SHM,
-    at,
     declared_template,
     of_container,
     with_template,
@@ -42,6 +41,7 @@ from lmcache_operator.components.engine.vllm import (
     option,
 )
 from lmcache_operator.specs import Images, Object, names, paths
+from lmcache_operator.specs.merge import at
 
 # The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
 _UID = 2000

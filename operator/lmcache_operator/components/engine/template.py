@@ -6,14 +6,14 @@ be the same, and nothing of it may break what the cache needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine.vllm import ONE_POD
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
-from lmcache_operator.specs.merge import first_difference, merge
+from lmcache_operator.specs.merge import at, first_difference, merge
 
 SHM = "shm"
 """The volume that is the engine's /dev/shm."""
@@ -79,13 +79,6 @@ def of_container(template: Object, name: str) -> Any:
     spec = at(template, "spec")
     items = [item for kind in ("containers", "initContainers") for item in as_list(at(spec, kind))]
     return next((item for item in items if at(item, "name") == name), {})
-
-
-def at(value: Any, *path: str) -> Any:
-    """What lies there in a free-form object; None if there is no such place."""
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def as_list(value: Any) -> list[Any]:

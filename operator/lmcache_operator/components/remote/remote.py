@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.tiers import ManagedRemote
 from lmcache_operator.components.base import (
@@ -20,6 +23,7 @@ from lmcache_operator.components.base import (
     Context,
     Observed,
     Plan,
+    Problem,
     Status,
     former_conditions,
 )
@@ -29,7 +33,9 @@ from lmcache_operator.components.remote.pod import pod_template
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.kinds import Ref, ref_of
+from lmcache_operator.specs.merge import at
 
+_REMOTE = ("spec", "tiers", "remote")
 _AVAILABLE = "RemoteTierAvailable"
 _SHARDS = "lmcache.io/shards"
 """Annotation of the ConfigMap: the list, in numbers."""
@@ -49,6 +55,11 @@ class Remote(Component):
         """But the Secret, which nobody but pods reads."""
         kinds = ("ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet")
         return tuple(Ref(kind, names.remote_name(cluster_name)) for kind in kinds)
+
+    def referred(self, resource: Object) -> str:
+        """Whose shards it uses instead of its own."""
+        name = at(resource, *_REMOTE, "clusterRef", "name")
+        return name if isinstance(name, str) and re.fullmatch(CLUSTER_NAME_PATTERN, name) else ""
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """As they are when nothing was there before."""
@@ -84,7 +95,8 @@ class Remote(Component):
     def status(self, observed: Observed, plan: Plan) -> Status:
         """Of the shards themselves; whether they are reached, sidecars say."""
         if "shards" not in plan.fields:
-            return _former_status(observed) if observed.children else Status()
+            former = _former_status(observed) if observed.children else Status()
+            return replace(former, degraded=tuple(self._not_shared(observed)))
         declared_number, shards = plan.fields["declared"], plan.fields["shards"]
         num_ready = sum(number < shards.current for number in _ready_numbers(observed))
         count = f"{num_ready} of {shards.current} shards of the remote tier are ready"
@@ -103,6 +115,18 @@ class Remote(Component):
             degraded=tuple(kill_problems(observed)),
             fields={"remote": fields},
         )
+
+    def _not_shared(self, observed: Observed) -> Iterator[Problem]:
+        if not (name := self.referred(observed.resource)):
+            return
+        other = observed.referred
+        managed, why = at(other, *_REMOTE, "managed"), "has no tiers.remote.managed"
+        if at(managed, "access") == "Cluster":
+            why = "keeps it for its own pods (tiers.remote.managed.access)"
+        elif managed is not None:
+            return
+        what = f"LMCacheCluster {name} {why}" if other else f"there is no LMCacheCluster {name}"
+        yield Problem("RemoteTierNotShared", f"tiers.remote.clusterRef: {what}")
 
 
 def _figures(observed: Observed) -> Object:
