@@ -198,6 +198,7 @@ def servers() -> Iterator[None]:
 
 
 class TestShards(ShardsMachine.TestCase):
+    # Without shrinking: each example takes real servers a second.
     settings = settings(
         max_examples=30, stateful_step_count=30, deadline=None, phases=[Phase.reuse, Phase.generate]
     )
