@@ -1,0 +1,93 @@
+"""A cluster with a managed remote tier in memory, at a time of the test's choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import yaml
+from lmcache_operator.components import COMPONENTS
+from lmcache_operator.components.base import (
+    Context,
+    Observed,
+    Plan,
+)
+from lmcache_operator.reconcile import plan as planning
+from lmcache_operator.reconcile.status import derive_status
+from lmcache_operator.specs.kinds import Ref, controller_uid
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from tests.harness.operator_model import NAME, World, cluster
+from tests.harness.operator_plans import carry_out
+
+NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
+SET, LIST, SECRET, ENGINE = (
+    Ref(kind, name)
+    for kind, name in (
+        ("StatefulSet", "demo-remote"),
+        ("ConfigMap", "demo-remote"),
+        ("Secret", "demo-remote"),
+        ("StatefulSet", "demo-engine"),
+    )
+)
+
+
+def managed(shards: int = 2, **more: Any) -> dict[str, Any]:
+    return {"remote": {"managed": {"shards": shards, "memoryPerShard": "1Gi", **more}}}
+
+
+class Rig:
+    """A cluster with a managed tier at a time of our choice. It is planned for as if the operator had just
+    started: nothing is remembered."""
+
+    def __init__(self, **tier: Any) -> None:
+        self.world = World(cluster(tiers=managed(**tier)))
+        self.now = NOON
+        self.context = Context(STOCK_IMAGES)
+        self.plans: dict[str, Plan] = {}
+
+    def observed(self, component: Any) -> Observed:
+        children = {ref: self.world.objects[ref] for ref in component.refs(NAME) if ref in self.world.objects}
+        uids = {child["metadata"]["uid"] for child in children.values()}
+        pods = tuple(pod for pod in self.world.pods.values() if controller_uid(pod) in uids)
+        return Observed(resource=self.world.resource, children=children, pods=pods, now=self.now)
+
+    def run(self, *, is_ready: bool = True, most: int = 99) -> list[str]:
+        """Plan once and do it, but for what comes after the first so many writes of each component; what was
+        written."""
+        self.world.writes.clear()
+        observed = {own.name: self.observed(own) for own in COMPONENTS}
+        self.plans, fault = planning.plan(COMPONENTS, self.world.resource, observed, self.context)
+        assert fault is None
+        for own in COMPONENTS:
+            due = self.plans[own.name]
+            due = replace(due, apply=due.apply[:most], delete=due.delete[:most], evict=due.evict[:most])
+            carry_out(self.world, due, is_ready=is_ready)
+        return list(self.world.writes)
+
+    def settle(self) -> None:
+        while self.run():
+            pass
+
+    def declare(self, shards: int, **more: Any) -> None:
+        self.world.change(tiers=managed(shards, **more))
+
+    @property
+    def list(self) -> tuple[int, int]:
+        """How many shards there are in the file, and how many there were before."""
+        document = yaml.load(self.world.objects[LIST]["data"]["shards.yaml"], yaml.BaseLoader)
+        assert ("until" in document) == ("previous" in document)
+        return len(document["current"]), len(document.get("previous", ()))
+
+    @property
+    def num_servers(self) -> int:
+        return int(self.world.objects[SET]["spec"]["replicas"])
+
+    def status(self) -> dict[str, Any]:
+        statuses = [own.status(self.observed(own), self.plans[own.name]) for own in COMPONENTS]
+        return derive_status(self.world.resource, self.now, statuses, self.plans, ())
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        (found,) = [c for c in self.status()["conditions"] if c["type"] == kind]
+        return found["status"], found["reason"]
