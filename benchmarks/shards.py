@@ -54,10 +54,11 @@ class Traffic:
 
 
 @contextlib.contextmanager
-def tier_of(servers: list[RedisProcess]) -> Iterator[tuple[RemoteTier, Traffic]]:
+def tier_of(servers: list[RedisProcess], number: int) -> Iterator[tuple[RemoteTier, Traffic]]:
+    """One that uses the first of these servers; all of them are empty."""
     for server in servers:
         server.client.flushall()
-    url = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    url = ",".join(f"127.0.0.1:{server.port}" for server in servers[:number])
     tier = RemoteTier(Address.parse(f"redis://{url}"), timeout_seconds=60)
     yield tier, Traffic(tier)
     tier.close()
@@ -82,7 +83,7 @@ def change(
 ) -> tuple[float, float, list[float]]:
     """The share of requests whose rows move, hits before a change and in three windows after it; the former
     shards are read in the first two of these."""
-    with tier_of(servers[:old]) as (tier, traffic):
+    with tier_of(servers, old) as (tier, traffic):
         traffic.hits(WARM_UP)
         before, owned = traffic.hits(WINDOW), owners(tier)
         current, previous = endpoints(servers[:new]), endpoints(servers[:old])
@@ -95,7 +96,7 @@ def change(
 
 def loss(servers: list[RedisProcess]) -> tuple[float, float, float, float]:
     """The share of requests for one of three servers, hits before it dies, while it is away, and then."""
-    with tier_of(servers[:3]) as (tier, traffic):
+    with tier_of(servers, 3) as (tier, traffic):
         traffic.hits(WARM_UP)
         before, owned = traffic.hits(WINDOW), owners(tier)
         servers[0].kill()

@@ -72,7 +72,7 @@ def test_shards_come_and_go_under_engines_that_run_on(plane, operator, namespace
 
 def test_a_tier_is_deleted_when_it_is_not_declared_any_more(plane, operator, namespace):
     tier = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}
-    plane.api.create(CLUSTERS, {"metadata": {"name": NAME}, "spec": tier}, namespace)
+    plane.api.create(CLUSTERS, example() | {"spec": tier}, namespace)
     wait_ready(plane, namespace)
     assert not plane.api.find("apps/v1/statefulsets", f"{NAME}-engine", namespace)
 
