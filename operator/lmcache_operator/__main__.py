@@ -1,4 +1,4 @@
-"""Command line: ``lmcache-operator run | render | inject``."""
+"""Command line: ``lmcache-operator run | render | inject | curve``; so is ``kubectl lmcache``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
-from lmcache_operator.errors import FileError, InvalidSpecError, LeaseLostError
+from lmcache_operator.curve import TIERS, Curve
+from lmcache_operator.errors import ApiError, FileError, InvalidSpecError, LeaseLostError, NoCurveError
 from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import CLUSTER
 from lmcache_operator.specs.names import ENGINE, SHARD_IMAGE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE, _EXIT_LEASE_LOST = 2, 3
@@ -84,7 +87,25 @@ def _parser() -> argparse.ArgumentParser:
     inject.add_argument("--cluster", type=Path, metavar="FILE", help=about)
     about = "LMCacheCluster of pods without the label that are vLLM's for certain (default: none)"
     inject.add_argument("--name", metavar="NAME", help=about)
+
+    _add_curve(commands)
     return parser
+
+
+def _add_curve(commands: Any) -> None:
+    about = "show what sizes of a cluster's cache tier would hit and be worth"
+    curve = commands.add_parser("curve", help=about)
+    curve.set_defaults(command=_curve)
+    about = "an LMCacheCluster (default: the first in FILE)"
+    curve.add_argument("name", nargs="?", metavar="NAME", help=about)
+    about = "default: that of the kubeconfig's context"
+    curve.add_argument("-n", "--namespace", metavar="NAME", help=about)
+    curve.add_argument("--kubeconfig", metavar="FILE", help="default: as kubectl's")
+    about = "read it from this YAML or JSON file, and from no API server; - for standard input"
+    curve.add_argument("-f", "--filename", type=Path, metavar="FILE", help=about)
+    curve.add_argument("--tier", choices=TIERS, default=TIERS[0], help="default: %(default)s")
+    about = "write it there as a picture"
+    curve.add_argument("-o", "--output", type=Path, metavar="FILE.svg", help=about)
 
 
 def _context(arguments: argparse.Namespace) -> Context:
@@ -138,6 +159,64 @@ def _print(arguments: argparse.Namespace) -> int:
         return _EXIT_USAGE
     print(text, end="")
     return 0
+
+
+def _curve(arguments: argparse.Namespace) -> int:
+    picture: Path | None = arguments.output
+    try:
+        if picture and picture.suffix != ".svg":
+            raise FileError(f"{picture}: pictures are SVG: name a file that ends in .svg")
+        if arguments.filename:
+            with _blamed(arguments.filename):
+                resource = _named(_read(arguments.filename), arguments.name)
+        elif arguments.name:
+            resource = asyncio.run(_fetched(arguments))
+        else:
+            raise FileError("name an LMCacheCluster, or a file that holds one: -f FILE")
+        curve = Curve.of(resource, arguments.tier)
+        print(curve.text(shutil.get_terminal_size().columns), end="")
+        if picture:
+            with _blamed(picture):
+                picture.write_text(curve.picture(), encoding="utf-8")
+    except (FileError, NoCurveError, ApiError) as error:
+        print(error, file=sys.stderr)
+        return _EXIT_USAGE
+    return 0
+
+
+def _named(objects: list[Any], name: str | None) -> Object:
+    """The first LMCacheCluster, or the first of this name; also from what ``kubectl get -o yaml`` prints."""
+    flat = [
+        one for found in objects if isinstance(found, dict) for one in (found, *(found.get("items") or ()))
+    ]
+    for found in flat:
+        if found.get("kind") == KIND and name in (None, found["metadata"]["name"]):
+            return dict(found)
+    raise ValueError(f"holds no {KIND}{f' {name}' if name else ''}")
+
+
+async def _fetched(arguments: argparse.Namespace) -> Object:
+    # As in _run.
+    from kubernetes.aio.config import ConfigException
+
+    from lmcache_operator.kube.client import connect
+    from lmcache_operator.kube.watch import default_namespace
+
+    if arguments.kubeconfig:
+        os.environ["KUBECONFIG"] = arguments.kubeconfig
+    async with AsyncExitStack() as stack:
+        try:
+            namespace = arguments.namespace or default_namespace()
+            api = await stack.enter_async_context(connect())
+        except (ConfigException, OSError, TypeError, yaml.YAMLError) as error:
+            raise FileError(f"{os.environ.get('KUBECONFIG', '~/.kube/config')}: {error}") from error
+        found = await api.get(CLUSTER, namespace, arguments.name)
+    if found is None:
+        raise NoCurveError(
+            f"there is no LMCacheCluster {arguments.name} in namespace {namespace}: "
+            "`kubectl get lmcacheclusters -A` lists all"
+        )
+    return found
 
 
 @contextmanager

@@ -3,6 +3,7 @@
     OperatorError
     ├── InvalidSpecError        the declaration can't be carried out: it has to change first
     ├── FileError               a file that was given can't be used
+    ├── NoCurveError            nothing is known, of a cluster's tier, that could be shown
     ├── LeaseLostError          another operator leads: this one has to end
     └── ApiError                a call to the API server failed
         ├── RefusedError        for good: the request, or the operator's permissions, have to change first
@@ -29,6 +30,10 @@ class InvalidSpecError(OperatorError):
 
 class FileError(OperatorError):
     """A file that was given can't be used; the message begins with its name."""
+
+
+class NoCurveError(OperatorError):
+    """There is no curve; the message says why, and what to do."""
 
 
 class LeaseLostError(OperatorError):

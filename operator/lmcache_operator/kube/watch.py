@@ -39,6 +39,12 @@ async def configuration() -> Configuration:
     return found
 
 
+def default_namespace() -> str:
+    """Of the present context, as for kubectl."""
+    _, context = kube_config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
+    return (context.get("context") or {}).get("namespace") or "default"
+
+
 async def login(**_: Any) -> kopf.AiohttpSession:
     """A session for kopf, which asks for another when the API server does not take its token any more.
 
