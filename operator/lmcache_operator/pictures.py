@@ -65,9 +65,10 @@ def svg(panels: Sequence[Panel], caption: str) -> str:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Four to ten round numbers that enclose a range."""
-    step = 10.0 ** math.floor(math.log10((high - low) or abs(high) or 1.0))
-    step = next(s for s in (step / 5, step / 2, step, 2 * step) if (high - low) / s <= 8)
+    """Two to ten round numbers that enclose a range."""
+    span = max(high - low, 1e-3 * abs(high), 1e-9)
+    step = 10.0 ** math.floor(math.log10(span))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if span / s <= 8)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, max(last, first + 1) + 1)]
 
