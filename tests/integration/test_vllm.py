@@ -70,7 +70,7 @@ def engine(sidecar, tmp_path_factory):
     config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
     with EngineProcess(log, config, enable_prefix_caching=True) as engine:
         engine.wait_ready()
-        wait_attached(sidecar)
+        wait_attached(engine, sidecar)
         yield engine
 
 
@@ -97,12 +97,16 @@ def small_engine(late_sidecar, tmp_path_factory):
         yield engine.wait_ready()
 
 
-def wait_attached(sidecar):
-    sidecar.wait_until(
-        lambda stats: (
-            len([c for c in stats["clients"] if c["is_attached"]]) >= 2 and stats["memory"]["usable_rows"] > 0
-        )
-    )
+def wait_attached(engine, sidecar):
+    """Until the engine hits: it has mapped the arena a moment after the sidecar calls it attached."""
+    sidecar.wait_until(lambda stats: len([c for c in stats["clients"] if c["is_attached"]]) >= 2)
+    prompt = make_prompt(256 + BLOCK, next(SALTS))
+
+    def hits() -> bool:
+        engine.scrub_kv()
+        return engine.generate(prompt)[0].num_cached_tokens == 256
+
+    wait_until(hits)
 
 
 @pytest.mark.parametrize(
@@ -221,14 +225,14 @@ def test_without_a_sidecar_and_when_it_comes(small_engine, late_sidecar):
     (reference,) = small_engine.generate(prompt)
     assert_hit(small_engine.generate(prompt)[0], reference, 0)
     late_sidecar.start()
-    wait_attached(late_sidecar)
+    wait_attached(small_engine, late_sidecar)
     small_engine.generate(prompt)
     small_engine.scrub_kv()
     assert_hit(small_engine.generate(prompt)[0], reference, 768)
 
 
 def test_preempted_requests_answer_right(small_engine, late_sidecar):
-    wait_attached(late_sidecar)
+    wait_attached(small_engine, late_sidecar)
     prompts = [make_prompt(480, seed) for seed in range(6)]
     references = [cold(small_engine, prompt, max_tokens=60)[0] for prompt in prompts]
     before = small_engine.num_preemptions()
@@ -240,7 +244,7 @@ def test_preempted_requests_answer_right(small_engine, late_sidecar):
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 def test_a_sidecar_that_fails_in_the_middle_costs_only_computing(small_engine, late_sidecar, fault):
-    wait_attached(late_sidecar)
+    wait_attached(small_engine, late_sidecar)
     prompts = [make_prompt(1100, f"{fault} {seed}") for seed in range(4)]
     references = [cold(small_engine, prompt)[0] for prompt in prompts]
     small_engine.generate(*prompts[:2])
@@ -256,7 +260,7 @@ def test_a_sidecar_that_fails_in_the_middle_costs_only_computing(small_engine, l
     for result, reference in zip(small_engine.generate(*prompts), references, strict=True):
         assert result.tokens == reference.tokens
     late_sidecar.start() if fault == "kill" else late_sidecar.thaw()
-    wait_attached(late_sidecar)
+    wait_attached(small_engine, late_sidecar)
     # Back again without a restart of the engine.
     prompt = make_prompt(600, fault)
     wait_until(lambda: small_engine.generate(prompt)[0].num_cached_tokens == 512, timeout=30)
@@ -264,7 +268,7 @@ def test_a_sidecar_that_fails_in_the_middle_costs_only_computing(small_engine, l
 
 
 def test_an_engine_killed_in_mid_store_leaves_nothing_wrong(small_engine, late_sidecar, tmp_path):
-    wait_attached(late_sidecar)
+    wait_attached(small_engine, late_sidecar)
     prompt = make_prompt(1900)
     (reference,) = cold(small_engine, prompt)
     used = late_sidecar.stats()["memory"]["used_rows"]
@@ -275,7 +279,7 @@ def test_an_engine_killed_in_mid_store_leaves_nothing_wrong(small_engine, late_s
     late_sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
     with start_small_engine(late_sidecar, tmp_path) as engine:
         engine.wait_ready()
-        wait_attached(late_sidecar)
+        wait_attached(engine, late_sidecar)
         (result,) = engine.generate(prompt)
         assert_hit(result, reference, result.num_cached_tokens)
         engine.scrub_kv()
