@@ -57,6 +57,10 @@ spec:
         url: rediss://kv.caches.svc:6379/0?verify=ca
         authSecretRef: {name: kv-auth, usernameKey: username, passwordKey: password}
     admit: OnReuse
+  autoscaling:
+    mode: Auto
+    memory: {minSize: 64Gi, maxSize: 512Gi}
+    prices: {gpuHour: "2.50", memoryGiBHour: "0.004"}
 """
 """Has every field that can stand beside the others."""
 _MANAGED = {
@@ -73,6 +77,8 @@ _ALONE = {
     "spec.engine.gpu.resourceName": "nvidia.com/gpu",
     **{f"spec.tiers.remote.managed.{name}": value for name, value in _MANAGED.items()},
     "spec.tiers.remote.clusterRef.name": "kv",
+    "spec.autoscaling.remote.minShards": 2,
+    "spec.autoscaling.remote.maxShards": 8,
 }
 """Examples of fields that exclude one of these."""
 CONDITIONS = {

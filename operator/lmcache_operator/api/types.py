@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lmcache.units import parse_quantity
+from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN, IMAGE_NAME, NAME, SECRET_KEY, size_between
 from lmcache_operator.api.tiers import Tiers
@@ -192,6 +194,16 @@ class ImageDefaults(Part):
     )
 
 
+def _within(path: str, operator: str, bound: str) -> str:
+    """In CEL, of two sizes; what is no size is refused by its own rule."""
+    own, other = f"self.{path}", f"self.{bound}"
+    compared = f"quantity({own}).compareTo(quantity({other})) {operator} 0"
+    return f"(!isQuantity({own}) || !isQuantity({other}) || {compared})"
+
+
+_NO_MEMORY_BOUNDS = "!has(self.autoscaling) || !has(self.autoscaling.memory) || !has(self.tiers.memory)"
+
+
 class Spec(Part):
     """What an LMCacheCluster should be."""
 
@@ -221,6 +233,34 @@ class Spec(Part):
                 or (spec.tiers.managed is not None and not spec.tiers.memory and not spec.tiers.disk)
             ),
         ),
+        Rule(
+            "!has(self.autoscaling) || has(self.engine) || "
+            "!(has(self.autoscaling.memory) || has(self.autoscaling.remote))",
+            "without an engine nothing is looked up: set autoscaling at a cluster with one",
+            lambda spec: spec.engine is not None or not (spec.autoscaling.memory or spec.autoscaling.remote),
+        ),
+        Rule(
+            "!has(self.autoscaling) || !has(self.autoscaling.remote) || !has(self.engine) || "
+            "(has(self.tiers.remote) && has(self.tiers.remote.managed))",
+            "autoscaling.remote needs tiers.remote.managed: the operator changes no servers but its own",
+            lambda spec: spec.autoscaling.remote is None or not spec.engine or spec.tiers.managed is not None,
+        ),
+        Rule(
+            f"{_NO_MEMORY_BOUNDS} || {_within('tiers.memory.size', '<=', 'autoscaling.memory.maxSize')} && "
+            f"(!has(self.autoscaling.memory.minSize) || "
+            f"{_within('tiers.memory.size', '>=', 'autoscaling.memory.minSize')})",
+            "tiers.memory.size must be within autoscaling.memory.minSize and maxSize: it is where it starts",
+            lambda spec: _is_memory_within(spec),
+        ),
+        Rule(
+            "!has(self.autoscaling) || !has(self.autoscaling.remote) || !has(self.tiers.remote) || "
+            "!has(self.tiers.remote.managed) || "
+            "(self.autoscaling.remote.minShards <= self.tiers.remote.managed.shards && "
+            "self.tiers.remote.managed.shards <= self.autoscaling.remote.maxShards)",
+            "tiers.remote.managed.shards must be within autoscaling.remote.minShards and maxShards: it is "
+            "where it starts",
+            lambda spec: _are_shards_within(spec),
+        ),
     )
 
     model: Model | None = field("What the engine serves.")
@@ -231,6 +271,21 @@ class Spec(Part):
     sidecar: Sidecar = field("The cache beside each engine.", default={})
     images: ImageDefaults = field("Images where no field names one.", default={})
     tiers: Tiers = field("Where KV is kept.")
+    autoscaling: Autoscaling = field("How large tiers should be, by what they gain and cost.", default={})
+
+
+def _is_memory_within(spec: Spec) -> bool:
+    bounds, memory = spec.autoscaling.memory, spec.tiers.memory
+    if bounds is None or memory is None:
+        return True
+    size = parse_quantity(memory.size)
+    least = size if bounds.min_size is None else parse_quantity(bounds.min_size)
+    return least <= size <= parse_quantity(bounds.max_size)
+
+
+def _are_shards_within(spec: Spec) -> bool:
+    bounds, managed = spec.autoscaling.remote, spec.tiers.managed
+    return bounds is None or managed is None or bounds.min_shards <= managed.shards <= bounds.max_shards
 
 
 class Condition(Part):
@@ -287,4 +342,5 @@ class Status(Part):
     )
     transfer: TransferStatus | None = field("Who copies KV out of the GPUs.")
     remote: RemoteStatus | None = field("The managed remote tier.")
+    autoscaling: AutoscalingStatus | None = field("What sizes of tiers would be best, and why.")
     conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

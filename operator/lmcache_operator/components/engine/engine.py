@@ -162,6 +162,7 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     chooses: its upgrade restarts no pod; nor does naming the image that a pod has already.
     """
     wanted = declared(cluster.spec)
+    wanted.pop("autoscaling", None)
     engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
     for tier in ("memory", "disk"):
         tiers.get(tier, {}).pop("size", None)
