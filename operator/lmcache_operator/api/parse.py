@@ -11,7 +11,7 @@ import reprlib
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
 from lmcache_operator.api.tiers import MemoryTier
@@ -33,6 +33,17 @@ _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 """The keywords of OpenAPI that restrict a value, each with its check and with what to say if it fails."""
 
 
+class Sizes(NamedTuple):
+    """What the operator has chosen instead of what is declared; None: nothing."""
+
+    memory_bytes: int | None = None
+    """Of the memory tier of each pod."""
+    shards: int | None = None
+
+
+AS_DECLARED = Sizes()
+
+
 @dataclass(frozen=True)
 class Cluster:
     """An LMCacheCluster with a valid name and spec."""
@@ -41,6 +52,18 @@ class Cluster:
     name: str
     uid: str
     spec: Spec
+    chosen: Sizes = AS_DECLARED
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the memory tier of each pod, as it should be."""
+        return self.chosen.memory_bytes or self.memory.num_bytes
+
+    @property
+    def num_shards(self) -> int:
+        """Of the managed remote tier, as it should be; 0: it has none."""
+        managed = self.spec.tiers.managed
+        return (self.chosen.shards or managed.shards) if managed else 0
 
     @property
     def engine(self) -> Engine:

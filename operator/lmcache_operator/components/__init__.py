@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lmcache_operator.components.autoscaling import Autoscaling
 from lmcache_operator.components.base import Component
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.specs.kinds import BY_NAME, Kind
 
-COMPONENTS: tuple[Component, ...] = (Engine(), Injection(), Remote())
-"""In the order in which they are applied and reported."""
+COMPONENTS: tuple[Component, ...] = (Autoscaling(), Engine(), Injection(), Remote())
+"""In the order in which they are applied and reported. What was chosen is written down before it is done."""
 
 
 def kinds_of(components: Iterable[Component]) -> tuple[Kind, ...]:

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
+from lmcache_operator.autoscaling.report import Report
 from lmcache_operator.components.reasons import Reason, Trouble
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
@@ -123,6 +124,8 @@ class Observed:
     """Fields of children, or whole ones, that somebody else keeps changing back."""
     referred: Object | None = None
     """The other LMCacheCluster that ``Component.referred`` names, if there is one."""
+    autoscaling: Report | None = None
+    """The latest of who watches what the cluster looks up; None: there is none, or none yet."""
     now: datetime
 
     @property
@@ -207,6 +210,10 @@ class Component(ABC):
     def referred(self, resource: Object) -> str:
         """Name of another LMCacheCluster that this one relies on; empty: of none."""
         return ""
+
+    def sized(self, cluster: Cluster, observed: Observed) -> Cluster:
+        """The cluster as all components are to render it: here as it is declared."""
+        return cluster
 
     @abstractmethod
     def render(self, cluster: Cluster, context: Context) -> list[Object]:

@@ -25,6 +25,8 @@ def plan(
     try:
         cluster = parse(resource)
         for own in components:
+            cluster = own.sized(cluster, observed[own.name])
+        for own in components:
             try:
                 plans[own.name] = own.plan(cluster, observed[own.name], context)
             except InvalidSpecError:

@@ -7,13 +7,15 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Protocol
 
 from lmcache.backoff import Backoff
 from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
+from lmcache_operator.autoscaling.report import Report
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem, Status
 from lmcache_operator.errors import ApiError, RefusedError
@@ -56,6 +58,17 @@ class _Memory:
         return _WAIT.seconds(self.num_waits + 1)
 
 
+class Autoscaler(Protocol):
+    """Watches what clusters look up, and wakes those that it has news of. Neither call waits, or raises."""
+
+    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
+        """Its latest of a cluster, of which it learns here: its spec, its pods, and by the component
+        ``autoscaling`` what survived a restart."""
+
+    def forget(self, key: ClusterKey) -> None:
+        """The cluster is gone, or going."""
+
+
 class Reconciler:
     """Brings clusters to their declared state."""
 
@@ -66,12 +79,14 @@ class Reconciler:
         read_stats: ReadStats,
         *,
         components: Sequence[Component] = COMPONENTS,
+        autoscaler: Autoscaler | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api = api
         self._context = context
         self._read_stats = read_stats
         self._components = components
+        self._autoscaler = autoscaler
         self._monotonic = monotonic
         self._memories: dict[str, _Memory] = {}
 
@@ -86,21 +101,27 @@ class Reconciler:
         with metrics.RECONCILE_SECONDS.time(), metrics.RECONCILE_FAILURES.count_exceptions():
             resource = await self._api.get(CLUSTER, key.namespace, key.name)
             if resource is None or resource["metadata"]["uid"] != key.uid:
-                self._memories.pop(key.uid, None)
+                self._forget(key)
                 for kind in _MEASURED if resource is None else ():
                     metrics.CONDITION.remove(key.namespace, key.name, kind)
                 return None
             if "deletionTimestamp" in resource["metadata"]:
+                self._forget(key)
                 return None
             fresh = _Memory(SidecarProber(self._read_stats, self._monotonic))
             return await self._reconcile(key, resource, self._memories.setdefault(key.uid, fresh))
+
+    def _forget(self, key: ClusterKey) -> None:
+        self._memories.pop(key.uid, None)
+        if self._autoscaler:
+            self._autoscaler.forget(key)
 
     async def _reconcile(self, key: ClusterKey, resource: Object, memory: _Memory) -> float | None:
         now, observed, plans = datetime.now(UTC), dict[str, Observed](), dict[str, Plan]()
         applier = Applier(self._api, key, memory.contests, self._monotonic())
         failure: Exception | None = None
         try:
-            observed = await self._observe(resource, memory, now)
+            observed = await self._observe(key, resource, memory, now)
             plans, fault = plan(self._components, resource, observed, self._context)
             if creates_something(plans, observed) and await self._api.is_ending(key.namespace):
                 return None
@@ -128,12 +149,16 @@ class Reconciler:
             return min(_RESYNC_SECONDS * random.uniform(0.9, 1.1), due + 1)
         return memory.seconds_to_next_try(is_news)
 
-    async def _observe(self, resource: Object, memory: _Memory, now: datetime) -> dict[str, Observed]:
+    async def _observe(
+        self, key: ClusterKey, resource: Object, memory: _Memory, now: datetime
+    ) -> dict[str, Observed]:
         contested = memory.contests.contested(self._monotonic())
         found = await asyncio.gather(
             *(observe(self._api, own, resource, contested, now) for own in self._components)
         )
-        return {own.name: observed for own, observed in zip(self._components, found, strict=True)}
+        observed = {own.name: one for own, one in zip(self._components, found, strict=True)}
+        report = self._autoscaler.report(key, observed) if self._autoscaler else None
+        return {name: replace(one, autoscaling=report) for name, one in observed.items()}
 
     async def _probe(self, observed: dict[str, Observed], memory: _Memory) -> dict[str, Observed]:
         probed = await memory.prober.probe([pod for own in observed.values() for pod in own.pods])

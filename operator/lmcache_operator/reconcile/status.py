@@ -46,7 +46,7 @@ def derive_status(
     # Who is on the way leads, then who has not arrived and says why.
     progressing = min(
         (_progressing(*found) for found in zip(statuses, plans.values(), strict=True)),
-        key=lambda p: (p.status != "True", p.reason == "Complete"),
+        key=lambda p: (p.status != "True", p.reason == "Complete", not p.message),
     )
     ready = Condition("True", "Ready", "; ".join(status.summary for status in statuses if status.summary))
     if problems:

@@ -42,6 +42,9 @@ SHARD_IMAGE = "valkey/valkey:8.1.4"
 """Of shards, where neither a cluster nor the operator's flags name one. Valkey is free software as Redis was
 up to 7.2: who offers it to others as a service needs nobody's leave."""
 
+AUTOSCALING = "autoscaling"
+"""Component: the sizes that were chosen for a cluster."""
+
 ENGINE = "engine"
 SIDECAR = "sidecar"
 PAYLOAD = "payload"
@@ -63,6 +66,11 @@ def engine_name(cluster_name: str) -> str:
 def config_name(cluster_name: str) -> str:
     """Name of the ConfigMap with the sidecar's settings."""
     return f"{cluster_name}-sidecar"
+
+
+def autoscaling_name(cluster_name: str) -> str:
+    """Name of the ConfigMap with the sizes that were chosen, and what they were chosen from."""
+    return f"{cluster_name}-autoscaling"
 
 
 def remote_name(cluster_name: str) -> str:

@@ -182,7 +182,7 @@ def _sidecar(cluster: Cluster, image: str, transfer: Transfer) -> Object:
     if disk := cluster.spec.tiers.disk:
         # Variables, not keys of the shared file: they are of this pod's volume, as the size of its memory is.
         env |= {"LMCACHE_DISK_PATH": paths.DISK_DIR, DISK_SIZE: f"{disk.num_bytes}"}
-    memory_bytes, has_gpus = cluster.memory.num_bytes, transfer.mode == CUDA_IPC
+    memory_bytes, has_gpus = cluster.memory_bytes, transfer.mode == CUDA_IPC
     num_gpus = cluster.engine.gpu.count if has_gpus else 0
     memory = format_mebibytes(sidecar_memory(memory_bytes, num_gpus))
     claims = {"claims": [{"name": CLAIM}]} if has_gpus and has_claim(cluster) else {}
@@ -246,7 +246,7 @@ def _volumes(cluster: Cluster, sidecar_image: str = "") -> list[_Volume]:
         payload = {"image": {"reference": sidecar_image}}
     spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
     # The arena's file is exactly as large as the tier: its head, slot table and index are taken out of that.
-    arena = _in_memory(format_mebibytes(cluster.memory.num_bytes))
+    arena = _in_memory(format_mebibytes(cluster.memory_bytes))
     config = {"configMap": {"name": names.config_name(cluster.name)}}
     found = [
         _Volume("arena", paths.ARENA_DIR, engine + sidecar, arena),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lmcache_operator.api import PROFILE_KIND
-from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.parse import AS_DECLARED, Cluster
 from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem, Status
 from lmcache_operator.components.differences import differences
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
@@ -42,11 +42,11 @@ class Injection(Component):
         return f"{names.INJECT_LABEL}={cluster_name}"
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
-        """With the images of today: pods that exist keep theirs."""
+        """With the images of today, and the sizes that are declared: pods that exist keep theirs."""
         if cluster.spec.engine is None:
             return []
-        name = names.injection_name(cluster.name)
-        return [names.child(cluster, self.name, PROFILE_KIND, name, template=profile(cluster, context))]
+        name, declared = names.injection_name(cluster.name), replace(cluster, chosen=AS_DECLARED)
+        return [names.child(cluster, self.name, PROFILE_KIND, name, template=profile(declared, context))]
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """The differences."""

@@ -67,7 +67,7 @@ class Remote(Component):
         if managed is None:
             return []
         image = managed.image or context.shard_image
-        return _objects(cluster, managed, image, context.shard_image, Shards(managed.shards))
+        return _objects(cluster, managed, image, context.shard_image, Shards(cluster.num_shards))
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Before anything, the list of now, and the image that the StatefulSet was made with."""
@@ -77,19 +77,19 @@ class Remote(Component):
         config, *_, live = map(observed.children.get, self.refs(cluster.name))
         former = Shards.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
         ready = _ready_numbers(observed)
-        shards = next_shards(former, managed.shards, ready, observed.now)
+        shards = next_shards(former, cluster.num_shards, ready, observed.now)
         default = _default_image(cluster, live, context.shard_image)
         wanted = _objects(cluster, managed, managed.image or default, default, shards)
         due, template = differences(wanted, observed), wanted[-1]["spec"]["template"]
         evict, seconds = _eviction(live, observed, template, shards)
         return replace(
             due,
-            make=() if len(ready) >= _num_servers(managed, shards) else (_secret(cluster),),
+            make=() if len(ready) >= _num_servers(cluster, shards) else (_secret(cluster),),
             # Not before the template is written: the old pod would be made again.
             evict=() if ref_of(wanted[-1]) in due.lost else evict,
             due_seconds=seconds,
             num_outdated=sum(is_outdated(pod, template) for pod in observed.pods),
-            fields={"declared": managed.shards, "shards": shards},
+            fields={"declared": cluster.num_shards, "shards": shards},
         )
 
     def status(self, observed: Observed, plan: Plan) -> Status:
@@ -176,9 +176,9 @@ def _ready_numbers(observed: Observed) -> set[int]:
     return {int(pod["metadata"]["name"].rpartition("-")[2]) for pod in observed.pods if is_ready(pod)}
 
 
-def _num_servers(managed: ManagedRemote, shards: Shards) -> int:
-    """Those that are declared, and those that are read."""
-    return max(managed.shards, shards.current, shards.previous)
+def _num_servers(cluster: Cluster, shards: Shards) -> int:
+    """Those that are wanted, and those that are read."""
+    return max(cluster.num_shards, shards.current, shards.previous)
 
 
 def _default_image(cluster: Cluster, live: Object | None, present: str) -> str:
@@ -217,7 +217,7 @@ def _objects(
 ) -> list[Object]:
     child, name = partial(names.child, cluster, names.REMOTE), names.remote_name(cluster.name)
     selector = names.selector(cluster.name, names.REMOTE)
-    number = _num_servers(managed, shards)
+    number = _num_servers(cluster, shards)
     endpoints = [f"{name}-{n}.{names.remote_host(cluster, cluster.name)}" for n in range(number)]
     files = {paths.SHARDS_FILE: shards.document([f"{host}:{names.REMOTE_PORT}" for host in endpoints])}
     hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}

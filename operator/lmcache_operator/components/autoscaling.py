@@ -1,0 +1,95 @@
+"""The component: the sizes that were chosen for a cluster, and what they were chosen from.
+
+They are in a ConfigMap, for an operator that starts again, and never in the spec, which is the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from lmcache_operator.api.autoscaling import AUTO, OFF
+from lmcache_operator.api.parse import Cluster, Sizes
+from lmcache_operator.autoscaling.report import Choice, Report, Saved, restore, save
+from lmcache_operator.components.base import Component, Context, Observed, Plan
+from lmcache_operator.components.differences import differences
+from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.kinds import Ref
+
+_SAVED_AT = "savedAt"
+_SAVE_EVERY = timedelta(hours=1)
+
+
+class Autoscaling(Component):
+    """Sizes, and the state that they come from."""
+
+    name = names.AUTOSCALING
+
+    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
+        """One ConfigMap."""
+        return (Ref("ConfigMap", names.autoscaling_name(cluster_name)),)
+
+    def sized(self, cluster: Cluster, observed: Observed) -> Cluster:
+        """With what was chosen, within the bounds of now; who declares another size means that one."""
+        scaling, tiers = cluster.spec.autoscaling, cluster.spec.tiers
+        known: Report | Saved | None = observed.autoscaling or saved(observed)
+        if scaling.mode != AUTO or known is None:
+            return cluster
+        memory = shards = None
+        if scaling.memory and tiers.memory:
+            declared = tiers.memory.num_bytes
+            memory = _within(known.memory, declared, scaling.memory_bounds(declared))
+        if scaling.remote and tiers.managed:
+            declared = tiers.managed.shards
+            shards = _within(known.shards, declared, scaling.shard_bounds(declared))
+        return replace(cluster, chosen=Sizes(memory, shards))
+
+    def render(self, cluster: Cluster, context: Context) -> list[Object]:
+        """Nothing: of a cluster that nobody has watched nothing is known."""
+        return []
+
+    def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
+        """Written when a size was chosen, and else once an hour; deleted when it is of no use."""
+        data = {} if cluster.spec.autoscaling.mode == OFF else _data(observed)
+        name = names.autoscaling_name(cluster.name)
+        wanted = [names.child(cluster, self.name, "ConfigMap", name, data=dict(data))] if data else []
+        return differences(wanted, observed)
+
+
+def saved(observed: Observed) -> Saved | None:
+    """What the ConfigMap says; None if there is none, or one that is not as it was written."""
+    try:
+        return restore(_live(observed))
+    except ValueError:
+        return None
+
+
+def _live(observed: Observed) -> Mapping[str, str]:
+    return next((child.get("data") or {} for child in observed.children.values()), {})
+
+
+def _data(observed: Observed) -> Mapping[str, str]:
+    live, former, report = _live(observed), saved(observed), observed.autoscaling
+    if report is None:
+        return live if former else {}
+    if former and (former.memory, former.shards) == (report.memory, report.shards):
+        is_kept = former.state == report.state or not _is_over(live.get(_SAVED_AT, ""), observed.now)
+        if is_kept:
+            return live
+    if not (report.memory or report.shards or report.state):
+        return {}
+    return save(report) | {_SAVED_AT: observed.now.isoformat(timespec="seconds")}
+
+
+def _is_over(saved_at: str, now: datetime) -> bool:
+    try:
+        return not timedelta() <= now - datetime.fromisoformat(saved_at) < _SAVE_EVERY
+    except (TypeError, ValueError):
+        return True
+
+
+def _within(choice: Choice | None, declared: int, bounds: tuple[int, int]) -> int | None:
+    if choice is None or choice.instead_of != declared:
+        return None
+    return min(max(choice.size, bounds[0]), bounds[1])
