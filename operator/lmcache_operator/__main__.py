@@ -24,7 +24,7 @@ from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.curve import TIERS, Curve
-from lmcache_operator.errors import ApiError, FileError, InvalidSpecError, LeaseLostError, NoCurveError
+from lmcache_operator.errors import FileError, InvalidSpecError, LeaseLostError, NoCurveError, OperatorError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER
 from lmcache_operator.specs.names import ENGINE, SHARD_IMAGE, SIDECAR, STOCK_IMAGES
@@ -178,7 +178,7 @@ def _curve(arguments: argparse.Namespace) -> int:
         if picture:
             with _blamed(picture):
                 picture.write_text(curve.picture(), encoding="utf-8")
-    except (FileError, NoCurveError, ApiError) as error:
+    except OperatorError as error:
         print(error, file=sys.stderr)
         return _EXIT_USAGE
     return 0

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from lmcache.units import parse_size
+from lmcache.units import format_size, parse_size
+from lmcache_operator.api.parse import parse
 from lmcache_operator.errors import NoCurveError
 from lmcache_operator.pictures import Line, Mark, Panel, svg
 from lmcache_operator.specs import Object
 
 TIERS = ("memory", "remote")
+_ABOUT = {"samples": "samples", "half-life": "window", "observed": "observedAt"}
 _FEWEST_BARS, _MOST_BARS = 10, 60
 
 
@@ -41,14 +43,15 @@ class Curve:
     about: str
     """What it was counted from."""
     reason: str
-    current: str
-    recommended: str
+    current: int
+    """Bytes: of one pod, or of all shards."""
+    recommended: int
     points: tuple[Point, ...]
     """Ascending; the present and the recommended size are among them."""
 
     @classmethod
     def of(cls, resource: Object, tier: str) -> Self:
-        """Read an LMCacheCluster's status. Raises NoCurveError, which says why there is none."""
+        """Read an LMCacheCluster's status. Raises InvalidSpecError, and NoCurveError with the reason."""
         metadata, name = resource["metadata"], resource["metadata"]["name"]
         found = (resource.get("status") or {}).get("autoscaling")
         if not found:
@@ -59,20 +62,14 @@ class Curve:
         try:
             if not (own := found.get(tier)):
                 raise NoCurveError(f"{name}: its {tier} tier is not sized; there is {_sized(found)}")
-            said = {**found, **own}
-            if not said.get("curve"):
-                raise NoCurveError(f"{name}: nothing is known of its {tier} tier yet: {said.get('reason')}")
-            points = tuple(sorted(map(_point, said["curve"]), key=lambda point: point.num_bytes))
-            for size in (own["current"], own["recommended"]):
-                parse_size(size)
-            return cls(
-                title=f"{metadata.get('namespace') or 'default'}/{name}: the {tier} tier",
-                about=f"{said['samples']} samples, window {said['window']}, observed {said['observedAt']}",
-                reason=str(said["reason"]),
-                current=own["current"],
-                recommended=own["recommended"],
-                points=points,
-            )
+            if not own.get("curve"):
+                raise NoCurveError(f"{name}: nothing is known of its {tier} tier yet: {own.get('reason')}")
+            shard_bytes = _shard_bytes(resource) if tier == TIERS[1] else 0
+            current, recommended = (_size(own[name], shard_bytes) for name in ("current", "recommended"))
+            about = (f"{what} {found[field]}" for what, field in _ABOUT.items() if field in found)
+            points = sorted(map(_point, own["curve"]), key=lambda point: point.num_bytes)
+            title = f"{metadata.get('namespace') or 'default'}/{name}: the {tier} tier"
+            return cls(title, ", ".join(about), str(own["reason"]), current, recommended, tuple(points))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise NoCurveError(
                 f"{name}: status.autoscaling is of another version: {type(error).__name__}: {error}"
@@ -81,7 +78,7 @@ class Curve:
     def what_is(self, point: Point) -> str:
         """Which of all sizes it is."""
         words = {"present": self.current, "recommended": self.recommended}
-        return " and ".join(word for word, size in words.items() if parse_size(size) == point.num_bytes)
+        return " and ".join(word for word, size in words.items() if size == point.num_bytes)
 
     def text(self, width: int) -> str:
         """For a terminal that is so many characters wide."""
@@ -128,6 +125,17 @@ def _sized(found: Mapping[str, Any]) -> str:
     return ", ".join(f"--tier {tier}" for tier in TIERS if found.get(tier)) or "none yet"
 
 
+def _shard_bytes(resource: Object) -> int:
+    managed = parse(resource).spec.tiers.managed
+    return managed.shard_bytes if managed else 0
+
+
+def _size(said: Any, shard_bytes: int) -> int:
+    """The remote tier's is a number of shards."""
+    return parse_size(format_size(said * shard_bytes)) if shard_bytes else parse_size(said)
+
+
 def _point(values: Mapping[str, Any]) -> Point:
-    hit, low, high = (100 * float(values[name]) for name in ("hit", "low", "high"))
-    return Point(str(values["size"]), hit, low, high, float(values["netPerHour"]))
+    hit = float(values["hit"])
+    low, high = (float(values.get(name, hit)) for name in ("low", "high"))
+    return Point(str(values["size"]), 100 * hit, 100 * low, 100 * high, float(values["netPerHour"]))

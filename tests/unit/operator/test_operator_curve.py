@@ -37,21 +37,21 @@ CLUSTER: dict[str, Any] = {
     "status": {
         "autoscaling": {
             "observedAt": "2026-11-22T18:00:00Z", "samples": 412334, "window": "24h",
-            "memory": {"current": "64Gi", "recommended": "108Gi", "next": "108Gi"},
-            "curve": [
-                point("512Gi", 0.61, -2.4), point("16Gi", 0.2, -0.93), point("65536Mi", 0.42, 0),
-                point("108Gi", 0.58, 0.16),
-            ],
-            "reason": REASON,
+            "memory": {
+                "current": "64Gi", "recommended": "108Gi", "next": "108Gi", "reason": REASON,
+                "curve": [
+                    point("512Gi", 0.61, -2.4), point("16Gi", 0.2, -0.93), point("65536Mi", 0.42, 0),
+                    point("108Gi", 0.58, 0.16),
+                ],
+            },
         }
     },
 }  # fmt: skip
 
 
-def without(field: str, inside: str = "") -> dict[str, Any]:
+def without(field: str) -> dict[str, Any]:
     changed = copy.deepcopy(CLUSTER)
-    found = changed["status"]["autoscaling"]
-    del (found[inside] if inside else found)[field]
+    del changed["status"]["autoscaling"]["memory"][field]
     return changed
 
 
@@ -89,6 +89,21 @@ def test_a_size_that_is_both_is_marked_once() -> None:
     assert "present and recommended" in text
 
 
+def test_sizes_of_the_remote_tier_are_numbers_of_shards() -> None:
+    there = copy.deepcopy(CLUSTER)
+    managed = {"memoryPerShard": "108Gi", "shards": 1}
+    there["spec"] = {
+        "model": {"name": "m"},
+        "engine": {},
+        "tiers": {"memory": {"size": "64Gi"}, "remote": {"managed": managed}},
+    }
+    own = {"current": 1, "recommended": 3, "next": 2, "reason": REASON}
+    own["curve"] = [point("108Gi", 0.3, 0), point("216Gi", 0.4, 0.1), point("324Gi", 0.45, 0.11)]
+    there["status"]["autoscaling"]["remote"] = own
+    curve = Curve.of(there, "remote")
+    assert [curve.what_is(found) for found in curve.points] == ["present", "", "recommended"]
+
+
 def test_picture() -> None:
     root = ElementTree.fromstring(Curve.of(CLUSTER, "memory").picture())
     texts = ["".join(found.itertext()) for found in root.iter(f"{SVG}text")]
@@ -108,7 +123,7 @@ def test_picture() -> None:
         ({**CLUSTER, "status": {}}, "memory", "status.autoscaling is empty: .*mode: Off"),
         (CLUSTER, "remote", "its remote tier is not sized; there is --tier memory"),
         (without("curve"), "memory", f"nothing is known of its memory tier yet: {REASON}"),
-        (without("current", "memory"), "memory", "status.autoscaling is of another version: .*current"),
+        (without("current"), "memory", "status.autoscaling is of another version: .*current"),
     ],
 )
 def test_no_curve(cluster: dict[str, Any], tier: str, message: str) -> None:
@@ -121,9 +136,10 @@ def test_no_curve(cluster: dict[str, Any], tier: str, message: str) -> None:
 )
 def test_whatever_a_status_holds_is_told(value: Any) -> None:
     """The status may be another version's, or edited."""
-    for field in ("samples", "curve", "memory", "window"):
+    for field in ("samples", "memory", "current", "curve", "reason"):
         changed = copy.deepcopy(CLUSTER)
-        changed["status"]["autoscaling"][field] = value
+        found = changed["status"]["autoscaling"]
+        (found if field in found else found["memory"])[field] = value
         try:
             curve = Curve.of(changed, "memory")
         except NoCurveError:
