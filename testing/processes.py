@@ -157,7 +157,7 @@ class SidecarProcess(Server):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"http://{self.options['http_host']}:{self.http_port}"
 
     @property
     def log(self) -> str:

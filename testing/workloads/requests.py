@@ -194,3 +194,21 @@ def mooncake(path: Path, *, share: float = 1.0) -> Workload:
             )
             requests.append(Request(request.seconds, session, keys))
     return Workload(requests, 1.0)
+
+
+def repeated(workload: Workload, hours: int, *, share: float = 1.0) -> Workload:
+    """A workload of about an hour, hour after hour: each time other sessions of it, a ``share`` of them, with
+    keys of their own."""
+    requests = []
+    for number in range(hours):
+        salt = row_hash(9, number)
+        requests += [
+            Request(
+                request.time + number * HOUR,
+                request.session * hours + number,
+                tuple(key ^ salt for key in request.keys),
+            )
+            for request in workload.requests
+            if row_hash(7, request.session, number) < share * 2**64
+        ]
+    return Workload(sorted(requests, key=lambda request: request.time), workload.scale)
