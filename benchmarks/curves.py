@@ -86,11 +86,11 @@ def _exact(requests: list[Request]) -> dict[int, float]:
 
 def _sampling() -> Figure:
     requests = [[hashlib.sha256(b"%d/%d" % (r, i)).digest() for i in range(30)] for r in range(2000)]
-    sampler = Sampler(rate=0.05)
+    sampler, tiers = Sampler(rate=0.05), b"-" * 30
 
     def work() -> None:
         for keys in requests:
-            sampler.record(0.0, keys, BLOCK_BYTES)
+            sampler.record(0.0, keys, tiers)
 
     seconds = min(_cpu_seconds(work) for _ in range(5))
     return at_most("sampling, per access", seconds / 60_000 * 1e6, "us", 0.2)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmcache_sidecar import daemon, stats
 from lmcache_sidecar.copiers.gpu import CopyStats
+from lmcache_sidecar.samples import LookupStats
 from lmcache_sidecar.stats import Figure, declared
 
 from lmcache.tiers.stats import ObjectStats, TieredStats
@@ -23,6 +24,11 @@ the process; figures of what is not there (yet) are left out. A **row** is one c
 """
 _PARTS: tuple[tuple[str, str, Sequence[Figure[Any]]], ...] = (
     ("The sidecar", "lmcache_", (*daemon.FIGURES, *stats.SESSIONS)),
+    (
+        "`lookups`: what requests looked up, as in [/samples](samples.md)",
+        "lmcache_",
+        (*declared(LookupStats), *stats.LOOKUPS),
+    ),
     (
         "`transfer`: stores copied from GPUs",
         "lmcache_transfer_",

@@ -26,7 +26,7 @@ misses are samples, too.
 """
 
 from lmcache.curves.curve import MissRatioCurve
-from lmcache.curves.samples import HASHES, Lookup, Sampler, merged
+from lmcache.curves.samples import HASHES, Kept, Lookup, Sampler, merged
 from lmcache.curves.stack import RecencyStack, stack_distances
 from lmcache.curves.window import Difference, Estimate, Window
 
@@ -34,6 +34,7 @@ __all__ = [
     "HASHES",
     "Difference",
     "Estimate",
+    "Kept",
     "Lookup",
     "MissRatioCurve",
     "RecencyStack",

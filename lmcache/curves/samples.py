@@ -24,32 +24,79 @@ class Lookup(NamedTuple):
     """Whose cache it is that was asked."""
 
 
+class Kept(NamedTuple):
+    """What a sampler keeps of one request."""
+
+    time: float
+    """Seconds since 1970."""
+    bound: int
+    """Keys below it were sampled, and the head."""
+    keys: bytes
+    """8 of each, big end first, tail first."""
+    tiers: bytes
+    """A letter for each."""
+
+    def below(self, bound: int) -> Kept:
+        """Return what would have been kept with a lower bound."""
+        if bound >= self.bound:
+            return self
+        last = len(self.tiers) - 1
+        low = bound.to_bytes(9, "big")[1:]
+        kept = [at for at in range(last) if self.keys[8 * at : 8 * at + 8] < low] + [last]
+        keys = b"".join(self.keys[8 * at : 8 * at + 8] for at in kept)
+        return Kept(self.time, bound, keys, bytes(self.tiers[at] for at in kept))
+
+
 class Sampler:
-    """What runs on the hot path: a bounded ring of accesses to heads, and to keys under a threshold."""
+    """What runs on the hot path: a bounded ring of accesses to heads, and to keys under a threshold.
+
+    A request's position is the number of samples before it, those included that left the ring.
+    """
 
     def __init__(self, rate: float = 1.0, max_samples: int = 1 << 16) -> None:
         """Raise ValueError for a ``rate`` (share of keys) that is not in (0, 1]."""
-        self.num_accesses = 0  # all of them, sampled or not
-        threshold = threshold_of(rate)
-        self._bound = threshold.to_bytes(8, "big") if threshold < HASHES else b"\xff" * 9
-        self._ring: deque[Lookup] = deque()
-        self._room = max_samples
+        self.num_dropped = 0
+        """Samples that left the ring, which is the position of the first that is there."""
+        self.position = 0
+        """Of the next request."""
+        self._ring: deque[Kept] = deque()
+        self._max_samples = max_samples
+        self.rate = rate
 
-    def record(self, time: float, keys: Sequence[bytes], num_bytes: int) -> None:
-        """Note a request for keys, given tail first; they end in 8 uniformly distributed bytes."""
-        self.num_accesses += len(keys)
-        bound = self._bound
-        kept = [tail for key in keys if (tail := key[-8:]) < bound]
-        if keys and keys[-1][-8:] >= bound:
-            kept.append(keys[-1][-8:])
-        self._room -= len(kept)
-        self._ring.append(Lookup(time, [int.from_bytes(tail, "big") for tail in kept], num_bytes))
-        while self._room < 0:
-            self._room += len(self._ring.popleft().keys)
+    @property
+    def rate(self) -> float:
+        """Share of keys that is kept of requests from now on."""
+        return self.bound / HASHES
 
-    def since(self, time: float) -> list[Lookup]:
-        """Return what is kept of the requests after ``time``, oldest first."""
-        return [lookup for lookup in self._ring if lookup.time > time]
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        self.bound = threshold_of(rate)
+        self._low = self.bound.to_bytes(9, "big")[1:] if self.bound < HASHES else b"\xff" * 9
+
+    def record(self, time: float, keys: Sequence[bytes], tiers: bytes) -> None:
+        """Note a request for keys, given tail first; they end in 8 uniformly distributed bytes. ``tiers``:
+        a letter for each, where it was found."""
+        if not keys:
+            return
+        if self.bound < HASHES:
+            low, last = self._low, len(keys) - 1
+            kept = [at for at, key in enumerate(keys) if key[-8:] < low]
+            if kept[-1:] != [last]:
+                kept.append(last)
+            keys, tiers = [keys[at] for at in kept], bytes([tiers[at] for at in kept])
+        self._ring.append(Kept(time, self.bound, b"".join([key[-8:] for key in keys]), tiers))
+        self.position += len(keys)
+        while self.position - self.num_dropped > self._max_samples:
+            self.num_dropped += len(self._ring.popleft().tiers)
+
+    def since(self, position: int) -> tuple[int, list[Kept]]:
+        """Return the position of the first request from ``position`` on, and what is kept of all of them."""
+        first, kept = self.num_dropped, list(self._ring)
+        skipped = 0
+        while skipped < len(kept) and first < position:
+            first += len(kept[skipped].tiers)
+            skipped += 1
+        return first, kept[skipped:]
 
 
 def merged(streams: Iterable[Iterable[Lookup]]) -> Iterable[Lookup]:

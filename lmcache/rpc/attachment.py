@@ -206,6 +206,7 @@ def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
         column=hello.column,
         model=hello.model,
         transfer=_offer_message(hello.transfer),
+        kv_bytes=hello.kv_bytes,
     )
 
 

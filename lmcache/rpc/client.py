@@ -32,9 +32,18 @@ from lmcache.rpc.attachment import Attachment, OnRows, hello_message
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.hello import ClientHello, Role, TransferOffer
 from lmcache.rpc.lockfile import LockFile
-from lmcache.rpc.session import Copies, Session, bounded
+from lmcache.rpc.session import Copies, Scheduled, Session, bounded
 
-__all__ = ["ClientHello", "KVGroup", "OnRows", "Role", "Session", "SidecarClient", "TransferOffer"]
+__all__ = [
+    "ClientHello",
+    "KVGroup",
+    "OnRows",
+    "Role",
+    "Scheduled",
+    "Session",
+    "SidecarClient",
+    "TransferOffer",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -80,3 +80,5 @@ class ClientHello:
     model: str = ""
     transfer: TransferOffer = TransferOffer()
     """A worker's; what the sidecar may read of the KV."""
+    kv_bytes: int = 0
+    """Of a worker's own KV cache; 0: not said."""

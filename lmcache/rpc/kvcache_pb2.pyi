@@ -55,7 +55,7 @@ class AttachReply(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., copier: _Optional[_Union[StoreCopier, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer")
+    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class Hello(_message.Message):
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_version: str
     client_uuid: bytes
@@ -82,7 +83,8 @@ class Hello(_message.Message):
     column: int
     model: str
     transfer: TransferOffer
-    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ...) -> None: ...
+    kv_bytes: int
+    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class Geometry(_message.Message):
     __slots__ = ("chunk_tokens", "num_columns", "groups")
@@ -219,7 +221,7 @@ class Drained(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "prefill_tokens_per_second", "hint", "tenant")
+    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "prefill_tokens_per_second", "hint", "tenant", "scheduled")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +229,7 @@ class LookupRequest(_message.Message):
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
     request_id: str
@@ -234,7 +237,18 @@ class LookupRequest(_message.Message):
     prefill_tokens_per_second: float
     hint: bool
     tenant: bytes
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., tenant: _Optional[bytes] = ...) -> None: ...
+    scheduled: Scheduled
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., tenant: _Optional[bytes] = ..., scheduled: _Optional[_Union[Scheduled, _Mapping]] = ...) -> None: ...
+
+class Scheduled(_message.Message):
+    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens")
+    NUM_ENGINE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_engine_chunks: int
+    num_hit_chunks: int
+    num_loaded_tokens: int
+    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class GroupKeys(_message.Message):
     __slots__ = ("group", "keys")

@@ -67,6 +67,14 @@ class BlockCopy(NamedTuple):
     """All that a row of the group holds, in their order."""
 
 
+class Scheduled(NamedTuple):
+    """What becomes of a request's chunks: the fields are those of ``kvcache.proto``."""
+
+    num_engine_chunks: int = 0
+    num_hit_chunks: int = 0
+    num_loaded_tokens: int = 0
+
+
 class Copies:
     """The open ``copying`` blocks of one client, which must know when those of older sessions are left."""
 
@@ -176,11 +184,14 @@ class Session:
         tenant: bytes = b"",
         prefill_tokens_per_second: float = 0.0,
         hint: bool = False,
+        scheduled: Scheduled | None = None,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> LookupResult:
         """Lease the rows in memory that a hit of all these chunks needs: row keys of the same chunks in every
         group (those that store something). A ``hint`` leases nothing: it only says what is there, and has
-        lower tiers bring theirs. Of very many keys only the first ``MAX_KEYS_PER_LOOKUP`` are looked up.
+        lower tiers bring theirs. With ``scheduled`` it is counted where the chunks were found: say it once
+        per request; a hint has nothing brought then. Of very many keys only the first ``MAX_KEYS_PER_LOOKUP``
+        are looked up.
 
         Repeating it with the same id extends the lease. Release the id in the end, also after an error: a
         call whose answer was lost may have leased.
@@ -196,6 +207,7 @@ class Session:
             tenant=tenant,
             prefill_tokens_per_second=prefill_tokens_per_second,
             hint=hint,
+            scheduled=pb.Scheduled(**scheduled._asdict()) if scheduled is not None else None,
         )
         return LookupResult(reply.num_resident, reply.num_leased, reply.num_pending, reply.probing)
 

@@ -167,10 +167,11 @@ class Daemon:
     # ---- pages ----
 
     @property
-    def _pages(self) -> dict[str, Callable[[], Awaitable[Page]]]:
+    def _pages(self) -> dict[str, Callable[[str], Awaitable[Page]]]:
         return {
             "/metrics": self._metrics_page,
             "/stats": self._stats_page,
+            "/samples": self._samples_page,
             "/healthz": self._healthz_page,
             "/readyz": self._readyz_page,
         }
@@ -194,19 +195,27 @@ class Daemon:
         }
         return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 
-    async def _metrics_page(self) -> Page:
+    async def _metrics_page(self, _: str) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")
         text = await metrics.render(self._calls, self._stats())
         return Page(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
 
-    async def _stats_page(self) -> Page:
+    async def _stats_page(self, _: str) -> Page:
         text = json.dumps(document(self._stats()))
         return Page(HTTPStatus.OK, text.encode() + b"\n", "application/json")
 
-    async def _healthz_page(self) -> Page:
+    async def _samples_page(self, query: str) -> Page:
+        if self._sidecar is None:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
+        try:
+            return Page(HTTPStatus.OK, await self._sidecar.samples.answer(query), "application/json")
+        except ValueError as error:
+            return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+
+    async def _healthz_page(self, _: str) -> Page:
         return Page(HTTPStatus.OK, b"ok\n")  # that this runs is the proof
 
-    async def _readyz_page(self) -> Page:
+    async def _readyz_page(self, _: str) -> Page:
         if reason := self.not_ready_reason:
             return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}\n".encode())
         return Page(HTTPStatus.OK, b"ready\n")

@@ -37,9 +37,10 @@ class Page(NamedTuple):
 
 
 class HttpServer:
-    """Serves ``pages`` by their paths, GET and HEAD only, from ``start`` to ``stop``."""
+    """Serves ``pages`` by their paths, each given the query (what follows the "?"), GET and HEAD only, from
+    ``start`` to ``stop``."""
 
-    def __init__(self, pages: Mapping[str, Callable[[], Awaitable[Page]]]) -> None:
+    def __init__(self, pages: Mapping[str, Callable[[str], Awaitable[Page]]]) -> None:
         self._pages = pages
         self._listener: socket.socket | None = None
         self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -157,13 +158,14 @@ class HttpServer:
         if request is None:
             return _error(HTTPStatus.BAD_REQUEST)
         method, target = request.groups()
-        page = self._pages.get(target.partition(b"?")[0].decode(errors="replace"))
+        path, _, query = target.decode(errors="replace").partition("?")
+        page = self._pages.get(path)
         if page is None:
             return _error(HTTPStatus.NOT_FOUND)
         if method not in (b"GET", b"HEAD"):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
         try:
-            return await page()
+            return await page(query)
         except Exception:
             logger.exception("a page has a bug")
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)

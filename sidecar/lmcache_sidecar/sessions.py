@@ -17,6 +17,7 @@ from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition
 from lmcache_sidecar.copiers.copier import SidecarCopier
+from lmcache_sidecar.samples import Samples
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Sessions:
         self.store: TieredStore | None = None
         self._arena_path = arena_path
         self._make_store = make_store
+        self.samples = Samples(clients)
         self._forming = asyncio.Lock()  # protects the change of the arena's format, which awaits
 
     async def start(self) -> None:
@@ -104,11 +106,16 @@ class Sessions:
         client = self.clients.caller(request)
         chains = validation.parse_lookup(request, client.peer)
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
+        if request.HasField("scheduled"):
+            store = self._present_store
+            usable, origins = store.memory.usable_slots, store.origins
+            self.samples.note(client.peer, chains, request.scheduled, usable, origins)
         num_resident, num_leased, num_pending, is_probing = self._present_store.lookup(
             (client.peer.engine, request.request_id),
             chains,
             chunk_seconds=client.chunk_seconds,
             is_hint=request.hint,
+            is_scheduled=request.HasField("scheduled"),
         )
         return pb.LookupReply(
             num_resident=num_resident, num_leased=num_leased, num_pending=num_pending, probing=is_probing

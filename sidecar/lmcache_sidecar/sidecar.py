@@ -19,6 +19,7 @@ from lmcache_sidecar import stats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
+from lmcache_sidecar.samples import Samples
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.stats import CallStats, Part
@@ -98,6 +99,11 @@ class Sidecar:
                 )
             await store.close(_CLOSE_SECONDS)
         await asyncio.to_thread(self._opened.close)
+
+    @property
+    def samples(self) -> Samples:
+        """What requests looked up."""
+        return self._sessions.samples
 
     def stats(self) -> list[Part]:
         """Everything that is known about its parts."""

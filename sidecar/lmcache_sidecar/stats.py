@@ -28,6 +28,7 @@ from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.copiers.copier import Mode
 from lmcache_sidecar.copiers.gpu import CopyStats
+from lmcache_sidecar.samples import LookupStats, Samples
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.tiers import TierHandle
 
@@ -192,6 +193,8 @@ ARENA: tuple[Figure[ArenaFile], ...] = (
 MEMORY: tuple[Figure[MemoryTier], ...] = (
     Figure("usable_rows", "Rows (or slots, as above) that may be given out or leased",
         lambda memory: memory.usable_slots),
+    Figure("usable_bytes", "Bytes of these rows",
+        lambda memory: memory.usable_slots * _row_bytes(memory.arena)),
     Figure("used_rows", "Rows in use", lambda memory: memory.num_used),
     Figure("used_bytes", "Bytes of these rows",
         lambda memory: memory.used_bytes),
@@ -220,6 +223,21 @@ USED_BYTES: Figure[LowerTier] = Figure(
 RESIDENCE: Figure[LowerTier] = Figure(
     "residence_seconds", "How long an object stays that nobody uses, as things go",
     lambda tier: tier.residence_seconds)
+LOOKUPS: tuple[Figure[Samples], ...] = (
+    Figure("samples_dropped", "Samples that left the ring behind /samples",
+        lambda samples: samples.num_dropped, is_counter=True),
+    Figure("chunk_tokens", "Tokens of a chunk", lambda samples: samples.chunk_tokens),
+    Figure("row_bytes", "Bytes that a chunk takes in memory, of all ranks and KV groups",
+        lambda samples: samples.row_bytes),
+    Figure("kv_bytes_per_token", "Bytes of a token's KV as stored, of all ranks",
+        lambda samples: samples.kv_bytes_per_token),
+    Figure("engine_kv_bytes", "Bytes of the engines' own KV caches, of all ranks",
+        lambda samples: sum(one.peer.hello.kv_bytes for one in samples.followed())),
+    Figure("gpus", "Attached workers, each of which has a GPU",
+        lambda samples: sum(one.peer.is_worker for one in samples.followed())),
+    Figure("prefill_tokens_per_second", "Tokens of prompts that the engines compute per second; 0: not known",
+        lambda samples: round(sum(one.prefill_tokens_per_second for one in samples.followed()))),
+)
 # fmt: on
 
 
@@ -231,10 +249,12 @@ def collect(sessions: Sessions, handles: Mapping[str, TierHandle], counts: Memor
         "geometry": arena.geometry and asdict(arena.geometry),
         "clients": [_client(client) for client in sessions.clients.by_uuid.values()],
     }
+    samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
     memory = read(ARENA, arena) | read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
     memory_facts = {"path": str(arena.path), "growth_error": arena.growth_error}
     return [
         Part("", facts, read(SESSIONS, sessions)),
+        Part("lookups", {"namespace": sessions.samples.namespace}, samples),
         Part(
             "transfer",
             transfer_facts(sessions),

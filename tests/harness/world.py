@@ -51,6 +51,7 @@ class FakeStore:
 
     def __init__(self, arena: FakeArena, clock) -> None:
         self.memory = MemoryTier(arena, clock=clock)
+        self.origins: dict[bytes, str] = {}
         self.is_closed = False
 
     def is_memory_only(self, namespace) -> bool:
@@ -70,7 +71,7 @@ class FakeStore:
     def register(self, namespace, *, label) -> None:
         pass
 
-    def lookup(self, lease_id, chains, *, chunk_seconds, is_hint) -> LookupResult:
+    def lookup(self, lease_id, chains, *, chunk_seconds, is_hint, is_scheduled) -> LookupResult:
         found = self.memory.lookup(lease_id, chains, is_hint=is_hint)
         return LookupResult(found.num_resident, found.num_leased)
 
@@ -142,9 +143,13 @@ class World:
             pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys, group=group)
         )
 
-    def lookup(self, client: Client, request_id: str, *numbers: int) -> pb.LookupReply:
+    def lookup(
+        self, client: Client, request_id: str, *numbers: int, scheduled: pb.Scheduled | None = None
+    ) -> pb.LookupReply:
         keys = b"".join(bytes([number]) * 64 for number in numbers)
-        request = pb.LookupRequest(epoch=client.epoch, client_uuid=client.peer.uuid, request_id=request_id)
+        request = pb.LookupRequest(
+            epoch=client.epoch, client_uuid=client.peer.uuid, request_id=request_id, scheduled=scheduled
+        )
         request.groups.add(group=0, keys=keys)
         return self.sessions.lookup(request)
 

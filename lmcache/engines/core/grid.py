@@ -80,9 +80,17 @@ class Grid:
 
         At least one of the ``num_tokens`` tokens is left to compute: the engine samples from the last one.
         """
-        edge = self.step_tokens if self.is_full else self.chunk_tokens
-        end = min(num_chunks * self.chunk_tokens, (num_tokens - 1) // edge * edge)
+        end = self._loadable_end(num_tokens, num_chunks)
         return 0 if num_computed_tokens % self.step_tokens else max(0, end - num_computed_tokens)
+
+    def num_held_chunks(self, num_computed_tokens: int, num_tokens: int, num_chunks: int) -> int:
+        """Return of how many leading ones of so many chunks the engine has all that could be loaded."""
+        is_all = num_computed_tokens >= self._loadable_end(num_tokens, num_chunks)
+        return num_chunks if is_all else num_computed_tokens // self.chunk_tokens
+
+    def _loadable_end(self, num_tokens: int, num_chunks: int) -> int:
+        edge = self.step_tokens if self.is_full else self.chunk_tokens
+        return min(num_chunks * self.chunk_tokens, (num_tokens - 1) // edge * edge)
 
     def needed_blocks(self, group: KVGroup, start: int, end: int) -> range:
         """Blocks to fill for a request to resume at token ``end``; it has all that is before ``start``."""

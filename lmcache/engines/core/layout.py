@@ -66,6 +66,12 @@ def tensors_of(kv: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tens
     return [kv] if isinstance(kv, torch.Tensor) else kv
 
 
+def num_bytes(kv_caches: KVCaches) -> int:
+    """Return what all of it takes: layers may share memory."""
+    storages = [tensor.untyped_storage() for kv in kv_caches.values() for tensor in tensors_of(kv)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def by_block(kv: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Make the engine's blocks dimension 0: a backend may have split each into several kernel blocks."""
     return kv if kv.shape[0] == num_blocks else kv.view(num_blocks, -1, *kv.shape[1:])

@@ -18,9 +18,10 @@ from typing import TypeVar
 from lmcache.engines.core.hits import Hit, Index, find_hit, no_hit
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.requests import Ticket
-from lmcache.rpc.client import Session, SidecarClient
+from lmcache.rpc.client import Scheduled, Session, SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailableError
 from lmcache.tiers.memory.contracts import LookupResult
+from lmcache.units import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -116,14 +117,12 @@ class LookupThread:
         ticket.is_asking = True
         self._queue.put(partial(self._serve, ticket))
 
-    def note_computed(self, ticket: Ticket, num_found: int) -> None:
-        """Tell a sidecar that was not asked what it did not have: its counters are to tell the truth."""
-        if ticket.keys and num_found < len(ticket.keys[0]) and ticket.is_read and self.knows_all(ticket):
-            self._queue.put(partial(self._look_up, ticket))
-
-    def lease(self, ticket: Ticket, num_chunks: int) -> None:
-        """Keep the first chunks where they are: they are being loaded."""
-        self._queue.put(partial(self._lease, ticket, num_chunks))
+    def note_scheduled(self, ticket: Ticket, num_held: int, start: int = 0, num_tokens: int = 0) -> None:
+        """Keep chunks where they are that are being loaded, ``num_tokens`` from token ``start`` on, and have
+        it counted what becomes of all; the engine itself has ``num_held`` of them."""
+        num_leased = ceil_div(start + num_tokens, self._grid.chunk_tokens) if num_tokens else 0
+        scheduled = Scheduled(num_held, max(num_held, num_leased), num_tokens)
+        self._queue.put(partial(self._tell, ticket, num_leased, scheduled))
 
     def release(self, ticket: Ticket) -> None:
         """End the ticket's lease, if it has one."""
@@ -184,12 +183,25 @@ class LookupThread:
     def _look_up(self, ticket: Ticket) -> LookupResult:
         return self._call(lambda session: self._lookup(session, ticket, is_hint=True)) or LookupResult()
 
-    def _lease(self, ticket: Ticket, num_chunks: int) -> None:
-        ticket.may_be_leased = True
-        self._call(lambda session: self._lookup(session, ticket, num_chunks))
+    def _tell(self, ticket: Ticket, num_leased: int, scheduled: Scheduled) -> None:
+        """In one call if all chunks are leased."""
+        num_chunks = len(ticket.keys[0]) if ticket.keys else 0
+        counted = scheduled if ticket.is_read else None
+        if num_leased:
+            ticket.may_be_leased = True
+            told = counted if num_leased == num_chunks else None
+            self._call(lambda session: self._lookup(session, ticket, num_leased, scheduled=told))
+        if num_leased < num_chunks and counted is not None:
+            self._call(lambda session: self._lookup(session, ticket, is_hint=True, scheduled=counted))
 
     def _lookup(
-        self, session: Session, ticket: Ticket, num_chunks: int | None = None, *, is_hint: bool = False
+        self,
+        session: Session,
+        ticket: Ticket,
+        num_chunks: int | None = None,
+        *,
+        is_hint: bool = False,
+        scheduled: Scheduled | None = None,
     ) -> LookupResult:
         """Ask for the first chunks in all groups together."""
         keys = [b"".join(part[:num_chunks]) for part in ticket.keys or ()]
@@ -199,6 +211,7 @@ class LookupThread:
             tenant=ticket.tenant,
             prefill_tokens_per_second=self._rate(),
             hint=is_hint,
+            scheduled=scheduled,
             timeout=self._call_seconds,
         )
 

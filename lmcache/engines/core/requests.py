@@ -112,6 +112,7 @@ class RequestState:
         self.is_allocated = False  # to be asked for after that means to restart
         self.wait: RowWait | None = None  # while it waits for rows
         self.num_found = 0  # leading chunks in memory, when it was last asked for
+        self.num_held = 0  # and in the engine itself
         self.forget_progress()
 
     def forget_progress(self) -> None:

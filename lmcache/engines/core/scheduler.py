@@ -5,7 +5,7 @@ The life of a request here, with the hooks of an engine's connector that call it
     add ──▶ a hint: lower tiers may bring what they have
     num_loadable ──▶ the index in shared memory says how much can be loaded (the offer); None while more is
                      on its way
-    note_allocated ──▶ the offer becomes a LoadJob, the lease follows as a message
+    note_allocated ──▶ the offer becomes a LoadJob, the lease follows as a message, which counts the request
     note_scheduled ──▶ a StoreJob for every chunk that this step completes
     finish ──▶ blocks are held while StoreJobs of the request are out
     take_report, note_loaded, note_released ──▶ what the workers ended
@@ -43,7 +43,6 @@ from lmcache.engines.core.requests import Computing, EngineRequest, FindExtraKey
 from lmcache.engines.core.stores import Snapshot, Stores
 from lmcache.engines.core.waiting import Arrivals, PrefillRate, RowWait
 from lmcache.rpc.client import SidecarClient
-from lmcache.units import ceil_div
 
 IDLE_WAIT_SECONDS = 0.0005
 
@@ -164,6 +163,7 @@ class SchedulerSide:
             return 0
         grid = self._grid
         num_chunks = grid.num_loadable_chunks(len(request.block_hashes), request.num_tokens)
+        state.num_held = grid.num_held_chunks(num_computed_tokens, request.num_tokens, num_chunks)
         if not grid.loadable_tokens(num_computed_tokens, request.num_tokens, num_chunks):
             return self._decline(state, lookups)
         num_here = num_computed_tokens // grid.chunk_tokens  # in the engine itself
@@ -193,8 +193,8 @@ class SchedulerSide:
         if state is not None and not state.is_allocated:
             offer, state.offer, state.wait, state.is_allocated = state.offer, None, None, True
             self._computing.begin(state)
-            if self._lookups is not None:
-                self._lookups.note_computed(state.ticket, state.num_stored_chunks)
+            if not num_tokens and self._lookups is not None and not state.has_failed:
+                self._lookups.note_scheduled(state.ticket, state.num_held)
         if num_tokens == 0:
             return
         if state is None or self._lookups is None or offer is None or num_tokens > offer.num_tokens:
@@ -203,7 +203,7 @@ class SchedulerSide:
         self._next.loads.append(LoadJob.from_offer(request_id, self._grid, offer, num_tokens, tables))
         if self._events is not None and state.ticket.keys:
             self._events.note_found(state.request, state.ticket.keys[0][: len(offer.found[0].rows)])
-        self._lookups.lease(state.ticket, ceil_div(offer.start + num_tokens, self._grid.chunk_tokens))
+        self._lookups.note_scheduled(state.ticket, state.num_held, offer.start, num_tokens)
         state.is_loading = True
 
     def note_preempted(self, request_id: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from lmcache import keys, options
 from lmcache.engines.core.copier import EngineCopier, make_copier
 from lmcache.engines.core.jobs import EngineIdentity
-from lmcache.engines.core.layout import KVCaches, Layout, page_views, tensors_of
+from lmcache.engines.core.layout import KVCaches, Layout, num_bytes, page_views, tensors_of
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import files, fingerprint
 from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
@@ -105,6 +105,7 @@ def attach_worker(
         private_reason=reason,
         model=vllm_config.model_config.model,
         transfer=_transfer(copier, is_replica=bool(rank % replicas)),
+        kv_bytes=num_bytes(kv_caches),
     )
     identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier.prepare), copier, identity
@@ -131,9 +132,8 @@ def _lay_out(
 
 def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClient:
     """Attach the scheduler side of the engine that a worker told of."""
-    return start_client(
-        socket, replace(identity.hello, role=Role.SCHEDULER, column=0, transfer=TransferOffer())
-    )
+    hello = replace(identity.hello, role=Role.SCHEDULER, column=0, transfer=TransferOffer(), kv_bytes=0)
+    return start_client(socket, hello)
 
 
 def start_client(socket: str, hello: ClientHello, on_rows: OnRows | None = None) -> SidecarClient:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from lmcache.recent import Recent
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.contracts import Chains, Place, Slot
 from lmcache.tiers.memory.tier import MemoryTier
@@ -24,6 +25,8 @@ from lmcache.tiers.tiered.tier_worker import TierWorker
 _ABSENT_SECONDS = 1.0
 """How long a key stays known as absent below: repeated lookups of one request must not probe again and
 again."""
+
+_MAX_ORIGINS = 1 << 14
 
 
 class Promotions:
@@ -38,6 +41,8 @@ class Promotions:
         tasks: Tasks,
         clock: Callable[[], float],
     ) -> None:
+        self.origins: Recent[RowKey, str] = Recent(_MAX_ORIGINS)
+        """Which tier brought a row."""
         self._memory = memory
         self._checksums = checksums
         self._refresh = refresh
@@ -172,6 +177,7 @@ class Promotions:
             for number, lower in enumerate(self._lower[position:], position):
                 if (brought := await lower.bring(key, length, request, tenant)) is not None:
                     self._refresh.mark_fresh(brought.slot)
+                    self.origins[key] = lower.name
                     for nearer in self._lower[:number]:
                         nearer.write(brought)
                     return

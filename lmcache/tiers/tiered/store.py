@@ -19,7 +19,7 @@ import asyncio
 import enum
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
 from lmcache.tiers.base import LowerTier, RowKey, split_row_key
 from lmcache.tiers.memory.contracts import Arena, Chains, LookupResult, Reservation, Slot
@@ -113,25 +113,31 @@ class TieredStore:
         *,
         chunk_seconds: float = 0.0,
         is_hint: bool = False,
+        is_scheduled: bool = False,
     ) -> LookupResult:
         """Lease what a hit of all these chunks needs and memory has (unless it is a hint), and start bringing
         what lower tiers hold of the longest hit; repeat to see how it goes on.
 
         ``chunk_seconds``: what computing one chunk takes the engine (0.0: not known); what would take longer
-        to bring is left below.
+        to bring is left below. ``is_scheduled``: the engine computes what is not here, nothing is brought.
         """
         found = self.memory.lookup(lease_id, chains, is_hint=is_hint)
         num_expected, is_probing = found.num_resident, False
         is_shared = all(keys and self._is_shared(keys[0]) for keys in chains.keys)
         if found.slots and is_shared:
             self._refresh.add(lease_id, found.keys, found.slots)
-        if found.num_resident < chains.num_chunks:
+        if found.num_resident < chains.num_chunks and not is_scheduled:
             search = self._promotions.verify(chains, found.present, lease_id[1])
             num_expected = search.num_expected
             is_probing = is_shared and self._promotions.bring(search, lease_id[1], chunk_seconds)
         return LookupResult(
             found.num_resident, found.num_leased, num_expected - found.num_resident, is_probing
         )
+
+    @property
+    def origins(self) -> MutableMapping[RowKey, str]:
+        """The lower tiers by the rows that were brought from them lately; who uses a row takes it out."""
+        return self._promotions.origins
 
     # ---- store ----
 

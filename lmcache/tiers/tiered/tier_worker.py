@@ -59,9 +59,9 @@ class TierWorker:
         stats: TieredStats,
         clock: Callable[[], float],
     ) -> None:
+        self.name = name
         self.stats = stats
         self.num_loads = 0  # rows that are being brought, or wait for their turn
-        self._name = name
         self._tier = tier
         self._memory = memory
         self._num_columns = memory.arena.table.num_columns
@@ -247,7 +247,7 @@ class TierWorker:
                 else:  # it may be this row that the tier can't bear
                     self._end_write(write, WriteSkipped.REFUSED)
             except Exception:
-                logger.exception("a row could not be written to the %s tier", self._name)
+                logger.exception("a row could not be written to the %s tier", self.name)
                 self._end_write(write, WriteSkipped.FAILED)
 
     async def _store(self, write: Write) -> WriteSkipped | None:

@@ -20,7 +20,6 @@ from lmcache.curves import (
     Lookup,
     MissRatioCurve,
     RecencyStack,
-    Sampler,
     Window,
     merged,
     stack_distances,
@@ -174,29 +173,6 @@ def test_samplers_of_several_processes_make_one_curve():
     assert together.rate == alone.rate
     for size in SIZES:
         assert together.hit_ratio(size).hit_ratio == pytest.approx(alone.hit_ratio(size).hit_ratio, abs=0.02)
-
-
-def test_a_sampler_keeps_heads_and_its_share_of_the_rest():
-    sampler = Sampler(rate=0.25, max_samples=100_000)
-    keys = [
-        key_hash(number).to_bytes(32, "big")[:24] + key_hash(number).to_bytes(8, "big")
-        for number in range(4000)
-    ]
-    for first in range(0, 4000, 8):
-        sampler.record(float(first), list(reversed(keys[first : first + 8])), 10)
-    kept = {key for lookup in sampler.since(-1.0) for key in lookup.keys}
-    below = {key_hash(number) for number in range(4000) if key_hash(number) < HASHES // 4}
-    heads = {key_hash(number) for number in range(0, 4000, 8)}
-    assert kept == below | heads
-    assert sampler.num_accesses == 4000
-    assert all(lookup.time > 3000 for lookup in sampler.since(3000.0))
-
-
-def test_a_sampler_with_rate_one_keeps_everything_and_its_ring_is_bounded():
-    sampler = Sampler(max_samples=10)
-    for time in range(5):
-        sampler.record(float(time), [b"\xff" * 32] * 4, 5)
-    assert sampler.since(-1.0) == [Lookup(float(time), [HASHES - 1] * 4, 5) for time in (3, 4)]
 
 
 def test_older_accesses_weigh_less():

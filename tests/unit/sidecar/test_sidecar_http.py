@@ -16,11 +16,11 @@ from lmcache_sidecar.http import HttpServer, Page
 T = TypeVar("T")
 
 
-async def _well() -> Page:
+async def _well(_: str) -> Page:
     return Page(HTTPStatus.OK, b"well\n")
 
 
-async def _broken() -> Page:
+async def _broken(_: str) -> Page:
     raise RuntimeError("a bug")
 
 

@@ -75,6 +75,29 @@ async def test_a_hint_leases_nothing_and_says_the_same(world):
 
 
 @run
+async def test_who_goes_on_has_nothing_brought(world):
+    world.put(chain(1))
+    world.remote.fill(chain(3))
+    chains = one_chain(chain(3), SIZE)
+    found = world.store.lookup(LEASE, chains, is_hint=True, is_scheduled=True)
+    assert found == LookupResult(1)
+    assert await world.store.drain(60)
+    assert not world.remote.calls["probe"]
+    assert world.store.memory.stats.misses == 2
+
+
+@run
+async def test_the_tier_that_brought_a_row_is_known_until_somebody_asks(world):
+    world.put(chain(1))
+    world.remote.fill(chain(3))
+    world.lookup(chain(3))
+    await world.until_resident(chain(3))
+    origins = world.store.origins
+    assert [origins.pop(key, "memory") for key in chain(3)] == ["memory", "remote", "remote"]
+    assert not origins
+
+
+@run
 async def test_what_another_engine_is_writing_now_is_on_its_way(world):
     world.put(chain(1))
     slots = world.fill(chain(2, start=1), 0)

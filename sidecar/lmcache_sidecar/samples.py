@@ -1,0 +1,206 @@
+"""What requests looked up: counters, and a ring of samples behind ``/samples``, whose format is in
+docs/reference/samples.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from itertools import islice
+from urllib.parse import parse_qsl
+
+from lmcache.curves import HASHES, Sampler
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.tiers.base import KEY_BYTES, RowKey
+from lmcache.tiers.memory.contracts import Chains
+from lmcache.tiers.stats import counter, counters
+from lmcache.units import ceil_div
+from lmcache_sidecar.clients.registry import Client, Clients
+from lmcache_sidecar.clients.validation import Peer
+
+_VERSION = 1
+"""Of the answer: another one where a reader would misread it."""
+
+_SAMPLED_ROWS = 1600
+"""Of a full memory: with as many a difference of two sizes is known to 0.25 points."""
+
+_TIERS = {"engine": b"e", "memory": b"m", "disk": b"d", "remote": b"r"}
+_MISS = b"-"
+_SLICE = 1024  # requests that are rendered before others have their turn
+
+
+@dataclass
+class LookupStats:
+    """Of requests whose chunks could be sampled. Tokens are those of whole chunks."""
+
+    num_lookups: int = counter("Requests that engines went on with, each once, by what they looked up")
+    lookup_tokens: int = counter("Tokens that they looked up")
+    hit_tokens: Counter[str] = counters("tier", "Tokens found in the engine's own cache, or else in a tier")
+    loaded_tokens: Counter[str] = counters("tier", "Tokens that engines load, by where they were found")
+    miss_bytes: int = counter("Bytes of rows that were found nowhere")
+
+
+class Samples:
+    """Belongs to the event loop. Follows one namespace: distances across several would be noise."""
+
+    def __init__(self, clients: Clients, clock: Callable[[], float] = time.time) -> None:
+        self.stats = LookupStats()
+        self._clients = clients
+        self._clock = clock
+        self._num_dropped = 0  # by samplers of before
+        self._restart(None)
+
+    def _restart(self, peer: Peer | None) -> None:
+        self._peer = peer  # one of those who are followed
+        self._sampler = Sampler()
+        self._started = self._clock()
+        self._num_slots = 0  # usable ones, that the rate is for
+
+    # ---- on the hot path ----
+
+    def note(
+        self,
+        peer: Peer,
+        chains: Chains,
+        scheduled: pb.Scheduled,
+        usable_slots: int,
+        origins: MutableMapping[RowKey, str],
+    ) -> None:
+        """Count a request. ``origins``: which tier brought a row that nobody has used since."""
+        if not self._follows(peer):
+            return
+        if usable_slots != self._num_slots:
+            self._num_slots = usable_slots
+            num_rows = usable_slots * self._slot_bytes // self.row_bytes
+            self._sampler.rate = min(1.0, _SAMPLED_ROWS / max(1, num_rows))
+        keys = chains.keys[0]
+        num_hit = min(scheduled.num_hit_chunks, len(keys))
+        num_held = min(scheduled.num_engine_chunks, num_hit)
+        tiers = bytearray(_TIERS["engine"] * num_held + _TIERS["memory"] * (num_hit - num_held))
+        tiers += _MISS * (len(keys) - num_hit)
+        for at in range(num_held, num_hit) if origins else ():
+            if (name := origins.pop(keys[at], "")) in _TIERS:
+                tiers[at : at + 1] = _TIERS[name]
+        self._count(peer, tiers, scheduled.num_loaded_tokens)
+        if keys and keys[0][:KEY_BYTES] != peer.hello.namespace:  # after a reset
+            keys = [_mixed(key) for key in keys]
+        self._sampler.record(self._clock(), keys[::-1], bytes(tiers[::-1]))
+
+    def _follows(self, peer: Peer) -> bool:
+        """The namespace that was there first, until none of its engines is attached."""
+        if self._peer is None or peer.hello.namespace != self._peer.hello.namespace:
+            if self.followed():
+                return False
+            self._num_dropped = self.num_dropped
+            self._restart(peer)
+        return True
+
+    def _count(self, peer: Peer, tiers: bytearray, num_loaded: int) -> None:
+        stats, chunk_tokens = self.stats, peer.hello.geometry.chunk_tokens
+        stats.num_lookups += 1
+        stats.lookup_tokens += len(tiers) * chunk_tokens
+        stats.miss_bytes += tiers.count(_MISS) * self.row_bytes
+        num_left = num_loaded
+        for name, letter in reversed(_TIERS.items()):
+            if num_found := tiers.count(letter) * chunk_tokens:
+                stats.hit_tokens[name] += num_found
+                if name != "engine":  # what was half in the engine is memory's
+                    stats.loaded_tokens[name] += min(num_left, num_found)
+                    num_left -= min(num_left, num_found)
+
+    # ---- figures ----
+
+    def followed(self) -> list[Client]:
+        """The attached clients whose requests are sampled."""
+        if self._peer is None:
+            return []
+        namespace = self._peer.hello.namespace
+        clients = self._clients.by_uuid.values()
+        return [one for one in clients if one.is_attached and one.peer.hello.namespace == namespace]
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples that left the ring, since the start of the process."""
+        return self._num_dropped + self._sampler.num_dropped
+
+    @property
+    def namespace(self) -> str:
+        """Whose requests are followed, in hexadecimal digits; empty: nobody's yet."""
+        return self._peer.hello.namespace.hex() if self._peer else ""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of one key; 0: nobody is followed yet, here and below."""
+        return self._peer.hello.geometry.chunk_tokens if self._peer else 0
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of all ranks and KV groups, as stored."""
+        if self._peer is None:
+            return 0.0
+        num_bytes = sum(self._peer.chunk_bytes.values()) * self._peer.geometry.num_columns
+        return num_bytes / self.chunk_tokens
+
+    @property
+    def row_bytes(self) -> int:
+        """What a chunk takes in memory, of all ranks and KV groups."""
+        if self._peer is None:
+            return 0
+        slot_bytes = self._peer.geometry.slot_bytes
+        num_slots = sum(ceil_div(num_bytes, slot_bytes) for num_bytes in self._peer.chunk_bytes.values())
+        return num_slots * self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Of all columns."""
+        return self._peer.geometry.slot_bytes * self._peer.geometry.num_columns if self._peer else 0
+
+    # ---- the page ----
+
+    async def answer(self, query: str) -> bytes:
+        """The JSON text, in slices: other tasks run in between. Raises ValueError for a bad query."""
+        since, below = _parse_query(query)
+        sampler, now = self._sampler, self._clock()
+        head = {
+            "version": _VERSION, "now": now, "started": self._started,
+            "namespace": self.namespace, "chunk_tokens": self.chunk_tokens, "row_bytes": self.row_bytes,
+        }  # fmt: skip
+        first, kept = sampler.since(since)
+        bound = min([below, sampler.bound, *(request.bound for request in kept)])
+        start = kept[0].time if kept else 0.0
+        head |= {
+            "below": bound, "since": first, "next": sampler.position, "dropped": first - min(since, first),
+            "t0": start,
+        }  # fmt: skip
+        ms, num, keys, tiers, rest = [], [], [], [], iter(kept)
+        while part := [request.below(bound) for request in islice(rest, _SLICE)]:
+            ms += [round((request.time - start) * 1000) for request in part]
+            num += [len(request.tiers) for request in part]
+            keys.append(b"".join(request.keys for request in part).hex())
+            tiers.append(b"".join(request.tiers for request in part).decode())
+            await asyncio.sleep(0)
+        columns = {"ms": ms, "num": num, "key": "".join(keys), "tier": "".join(tiers)}
+        return json.dumps(head | columns, separators=(",", ":")).encode() + b"\n"
+
+
+def _parse_query(query: str) -> tuple[int, int]:
+    since, below = 0, HASHES
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in ("since", "below"):
+            raise ValueError(f"{name[:32]!r} is no parameter: since and below are")
+        lowest, highest = (0, HASHES) if name == "since" else (1, HASHES)
+        # No sign, no underscore, and no digits that would take long.
+        number = int(value) if value.isascii() and value.isdigit() and len(value) <= 20 else -1
+        if not lowest <= number <= highest:
+            raise ValueError(f"{name} must be a number from {lowest} to {highest}, it is {value[:32]!r}")
+        since, below = (number, below) if name == "since" else (since, number)
+    return since, below
+
+
+def _mixed(key: RowKey) -> bytes:
+    """A name of its own for the same chunk in another namespace."""
+    return bytes(one ^ other for one, other in zip(key[-8:], key[:8], strict=True))
