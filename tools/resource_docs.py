@@ -89,6 +89,7 @@ CONDITIONS = {
     "SidecarAttached": "The engines use their caches.",
     "RemoteTierAvailable": "All shards of a managed remote tier are Ready.",
     "RemoteTierReachable": "The remote tier answers the sidecars. There as soon as a sidecar says so.",
+    "AutoscalingActive": "What is looked up tells how large tiers should be. There as soon as it is counted.",
     "DiskTierAvailable": "Every disk tier is in use. There as soon as a sidecar says so.",
 }
 _HEAD = f"""\
