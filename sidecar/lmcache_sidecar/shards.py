@@ -5,6 +5,10 @@
     current: [cache-0.cache:6379, cache-1.cache:6379, cache-2.cache:6379]
     previous: [cache-0.cache:6379, cache-1.cache:6379]
     until: 2026-01-31T12:00:00Z
+    tls: [cache-2.cache:6379]
+    ca: /etc/cache/ca.crt
+
+``tls``: those that speak it though the URL says nothing of it; ``ca``: who may sign their certificates.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from lmcache_sidecar.followed import FollowedFile
 
 logger = logging.getLogger(__name__)
 
-_KEYS = "current", "previous", "until"
+_KEYS = "current", "previous", "until", "tls", "ca"
 _MAX_SHARDS = 64
 """Each costs every key a hash."""
 
@@ -51,7 +55,10 @@ def read_shards(path: str, text: str) -> ShardList:
     current, previous = _endpoints(path, keys, "current"), _endpoints(path, keys, "previous")
     if not current:
         raise ValueError(f"{path}: current: name a shard, as in 'current: [cache-0.cache:6379]'")
-    return ShardList(current, previous, _until(path, keys) if previous else 0.0)
+    secure, ca = frozenset(_endpoints(path, keys, "tls")), keys.get("ca") or ""
+    if not isinstance(ca, str):
+        raise ValueError(f"{path}: ca: must be the name of a file")
+    return ShardList(current, previous, _until(path, keys) if previous else 0.0, secure, ca)
 
 
 def _endpoints(path: str, keys: Mapping[str, object], name: str) -> tuple[Endpoint, ...]:

@@ -81,6 +81,11 @@ def _obey_rules(made: Object) -> None:
         del remote[other]
     if not remote:
         tiers.pop("remote", None)
+    if tls := (remote.get("managed") or {}).get("tls"):
+        for other in list(tls)[1:]:
+            del tls[other]
+    elif remote.get("managed"):
+        remote["managed"].pop("tls", None)
     for amounts in (remote.get("managed") or {}).get("resources", {}).values():
         if isinstance(amounts, dict):
             amounts.pop("memory", None)

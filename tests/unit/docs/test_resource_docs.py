@@ -35,9 +35,9 @@ def test_what_can_stand_alone_is_accepted() -> None:
             changed["spec"]["autoscaling"]["remote"] = {"maxShards": 4}
         elif parents[-1] not in ("external", "authSecretRef") and "remote" in parents:
             remote.clear()
-            remote[parents[-1]] = {"memoryPerShard": "1Gi"} if parents[-1] == "managed" else {}
+            remote |= {"managed": {"memoryPerShard": "1Gi"}} if "managed" in parents else {}
         for parent in parents:
-            part = part[parent]
+            part = part.setdefault(parent, {"name": "a"} if parent == "issuerRef" else {})
         part[name] = value
         if name == "resourceName":
             del part["deviceClassName"]
