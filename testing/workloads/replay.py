@@ -1,0 +1,162 @@
+"""A workload replayed against real sidecars, faster than it was: an hour of it takes a minute or so."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from lmcache.rpc.client import ClientHello, KVGroup, Role, Scheduled, Session, SidecarClient
+from lmcache.tiers.base import ROW_KEY_BYTES
+from testing.child_process import wait_until
+from testing.processes import SidecarProcess
+from testing.workloads.requests import HOUR, TOKENS, Workload, row_hash
+
+NAMESPACE = hashlib.sha256(b"replay").digest()
+PREFILL_TOKENS_PER_SECOND = 10_000.0
+"""What the engine would compute, if there were one."""
+_RPC_SECONDS = 60.0
+
+
+class Clock(NamedTuple):
+    """The workload's time, while it is replayed: ``factor`` times as fast as real time since ``origin``."""
+
+    origin: float
+    """Seconds since 1970; both times are the same there."""
+    factor: float
+
+    def at(self, real: float) -> float:
+        """The workload's time at a real time; both in seconds since 1970."""
+        return self.origin + (real - self.origin) * self.factor
+
+    def now(self) -> float:
+        return self.at(time.time())
+
+    def wait_until(self, moment: float, stop: threading.Event) -> None:
+        """Until it is so late in the workload's time, or ``stop`` is set."""
+        stop.wait(max(0.0, (moment - self.now()) / self.factor))
+
+
+class Served(NamedTuple):
+    """What became of one request."""
+
+    hour: float
+    """Of the workload."""
+    num_rows: int
+    num_hits: int
+
+
+@lru_cache(maxsize=1 << 20)
+def row_key(key: int) -> bytes:
+    """The name of a workload's row."""
+    return NAMESPACE + hashlib.sha256(key.to_bytes(8, "big")).digest()
+
+
+class Engine:
+    """What an engine does with its sidecar for each request, but compute and copy."""
+
+    def __init__(self, sidecar: SidecarProcess, row_bytes: int) -> None:
+        uid, group = uuid.uuid4().bytes, KVGroup(group=0, block_tokens=16, chunk_bytes=row_bytes)
+        self._clients = [
+            SidecarClient(sidecar.socket_path, ClientHello(role, uid, NAMESPACE, TOKENS, (group,)))
+            for role in (Role.SCHEDULER, Role.WORKER)
+        ]
+        for client in self._clients:
+            client.start()
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def _session(self, number: int) -> Session:
+        found: Session = wait_until(partial(getattr, self._clients[number], "session"), what="attached")
+        return found
+
+    def serve(self, name: str, keys: tuple[int, ...]) -> int:
+        """How many of its leading rows are in memory; the others are there afterwards."""
+        scheduler, worker = self._session(0), self._session(1)
+        names = b"".join(map(row_key, keys))
+        found = scheduler.index.find(np.frombuffer(names, np.uint64).reshape(-1, ROW_KEY_BYTES // 8))
+        num_hits = len(found.rows)
+        look_up = partial(
+            scheduler.lookup, name,
+            prefill_tokens_per_second=PREFILL_TOKENS_PER_SECOND, timeout=_RPC_SECONDS,
+        )  # fmt: skip
+        if num_hits:
+            look_up([(0, names[: num_hits * ROW_KEY_BYTES])])
+        scheduled = Scheduled(num_hit_chunks=num_hits, num_loaded_tokens=num_hits * TOKENS)
+        look_up([(0, names)], hint=True, scheduled=scheduled)
+        if missing := names[num_hits * ROW_KEY_BYTES :]:
+            given = worker.reserve(0, missing, request_id=name, first_chunk=num_hits, timeout=_RPC_SECONDS)
+            if slots := [reservation.slot for reservation in given if reservation.slot]:
+                with worker.copying():
+                    worker.commit(slots, timeout=_RPC_SECONDS)
+        scheduler.release([name], timeout=_RPC_SECONDS)
+        return num_hits
+
+
+class Replay:
+    """A context manager: requests are served in a thread, each by the pod of its session, at their time."""
+
+    def __init__(self, workload: Workload, row_bytes: int, clock: Clock) -> None:
+        self._workload, self._row_bytes, self._clock = workload, row_bytes, clock
+        self._engines: list[Engine] = []
+        self._failure: BaseException | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replay")
+        self.served: list[Served] = []
+        self.begin = 0.0
+        """The workload's time when it began."""
+        self.longest_lag = 0.0
+        """Seconds of the workload's time by which a request was served too late."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def start(self, sidecars: Sequence[SidecarProcess]) -> None:
+        """Begin, with so many pods."""
+        self._engines = [Engine(sidecar, self._row_bytes) for sidecar in sidecars]
+        self.begin = self._clock.now()
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all was served. Raises what went wrong."""
+        if self._failure is not None:
+            raise self._failure
+        return bool(self.begin) and not self._thread.is_alive()
+
+    @property
+    def hour(self) -> float:
+        """In the workload, from its begin on."""
+        return (self._clock.now() - self.begin) / HOUR
+
+    def _run(self) -> None:
+        try:
+            for number, request in enumerate(self._workload.requests):
+                due = self.begin + request.time
+                self._clock.wait_until(due, self._stop)
+                if self._stop.is_set():
+                    return
+                self.longest_lag = max(self.longest_lag, self._clock.now() - due)
+                engine = self._engines[row_hash(8, request.session) % len(self._engines)]
+                num_hits = engine.serve(f"request-{number}", request.keys)
+                self.served.append(Served(request.time / HOUR, len(request.keys), num_hits))
+        except BaseException as error:
+            self._failure = error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for engine in self._engines:
+            engine.close()
