@@ -9,6 +9,7 @@ import pytest
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.samples import Watch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
 
@@ -110,6 +111,26 @@ def test_an_empty_arena_is_filled_from_redis(engine, sidecar):
     computed = compute(engine, sidecar, prompt)
     forget_memory(engine, sidecar)
     assert_comes_back(engine, sidecar, prompt, computed)
+
+
+def test_requests_are_told_with_where_their_chunks_were(engine, sidecar):
+    prompt, told = make_prompt("told"), Watch(sidecar)
+    computed = compute(engine, sidecar, prompt)
+    assert_hit(engine, prompt, computed)
+    cold, hit = told.next(2, NUM_CHUNKS)
+    assert (cold.tiers, hit.tiers) == ("-" * NUM_CHUNKS, "m" * NUM_CHUNKS)
+    assert cold.keys == hit.keys
+    forget_memory(engine, sidecar)
+    told = Watch(sidecar)
+    assert_comes_back(engine, sidecar, prompt, computed)
+    first, second = told.next(2, NUM_CHUNKS)
+    assert first.keys == second.keys == cold.keys
+    chunks = ["".join(letters) for letters in zip(first.tiers, second.tiers, strict=True)]
+    assert set(chunks) <= {"rm", "-r"}, "what did not come at once was computed"
+    lookups = sidecar.stats()["lookups"]
+    assert lookups["hit_tokens"]["remote"] == NUM_CHUNKS * CHUNK
+    assert (lookups["gpus"], lookups["chunk_tokens"]) == (1, CHUNK)
+    assert lookups["engine_kv_bytes"] > lookups["row_bytes"] > 0
 
 
 @pytest.mark.parametrize("damage", ["flipped", "foreign"])
