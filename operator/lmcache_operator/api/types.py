@@ -317,17 +317,29 @@ class ImagesStatus(Part):
 
 
 class RemoteStatus(Part):
-    """The shards of a managed remote tier."""
+    """The servers of the remote tier."""
 
     shards: int | None = field("Shards that rows are written to.")
     ready_shards: int | None = field("Those of them that are Ready.")
     previous_shards: int | None = field("Shards before a change; rows are looked for there, too.")
     previous_until: str | None = field("Up to when.", format="date-time")
-    used_bytes: int | None = field("Memory in use, of all shards together.", format="int64")
-    evicted: int | None = field(
-        "Values that shards removed to make room, since a sidecar runs.", format="int64"
+    used_bytes: int | None = field(
+        "Memory in use, of all servers together, where sidecars may ask for it. A tier without engines of "
+        "its own has nobody to ask: the clusters that use it tell it.",
+        format="int64",
     )
-    hit_percent: int | None = field("How much of what sidecars asked it for it had, since they run.")
+    evicted: int | None = field(
+        "Values that servers removed to make room, since a sidecar runs.", format="int64"
+    )
+
+
+class HitPercent(Part):
+    """How much each tier had, and none nearer to the engine, of the tokens that requests looked up."""
+
+    engine: int | None = field("The engines' own prefix caches.")
+    memory: int | None = field("Memory.")
+    disk: int | None = field("Disk.")
+    remote: int | None = field("The remote tier.")
 
 
 class Status(Part):
@@ -341,6 +353,7 @@ class Status(Part):
         "Images that new pods of the engine get; injected pods get the operator's present defaults."
     )
     transfer: TransferStatus | None = field("Who copies KV out of the GPUs.")
-    remote: RemoteStatus | None = field("The managed remote tier.")
+    hit_percent: HitPercent | None = field("Hits by tier, in per cent, since the pods run.")
+    remote: RemoteStatus | None = field("The remote tier.")
     autoscaling: AutoscalingStatus | None = field("What sizes of tiers would be best, and why.")
     conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

@@ -60,8 +60,18 @@ class RemoteFigures(NamedTuple):
     """Of all servers together; 0: they do not say."""
     evicted: int = 0
     """Values that these removed to make room."""
-    hits: int = 0
-    misses: int = 0
+
+
+class LookupFigures(NamedTuple):
+    """What a sidecar counts of what requests looked up, since it runs: tokens, and those that each tier
+    had."""
+
+    tokens: int = 0
+    engine: int = 0
+    """In the engine's own prefix cache."""
+    memory: int = 0
+    disk: int = 0
+    remote: int = 0
 
 
 class Sidecar(NamedTuple):
@@ -80,6 +90,7 @@ class Sidecar(NamedTuple):
     remote_reason: str = ""
     """Why it is not."""
     remote: RemoteFigures = RemoteFigures()
+    lookups: LookupFigures = LookupFigures()
     is_disk_available: bool | None = None
     """None: it has no disk tier, or does not say."""
     disk_reason: str = ""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache_operator.components.base import Probed, RemoteFigures, Sidecar
+from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar
 from lmcache_operator.components.pods import is_ready, plain
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR
@@ -102,8 +102,10 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
 
 
 def _read(stats: dict[str, Any]) -> Sidecar:
-    found = (stats.get(name) for name in ("num_clients", "disk", "remote", "transfer"))
-    clients, disk, remote, transfer = (value if isinstance(value, dict) else {} for value in found)
+    names = "num_clients", "disk", "remote", "transfer", "lookups"
+    clients, disk, remote, transfer, lookups = (_part(stats, name) for name in names)
+    hits = _part(lookups, "hit_tokens")
+    of_tiers = (_count(hits.get(tier)) for tier in LookupFigures._fields[1:])
     num_attached = clients.get("attached")
     reason = plain(stats.get("not_ready_reason")) or _SILENT
     return Sidecar(
@@ -114,9 +116,15 @@ def _read(stats: dict[str, Any]) -> Sidecar:
         is_remote_reachable=_is_reachable(remote),
         remote_reason=plain(remote.get("off_reason")) or _SILENT,
         remote=RemoteFigures(*(_count(remote.get(name)) for name in RemoteFigures._fields)),
+        lookups=LookupFigures(_count(lookups.get("lookup_tokens")), *of_tiers),
         is_disk_available=_is_reachable(disk),
         disk_reason=plain(disk.get("off_reason")) or _SILENT,
     )
+
+
+def _part(stats: dict[str, Any], name: str) -> dict[str, Any]:
+    part = stats.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _count(value: object) -> int:

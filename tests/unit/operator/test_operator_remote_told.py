@@ -9,10 +9,12 @@ from typing import Any, cast
 import pytest
 from lmcache_operator.components.base import (
     Context,
+    LookupFigures,
     Probed,
     RemoteFigures,
     Sidecar,
 )
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
@@ -24,31 +26,58 @@ from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
 from tests.harness.operator_shards import LIST, SECRET, SET, Rig, managed
 
 
-def figures(rig: Rig, *counts: RemoteFigures) -> dict[str, Any]:
-    """What is told of them, and remembered."""
-    sidecars = tuple(Sidecar(remote=own) for own in counts)
-    observed = replace(rig.observed(Remote()), probed=Probed(sidecars, is_certain=True))
-    told = dict(Remote().status(observed, rig.plans["remote"]).fields["remote"])
-    rig.world.resource["status"] = {"remote": told}
-    return {name: value for name, value in told.items() if name not in ("shards", "readyShards")}
+def told(rig: Rig, *sidecars: Sidecar, component: Any = None) -> dict[str, Any]:
+    """What the status says with these sidecars, and goes on to say."""
+    own = component or Remote()
+    observed = replace(rig.observed(own), probed=Probed(sidecars, is_certain=True))
+    fields = dict(own.status(observed, rig.plans[own.name]).fields)
+    rig.world.resource["status"] = (rig.world.resource.get("status") or {}) | fields
+    return fields
 
 
-def test_what_sidecars_count_is_told_when_it_is_news():
+def usage(rig: Rig, *counts: tuple[int, int]) -> dict[str, Any]:
+    sidecars = [Sidecar(remote=RemoteFigures(used, evicted)) for used, evicted in counts]
+    found = told(rig, *sidecars).get("remote", {})
+    return {name: found[name] for name in ("usedBytes", "evicted") if name in found}
+
+
+def test_how_full_servers_are_is_told_when_it_is_news():
     rig = Rig()
     rig.settle()
-    assert figures(rig) == {}
-    assert figures(rig, RemoteFigures(hits=0, misses=7)) == {}
-    first = RemoteFigures(1000, 10, 30, 10), RemoteFigures(900, 20, 0, 20)
-    assert figures(rig, *first) == {"usedBytes": 1000, "evicted": 20, "hitPercent": 50}
-    assert figures(rig, RemoteFigures(1050, 21, 51, 49)) == {
-        "usedBytes": 1000,
-        "evicted": 20,
-        "hitPercent": 50,
-    }
-    assert figures(rig, RemoteFigures(1060, 22, 6, 4)) == {"usedBytes": 1060, "evicted": 22, "hitPercent": 60}
+    assert usage(rig) == {}
+    assert usage(rig, (0, 0)) == {}
+    assert usage(rig, (1000, 10), (900, 20)) == {"usedBytes": 1000, "evicted": 20}
+    assert usage(rig, (1040, 20)) == {"usedBytes": 1000, "evicted": 20}
+    assert usage(rig, (1060, 20)) == {"usedBytes": 1060, "evicted": 20}
     assert rig.status()["remote"]["usedBytes"] == 1060, "while none is asked"
-    restarted = figures(rig, RemoteFigures(0, 0, 0, 0))
-    assert restarted == {"usedBytes": 1060, "evicted": 0, "hitPercent": 60}
+    assert usage(rig, (0, 0)) == {"usedBytes": 1060, "evicted": 20}, "they do not say"
+
+
+@pytest.mark.parametrize("remote", [{"clusterRef": {"name": "kv"}}, {"external": {"url": "redis://h"}}, None])
+def test_who_uses_servers_of_others_tells_how_full_they_are(remote):
+    rig = Rig()
+    rig.world = World(cluster(tiers={"remote": remote}))
+    rig.settle()
+    assert usage(rig, (1000, 10)) == ({"usedBytes": 1000, "evicted": 10} if remote else {})
+
+
+def test_hits_are_told_by_tier():
+    def hits(*counts: LookupFigures, **more: Any) -> Any:
+        sidecars = [Sidecar(lookups=own, **more) for own in counts]
+        return told(rig, *sidecars, component=Engine()).get("hitPercent")
+
+    rig = Rig()
+    rig.settle()
+    assert hits() is None
+    assert hits(LookupFigures()) is None
+    assert hits(LookupFigures(1000, 100, 300), LookupFigures(1000, 0, 100)) == {"engine": 5, "memory": 20}
+    assert hits(LookupFigures(1000, 50, 209)) == {"engine": 5, "memory": 20}, "no news"
+    tiers = {"is_remote_reachable": False, "is_disk_available": True}
+    assert hits(LookupFigures(1000, 50, 300, 7, 150), **tiers) == {
+        "engine": 5, "memory": 30, "disk": 0, "remote": 15
+    }  # fmt: skip
+    assert hits(LookupFigures(1, 2**60))["engine"] == 100
+    assert rig.status()["hitPercent"]["engine"] == 100, "while none is asked"
 
 
 # -- with the reconciler

@@ -118,6 +118,23 @@ def test_whether_the_disk_tier_is_in_use_is_told() -> None:
     assert rig.told("Ready")[0] == "True"
 
 
+@pytest.mark.parametrize(
+    ("lookups", "told"),
+    [
+        ({"lookup_tokens": 1000, "hit_tokens": {"engine": 100, "memory": 250, "x": 3}}, (10, 25)),
+        ({"lookup_tokens": 1000, "hit_tokens": {"engine": -1, "memory": 2**70}}, (0, 0)),
+        ({"lookup_tokens": 1000, "hit_tokens": [7]}, (0, 0)),
+        ({"lookup_tokens": "many", "hit_tokens": {"engine": 1}}, None),
+        ([], None),
+    ],
+)
+def test_hits_are_read_with_suspicion(lookups: Any, told: tuple[int, int] | None) -> None:
+    rig = Rig(GOOD | {"lookups": lookups})
+    rig.told()
+    hits = told and {"engine": told[0], "memory": told[1]}
+    assert rig.world.resource["status"].get("hitPercent") == hits
+
+
 def test_what_they_say_is_cut_and_cleaned() -> None:
     reason = "no\x00 \x1b[31mred\u202e\ud800\r\n" + "x" * 5000
     rig = Rig(GOOD | {"is_ready": False, "not_ready_reason": reason})

@@ -15,6 +15,7 @@ from lmcache_operator.components.base import (
     former_conditions,
 )
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
+from lmcache_operator.components.figures import hit_percent
 from lmcache_operator.components.pods import is_ready, kill_problems
 from lmcache_operator.components.reasons import Trouble
 from lmcache_operator.specs import Object
@@ -32,7 +33,11 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
     count = f"{num_ready} of {desired} engine pods are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
     of_sidecars, transfer = _of_sidecars(observed), _transfer(observed, plan)
-    known = {"images": plan.fields.get("images") or _former(observed, "images"), "transfer": transfer}
+    known = {
+        "images": plan.fields.get("images") or _former(observed, "images"),
+        "transfer": transfer,
+        "hitPercent": hit_percent(observed),
+    }
     troubles = [condition for condition in of_sidecars.values() if condition.status == "False"]
     return Status(
         summary=summary,

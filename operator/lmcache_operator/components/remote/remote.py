@@ -28,6 +28,7 @@ from lmcache_operator.components.base import (
     former_conditions,
 )
 from lmcache_operator.components.differences import differences
+from lmcache_operator.components.figures import remote_usage
 from lmcache_operator.components.pods import is_outdated, is_ready, kill_problems, next_eviction, ready_since
 from lmcache_operator.components.remote.pod import pod_template
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
@@ -39,9 +40,6 @@ _REMOTE = ("spec", "tiers", "remote")
 _AVAILABLE = "RemoteTierAvailable"
 _SHARDS = "lmcache.io/shards"
 """Annotation of the ConfigMap: the list, in numbers."""
-_NEWS = 0.05
-"""A figure is told anew when it has changed by more than this share: else the status would be written all
-the time."""
 _NOT_OF_A_POD = ("access", "image", "shards")
 _PORT = {"name": "redis", "port": names.REMOTE_PORT, "protocol": "TCP", "targetPort": "redis"}
 
@@ -95,7 +93,7 @@ class Remote(Component):
     def status(self, observed: Observed, plan: Plan) -> Status:
         """Of the shards themselves; whether they are reached, sidecars say."""
         if "shards" not in plan.fields:
-            former = _former_status(observed) if observed.children else Status()
+            former = _former_status(observed) if observed.children else _of_others(observed)
             return replace(former, degraded=tuple(self._not_shared(observed)))
         declared_number, shards = plan.fields["declared"], plan.fields["shards"]
         num_ready = sum(number < shards.current for number in _ready_numbers(observed))
@@ -105,7 +103,7 @@ class Remote(Component):
             message = f"{count}: what the others hold is not found"
             available = Condition("False", "ShardsMissing", message)
         fields = {"shards": shards.current, "readyShards": num_ready}
-        fields |= _figures(observed)
+        fields |= remote_usage(observed)
         if shards.previous:
             fields |= {"previousShards": shards.previous, "previousUntil": utc(shards.until)}
         return Status(
@@ -129,27 +127,6 @@ class Remote(Component):
         yield Problem("RemoteTierNotShared", f"tiers.remote.clusterRef: {what}")
 
 
-def _figures(observed: Observed) -> Object:
-    """What sidecars count of it together; as it was told last while it is nearly the same."""
-    before = (observed.resource.get("status") or {}).get("remote") or {}
-    told = {name: before[name] for name in ("usedBytes", "evicted", "hitPercent") if name in before}
-    if observed.probed is None:
-        return told
-    counts = [sidecar.remote for sidecar in observed.probed.sidecars]
-    hits, misses = sum(own.hits for own in counts), sum(own.misses for own in counts)
-    found = {"evicted": max((own.evicted for own in counts), default=0)}
-    if used := max((own.used_bytes for own in counts), default=0):
-        found["usedBytes"] = used
-    if hits + misses:
-        found["hitPercent"] = 100 * hits // (hits + misses)
-    news = {
-        name: value
-        for name, value in found.items()
-        if abs(value - told.get(name, 0)) > _NEWS * max(value, told.get(name, 0))
-    }
-    return told | news
-
-
 def _progressing(
     observed: Observed, plan: Plan, declared_number: int, shards: Shards, num_ready: int, count: str
 ) -> Condition:
@@ -161,6 +138,12 @@ def _progressing(
     if num_ready < shards.current:
         return Condition("True", "Starting", count)
     return Condition("False", "Complete", count)
+
+
+def _of_others(observed: Observed) -> Status:
+    """What sidecars say of servers that are another cluster's, or the user's."""
+    usage = remote_usage(observed)
+    return Status(fields={"remote": usage} if usage and at(observed.resource, *_REMOTE) else {})
 
 
 def _former_status(observed: Observed) -> Status:
