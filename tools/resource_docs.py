@@ -67,6 +67,10 @@ _MANAGED = {
     "shards": 3,
     "memoryPerShard": "32Gi",
     "access": "Cluster",
+    "tls.secretRef.name": "kv-remote-tls",
+    "tls.issuerRef.name": "caches",
+    "tls.issuerRef.kind": "ClusterIssuer",
+    "tls.issuerRef.group": "cert-manager.io",
     "image": "valkey/valkey:8.1.4",
     "resources": {"requests": {"cpu": 2}},
     "nodeSelector": {"pool": "caches"},
@@ -89,6 +93,7 @@ CONDITIONS = {
     "SidecarAttached": "The engines use their caches.",
     "RemoteTierAvailable": "All shards of a managed remote tier are Ready.",
     "RemoteTierReachable": "The remote tier answers the sidecars. There as soon as a sidecar says so.",
+    "AutoscalingActive": "What is looked up tells how large tiers should be. There as soon as it is counted.",
     "DiskTierAvailable": "Every disk tier is in use. There as soon as a sidecar says so.",
 }
 _HEAD = f"""\

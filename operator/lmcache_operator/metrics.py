@@ -28,6 +28,26 @@ CONDITION = Gauge(
     ["namespace", "name", "condition"],
 )
 CONDITION_VALUES = {"True": 1, "False": 0, "Unknown": -1}
+MEMORY_BYTES = Gauge(
+    "lmcache_operator_autoscaling_memory_bytes",
+    "Memory tier of each pod: as it is (current), and as it would be best (recommended).",
+    ["namespace", "name", "size"],
+)
+SHARDS = Gauge(
+    "lmcache_operator_autoscaling_shards",
+    "Shards of the managed remote tier: as many as there are (current), and as would be best (recommended).",
+    ["namespace", "name", "size"],
+)
+SAVING = Gauge(
+    "lmcache_operator_autoscaling_saving_usd_per_hour",
+    "What the recommended size of a tier is worth more than the present one.",
+    ["namespace", "name", "tier"],
+)
+LIMITED = Gauge(
+    "lmcache_operator_autoscaling_limited",
+    "1, with what keeps a tier's size from being the best there is (status.autoscaling, limitedBy).",
+    ["namespace", "name", "tier", "by"],
+)
 LEADING = Gauge("lmcache_operator_leading", "1: this one of several operators may write; 0: another may.")
 BUILD_INFO = Gauge("lmcache_operator_build_info", "1, with the version.", ["version"])
 BUILD_INFO.labels(version=__version__).set(1)

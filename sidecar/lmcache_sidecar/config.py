@@ -67,6 +67,12 @@ class Config:
         "file that holds the memory tier, on tmpfs; outlives a restart (default: 'arena' beside the socket)")
     memory_size: int = _option("SIZE", "1Gi", parse_size,
         "size of the memory tier: plain bytes, or with Ki, Mi, Gi, Ti")
+    memory_max_size: int = _option("SIZE", "", lambda text: parse_size(text) if text else 0,
+        "to which the memory tier can grow without a restart; memory that it does not have yet costs nothing;"
+        " empty: its size")
+    memory_size_file: str = _option("FILE", "", str,
+        "file with the size that the memory tier is to have now, followed while it changes: a size as above;"
+        " empty, or until there is such a file: --memory-size")
     tenant_quota_percent: int = _option("PERCENT", "100", _PERCENT,
         "how much of the memory tier the rows of one tenant (one cache salt) may take: one that has as much"
         " makes room with its own; requests without a salt are not limited")
@@ -114,6 +120,11 @@ class Config:
     def arena_path(self) -> str:
         """Where the arena lies."""
         return self.arena or str(Path(self.socket).parent / "arena")
+
+    @property
+    def memory_capacity(self) -> int:
+        """Bytes to which the memory tier can grow."""
+        return self.memory_max_size or self.memory_size
 
     @property
     def has_credential_files(self) -> bool:
@@ -199,6 +210,8 @@ def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Rea
         mistakes.append("a user name or password for the remote tier was given, but no --remote-url")
     if config.remote_shards_file and not (config.remote_url and config.remote_url.kind is Kind.SHARDS):
         mistakes.append("--remote-shards-file needs --remote-url with redis:// or rediss://")
+    if config.memory_capacity < config.memory_size:
+        mistakes.append("--memory-max-size must not be less than --memory-size")
     warnings = (*unknown_keys(path, in_file, readers), *suspect_variables(environ))
     return Reading(config, (*unread, *mistakes), warnings)
 

@@ -5,8 +5,10 @@
     current: [cache-0.cache:6379, cache-1.cache:6379, cache-2.cache:6379]
     previous: [cache-0.cache:6379, cache-1.cache:6379]
     until: 2026-01-31T12:00:00Z
+    tls: [cache-2.cache:6379]
+    ca: /etc/cache/ca.crt
 
-A file that can't be used changes nothing, and the log and ``/stats`` say why.
+``tls``: those that speak it though the URL says nothing of it; ``ca``: who may sign their certificates.
 """
 
 from __future__ import annotations
@@ -19,41 +21,30 @@ from lmcache.options import read_yaml, unknown_keys
 from lmcache.tiers.remote.address import Endpoint, parse_endpoints
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList
-from lmcache_sidecar.config import ConfigError, read_text
+from lmcache_sidecar.followed import FollowedFile
 
 logger = logging.getLogger(__name__)
 
-_KEYS = "current", "previous", "until"
+_KEYS = "current", "previous", "until", "tls", "ca"
 _MAX_SHARDS = 64
 """Each costs every key a hash."""
 
 
-class ShardsFile:
-    """Used by one thread at a time."""
+class ShardsFile(FollowedFile):
+    """See the module."""
 
     def __init__(self, path: str, tier: RemoteTier) -> None:
-        self.problem = ""
-        """Why the tier's list is not the file's; empty: it is."""
-        self._path = path
+        super().__init__(path)
         self._tier = tier
-        self._seen: str | None = None
 
-    def follow(self) -> None:
-        """Have the tier use the list that is in the file now."""
-        text, problem = None, ""
-        try:
-            text = read_text(self._path)
-            if text == self._seen:
-                return
-            shards = read_shards(self._path, text)
-            self._tier.set_shards(shards)
-            logger.info("The shards of the remote tier are %s", self._tier.address)
-        except (ConfigError, ValueError) as error:
-            problem = str(error)
-        self._seen = text
-        if problem and problem != self.problem:
-            logger.error("The shards of the remote tier stay %s: %s", self._tier.address, problem)
-        self.problem = problem
+    def use(self, text: str) -> None:
+        """See ``FollowedFile``."""
+        self._tier.set_shards(read_shards(self.path, text))
+
+    @property
+    def used(self) -> tuple[str, str]:
+        """See ``FollowedFile``."""
+        return "The list of the remote tier's shards", str(self._tier.address)
 
 
 def read_shards(path: str, text: str) -> ShardList:
@@ -64,7 +55,10 @@ def read_shards(path: str, text: str) -> ShardList:
     current, previous = _endpoints(path, keys, "current"), _endpoints(path, keys, "previous")
     if not current:
         raise ValueError(f"{path}: current: name a shard, as in 'current: [cache-0.cache:6379]'")
-    return ShardList(current, previous, _until(path, keys) if previous else 0.0)
+    secure, ca = frozenset(_endpoints(path, keys, "tls")), keys.get("ca") or ""
+    if not isinstance(ca, str):
+        raise ValueError(f"{path}: ca: must be the name of a file")
+    return ShardList(current, previous, _until(path, keys) if previous else 0.0, secure, ca)
 
 
 def _endpoints(path: str, keys: Mapping[str, object], name: str) -> tuple[Endpoint, ...]:

@@ -19,6 +19,8 @@ from lmcache_sidecar import stats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
+from lmcache_sidecar.followed import SizeFile
+from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import Samples
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
@@ -41,8 +43,10 @@ class Sidecar:
         self._config = config
         claim_socket(config.socket)
         locks = _make_locks_directory(config.socket)
+        self._size = SizeFile(config.memory_size_file, config.memory_size, config.memory_capacity)
+        self._size.follow()
         with ExitStack() as opened:
-            self._arena = _open_arena(config)
+            self._arena = _open_arena(config, self._size.num_bytes)
             opened.callback(self._arena.close)
             self._handles = open_tiers(config, opened)
             self._opened = opened.pop_all()
@@ -55,6 +59,7 @@ class Sidecar:
         )
         self._server = Server(self._sessions, config.socket, calls)
         self._copier.on_change = self._server.announce
+        self._resizer = Resizer(self._arena, self._size)
         self._tasks = Tasks()
 
     @property
@@ -81,6 +86,7 @@ class Sidecar:
 
         self._arena.start(on_growth)
         self._tasks.spawn(self._sessions.clients.monitor.run())
+        self._tasks.spawn(self._keep_size())
         for handle in self._handles.values():
             if handle.shards is not None:
                 self._tasks.spawn(_keep(_FOLLOW_SECONDS, handle.shards.follow))
@@ -107,7 +113,13 @@ class Sidecar:
 
     def stats(self) -> list[Part]:
         """Everything that is known about its parts."""
-        return stats.collect(self._sessions, self._handles, self._memory_stats)
+        return stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer.problem)
+
+    async def _keep_size(self) -> None:
+        while True:
+            await asyncio.to_thread(self._size.follow)
+            self._resizer.step()
+            await asyncio.sleep(_FOLLOW_SECONDS)
 
     def _make_store(self) -> TieredStore:
         return TieredStore(
@@ -139,14 +151,15 @@ def _make_locks_directory(socket_path: str) -> Path:
     return path
 
 
-def _open_arena(config: Config) -> ArenaFile:
+def _open_arena(config: Config, num_bytes: int) -> ArenaFile:
     directory = os.path.dirname(config.arena_path) or "."
     if not os.path.isdir(directory):
         raise ConfigError(f"--arena: {directory} is not a directory: make it, or mount a volume there")
     try:
         return ArenaFile(
             config.arena_path,
-            config.memory_size,
+            config.memory_capacity,
+            target_bytes=num_bytes,
             huge_pages=config.huge_pages,
             numa_node=config.numa_node,
         )

@@ -152,6 +152,10 @@ def _num_clients(sessions: Sessions) -> dict[str, int]:
     return {"attached": num_attached, "quarantined": len(sessions.clients.by_uuid) - num_attached}
 
 
+def _capacity_rows(arena: ArenaFile) -> int:
+    return arena.target_rows if arena.geometry else 0
+
+
 def _row_bytes(arena: Arena) -> int:
     return arena.geometry.slot_bytes * arena.geometry.num_columns if arena.geometry else 0
 
@@ -182,11 +186,14 @@ TRANSFER: tuple[Figure[Sessions], ...] = (
         lambda sessions: sessions.copier.num_slots_under_way),
 )
 ARENA: tuple[Figure[ArenaFile], ...] = (
-    Figure("size_bytes", "Bytes of the memory tier as configured, of which slot table and index take some",
+    Figure("target_bytes", "Bytes that the memory tier is to have, of which slot table and index take some",
+        lambda arena: arena.target_bytes),
+    Figure("size_bytes", "Bytes that it takes at most now: the target when that, and nothing else, is there",
         lambda arena: arena.size_bytes),
-    Figure("capacity_rows", "Rows (chunks of all ranks) when all is populated; with several KV groups slots,"
-        " of which a row takes as many as its group needs", lambda arena: arena.num_rows),
-    Figure("capacity_bytes", "Bytes of these rows", lambda arena: arena.num_rows * _row_bytes(arena)),
+    Figure("max_bytes", "Bytes to which it can grow without a restart", lambda arena: arena.capacity_bytes),
+    Figure("capacity_rows", "Rows (chunks of all ranks) when all of the target is populated; with several KV"
+        " groups slots, of which a row takes as many as its group needs", _capacity_rows),
+    Figure("capacity_bytes", "Bytes of these rows", lambda arena: _capacity_rows(arena) * _row_bytes(arena)),
     Figure("ready_rows", "Rows (or slots) whose memory is populated", lambda arena: arena.ready_rows),
     Figure("ready_bytes", "Bytes of these rows", lambda arena: arena.ready_rows * _row_bytes(arena)),
 )
@@ -241,7 +248,9 @@ LOOKUPS: tuple[Figure[Samples], ...] = (
 # fmt: on
 
 
-def collect(sessions: Sessions, handles: Mapping[str, TierHandle], counts: MemoryStats) -> list[Part]:
+def collect(
+    sessions: Sessions, handles: Mapping[str, TierHandle], counts: MemoryStats, resize_problem: str
+) -> list[Part]:
     """Return what is known about the parts of a sidecar. Costs O(clients)."""
     arena, store = sessions.arena, sessions.store
     facts = {
@@ -252,6 +261,7 @@ def collect(sessions: Sessions, handles: Mapping[str, TierHandle], counts: Memor
     samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
     memory = read(ARENA, arena) | read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
     memory_facts = {"path": str(arena.path), "growth_error": arena.growth_error}
+    memory_facts["resize_problem"] = resize_problem
     return [
         Part("", facts, read(SESSIONS, sessions)),
         Part("lookups", {"namespace": sessions.samples.namespace}, samples),

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from lmcache_operator.components.base import Context
 from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.reconcile.reconciler import Autoscaler, Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 
@@ -25,7 +25,9 @@ class Clock:
 
 
 class Bench:
-    """A world and a reconciler on it."""
+    """A world and a reconciler on it; with an autoscaler if a test gives it one."""
+
+    autoscaler: Autoscaler | None = None
 
     def __init__(self, **changes: Any) -> None:
         self.world, self.clock = World(cluster(**changes)), Clock()
@@ -33,7 +35,11 @@ class Bench:
 
     def restart(self) -> None:
         self.reconciler = Reconciler(
-            cast(KubeApi, self.world), Context(STOCK_IMAGES), self.world.ask, monotonic=self.clock
+            cast(KubeApi, self.world),
+            Context(STOCK_IMAGES),
+            self.world.ask,
+            autoscaler=self.autoscaler,
+            monotonic=self.clock,
         )
 
     def reconcile(self) -> float | None:

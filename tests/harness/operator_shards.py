@@ -22,12 +22,13 @@ from tests.harness.operator_model import NAME, World, cluster
 from tests.harness.operator_plans import carry_out
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
-SET, LIST, SECRET, ENGINE = (
+SET, LIST, SECRET, CERTIFICATE, ENGINE = (
     Ref(kind, name)
     for kind, name in (
         ("StatefulSet", "demo-remote"),
         ("ConfigMap", "demo-remote"),
         ("Secret", "demo-remote"),
+        ("Certificate", "demo-remote"),
         ("StatefulSet", "demo-engine"),
     )
 )

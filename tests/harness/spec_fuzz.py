@@ -25,6 +25,8 @@ _EXAMPLES = {
     "memoryPerShard": ("512Mi", "1Gi"),
     "resourceName": ("nvidia.com/gpu", "amd.com/gpu"),
     "url": ("redis://h:1", "rediss://h:1,i:2/3?verify=ca", "redis-cluster://h:7000"),
+    "gpuHour": ("2.50", "0"),
+    "memoryGiBHour": ("0.004", "0", "1234567.12345678"),
     "image": ("engine:2", "registry.example/team/vllm@sha256:" + "0" * 64),
 }
 _ODD = (
@@ -79,12 +81,30 @@ def _obey_rules(made: Object) -> None:
         del remote[other]
     if not remote:
         tiers.pop("remote", None)
+    if tls := (remote.get("managed") or {}).get("tls"):
+        for other in list(tls)[1:]:
+            del tls[other]
+    elif remote.get("managed"):
+        remote["managed"].pop("tls", None)
     for amounts in (remote.get("managed") or {}).get("resources", {}).values():
         if isinstance(amounts, dict):
             amounts.pop("memory", None)
+    _obey_bounds(made.get("autoscaling") or {}, is_managed="managed" in remote)
     made.setdefault("model", {"name": "m"})
     made.setdefault("engine", {})
     tiers.setdefault("memory", {"size": "1Gi"})
+
+
+def _obey_bounds(scaling: Object, *, is_managed: bool) -> None:
+    """Of sizes: what is declared is within them."""
+    if memory := scaling.get("memory"):
+        memory |= {name: size for name, size in (("minSize", "64Mi"), ("maxSize", "16Ti")) if name in memory}
+    if "remote" in scaling:
+        scaling["remote"] = {"maxShards": 64}
+        if not is_managed:
+            del scaling["remote"]
+    if not scaling.get("memory") and "remote" not in scaling:
+        scaling.pop("mode", None)
 
 
 def _value(schema: Object, name: str, rng: random.Random, level: int) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 import yaml
@@ -91,3 +93,42 @@ def test_a_tier_is_deleted_when_it_is_not_declared_any_more(plane, operator, nam
     plane.wait(lambda: not plane.api.find("apps/v1/statefulsets", "third-remote", namespace))
     plane.wait(lambda: not plane.api.find("v1/configmaps", "third-remote", namespace))
     assert plane.api.find("apps/v1/statefulsets", "third-engine", namespace)
+
+
+def test_a_certificate_is_asked_for_where_there_is_somebody_to_ask(plane, operator, namespace):
+    tier = {"memoryPerShard": "1Gi", "tls": {"issuerRef": {"name": "caches"}}}
+    plane.api.create(CLUSTERS, example() | {"spec": {"tiers": {"remote": {"managed": tier}}}}, namespace)
+
+    def refusal() -> str:
+        conditions = plane.api.get(CLUSTERS, NAME, namespace).get("status", {}).get("conditions", ())
+        return "".join(
+            c["message"] for c in conditions if c["type"] == "Degraded" and c["reason"] == "Refused"
+        )
+
+    plane.wait(lambda: "it needs cert-manager" in refusal())
+    assert plane.api.find("apps/v1/statefulsets", REMOTE, namespace), "which waits for the Secret"
+    with cert_manager(plane):
+        made = plane.wait(lambda: plane.api.find("cert-manager.io/v1/certificates", REMOTE, namespace))
+        assert made["spec"]["dnsNames"] == [f"*.{REMOTE}.{namespace}.svc"]
+        wait_ready(plane, namespace)
+        wait_quiet(plane, operator, namespace)
+        declare(plane, namespace, tier | {"tls": None})
+        plane.wait(lambda: not plane.api.find("cert-manager.io/v1/certificates", REMOTE, namespace))
+
+
+@contextlib.contextmanager
+def cert_manager(plane: Cluster) -> Iterator[None]:
+    """Its definition of Certificates, without the fields."""
+    group, definitions = "cert-manager.io", "apiextensions.k8s.io/v1/customresourcedefinitions"
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    names = {"plural": "certificates", "singular": "certificate", "kind": "Certificate"}
+    spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
+    header = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
+    definition = header | {"metadata": {"name": f"certificates.{group}"}, "spec": spec}
+    plane.api.create(definitions, definition)
+    try:
+        yield
+    finally:
+        plane.api.delete(definitions, f"certificates.{group}")
+        plane.wait(lambda: not plane.api.find(definitions, f"certificates.{group}"))

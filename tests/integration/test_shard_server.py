@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
@@ -17,10 +19,12 @@ from lmcache_operator.specs import paths
 from lmcache_operator.specs.names import REMOTE_PORT, REMOTE_USER, STOCK_IMAGES
 
 from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import ServerError
+from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote.address import Address, Endpoint, Kind
 from lmcache.tiers.remote.resp import Connection
 from lmcache.tiers.remote.tier import RemoteTier
+from lmcache.tiers.remote.topology import ShardList
+from testing.certificates import Certificates, make_certificates
 from testing.child_process import ChildProcess, free_port, wait_until
 from tests.harness.operator_model import cluster
 from tests.harness.remote_objects import KEY, load, pattern
@@ -30,28 +34,56 @@ pytestmark = pytest.mark.redis
 PASSWORD = "p'a$s \"w\\ord"
 
 
+class MountedSecret:
+    """A folder as the kubelet makes it: all of its files become others at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._versions = itertools.count()
+        folder.mkdir()
+
+    def write(self, **files: str) -> None:
+        new = self.folder / f"..{next(self._versions)}"
+        new.mkdir()
+        for name, text in files.items():
+            (new / name).write_text(text)
+            if not (self.folder / name).is_symlink():
+                (self.folder / name).symlink_to(f"..data/{name}")
+        (new / "link").symlink_to(new)
+        (new / "link").replace(self.folder / "..data")
+
+    def write_certificate(self, made: Certificates) -> None:
+        files = {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": made.ca}
+        self.write(**{name: path.read_text() for name, path in files.items()})
+
+
 class Shard(ChildProcess):
     """The container of a shard's pod without the container."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, **managed: Any) -> None:
         super().__init__("shard", folder / "log")
         self.port = port
-        resource = cluster(tiers={"remote": {"managed": {"memoryPerShard": "512Mi"}}})
+        resource = cluster(tiers={"remote": {"managed": {"memoryPerShard": "512Mi", **managed}}})
         spec = Remote().render(parse(resource), Context(STOCK_IMAGES))[-1]["spec"]["template"]["spec"]
         (container,) = spec["containers"]
-        here = {paths.REMOTE_AUTH_DIR: folder / "auth", "/run/lmcache": folder / "run"}
-        for path in here.values():
-            path.mkdir()
-        (folder / "auth" / "password").write_text(f"{PASSWORD}\n")
+        self.auth, self.tls = MountedSecret(folder / "auth"), MountedSecret(folder / "tls")
+        self.auth.write(password=f"{PASSWORD}\n")
+        (folder / "run").mkdir()
+        here = {"/run/lmcache": folder / "run", paths.REMOTE_AUTH_DIR: folder / "auth"}
+        here[paths.REMOTE_TLS_DIR] = folder / ("tls" if "tls" in managed else "none")
 
         def placed(words: list[str]) -> list[str]:
             for path, ours in here.items():
                 words = [word.replace(path, str(ours)) for word in words]
+            words = [word.replace("sleep 10", "sleep 0.1") for word in words]
             return [word.replace(f"port {REMOTE_PORT}", f"port {port}") for word in words]
 
         self.argv = placed([*container["command"], *container["args"]])
-        probe = container["livenessProbe"]["exec"]["command"]
-        self.probe = [word.replace(" ping", f" -p {port} ping") for word in probe]
+        self.probe = placed(container["livenessProbe"]["exec"]["command"])
+
+    def start(self) -> None:
+        self.spawn(self.argv)
+        wait_until(lambda: self.check() or self.is_alive(), timeout=60)
 
     def is_alive(self) -> bool:
         return subprocess.run(self.probe, capture_output=True, timeout=60, check=False).returncode == 0
@@ -61,14 +93,13 @@ class Shard(ChildProcess):
 def shard(tmp_path: Path) -> Iterator[Shard]:
     with Shard(tmp_path, free_port()) as shard:
         assert not shard.is_alive()
-        shard.spawn(shard.argv)
-        wait_until(lambda: shard.check() or shard.is_alive(), timeout=60)
+        shard.start()
         yield shard
 
 
-def tier(shard: Shard) -> RemoteTier:
+def tier(shard: Shard, password: str = PASSWORD) -> RemoteTier:
     address = Address.parse(f"redis://{REMOTE_USER}@127.0.0.1:{shard.port}")
-    return RemoteTier(replace(address, password=PASSWORD), timeout_seconds=60)
+    return RemoteTier(replace(address, password=password), timeout_seconds=60)
 
 
 def test_a_sidecar_may_do_all_that_it_does(shard):
@@ -108,8 +139,7 @@ def test_it_evicts_within_its_bound_and_keeps_nothing(shard):
     assert usage.max_bytes == store_bytes(512 << 20) == 256 << 20
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert shard.terminate() == 0
-    shard.spawn(shard.argv)
-    wait_until(shard.is_alive, timeout=60)
+    shard.start()
     assert load(remote) is None
     remote.close()
 
@@ -121,7 +151,95 @@ def test_what_it_may_store_is_what_is_left_of_its_limit():
 
 def test_without_a_password_it_does_not_start(tmp_path):
     with Shard(tmp_path, free_port()) as shard:
-        (tmp_path / "auth" / "password").write_text("")
+        shard.auth.write(password="")
         shard.spawn(shard.argv)
         assert shard.wait() == 1
         assert "the Secret has no key" in shard.log
+
+
+# -- what is changed while it runs
+
+
+def refusal(shard: Shard, password: str) -> str:
+    """Why nobody gets in with it; empty: one does."""
+    with contextlib.closing(tier(shard, password)) as remote:
+        try:
+            load(remote)
+        except TierUnavailableError as error:
+            return str(error)
+        return ""
+
+
+def test_a_password_is_changed_without_a_miss(shard):
+    """Sidecars see each of the changes when they like."""
+    lasting = tier(shard)
+    assert lasting.store(ObjectId(KEY, 0), memoryview(b"x"))
+    assert "WRONGPASS" in refusal(shard, "new")
+
+    def found(*passwords: str) -> None:
+        for remote in (lasting, *(tier(shard, password) for password in passwords)):
+            assert load(remote) == b"x"
+            assert remote.stats.failures == 0
+            if remote is not lasting:
+                remote.close()
+
+    shard.auth.write(password=PASSWORD, other="new")
+    wait_until(lambda: not refusal(shard, "new"))
+    found(PASSWORD, "new")
+    shard.auth.write(password="new\n", other=PASSWORD)
+    found(PASSWORD, "new")
+    shard.auth.write(password="new\n")
+    wait_until(lambda: "WRONGPASS" in refusal(shard, PASSWORD))
+    found("new")
+    lasting.close()
+
+
+@pytest.fixture
+def secure(tmp_path: Path) -> Iterator[Shard]:
+    with Shard(tmp_path, free_port(), tls={"secretRef": {"name": "ours"}}) as shard:
+        shard.tls.write_certificate(authority(tmp_path, "first"))
+        shard.start()
+        yield shard
+
+
+def authority(folder: Path, name: str) -> Certificates:
+    (folder / name).mkdir()
+    return make_certificates(folder / name)
+
+
+def secure_tier(shard: Shard, ca: Path) -> RemoteTier:
+    """As the list says it."""
+    remote, endpoint = tier(shard), Endpoint("127.0.0.1", shard.port)
+    remote.set_shards(ShardList((endpoint,), secure=frozenset([endpoint]), ca=str(ca)))
+    return remote
+
+
+def is_trusted(shard: Shard, made: Certificates) -> bool:
+    with contextlib.closing(secure_tier(shard, made.ca)) as remote, contextlib.suppress(TierUnavailableError):
+        load(remote)
+        return True
+    return False
+
+
+def test_a_certificate_is_renewed_without_a_miss(secure, tmp_path):
+    lasting = secure_tier(secure, secure.tls.folder / "ca.crt")
+    assert lasting.store(ObjectId(KEY, 0), memoryview(pattern(5 << 20)))
+    assert refusal(secure, PASSWORD), "without TLS nobody is heard"
+    second = authority(tmp_path, "second")
+    assert not is_trusted(secure, second)
+    secure.tls.write_certificate(second)
+    wait_until(lambda: is_trusted(secure, second))
+    assert not is_trusted(secure, Certificates(tmp_path / "first/ca.pem", second.cert, second.key))
+    for remote in (lasting, secure_tier(secure, secure.tls.folder / "ca.crt")):
+        assert load(remote) == pattern(5 << 20)
+        assert remote.stats.failures == 0
+        remote.close()
+
+
+def test_a_certificate_that_is_none_changes_nothing_until_it_is_one(secure, tmp_path):
+    secure.tls.write(**{"tls.crt": "nonsense", "tls.key": ""})
+    wait_until(lambda: secure.check() or "certificate: ERR" in secure.log)
+    assert is_trusted(secure, Certificates(tmp_path / "first/ca.pem", Path(), Path()))
+    second = authority(tmp_path, "second")
+    secure.tls.write_certificate(second)
+    wait_until(lambda: is_trusted(secure, second))

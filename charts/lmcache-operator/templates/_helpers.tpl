@@ -98,6 +98,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [apps]
   resources: [statefulsets]
   verbs: [get, list, watch, create, patch, delete]
+# Of a managed remote tier with an issuer, where cert-manager is.
+- apiGroups: [cert-manager.io]
+  resources: [certificates]
+  verbs: [get, list, watch, create, patch, delete]
 # Deleted, too: nobody can change one, so it is made anew.
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaimtemplates]

@@ -4,7 +4,9 @@ killer."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from lmcache.tiers.errors import ArenaError
 from lmcache.units import format_size
@@ -14,6 +16,22 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 # What the process itself needs beside its arena: interpreter, gRPC buffers, index.
 _PROCESS_BYTES = 64 << 20
+
+# What it may come to need while some more of the arena is taken.
+_SPARE_BYTES = 16 << 20
+
+
+class _Files(NamedTuple):
+    """Of one version of cgroups."""
+
+    limit: str
+    used: str
+    caches: tuple[str, str]
+    """Keys of ``memory.stat``: pages of files, which the kernel drops before it kills."""
+
+
+_V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
 def check_capacity(path: Path, capacity_bytes: int, present_bytes: int = 0) -> None:
@@ -37,25 +55,51 @@ def check_capacity(path: Path, capacity_bytes: int, present_bytes: int = 0) -> N
         )
 
 
+def check_room(num_bytes: int) -> None:
+    """Raise ArenaError when the process can't take so much more without being killed for it."""
+    room = memory_room()
+    if room is not None and num_bytes + _SPARE_BYTES > room:
+        raise ArenaError(
+            f"no room for {format_size(num_bytes)} more of the arena: the memory limit of this container "
+            f"leaves {format_size(max(0, room))}, of which {format_size(_SPARE_BYTES)} stay free; raise it"
+        )
+
+
 def memory_limit(root: Path = _CGROUP_ROOT, membership: Path = _MEMBERSHIP) -> int | None:
     """Smallest memory limit of the process's cgroup and those above it, v2 or v1; None: no limit."""
-    limits = []
+    return min((limit for _, _, limit in _limits(root, membership)), default=None)
+
+
+def memory_room(root: Path = _CGROUP_ROOT, membership: Path = _MEMBERSHIP) -> int | None:
+    """Bytes that the process's cgroup, and each above it, can still take; None: no limit."""
+    return min(
+        (limit - _used(folder, files) for folder, files, limit in _limits(root, membership)), default=None
+    )
+
+
+def _limits(root: Path, membership: Path) -> Iterator[tuple[Path, _Files, int]]:
     for line in _lines(membership):
         _, controllers, group = line.split(":", 2)
         if not controllers:
-            base, name = root, "memory.max"
+            base, files = root, _V2
         elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
+            base, files = root / "memory", _V1
         else:
             continue
         # In a container the group's path may be the host's: the files then lie at the root.
         folder = base / group.strip("/")
         for candidate in (folder, *folder.parents):
-            limits += [int(text) for text in _lines(candidate / name) if text.isdigit()]
+            for text in _lines(candidate / files.limit):
+                if text.isdigit() and int(text) < 1 << 60:  # "no limit" is a huge number in v1
+                    yield candidate, files, int(text)
             if candidate == base:
                 break
-    # "No limit" is a huge number in v1.
-    return min((limit for limit in limits if limit < 1 << 60), default=None)
+
+
+def _used(folder: Path, files: _Files) -> int:
+    """Bytes that can't be had by dropping cached pages of files (those of tmpfs are no such pages)."""
+    stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
+    return sum(map(int, _lines(folder / files.used))) - sum(int(stat.get(key, 0)) for key in files.caches)
 
 
 def _lines(path: Path) -> list[str]:

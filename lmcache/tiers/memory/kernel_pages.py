@@ -66,6 +66,24 @@ def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
         raise ArenaError(f"can't give back {num_bytes} bytes of the arena: {_last_error()}")
 
 
+def first_data(fd: int, start: int, end: int) -> int:
+    """Return where, in this part of a file, the first page is that takes memory; ``end``: nowhere."""
+    try:
+        return min(os.lseek(fd, start, os.SEEK_DATA), end)
+    except OSError:  # there is none up to the end of the file
+        return end
+
+
+def missing_bytes(fd: int, start: int, end: int) -> int:
+    """Return how much of this part of a file takes no memory yet."""
+    missing, at = 0, start
+    while at < end:
+        data = first_data(fd, at, end)
+        missing += data - at
+        at = min(os.lseek(fd, data, os.SEEK_HOLE), end) if data < end else end
+    return missing
+
+
 def check_node(node: int) -> None:
     """Raise ArenaError when there is no such NUMA node."""
     nodes = numa_nodes()

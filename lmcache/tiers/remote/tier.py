@@ -28,7 +28,7 @@ from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import JointHealth
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
 from lmcache.tiers.remote import objects
-from lmcache.tiers.remote.address import Address, Endpoint, Kind
+from lmcache.tiers.remote.address import Address, Endpoint, Kind, Tls
 from lmcache.tiers.remote.cluster import RedisCluster
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import RedisServer
@@ -70,6 +70,7 @@ class RemoteTier:
         self._present = present or (lambda: address)
         self.health = JointHealth(lambda: [server.circuit for server in self._topology.servers()])
         self.health.subscribe(self._note)
+        self._secure: dict[Endpoint, Tls] = {}  # shards of which the list says so
         self._topology = self._make_topology()
         self._lock = threading.Lock()  # protects stats and what follows
         self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # invalid, though present
@@ -79,6 +80,7 @@ class RemoteTier:
         cluster."""
         if not isinstance(self._topology, Shards):
             raise ValueError(f"remote tier {self.address} has no list of shards")
+        self._secure = dict.fromkeys(shards.secure, Tls(ca=shards.ca))
         self._topology.change(shards)
         self.address = replace(self.address, endpoints=shards.current)
         self.health.notify(False)
@@ -253,8 +255,12 @@ class RemoteTier:
         def connect(endpoint: Endpoint, address: Address | None = None) -> Connection:
             return Connection(endpoint, address or self._present(), self._timeout)
 
+        def connect_to_shard(endpoint: Endpoint) -> Connection:
+            present = self._present()
+            return connect(endpoint, replace(present, tls=present.tls or self._secure.get(endpoint)))
+
         def make_server(endpoint: Endpoint) -> RedisServer:
-            return RedisServer(str(endpoint), lambda: connect(endpoint), self.health.notify)
+            return RedisServer(str(endpoint), lambda: connect_to_shard(endpoint), self.health.notify)
 
         if self.address.kind is Kind.SENTINEL:
             return SentinelMaster(self.address, self._present, connect, self.health.notify)

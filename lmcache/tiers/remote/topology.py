@@ -50,6 +50,8 @@ class ShardList:
     current: tuple[Endpoint, ...]
     previous: tuple[Endpoint, ...] = ()
     until: float = 0.0  # Unix time up to which rows are looked for at their previous owner, too
+    secure: frozenset[Endpoint] = frozenset()  # those that speak TLS, if the address does not say that all do
+    ca: str = ""  # file with the authorities that may sign their certificates; empty: the system's
 
 
 class Shards(Topology):

@@ -114,6 +114,7 @@ _COLUMNS = [
     _column("Disk", ".spec.tiers.disk.size", priority=1),
     _column("Remote", ".spec.tiers.remote.external.url", priority=1),
     _column("Shards", ".status.remote.readyShards", "integer", priority=1),
+    _column("Recommended", ".status.autoscaling.memory.recommended", priority=1),
     _column("Message", ".status.conditions[?(@.type=='Ready')].message", priority=1),
 ]
 

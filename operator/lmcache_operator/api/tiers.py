@@ -96,6 +96,42 @@ class ExternalRemote(Part):
     auth_secret_ref: AuthSecretRef | None = field("Credentials; mounted, never read.")
 
 
+class IssuerRef(Part):
+    """Who of cert-manager signs."""
+
+    name: str = field("Name of the issuer.", **NAME)
+    kind: str = field("Issuer: of the same namespace.", default="Issuer", enum=["Issuer", "ClusterIssuer"])
+    group: str = field("API group of the issuer.", default="cert-manager.io", **NAME)
+
+
+class TlsSecretRef(Part):
+    """A certificate that somebody else renews."""
+
+    name: str = field(
+        "Name of the Secret, in the same namespace: tls.crt for *.NAME-remote.NAMESPACE.svc, tls.key, and in "
+        "ca.crt who signed. Other clusters find it if it is NAME-remote-tls; another name, given to engines "
+        "that run, replaces their pods.",
+        **NAME,
+    )
+
+
+class ShardTls(Part):
+    """By what servers show who they are."""
+
+    RULES = (
+        Rule(
+            "has(self.secretRef) != has(self.issuerRef)",
+            "exactly one of secretRef and issuerRef must be set",
+            lambda tls: (tls.secret_ref is None) != (tls.issuer_ref is None),
+        ),
+    )
+
+    secret_ref: TlsSecretRef | None = field("A certificate that is there; mounted, never read.")
+    issuer_ref: IssuerRef | None = field(
+        "Have cert-manager make and renew one: the operator makes a Certificate, NAME-remote."
+    )
+
+
 class ManagedRemote(Part):
     """Servers that the operator runs: each holds its share of the rows, none knows of the others."""
 
@@ -117,6 +153,10 @@ class ManagedRemote(Part):
         default="Namespace",
         enum=["Namespace", "Cluster"],
     )
+    tls: ShardTls | None = field(
+        "Servers speak TLS alone, and sidecars verify them; renewed certificates need no restart. It costs "
+        "most of a connection's speed. A change replaces the servers, one every 15 minutes. Default: no TLS."
+    )
     image: str | None = field(
         "Image with Valkey >= 7.2 or Redis >= 6.2, and a shell. Default: the operator's, see its help.",
         **IMAGE_NAME,
@@ -128,8 +168,11 @@ class ManagedRemote(Part):
         rules=(
             Rule(
                 None,
-                "memory is that of memoryPerShard",
-                lambda own: not any("memory" in (own.get(kind) or {}) for kind in ("limits", "requests")),
+                "limits and requests are objects without memory, which is memoryPerShard",
+                lambda own: all(
+                    isinstance(part := own.get(kind) or {}, dict) and "memory" not in part
+                    for kind in ("limits", "requests")
+                ),
             ),
         ),
     )

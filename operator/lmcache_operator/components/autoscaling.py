@@ -5,20 +5,32 @@ They are in a ConfigMap, for an operator that starts again, and never in the spe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, Sizes
-from lmcache_operator.autoscaling.report import Choice, Report, Saved, restore, save
-from lmcache_operator.components.base import Component, Context, Observed, Plan
+from lmcache_operator.autoscaling.report import Choice, Report, Saved, restore, save, steady
+from lmcache_operator.components.base import (
+    Component,
+    Condition,
+    Context,
+    Event,
+    Observed,
+    Plan,
+    Status,
+    former_conditions,
+)
 from lmcache_operator.components.differences import differences
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref
 
 _SAVED_AT = "savedAt"
 _SAVE_EVERY = timedelta(hours=1)
+_ACTIVE = "AutoscalingActive"
+_TIERS = ("memory", "remote")
 
 
 class Autoscaling(Component):
@@ -54,7 +66,24 @@ class Autoscaling(Component):
         data = {} if cluster.spec.autoscaling.mode == OFF else _data(observed)
         name = names.autoscaling_name(cluster.name)
         wanted = [names.child(cluster, self.name, "ConfigMap", name, data=dict(data))] if data else []
-        return differences(wanted, observed)
+        return replace(differences(wanted, observed), fields={"mode": cluster.spec.autoscaling.mode})
+
+    def status(self, observed: Observed, plan: Plan) -> Status:
+        """As it was while nothing is known, and while what is known is nearly the same."""
+        before, mode = observed.resource.get("status") or {}, plan.fields.get("mode")
+        former, report = before.get("autoscaling") or {}, observed.autoscaling
+        if mode == OFF or not (former or report):
+            return Status()
+        if mode is None or report is None:
+            conditions = former_conditions(observed.resource)
+            kept = {kind: conditions[kind] for kind in (_ACTIVE,) if kind in conditions}
+            return Status(conditions=kept, fields={"autoscaling": former} if former else {})
+        found = dict(steady(former, _told(report.status, mode)))
+        return Status(
+            conditions={_ACTIVE: _active(found, mode)},
+            fields={"autoscaling": found},
+            events=tuple(_events(former, found)),
+        )
 
 
 def saved(observed: Observed) -> Saved | None:
@@ -63,6 +92,35 @@ def saved(observed: Observed) -> Saved | None:
         return restore(_live(observed))
     except ValueError:
         return None
+
+
+def _told(status: Mapping[str, Any], mode: str) -> Object:
+    """Who only recommends goes nowhere next."""
+    tiers = {tier: dict(status[tier]) for tier in _TIERS if tier in status}
+    for told in tiers.values() if mode != AUTO else ():
+        told.pop("next", None)
+    return {**status, **tiers}
+
+
+def _active(found: Object, mode: str) -> Condition:
+    tiers = {tier: found[tier] for tier in _TIERS if tier in found}
+    limits = {told.get("limitedBy") for told in tiers.values()}
+    message = "; ".join(f"{tier}: {told.get('reason')}" for tier, told in tiers.items())
+    if "Frozen" in limits:
+        return Condition("False", "AutoscalingFrozen", message)
+    if limits <= {"Samples", "Young"}:
+        return Condition("Unknown", "Counting", message or "nothing is known yet")
+    return Condition("True", "Sizing" if mode == AUTO else "Recommending", message)
+
+
+def _events(former: Object, found: Object) -> Iterator[Event]:
+    """What has changed since it was told the last time; an older definition has no place for that."""
+    for tier in _TIERS:
+        before, after = former.get(tier) or {}, found.get(tier) or {}
+        for name, reason in (("recommended", "SizeRecommended"), ("next", "SizeChosen")):
+            is_news = name in after and after[name] != before.get(name, after.get("current"))
+            if before and is_news and after[name] != after.get("current"):
+                yield Event("Normal", reason, f"{tier}: {after.get('reason')}")
 
 
 def _live(observed: Observed) -> Mapping[str, str]:

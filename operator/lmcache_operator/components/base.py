@@ -53,6 +53,14 @@ class Condition(NamedTuple):
     """Of the spec that it was derived from; None: of the present one."""
 
 
+class Event(NamedTuple):
+    """Something that happened to a cluster."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
 class RemoteFigures(NamedTuple):
     """What a sidecar counts of its remote tier, since it runs."""
 
@@ -190,6 +198,8 @@ class Status:
     """What is not as it should be and yet makes nothing unready."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """More fields of the status."""
+    events: tuple[Event, ...] = ()
+    """What of these fields is news, beside conditions."""
 
 
 def former_conditions(resource: Object) -> dict[str, Condition]:

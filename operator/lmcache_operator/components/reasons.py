@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 Expected = Literal[
-    "AsDeclared", "Attached", "Available", "Complete", "EnginesReady", "NoEngine", "Reachable", "Ready",
-    "Replacing", "ResizePending", "ScaledToZero", "Scaling", "ShardsReady", "Starting",
+    "AsDeclared", "Attached", "Available", "Complete", "Counting", "EnginesReady", "NoEngine", "Reachable",
+    "Ready", "Recommending", "Replacing", "ResizePending", "ScaledToZero", "Scaling", "ShardsReady", "Sizing",
+    "Starting",
 ]  # fmt: skip
 """Of what is as it was declared, or on its way there."""
 Trouble = Literal[
-    "ApiError", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
+    "ApiError", "AutoscalingFrozen", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
     "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
     "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "NameTaken", "NoAnswer",
     "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",

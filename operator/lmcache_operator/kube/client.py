@@ -227,7 +227,9 @@ def error_of(what: str, status: int, body: bytes) -> ApiError:
     except (ValueError, KeyError, TypeError):
         message, is_explained = body[:200].decode(errors="replace") or f"HTTP {status}", True
         if status == HTTPStatus.NOT_FOUND:  # an object that is missing is explained
-            needed = "a newer Kubernetes, or the chart's definitions"
+            needed = (
+                "cert-manager" if "cert-manager" in what else "a newer Kubernetes, or the chart's definitions"
+            )
             message = f"the API server does not know this kind of object: it needs {needed}"
     if status == 0:
         return NoAnswerError(what, message)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from secrets import token_urlsafe
 
 from lmcache_operator import metrics
-from lmcache_operator.components.base import Observed, Plan, Problem
+from lmcache_operator.components.base import Event, Observed, Plan, Problem
 from lmcache_operator.components.differences import rendering
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import ContestLog
-from lmcache_operator.reconcile.status import Event
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, POD, ClusterKey, Ref, ref_of
 from lmcache_operator.specs.ownership import spell

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Protocol
 
 from lmcache.backoff import Backoff
@@ -17,15 +18,16 @@ from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.autoscaling.report import Report
 from lmcache_operator.components import COMPONENTS
-from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem, Status
+from lmcache_operator.components.base import Component, Context, Event, Observed, Plan, Problem, Status
 from lmcache_operator.errors import ApiError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.apply import Applier
 from lmcache_operator.reconcile.contest import ContestLog
+from lmcache_operator.reconcile.measured import measure, unmeasure
 from lmcache_operator.reconcile.observe import observe
 from lmcache_operator.reconcile.plan import creates_something, internal_error, plan
 from lmcache_operator.reconcile.probe import ReadStats, SidecarProber
-from lmcache_operator.reconcile.status import Event, derive_status, events, is_at_rest, news
+from lmcache_operator.reconcile.status import derive_status, events, is_at_rest, news
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
 
@@ -35,8 +37,6 @@ _RESYNC_SECONDS = 900.0
 """Every cluster is reconciled this often even when nothing was reported about it."""
 _ALWAYS_KNOWN = ("conditions", "observedGeneration", "readyReplicas", "replicas", "selector")
 """Fields of the status in every version of the LMCacheCluster definition."""
-_MEASURED = ("Ready", "Degraded")
-"""Conditions that are metrics, too, for alerts."""
 _WAIT = Backoff(base=5.0, cap=60.0)
 """Until the next try at what nobody reports: why a pod is not ready, a budget that frees up, a refusal."""
 
@@ -102,8 +102,8 @@ class Reconciler:
             resource = await self._api.get(CLUSTER, key.namespace, key.name)
             if resource is None or resource["metadata"]["uid"] != key.uid:
                 self._forget(key)
-                for kind in _MEASURED if resource is None else ():
-                    metrics.CONDITION.remove(key.namespace, key.name, kind)
+                if resource is None:
+                    unmeasure(key)
                 return None
             if "deletionTimestamp" in resource["metadata"]:
                 self._forget(key)
@@ -141,6 +141,7 @@ class Reconciler:
         status = derive_status(resource, now, statuses, plans, problems)
         await self._post(key, resource, applier.events, now)
         is_news = await self._report(key, resource, status, now)
+        await self._post(key, resource, chain.from_iterable(own.events for own in statuses), now)
         memory.num_failures = 0 if failure is None else memory.num_failures + 1
         if failure is not None:
             raise failure
@@ -168,10 +169,7 @@ class Reconciler:
         """Write the status if it is news; whether more has changed than figures."""
         before = resource.get("status") or {}
         changed = news(before, status)
-        for condition in status.get("conditions") or ():
-            if condition["type"] in _MEASURED:
-                measured = metrics.CONDITION.labels(key.namespace, key.name, condition["type"])
-                measured.set(metrics.CONDITION_VALUES[condition["status"]])
+        measure(key, status)
         if status != before:
             metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
             header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}

@@ -8,24 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
-from typing import NamedTuple, get_args
+from typing import get_args
 
-from lmcache_operator.components.base import Condition, Plan, Problem, Status, former_conditions
+from lmcache_operator.components.base import (
+    Condition,
+    Event,
+    Plan,
+    Problem,
+    Status,
+    former_conditions,
+)
 from lmcache_operator.components.reasons import Trouble
 from lmcache_operator.specs import Object
 
 _MAX_MESSAGE = 4096
 _SUMMED_UP = ("Degraded", "Progressing", "Ready")
 _INVALID = "InvalidSpec"
-
-
-class Event(NamedTuple):
-    """Something that happened to a cluster."""
-
-    type: str
-    """Normal or Warning."""
-    reason: str
-    message: str
 
 
 def derive_status(

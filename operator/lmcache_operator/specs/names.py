@@ -78,6 +78,18 @@ def remote_name(cluster_name: str) -> str:
     return f"{cluster_name}-remote"
 
 
+def remote_tls_name(cluster_name: str) -> str:
+    """The Secret with the certificate of a managed remote tier, unless its user names another."""
+    return f"{remote_name(cluster_name)}-tls"
+
+
+def remote_certificate(cluster: Cluster) -> str:
+    """The Secret with the certificate of the servers that a cluster uses, and with who signed it."""
+    managed = cluster.spec.tiers.managed
+    named = managed and managed.tls and managed.tls.secret_ref
+    return named.name if named else remote_tls_name(remote_owner(cluster) or "")
+
+
 def remote_host(cluster: Cluster, owner: str) -> str:
     """The name in DNS that all shards of a cluster of this namespace have in common."""
     return f"{remote_name(owner)}.{cluster.namespace}.svc"

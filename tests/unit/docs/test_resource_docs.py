@@ -29,11 +29,15 @@ def test_what_can_stand_alone_is_accepted() -> None:
         *parents, name = path.split(".")
         changed: Any = copy.deepcopy(resource)
         remote, part = changed["spec"]["tiers"]["remote"], changed
-        if parents[-1] not in ("external", "authSecretRef") and "remote" in parents:
+        if parents[1:] == ["autoscaling", "remote"]:
             remote.clear()
-            remote[parents[-1]] = {"memoryPerShard": "1Gi"} if parents[-1] == "managed" else {}
+            remote["managed"] = {"memoryPerShard": "1Gi", "shards": 2}
+            changed["spec"]["autoscaling"]["remote"] = {"maxShards": 4}
+        elif parents[-1] not in ("external", "authSecretRef") and "remote" in parents:
+            remote.clear()
+            remote |= {"managed": {"memoryPerShard": "1Gi"}} if "managed" in parents else {}
         for parent in parents:
-            part = part[parent]
+            part = part.setdefault(parent, {"name": "a"} if parent == "issuerRef" else {})
         part[name] = value
         if name == "resourceName":
             del part["deviceClassName"]
@@ -50,6 +54,5 @@ def test_every_condition_is_explained() -> None:
     world = settled_world(tiers={"disk": {"size": "1Gi"}})
     said = Sidecar(pod="p", is_attached=True, is_remote_reachable=True, is_disk_available=True)
     told = status_of(world, probed=Probed((said,), True))
-    assert {condition["type"] for condition in told["conditions"]} == set(CONDITIONS) - {
-        "RemoteTierAvailable"
-    }
+    elsewhere = {"AutoscalingActive", "RemoteTierAvailable"}
+    assert {condition["type"] for condition in told["conditions"]} == set(CONDITIONS) - elsewhere

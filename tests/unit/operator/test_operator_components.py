@@ -26,7 +26,7 @@ from tests.harness.operator_router import Router
 BOTH = (*COMPONENTS, Router())
 FULLEST = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}}
 """An engine with which every component has all the objects that it may have."""
-SHARDS = {"remote": {"managed": {"memoryPerShard": "1Gi"}}}
+SHARDS = {"remote": {"managed": {"memoryPerShard": "1Gi", "tls": {"issuerRef": {"name": "caches"}}}}}
 ROUTER, CONFIG = Ref("StatefulSet", "demo-router"), Ref("ConfigMap", "demo-router")
 
 

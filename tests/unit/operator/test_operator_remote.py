@@ -17,7 +17,7 @@ from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import NAME, World, cluster
-from tests.harness.operator_shards import ENGINE, LIST, SECRET, SET, Rig, managed
+from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, SECRET, SET, Rig, managed
 
 
 def test_shards_are_made_with_a_password_and_at_rest_nothing_is_written():
@@ -120,6 +120,59 @@ def test_changed_servers_are_replaced_one_by_one_with_time_to_fill():
     assert rig.condition("Progressing") == ("False", "Complete")
 
 
+def secure(rig: Rig) -> list[str]:
+    """The numbers of the servers that sidecars speak TLS with."""
+    document = yaml.load(rig.world.objects[LIST]["data"]["shards.yaml"], yaml.BaseLoader)
+    assert ("tls" in document) == (document.get("ca") == "/etc/lmcache/remote-auth/ca.crt")
+    return [endpoint.partition(".")[0][-1] for endpoint in document.get("tls", ())]
+
+
+def test_servers_get_tls_one_by_one_and_sidecars_know_which_have_it():
+    rig = Rig(shards=2)
+    rig.settle()
+    before = rig.world.objects[ENGINE]["spec"]["template"]
+    rig.declare(2, tls={"issuerRef": {"name": "caches", "kind": "ClusterIssuer"}})
+    assert rig.run() == [f"apply {CERTIFICATE}", f"apply {SET}"]
+    for number in range(2):
+        assert secure(rig) == ["0"][:number]
+        assert rig.run() == [f"evict demo-remote-{number}"]
+        ready_at(rig, f"demo-remote-{number}", rig.now)
+        assert rig.run() == [f"apply {LIST}"]
+        rig.now += WINDOW
+    assert secure(rig) == ["0", "1"]
+    assert rig.world.objects[ENGINE]["spec"]["template"] == before
+
+
+def test_the_certificate_is_for_the_servers_names():
+    rig = Rig(tls={"issuerRef": {"name": "caches"}})
+    rig.settle()
+    assert rig.world.objects[CERTIFICATE]["spec"] == {
+        "dnsNames": ["*.demo-remote.team.svc"],
+        "issuerRef": {"group": "cert-manager.io", "kind": "Issuer", "name": "caches"},
+        "privateKey": {"rotationPolicy": "Always"},
+        "secretName": "demo-remote-tls",
+        "usages": ["digital signature", "key encipherment", "server auth"],
+    }
+    assert secure(rig) == ["0", "1"]
+
+
+def test_only_a_certificate_of_another_name_has_to_be_mounted_anew():
+    def pods(tls: dict[str, Any] | None) -> tuple[str, str]:
+        rig = Rig(tls=tls)
+        rig.settle()
+        template = rig.world.objects[ENGINE]["spec"]["template"]
+        (auth,) = [v["projected"] for v in template["spec"]["volumes"] if v["name"] == "remote-auth"]
+        return template["metadata"]["annotations"]["lmcache.io/spec-hash"], auth["sources"][1]["secret"][
+            "name"
+        ]
+
+    plain, _ = pods(None)
+    assert pods({"secretRef": {"name": "demo-remote-tls"}}) == (plain, "demo-remote-tls")
+    assert pods({"issuerRef": {"name": "caches"}}) == (plain, "demo-remote-tls")
+    other, secret = pods({"secretRef": {"name": "ours"}})
+    assert (other != plain, secret) == (True, "ours")
+
+
 def test_the_image_is_that_of_when_the_servers_were_made():
     rig = Rig()
     rig.settle()
@@ -189,8 +242,10 @@ def test_engines_follow_the_list_and_need_none_to_start(remote, owner):
     ]
     volumes = {volume["name"]: volume for volume in template["volumes"]}
     assert volumes["remote"]["configMap"] == {"name": f"{owner}-remote", "optional": True}
-    assert volumes["remote-auth"]["secret"]["optional"]
-    assert volumes["remote-auth"]["secret"]["secretName"] == f"{owner}-remote"
+    assert volumes["remote-auth"]["projected"]["sources"] == [
+        {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
+        for key, name in (("password", f"{owner}-remote"), ("ca.crt", f"{owner}-remote-tls"))
+    ]
     (sidecar,) = [c for c in template["initContainers"] if c["name"] == "sidecar"]
     assert {"/etc/lmcache/remote", "/etc/lmcache/remote-auth"} <= {
         m["mountPath"] for m in sidecar["volumeMounts"]

@@ -130,6 +130,8 @@ def other(**remote: Any) -> dict[str, Any]:
         (other(external={"url": "redis://h"}), "LMCacheCluster kv has no tiers.remote.managed"),
         (other(managed={"access": "Cluster"}), "LMCacheCluster kv keeps it for its own pods"),
         (other(managed={"access": "Namespace"}), ""),
+        (other(managed={"tls": {"secretRef": {"name": "x"}}}), "others look for kv-remote-tls"),
+        (other(managed={"tls": {"secretRef": {"name": "kv-remote-tls"}}}), ""),
     ],
 )
 def test_who_refers_to_a_tier_that_is_not_for_it_is_told(found, why):

@@ -17,6 +17,7 @@ from lmcache.tiers.remote.address import Endpoint
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 ALL = set(range(64))
 SECOND = timedelta(seconds=1)
+ENDPOINTS = [f"s-{number}.s.team.svc:6379" for number in range(64)]
 
 
 def test_the_first_list_is_what_is_declared():
@@ -71,21 +72,25 @@ def test_what_somebody_else_wrote_is_nothing(text):
     assert Shards.parse(text) is None
 
 
-@given(st.integers(1, 64), st.integers(0, 64))
-def test_sidecars_understand_it(current, previous):
-    document = Shards(current, previous, NOON).document([f"s-{n}.s.team.svc:6379" for n in range(64)])
+@given(st.integers(1, 64), st.integers(0, 64), st.sets(st.integers(0, 63)))
+def test_sidecars_understand_it(current, previous, secure):
+    document = Shards(current, previous, NOON).document(ENDPOINTS, secure, "/etc/ca")
     read = read_shards("f", document)
+    assert read.secure == {Endpoint(f"s-{n}.s.team.svc", 6379) for n in secure}
+    assert read.ca == ("/etc/ca" if secure else "")
     assert (len(read.current), len(read.previous)) == (current, previous)
     assert read.until == (NOON.timestamp() if previous else 0)
     assert read.current[-1] == Endpoint(f"s-{current - 1}.s.team.svc", 6379)
 
 
 def test_the_file_names_the_shards():
-    document = Shards(1, 2, NOON).document(["a:1", "b:1"])
+    document = Shards(1, 2, NOON).document(["a:1", "b:1"], set(), "/ca")
     assert yaml.load(document, yaml.BaseLoader) == {
         "current": ["a:1"], "previous": ["a:1", "b:1"], "until": "2026-01-31T12:00:00Z"
     }  # fmt: skip
-    assert yaml.safe_load(Shards(2).document(["a:1", "b:1"])) == {"current": ["a:1", "b:1"]}
+    assert yaml.safe_load(Shards(2).document(["a:1", "b:1"], {1}, "/ca")) == {
+        "current": ["a:1", "b:1"], "tls": ["b:1"], "ca": "/ca"
+    }  # fmt: skip
 
 
 class ListMachine(RuleBasedStateMachine):

@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_used_leaves_the_list_as_it_was(tier, tmp_path, ca
         assert file.problem.endswith("no such file or directory")
         assert follow("current: [b]\ncurent: [c]\n") == ("b:6379", "")
     assert caplog.text.count("name a shard") == 1
-    assert "The shards of the remote tier stay a:6379,b:6379" in caplog.text
+    assert "The list of the remote tier's shards stays a:6379,b:6379" in caplog.text
     assert "'curent' is unknown, and ignored; did you mean 'current'?" in caplog.text
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.capacity import check_capacity, memory_limit
+from lmcache.tiers.memory.capacity import check_capacity, check_room, memory_limit, memory_room
 from lmcache.tiers.memory.contracts import Geometry, Slot
 from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout
 from lmcache.tiers.memory.mapping import MappedColumn
@@ -318,6 +318,56 @@ class TestRoom:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         assert memory_limit(tmp_path / "fs", tmp_path / "cgroup") == limit
+
+    @pytest.mark.parametrize(
+        ("membership", "files", "room"),
+        [
+            ("0::/\n", {"memory.max": "1000\n", "memory.current": "400\n"}, 600),
+            ("0::/\n", {"memory.max": "max\n", "memory.current": "400\n"}, None),
+            (
+                "0::/a/b\n",
+                {
+                    "a/memory.max": "500\n",
+                    "a/memory.current": "450\n",
+                    "a/b/memory.max": "400\n",
+                    "a/b/memory.current": "50\n",
+                },
+                50,
+            ),
+            (
+                "0::/\n",
+                {
+                    "memory.max": "1000\n",
+                    "memory.current": "900\n",
+                    "memory.stat": "anon 5\ninactive_file 30\nactive_file 7\nshmem 800\nfile 837\n",
+                },
+                137,
+            ),
+            (
+                "4:memory:/x\n",
+                {
+                    "memory/x/memory.limit_in_bytes": "700",
+                    "memory/x/memory.usage_in_bytes": "800",
+                    "memory/x/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n",
+                },
+                -80,
+            ),
+            ("", {}, None),
+        ],
+    )
+    def test_room_in_cgroups(self, tmp_path, membership, files, room):
+        (tmp_path / "cgroup").write_text(membership)
+        for name, text in files.items():
+            file = tmp_path / "fs" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        assert memory_room(tmp_path / "fs", tmp_path / "cgroup") == room
+
+    def test_some_is_kept_free(self, monkeypatch):
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: 100 * MIB)
+        check_room(84 * MIB)
+        with pytest.raises(ArenaError, match="leaves 100Mi, of which 16Mi stay free"):
+            check_room(85 * MIB)
 
 
 def test_engines_of_the_same_group_can_map_it(opened, path):

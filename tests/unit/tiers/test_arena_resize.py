@@ -23,7 +23,7 @@ OWNER = b"o" * 16
 class Growing:
     """An arena that is populated in the background, and a way to wait for it."""
 
-    def __init__(self, path, **options: bool) -> None:
+    def __init__(self, path, **options: int) -> None:
         self.arena = ArenaFile(path, CAPACITY, **options)
         self._changed = threading.Condition()
 
@@ -77,13 +77,18 @@ def test_memory_goes_back_and_comes_again(growing, tier):
     evicted = tier.vacate(num_rows)
     assert (evicted.num_evicted, evicted.blocked) == (arena.num_rows - num_rows, {})
     arena.resize(CAPACITY // 2)
+    assert arena.ready_rows == num_rows
+    assert arena.has_surplus
+    assert arena.size_bytes > CAPACITY - MIB
+    arena.give_back()
     gone = (arena.num_rows - num_rows) * 2 * GEOMETRY.slot_bytes
     growing.wait_for(lambda: growing.taken_bytes() == before - gone)
-    assert arena.ready_rows == num_rows
+    growing.wait_for(lambda: arena.size_bytes == arena.target_bytes == CAPACITY // 2)
     for row in range(num_rows):
         assert bytes(arena.view(row, 1, 4)) == row.to_bytes(4, "big")
     arena.resize(CAPACITY)
     growing.grow_to(arena.num_rows)
+    assert not arena.has_surplus
     assert growing.taken_bytes() == before
 
 
@@ -100,26 +105,27 @@ def test_a_client_that_has_it_mapped_reads_zeros_and_goes_on(growing, tier):
     tier.vacate(arena.rows_within(CAPACITY // 2))
     before = growing.taken_bytes()
     arena.resize(CAPACITY // 2)
+    arena.give_back()
     growing.wait_for(lambda: growing.taken_bytes() < before - CAPACITY // 3)
     assert not mapped.slots[last].any()
     assert not mapped.holds(slot)
     mapped.close()
 
 
-def test_rows_in_use_are_a_reason_to_refuse(growing, tier):
+def test_what_is_there_stays_until_it_is_given_back(growing, tier):
     fill(tier)
-    arena = growing.arena
-    num_rows = arena.rows_within(CAPACITY // 2)
+    arena, before = growing.arena, growing.taken_bytes()
     last = [(arena.num_rows - number).to_bytes(64, "big") for number in (1, 2)]
     tier.lookup((b"e" * 16, "r"), one_chain(last[:1]))
     tier.pin(tier.lookup((b"e" * 16, "s"), one_chain(last[1:])).slots[0])
     tier.release((b"e" * 16, "s"))
+    num_rows = arena.rows_within(CAPACITY // 2)
     assert tier.vacate(num_rows).blocked == {"leased": 1, "pinned": 1}
-    before = growing.taken_bytes()
-    with pytest.raises(ArenaError, match="2 rows beyond 8388608 bytes of the arena are in use"):
-        arena.resize(CAPACITY // 2)
-    assert arena.ready_rows == arena.num_rows
+    arena.resize(CAPACITY // 2)
+    arena.resize(CAPACITY // 4)
+    arena.resize(CAPACITY // 2)
     assert growing.taken_bytes() == before
+    assert arena.has_surplus
     assert bytes(arena.view(arena.num_rows - 1, 0, 4)) == (arena.num_rows - 1).to_bytes(4, "big")
     tier.release((b"e" * 16, "r"))
     assert tier.vacate(num_rows).blocked == {"pinned": 1}
@@ -141,10 +147,13 @@ def test_rows_that_are_written_or_in_quarantine_stay(growing, tier):
 def test_it_is_never_smaller_than_an_extent_nor_larger_than_its_capacity(growing):
     arena = growing.arena
     least = arena.rows_within(0)
-    assert 0 < least < arena.num_rows // 8
+    assert least == 1
     assert arena.rows_within(1 << 60) == arena.num_rows
     arena.resize(0)
+    arena.give_back()
     growing.wait_for(lambda: arena.ready_rows == least)
+    # Its tables are there for all rows that it can have.
+    growing.wait_for(lambda: 0 < arena.size_bytes == arena.column_offset(0) + 2 * GEOMETRY.slot_bytes)
 
 
 def test_it_may_be_resized_while_it_is_populated(tmp_path):
@@ -157,6 +166,7 @@ def test_it_may_be_resized_while_it_is_populated(tmp_path):
         if arena.ready_rows > small and not shrunk:
             shrunk.append(arena.ready_rows)
             arena.resize(CAPACITY // 4)
+            arena.give_back()
         growing.note_change()
 
     shrunk: list[int] = []
@@ -175,8 +185,89 @@ def test_a_numa_node_that_does_not_exist_is_named(tmp_path, monkeypatch):
     assert not (tmp_path / "arena").exists()
 
 
-def test_before_the_first_format_there_is_nothing_to_resize(tmp_path):
-    arena = ArenaFile(tmp_path / "arena", CAPACITY)
-    with pytest.raises(ArenaError, match="not formatted"):
+class TestSmallerThanItsFile:
+    """The file is as long as the arena may become; memory is taken for its target alone."""
+
+    @pytest.fixture
+    def growing(self, tmp_path):
+        growing = Growing(tmp_path / "arena", target_bytes=CAPACITY // 4)
+        yield growing
+        growing.arena.close()
+
+    def is_settled_at(self, growing: Growing, num_bytes: int) -> bool:
+        arena = growing.arena
+        assert growing.taken_bytes() <= CAPACITY // 2 + MIB
+        return arena.size_bytes == num_bytes and num_bytes - MIB < growing.taken_bytes() <= num_bytes
+
+    def test_before_the_first_format_and_after_it(self, growing):
+        arena = growing.arena
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
         arena.resize(CAPACITY // 2)
-    arena.close()
+        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 2))
+        arena.resize(CAPACITY // 4)
+        arena.give_back()
+        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
+        arena.format(GEOMETRY)  # its two columns are far apart: other pages of the file
+        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
+        assert 0 < arena.ready_rows == arena.rows_within(CAPACITY // 4) < arena.num_rows // 3
+        assert not arena.has_surplus
+        arena.resize(CAPACITY // 2)
+        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 2))
+
+    def test_what_an_earlier_process_left_stays_until_it_is_given_back(self, growing):
+        arena = growing.arena
+        arena.format(GEOMETRY)
+        arena.resize(CAPACITY // 2)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 2)
+        num_rows, before = arena.ready_rows, growing.taken_bytes()
+        arena.view(num_rows - 1, 1, 4)[:] = b"last"
+        arena.close()
+        growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=CAPACITY // 4)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: 0 < arena.ready_rows == arena.target_rows)
+        assert arena.has_surplus
+        assert growing.taken_bytes() == before
+        assert bytes(arena.view(num_rows - 1, 1, 4)) == b"last"
+        arena.give_back()
+        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
+
+    def test_an_earlier_process_that_took_no_more_left_nothing_to_give_back(self, growing):
+        arena = growing.arena
+        arena.format(GEOMETRY)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        arena.close()
+        growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=arena.target_bytes)
+        assert arena._filled < arena.num_rows // 2
+
+    def test_it_waits_for_room_and_says_so(self, growing, monkeypatch, caplog):
+        arena, room = growing.arena, [20 * MIB]
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: room[0])
+        monkeypatch.setattr("lmcache.tiers.memory.arena._STEP_BYTES", MIB)
+        monkeypatch.setattr("lmcache.tiers.memory.arena._RETRY_SECONDS", 0.01)
+        arena.format(GEOMETRY)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        room[0] = 16 * MIB
+        arena.resize(CAPACITY)
+        growing.wait_for(lambda: arena.growth_error is not None)
+        assert "the memory limit of this container leaves 16Mi, of which 16Mi" in arena.growth_error
+        assert arena.ready_rows == arena.rows_within(CAPACITY // 4)
+        assert growing.taken_bytes() <= CAPACITY // 4
+        room[0] = 1 << 40
+        growing.wait_for(lambda: arena.ready_rows == arena.num_rows)
+        growing.wait_for(lambda: arena.growth_error is None)
+        assert caplog.text.count("no room") == 1
+
+    def test_what_is_populated_already_needs_no_room(self, growing, monkeypatch):
+        arena = growing.arena
+        arena.format(GEOMETRY)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        arena.close()
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: 0)
+        growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=CAPACITY // 4)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)

@@ -166,8 +166,14 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
     for tier in ("memory", "disk"):
         tiers.get(tier, {}).pop("size", None)
-    if cluster.spec.tiers.managed is not None:  # pods need to know no more of it
+    if (managed := cluster.spec.tiers.managed) is not None:  # pods need to know no more of it
         tiers["remote"] = {"managed": True}
+        if (
+            managed.tls
+            and (own := managed.tls.secret_ref)
+            and own.name != names.remote_tls_name(cluster.name)
+        ):
+            tiers["remote"]["tls"] = own.name  # mounted by its name
     kept: Object = {
         "engine": {key: value for key, value in engine.items() if key not in ("image", "replicas")},
         "tiers": {key: value for key, value in tiers.items() if value or key != "memory"},

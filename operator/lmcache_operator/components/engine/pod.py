@@ -265,10 +265,18 @@ def _volumes(cluster: Cluster, sidecar_image: str = "") -> list[_Volume]:
     if owner := names.remote_owner(cluster):
         # Without them the sidecar has no remote tier, and the engine runs.
         listed = {"configMap": {"name": names.remote_name(owner), "optional": True}}
-        password = _secret(names.remote_name(owner), password="password")
-        password["secret"]["optional"] = True
+        secrets = {
+            "password": names.remote_name(owner),
+            paths.AUTHORITY_FILE: names.remote_certificate(cluster),
+        }
+        sources = [
+            {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
+            for key, name in secrets.items()
+        ]
         found.append(_Volume("remote", paths.REMOTE_DIR, sidecar, listed))
-        found.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, password))
+        found.append(
+            _Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, {"projected": {"sources": sources}})
+        )
     if auth := spec.tiers.remote_auth:
         source = _secret(auth.name, password=auth.password_key, username=auth.username_key)
         found.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))

@@ -13,17 +13,58 @@ _UID = 999
 _RUN_DIR = "/run/lmcache"
 _RIGHTS = "~lmc1:* resetchannels -@all +get +set +exists +touch +ping +info"
 """What sidecars need (lmcache/tiers/remote/address.py), of names with our prefix."""
+_KEEPER_RIGHTS = "resetkeys resetchannels -@all +config|set +acl|setuser"
+_SOCKET = f"{_RUN_DIR}/socket"
+_KEEPER = "keeper"
+"""The user that renews passwords and certificate, from within: its password is in the memory of a shell."""
+_CLI = f'"$(command -v valkey-cli || command -v redis-cli)" -s {_SOCKET}'
+_FOLLOW_SECONDS = 10
 _START = f"""\
 umask 077
-test -s {paths.REMOTE_AUTH_DIR}/password || {{ echo 'the Secret has no key "password"'; exit 1; }}
-password=$(printf %s "$(cat {paths.REMOTE_AUTH_DIR}/password)" | sha256sum)
-printf '%s\\nuser default off\\nuser {names.REMOTE_USER} on #%s {_RIGHTS}\\n' \\
-  "$1" "${{password%% *}}" > {_RUN_DIR}/conf
+cd {paths.REMOTE_AUTH_DIR}
+test -s password || {{ echo 'the Secret has no key "password"'; exit 1; }}
+hash() {{ sha256sum | head -c 64; }}
+passwords() {{
+  for file in password other; do
+    ! test -s $file || echo "#$(printf %s "$(cat $file)" | hash)"
+  done
+}}
+files() {{ cat password other {paths.REMOTE_TLS_DIR}/tls.* 2>&1 | hash; }}
+renewal() {{
+  echo "AUTH {_KEEPER} $key"
+  echo "ACL SETUSER {names.REMOTE_USER} resetpass" $(passwords)
+  ! test -e {paths.REMOTE_TLS_DIR} || echo "CONFIG SET tls-cert-file {paths.REMOTE_TLS_DIR}/tls.crt"
+}}
+key=$(head -c 32 /dev/urandom | hash)
+seen=$(files)
+{{
+  echo "$1"
+  echo 'user default off'
+  echo "user {names.REMOTE_USER} on" $(passwords) '{_RIGHTS}'
+  echo "user {_KEEPER} on #$(printf %s $key | hash) {_KEEPER_RIGHTS}"
+}} > {_RUN_DIR}/conf
+while sleep {_FOLLOW_SECONDS} && kill -0 $$; do
+  now=$(files)
+  test "$now" != "$seen" && test -s password || continue
+  answer=$(renewal | {_CLI} 2>&1 | grep . | sort -u)
+  if test "$answer" = OK; then seen=$now; answer=done; fi
+  echo "Changed passwords or certificate: $answer"
+done &
 exec "$(command -v valkey-server || command -v redis-server)" {_RUN_DIR}/conf
 """
-"""The hash of the password, not itself, goes into the configuration, which is in memory."""
-_PING = '"$(command -v valkey-cli || command -v redis-cli)" ping'
+"""Hashes of passwords, not themselves, go into the configuration, which is in memory. The Secrets' files are
+renewed by the kubelet, and so is what the server took from them."""
+_PING = f"{_CLI} ping"
 """That we are nobody to it is an answer, too."""
+_TLS = {
+    "port": "0",
+    "tls-port": f"{names.REMOTE_PORT}",
+    "tls-cert-file": f"{paths.REMOTE_TLS_DIR}/tls.crt",
+    "tls-key-file": f"{paths.REMOTE_TLS_DIR}/tls.key",
+    # A password is asked for.
+    "tls-auth-clients": "no",
+}
+_TLS_VOLUME = "tls"
 _LEAST_SPARE_BYTES = 256 * 2**20
 
 
@@ -36,7 +77,8 @@ def store_bytes(limit_bytes: int) -> int:
 def settings(managed: ManagedRemote) -> str:
     """The server's configuration file, for Redis and Valkey alike."""
     lines = {
-        "port": f"{names.REMOTE_PORT}",
+        **(_TLS if managed.tls else {"port": f"{names.REMOTE_PORT}"}),
+        "unixsocket": _SOCKET,
         "protected-mode": "no",
         "dir": _RUN_DIR,
         "save": '""',
@@ -74,6 +116,11 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
             {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ],
     }  # fmt: skip
+    if managed.tls:
+        certificate = names.remote_certificate(cluster)
+        spec["volumes"].append({"name": _TLS_VOLUME, "secret": {"secretName": certificate}})
+        mount = {"mountPath": paths.REMOTE_TLS_DIR, "name": _TLS_VOLUME, "readOnly": True}
+        spec["containers"][0]["volumeMounts"].append(mount)
     placed = {
         "nodeSelector": managed.node_selector,
         "priorityClassName": managed.priority_class_name,
@@ -81,6 +128,11 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
     }
     metadata = {"annotations": {names.SPEC_HASH: spec_hash}, "labels": names.labels(cluster, names.REMOTE)}
     return {"metadata": metadata, "spec": spec | {key: value for key, value in placed.items() if value}}
+
+
+def speaks_tls(pod_or_template: Object) -> bool:
+    """Whether the server of a pod, or of those to come, does."""
+    return any(volume["name"] == _TLS_VOLUME for volume in pod_or_template["spec"].get("volumes") or ())
 
 
 def _server(managed: ManagedRemote, image: str) -> Object:

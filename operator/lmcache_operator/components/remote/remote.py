@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from lmcache_operator.components.base import (
 from lmcache_operator.components.differences import differences
 from lmcache_operator.components.figures import remote_usage
 from lmcache_operator.components.pods import is_outdated, is_ready, kill_problems, next_eviction, ready_since
-from lmcache_operator.components.remote.pod import pod_template
+from lmcache_operator.components.remote.pod import pod_template, speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.kinds import Ref, ref_of
@@ -51,7 +51,7 @@ class Remote(Component):
 
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:
         """But the Secret, which nobody but pods reads."""
-        kinds = ("ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet")
+        kinds = ("ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Certificate", "StatefulSet")
         return tuple(Ref(kind, names.remote_name(cluster_name)) for kind in kinds)
 
     def referred(self, resource: Object) -> str:
@@ -65,7 +65,7 @@ class Remote(Component):
         if managed is None:
             return []
         image = managed.image or context.shard_image
-        return _objects(cluster, managed, image, context.shard_image, Shards(cluster.num_shards))
+        return _objects(cluster, managed, image, context.shard_image, Shards(cluster.num_shards), {})
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Before anything, the list of now, and the image that the StatefulSet was made with."""
@@ -74,10 +74,11 @@ class Remote(Component):
             return differences([], observed)
         config, *_, live = map(observed.children.get, self.refs(cluster.name))
         former = Shards.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
-        ready = _ready_numbers(observed)
+        pods = {_number(pod): pod for pod in observed.pods}
+        ready = {number for number, pod in pods.items() if is_ready(pod)}
         shards = next_shards(former, cluster.num_shards, ready, observed.now)
         default = _default_image(cluster, live, context.shard_image)
-        wanted = _objects(cluster, managed, managed.image or default, default, shards)
+        wanted = _objects(cluster, managed, managed.image or default, default, shards, pods)
         due, template = differences(wanted, observed), wanted[-1]["spec"]["template"]
         evict, seconds = _eviction(live, observed, template, shards)
         return replace(
@@ -96,7 +97,7 @@ class Remote(Component):
             former = _former_status(observed) if observed.children else _of_others(observed)
             return replace(former, degraded=tuple(self._not_shared(observed)))
         declared_number, shards = plan.fields["declared"], plan.fields["shards"]
-        num_ready = sum(number < shards.current for number in _ready_numbers(observed))
+        num_ready = sum(is_ready(pod) and _number(pod) < shards.current for pod in observed.pods)
         count = f"{num_ready} of {shards.current} shards of the remote tier are ready"
         available = Condition("True", "ShardsReady", count)
         if num_ready < shards.current:
@@ -121,6 +122,8 @@ class Remote(Component):
         managed, why = at(other, *_REMOTE, "managed"), "has no tiers.remote.managed"
         if at(managed, "access") == "Cluster":
             why = "keeps it for its own pods (tiers.remote.managed.access)"
+        elif (secret := at(managed, "tls", "secretRef", "name")) not in (None, names.remote_tls_name(name)):
+            why = f"keeps its certificate in Secret {secret}: others look for {names.remote_tls_name(name)}"
         elif managed is not None:
             return
         what = f"LMCacheCluster {name} {why}" if other else f"there is no LMCacheCluster {name}"
@@ -155,8 +158,8 @@ def _former_status(observed: Observed) -> Status:
     )
 
 
-def _ready_numbers(observed: Observed) -> set[int]:
-    return {int(pod["metadata"]["name"].rpartition("-")[2]) for pod in observed.pods if is_ready(pod)}
+def _number(pod: Object) -> int:
+    return int(pod["metadata"]["name"].rpartition("-")[2])
 
 
 def _num_servers(cluster: Cluster, shards: Shards) -> int:
@@ -196,15 +199,27 @@ def _secret(cluster: Cluster) -> Object:
 
 
 def _objects(
-    cluster: Cluster, managed: ManagedRemote, image: str, default_image: str, shards: Shards
+    cluster: Cluster,
+    managed: ManagedRemote,
+    image: str,
+    default_image: str,
+    shards: Shards,
+    pods: Mapping[int, Object],
 ) -> list[Object]:
     child, name = partial(names.child, cluster, names.REMOTE), names.remote_name(cluster.name)
     selector = names.selector(cluster.name, names.REMOTE)
     number = _num_servers(cluster, shards)
-    endpoints = [f"{name}-{n}.{names.remote_host(cluster, cluster.name)}" for n in range(number)]
-    files = {paths.SHARDS_FILE: shards.document([f"{host}:{names.REMOTE_PORT}" for host in endpoints])}
     hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}
     template = pod_template(cluster, managed, image, names.digest(hashed | {"image": image}))
+    host = names.remote_host(cluster, cluster.name)
+    endpoints = [f"{name}-{n}.{host}:{names.REMOTE_PORT}" for n in range(number)]
+    # As each is at present: one after the other is replaced.
+    secure = {n for n in range(number) if speaks_tls(pods.get(n, template))}
+    files = {
+        paths.SHARDS_FILE: shards.document(
+            endpoints, secure, f"{paths.REMOTE_AUTH_DIR}/{paths.AUTHORITY_FILE}"
+        )
+    }
     stateful_set = {
         "updateStrategy": {"type": "OnDelete"},
         "podManagementPolicy": "Parallel",
@@ -224,8 +239,21 @@ def _objects(
         child("Service", name, spec=service),
         child("NetworkPolicy", name, spec=_network_policy(cluster, managed)),
         child("PodDisruptionBudget", name, spec=budget | {"unhealthyPodEvictionPolicy": "AlwaysAllow"}),
+        *_certificate(cluster, managed, host),
         child("StatefulSet", name, recorded, spec=stateful_set),
     ]
+
+
+def _certificate(cluster: Cluster, managed: ManagedRemote, host: str) -> Iterator[Object]:
+    if managed.tls and (issuer := managed.tls.issuer_ref):
+        spec = {
+            "dnsNames": [f"*.{host}"],
+            "issuerRef": {"group": issuer.group, "kind": issuer.kind, "name": issuer.name},
+            "privateKey": {"rotationPolicy": "Always"},
+            "secretName": names.remote_certificate(cluster),
+            "usages": ["digital signature", "key encipherment", "server auth"],
+        }
+        yield names.child(cluster, names.REMOTE, "Certificate", names.remote_name(cluster.name), spec=spec)
 
 
 def _network_policy(cluster: Cluster, managed: ManagedRemote) -> Object:

@@ -45,15 +45,18 @@ class Shards(NamedTuple):
             return None
         return cls(current, previous, until)
 
-    def document(self, endpoints: list[str]) -> str:
-        """The file that sidecars read; ``endpoints``: of all servers."""
+    def document(self, endpoints: list[str], secure: set[int], authority: str) -> str:
+        """The file that sidecars read; ``endpoints``: of all servers, ``secure``: the numbers of those that
+        speak TLS, ``authority``: file with who signed their certificates."""
 
-        def listed(number: int) -> str:
-            return "".join(f"\n- {endpoint}" for endpoint in endpoints[:number])
+        def listed(endpoints: list[str]) -> str:
+            return "".join(f"\n- {endpoint}" for endpoint in endpoints)
 
-        text = f"current:{listed(self.current)}\n"
+        text = f"current:{listed(endpoints[: self.current])}\n"
         if self.previous:
-            text += f"previous:{listed(self.previous)}\nuntil: {utc(self.until)}\n"
+            text += f"previous:{listed(endpoints[: self.previous])}\nuntil: {utc(self.until)}\n"
+        if tls := [endpoint for number, endpoint in enumerate(endpoints) if number in secure]:
+            text += f"tls:{listed(tls)}\nca: {authority}\n"
         return text
 
 

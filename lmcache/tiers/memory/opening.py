@@ -1,0 +1,73 @@
+"""The arena's file: opened and locked, adopted or replaced, and filled."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+from lmcache.tiers.errors import ArenaError
+from lmcache.tiers.memory.capacity import check_capacity
+from lmcache.tiers.memory.layout import HEAD_BYTES, Head
+
+logger = logging.getLogger(__name__)
+
+
+def open_arena(path: Path, capacity: int, needed_bytes: int) -> tuple[int, Head]:
+    """Return a locked descriptor of a file of ``capacity`` bytes, and its head (a fresh one for a new file).
+    ``needed_bytes``: that it is to take of memory."""
+    fd = _open_locked(path)
+    try:
+        size = os.fstat(fd).st_size
+        head = _read_head(fd, size, capacity) if size else None
+        # Before anything is lost; what the file takes is there for its successor, too.
+        check_capacity(path, needed_bytes, os.fstat(fd).st_blocks * 512)
+        if size and (head is None or head.capacity_bytes != capacity or size != capacity):
+            logger.warning(
+                "the arena %s is of another size or version, or damaged: an empty one replaces it", path
+            )
+            path.unlink()
+            fresh = _open_locked(path)
+            os.close(fd)
+            fd, head = fresh, None
+        os.ftruncate(fd, capacity)
+        allocate(fd, 0, HEAD_BYTES)
+        with contextlib.suppress(PermissionError):  # another user's arena of before
+            os.fchmod(fd, 0o660)  # whatever the umask: an engine may run as another user of the group
+    except BaseException:
+        if os.fstat(fd).st_size == 0:  # made by us a moment ago
+            path.unlink(missing_ok=True)
+        os.close(fd)
+        raise
+    # Beyond all generations of a file that was here before: an engine may still hold slots of that one.
+    return fd, head or Head(capacity, epoch=0, first_generation=time.time_ns(), geometry=None)
+
+
+def _read_head(fd: int, size: int, capacity: int) -> Head | None:
+    try:
+        return Head.parse(os.pread(fd, HEAD_BYTES, 0).ljust(HEAD_BYTES, b"\0"))
+    except ArenaError:
+        if size != capacity:
+            raise
+        return None  # no stranger's file is just as long: an engine wrote over the head of ours
+
+
+def _open_locked(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ArenaError(f"the arena {path} is in use by another sidecar: give each its own path") from None
+    return fd
+
+
+def allocate(fd: int, offset: int, length: int) -> None:
+    """Take memory for a part of the file. Raises ArenaError when its volume has none left."""
+    try:
+        os.posix_fallocate(fd, offset, length)
+    except OSError as error:
+        raise ArenaError(f"can't take {length} bytes of the arena's volume: {error.strerror}") from error

@@ -1,0 +1,147 @@
+"""The operator is killed after any write, and chooses, and is overruled: sizes are what they should be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+from lmcache_operator.autoscaling.report import Choice, Report, restore
+from lmcache_operator.components.base import Observed
+from lmcache_operator.specs.kinds import ClusterKey, Ref
+
+from tests.harness.operator_bench import STATEFUL_SET, Bench
+from tests.harness.operator_model import World
+
+GIB = 1 << 30
+CONFIG = Ref("ConfigMap", "demo-autoscaling")
+LEAST, MOST = 16, 128
+AUTO = {"mode": "Auto", "memory": {"minSize": f"{LEAST}Gi", "maxSize": f"{MOST}Gi"}}
+SIZES = st.integers(LEAST, MOST)
+
+
+class KilledError(BaseException):
+    """The operator is no more."""
+
+
+class Mortal(World):
+    """A world in which the operator ends with its n-th write, whose answer nobody hears."""
+
+    num_left = 1 << 30
+
+    async def apply(self, wanted: Any, uid: str | None) -> None:
+        await super().apply(wanted, uid)
+        self._note_write()
+
+    async def apply_status(self, wanted: Any) -> None:
+        await super().apply_status(wanted)
+        self._note_write()
+
+    def _note_write(self) -> None:
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise KilledError
+
+
+class Watcher:
+    """Chooses what the test tells it to, and begins with what it finds."""
+
+    def __init__(self) -> None:
+        self.is_new = True
+        self.choice: Choice | None = None
+
+    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
+        if self.is_new and (live := observed["autoscaling"].children.get(CONFIG)):
+            with contextlib.suppress(ValueError):
+                self.choice = restore(live["data"]).memory
+        self.is_new = False
+        return Report({}, memory=self.choice, state="counted")
+
+    def forget(self, key: ClusterKey) -> None:
+        raise AssertionError("it is there")
+
+
+class SizesMachine(RuleBasedStateMachine):
+    """One cluster, and one operator after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench, self.declared, self.is_auto = Bench(), 64, True
+        self.bench.world = Mortal(self.bench.world.resource)
+        self._declare()
+        self._start()
+        self.bench.settle()
+        self.pods = {name: pod["metadata"]["uid"] for name, pod in self.bench.world.pods.items()}
+
+    def _declare(self) -> None:
+        tiers = {"memory": {"size": f"{self.declared}Gi"}}
+        self.bench.world.change(
+            tiers=tiers, autoscaling=AUTO | ({} if self.is_auto else {"mode": "Recommend"})
+        )
+
+    def _start(self) -> None:
+        self.bench.autoscaler = self.watcher = Watcher()
+        self.bench.restart()
+
+    def _size(self) -> int:
+        """Of new pods."""
+        template = self.bench.world.objects[STATEFUL_SET]["spec"]["template"]
+        arguments = template["spec"]["initContainers"][0]["args"]
+        (size,) = [arg for arg in arguments if arg.startswith("--memory-size=")]
+        return int(size.partition("=")[2]) // GIB
+
+    @rule(size=SIZES)
+    def choose(self, size: int) -> None:
+        self.watcher.choice = Choice(size * GIB, self.declared * GIB)
+
+    @rule(size=SIZES)
+    def declare(self, size: int) -> None:
+        self.declared = size
+        self._declare()
+
+    @rule(is_auto=st.booleans())
+    def change_mode(self, is_auto: bool) -> None:
+        self.is_auto = is_auto
+        self._declare()
+
+    @rule()
+    def somebody_edits_it(self) -> None:
+        if CONFIG in self.bench.world.objects:
+            self.bench.world.edit(CONFIG, "data", "state", value="more")
+
+    @rule(num_writes=st.integers(1, 4))
+    def be_killed(self, num_writes: int) -> None:
+        self.bench.world.num_left = num_writes
+        try:
+            self.bench.settle()
+        except KilledError:
+            self._start()
+        self.bench.world.num_left = 1 << 30
+
+    @rule()
+    def restart_at_rest(self) -> None:
+        self.bench.settle()
+        before = self._size()
+        self._start()
+        self.bench.reconcile()
+        assert self.bench.writes == []
+        assert self._size() == before
+
+    @rule()
+    def come_to_rest(self) -> None:
+        """It is what was chosen last, or declared later; and no pod was replaced for that."""
+        self.bench.settle()
+        choice = self.watcher.choice
+        is_chosen = self.is_auto and choice and choice.instead_of == self.declared * GIB
+        assert self._size() == (choice.size // GIB if is_chosen and choice else self.declared)
+        assert {name: pod["metadata"]["uid"] for name, pod in self.bench.world.pods.items()} == self.pods
+
+    def teardown(self) -> None:
+        self.come_to_rest()
+
+
+TestSizes = SizesMachine.TestCase
+TestSizes.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
