@@ -6,19 +6,21 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.autoscaling.report import Choice, Report
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context, Observed, Plan
 from lmcache_operator.components.engine.engine import spec_hash
+from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.plan import plan
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 
+from tests.harness.autoscaling import ACCEPTED, GIB, REFUSED
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import carry_out
 
-GIB = 1 << 30
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CONFIG = Ref("ConfigMap", "demo-autoscaling")
 BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}
@@ -57,6 +59,32 @@ class Rig:
 
 
 AUTO = {"mode": "Auto", "memory": BOUNDS, "remote": {"maxShards": 4}}
+
+
+@pytest.mark.parametrize(("autoscaling", "tiers"), ACCEPTED)
+def test_what_can_be_declared(autoscaling: Any, tiers: Any) -> None:
+    resource = cluster(tiers={"memory": {"size": "64Gi"}} | tiers)
+    resource["spec"]["autoscaling"] = autoscaling
+    scaling = parse(resource).spec.autoscaling
+    assert scaling.mode == autoscaling.get("mode", "Recommend")
+    least, most = scaling.memory_bounds(64 * GIB)
+    assert least <= 64 * GIB <= most
+    assert scaling.shard_bounds(2)[0] <= 2 <= scaling.shard_bounds(2)[1]
+
+
+@pytest.mark.parametrize(("autoscaling", "tiers", "sentence"), REFUSED)
+def test_what_can_not_is_refused_by_its_field(autoscaling: Any, tiers: Any, sentence: str) -> None:
+    resource = cluster(tiers={"memory": {"size": "64Gi"}} | tiers)
+    resource["spec"]["autoscaling"] = autoscaling
+    with pytest.raises(InvalidSpecError, match=sentence):
+        parse(resource)
+
+
+def test_a_tier_without_engines_has_no_sizes_to_choose() -> None:
+    tiers = {"remote": {"managed": {"memoryPerShard": "1Gi"}}}
+    resource = cluster() | {"spec": {"tiers": tiers, "autoscaling": {"remote": {"maxShards": 2}}}}
+    with pytest.raises(InvalidSpecError, match="set autoscaling at a cluster with one"):
+        parse(resource)
 
 
 def test_auto_renders_what_was_chosen_and_a_restart_changes_nothing() -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from lmcache_operator.autoscaling.report import Choice, Report, restore
-from lmcache_operator.components.base import Observed
-from lmcache_operator.specs.kinds import ClusterKey, Ref
+from lmcache_operator.autoscaling.report import Choice
+from lmcache_operator.specs.kinds import Ref
 
+from tests.harness.autoscaling import GIB, Watcher
 from tests.harness.operator_bench import STATEFUL_SET, Bench
 from tests.harness.operator_model import World
 
-GIB = 1 << 30
 CONFIG = Ref("ConfigMap", "demo-autoscaling")
 LEAST, MOST = 16, 128
 AUTO = {"mode": "Auto", "memory": {"minSize": f"{LEAST}Gi", "maxSize": f"{MOST}Gi"}}
@@ -46,24 +43,6 @@ class Mortal(World):
             raise KilledError
 
 
-class Watcher:
-    """Chooses what the test tells it to, and begins with what it finds."""
-
-    def __init__(self) -> None:
-        self.is_new = True
-        self.choice: Choice | None = None
-
-    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
-        if self.is_new and (live := observed["autoscaling"].children.get(CONFIG)):
-            with contextlib.suppress(ValueError):
-                self.choice = restore(live["data"]).memory
-        self.is_new = False
-        return Report({}, memory=self.choice, state="counted")
-
-    def forget(self, key: ClusterKey) -> None:
-        raise AssertionError("it is there")
-
-
 class SizesMachine(RuleBasedStateMachine):
     """One cluster, and one operator after the other."""
 
@@ -83,7 +62,7 @@ class SizesMachine(RuleBasedStateMachine):
         )
 
     def _start(self) -> None:
-        self.bench.autoscaler = self.watcher = Watcher()
+        self.bench.autoscaler = self.watcher = Watcher(CONFIG)
         self.bench.restart()
 
     def _size(self) -> int:

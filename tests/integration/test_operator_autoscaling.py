@@ -1,0 +1,148 @@
+"""Sizes on a real API server: what may be declared, what is told, what a restart finds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+from lmcache_operator import metrics
+from lmcache_operator.autoscaling.report import Choice, Report, tier_status
+from lmcache_operator.autoscaling.state import Decision, Point
+from lmcache_operator.components.base import Context, Observed
+from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.specs.kinds import ClusterKey
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from testing.kube.api import ApiError, Object
+from testing.kube.cluster import Cluster
+from tests.harness.autoscaling import ACCEPTED, GIB, REFUSED
+from tests.harness.kube import CLUSTERS, NAME, Operator, example
+
+pytestmark = pytest.mark.kube
+
+ENGINE = f"{NAME}-engine"
+AUTO = {"mode": "Auto", "memory": {"minSize": "16Gi", "maxSize": "512Gi"}}
+GROW = Decision(64 * GIB, 108 * GIB, 108 * GIB, 108 * GIB, "108Gi instead of 64Gi", "Cooldown", 0.16, 0.04)
+POINTS = [Point(size * GIB, 0.4, 0.38, 0.42, -0.01) for size in (16, 32, 64, 108, 128, 256, 512)]
+STATUS = {
+    "observedAt": "2026-01-01T00:00:00Z", "window": "24h", "samples": 412334,
+    "memory": tier_status(GROW, POINTS) | {"keysInSize": 2048},
+    "remote": tier_status(GROW, POINTS, shard_bytes=4 * GIB),
+    "engineHit": "0.01", "localityLoss": {"points": "0.3", "usdPerHour": "0.01"}, "breakEvenAge": "512s",
+}  # fmt: skip
+
+
+def declared(autoscaling: Object, tiers: Object) -> Object:
+    return example(autoscaling=autoscaling, tiers={"memory": {"size": "64Gi"}} | tiers)
+
+
+def dry_run(plane: Cluster, resource: Object) -> None:
+    plane.api.request("POST", f"{plane.api.path(CLUSTERS, 'default')}?dryRun=All", resource)
+
+
+def test_the_api_server_takes_what_the_parser_takes(plane):
+    for autoscaling, tiers in ACCEPTED:
+        dry_run(plane, declared(autoscaling, tiers))
+
+
+@pytest.mark.parametrize(("autoscaling", "tiers", "message"), REFUSED)
+def test_the_api_server_refuses_what_the_parser_refuses(plane, autoscaling, tiers, message):
+    with pytest.raises(ApiError, match=message) as refused:
+        dry_run(plane, declared(autoscaling, tiers))
+    assert refused.value.code == 422
+
+
+def _num_writes() -> float:
+    found = metrics.WRITES.collect()[0].samples
+    return sum(sample.value for sample in found if sample.name.endswith("_total"))
+
+
+@dataclass
+class Watcher:
+    """Says what the test tells it to."""
+
+    now: Report | None = None
+
+    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
+        return self.now
+
+    def forget(self, key: ClusterKey) -> None:
+        raise AssertionError("the cluster is there")
+
+
+class Rig:
+    """A cluster of 64 GiB, and operators of our own on it."""
+
+    def __init__(self, plane: Cluster, namespace: str, api: KubeApi) -> None:
+        self.plane, self.namespace, self.api = plane, namespace, api
+        resource = declared(AUTO, {})
+        resource["spec"]["engine"]["replicas"] = 0
+        made = plane.api.create(CLUSTERS, resource, namespace)
+        self.key = ClusterKey(namespace, NAME, made["metadata"]["uid"])
+        self.start()
+
+    def start(self) -> None:
+        async def no_stats(_: str) -> None:
+            return None
+
+        self.watcher = Watcher()
+        self.reconciler = Reconciler(self.api, Context(STOCK_IMAGES), no_stats, autoscaler=self.watcher)
+
+    async def reconcile(self) -> float:
+        """How much it wrote."""
+        before = _num_writes()
+        await self.reconciler.reconcile(self.key)
+        return _num_writes() - before
+
+    async def settle(self) -> None:
+        async with asyncio.timeout(120):
+            while await self.reconcile() or not await asyncio.to_thread(self.is_seen):
+                pass
+
+    def is_seen(self) -> bool:
+        """By the controller, which has nothing to do for no replicas."""
+        live = self.plane.api.get("apps/v1/statefulsets", ENGINE, self.namespace)
+        return bool(live.get("status", {}).get("observedGeneration") == live["metadata"]["generation"])
+
+    def size(self) -> int:
+        """GiB of new pods."""
+        template = self.plane.api.get("apps/v1/statefulsets", ENGINE, self.namespace)["spec"]["template"]
+        arguments = template["spec"]["initContainers"][0]["args"]
+        (size,) = [arg for arg in arguments if arg.startswith("--memory-size=")]
+        return int(size.partition("=")[2]) // GIB
+
+    def told(self) -> Object:
+        found: Object = self.plane.api.get(CLUSTERS, NAME, self.namespace)["status"]["autoscaling"]
+        return found
+
+
+def test_what_was_chosen_is_told_and_outlives_the_operator(
+    plane, operator_process: Operator, namespace, monkeypatch
+):
+    if operator_process.is_running:
+        operator_process.terminate()
+    monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
+
+    async def scenario() -> None:
+        async with connect() as api:
+            rig = Rig(plane, namespace, api)
+            await rig.settle()
+            assert rig.size() == 64
+            rig.watcher.now = Report(STATUS, memory=Choice(108 * GIB, 64 * GIB), state="counted")
+            await rig.settle()
+            assert rig.size() == 108
+            assert rig.told() == STATUS  # every field of it is in the definition
+            rig.start()
+            assert not await rig.reconcile(), "a restart writes nothing"
+            assert rig.size() == 108
+            edit = {"data": {"state": "edited by hand"}}
+            plane.api.patch("v1/configmaps", f"{NAME}-autoscaling", edit, namespace)
+            rig.start()
+            await rig.settle()
+            assert rig.size() == 64
+            assert not plane.api.find("v1/configmaps", f"{NAME}-autoscaling", namespace)
+
+    asyncio.run(scenario())
