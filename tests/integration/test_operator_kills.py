@@ -1,8 +1,8 @@
 """The operator is killed after each of its writes: the next one ends where an undisturbed one does.
 
 What an operator has done is what it has written, so these are all the states that one can leave behind. Each
-write has a cluster of its own, in a namespace of its own, that is made, scaled, rolled and deleted; its claim
-for GPUs, which nobody can change, is deleted and made anew when it is rolled, and given up in the end.
+write has a cluster of its own, in a namespace of its own, that is made, scaled, rolled, sized, deleted. Its
+claim for GPUs, which nobody can change, is deleted and made anew when it is rolled, and given up in the end.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import pytest
 from kubernetes.aio.client import ApiClient
+from lmcache_operator.autoscaling.report import Choice, Report
 from lmcache_operator.components import COMPONENTS
-from lmcache_operator.components.base import Context
+from lmcache_operator.components.base import Context, Observed
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -26,6 +27,7 @@ from lmcache_operator.specs.names import RENDERED_HASH, STOCK_IMAGES, annotation
 
 from testing.kube.api import Api, Object
 from testing.kube.cluster import Cluster
+from tests.harness.autoscaling import GIB
 from tests.harness.devices import DEVICE_CLASS, published
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, is_since, new_namespace
 
@@ -46,6 +48,7 @@ NO_GPU: Object = {"gpu": {"count": 0, "deviceClassName": None}, "parallelism": {
 CHANGES: dict[str, Object] = {
     "scaled": {"spec": {"engine": {"replicas": 2}}},
     "rolled": {"spec": {"engine": {"image": "engine:2"} | TWO_GPUS, "tiers": {"memory": {"size": "2Gi"}}}},
+    "sized": {"spec": {"autoscaling": {"mode": "Auto", "memory": {"maxSize": "4Gi"}}}},
     **({"without a claim": {"spec": {"engine": NO_GPU}}} if HAS_CLAIMS else {}),
 }
 NUM_DELETED = {"rolled": 1, "without a claim": 1} if HAS_CLAIMS else {}
@@ -161,6 +164,17 @@ class Case:
         assert last.written == []
 
 
+class Chooser:
+    """Of whoever has it sized, the same as the operator before."""
+
+    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
+        is_auto = observed["autoscaling"].resource["spec"]["autoscaling"]["mode"] == "Auto"
+        return Report({}, memory=Choice(3 * GIB, 2 * GIB), state="counted") if is_auto else None
+
+    def forget(self, key: ClusterKey) -> None:
+        """Nothing is remembered."""
+
+
 async def one_of(slots: asyncio.Semaphore, work: Awaitable[T]) -> T:
     async with slots:
         return await work
@@ -174,7 +188,7 @@ def _reconciler(api: KubeApi) -> Reconciler:
     async def stats(_: str) -> Object:
         return SIDECAR
 
-    return Reconciler(api, Context(STOCK_IMAGES), stats)
+    return Reconciler(api, Context(STOCK_IMAGES), stats, autoscaler=Chooser())
 
 
 def _normal(child: Object, namespace: str) -> str:
@@ -185,6 +199,7 @@ def _normal(child: Object, namespace: str) -> str:
     kept["metadata"]["annotations"] = annotations
     if child["kind"] == "Service":
         kept["spec"] = {key: value for key, value in child["spec"].items() if key not in OF_THE_SERVICE}
+    kept.get("data", {}).pop("savedAt", None)
     return json.dumps(kept, sort_keys=True).replace(namespace, "NAMESPACE")
 
 
