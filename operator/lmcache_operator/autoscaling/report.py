@@ -21,7 +21,7 @@ MAX_STATE_BYTES = 64 << 10
 """Of a ``Report.state``."""
 
 _NEAR = 0.05
-_SMALL = 0.02  # figures below 0.4 are told by two digits
+_SMALL = 0.02  # of money and of shares: that is nothing to anybody
 _FIGURE = re.compile(r"-?\d+(?:\.\d+)?")
 _EXACT = ("current", "next", "recommended")
 _UNTOLD = ("keysInSize", "observedAt", "reason", "samples")
@@ -97,15 +97,15 @@ def tier_status(decision: Decision, points: Sequence[Point], shard_bytes: float 
     if decision.target != decision.size and math.isfinite(decision.saving + decision.saving_error):
         usd, error = decision.saving, decision.saving_error
         found["saving"] = {
-            name: f"{amount:.2f}"
+            name: f"{amount:.3f}"
             for name, amount in (("usdPerHour", usd), ("low", usd - error), ("high", usd + error))
         }
     if points and all(math.isfinite(figure) for point in points for figure in point):
         found["curve"] = [
             {
                 "size": format_size(round(point.size)),
-                "hit": f"{point.hits:.2f}", "low": f"{point.low:.2f}", "high": f"{point.high:.2f}",
-                "netPerHour": f"{point.net:.2f}",
+                "hit": f"{point.hits:.3f}", "low": f"{point.low:.3f}", "high": f"{point.high:.3f}",
+                "netPerHour": f"{point.net:.3f}",
             }
             for point in points
         ]  # fmt: skip

@@ -61,10 +61,10 @@ def test_a_decision_is_told_in_sizes_and_money() -> None:
     assert tier_status(GROW, POINTS) == {
         "current": "64Gi", "recommended": "108Gi", "next": "108Gi",
         "reason": GROW.reason, "limitedBy": "Max",
-        "saving": {"usdPerHour": "0.16", "low": "0.12", "high": "0.20"},
+        "saving": {"usdPerHour": "0.160", "low": "0.120", "high": "0.200"},
         "curve": [
-            {"size": "64Gi", "hit": "0.40", "low": "0.38", "high": "0.42", "netPerHour": "0.00"},
-            {"size": "108Gi", "hit": "0.56", "low": "0.55", "high": "0.58", "netPerHour": "0.16"},
+            {"size": "64Gi", "hit": "0.400", "low": "0.380", "high": "0.420", "netPerHour": "0.000"},
+            {"size": "108Gi", "hit": "0.562", "low": "0.550", "high": "0.580", "netPerHour": "0.160"},
         ],
     }  # fmt: skip
 

@@ -88,7 +88,7 @@ def test_a_recommendation_is_told_once_and_nothing_is_written_at_rest() -> None:
         assert rig.writes == []
     assert rig.told() == first
     assert rig.say(replace(GROW, saving=0.5)) == []
-    assert rig.told()["memory"]["saving"]["usdPerHour"] == "0.50"
+    assert rig.told()["memory"]["saving"]["usdPerHour"] == "0.500"
 
 
 def test_auto_tells_each_step_and_that_it_was_frozen() -> None:
