@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.specs.kinds import CLUSTER, EVENT, NODE, POD, Kind, Ref, controller_uid
 from lmcache_operator.specs.merge import ITEM_KEYS, merge
-from lmcache_operator.specs.names import FIELD_MANAGER
+from lmcache_operator.specs.names import FIELD_MANAGER, RESIZE_REFUSED
 
 Object = dict[str, Any]
 MINIMAL_SPEC: Object = {"model": {"name": "org/model"}, "engine": {}, "tiers": {"memory": {"size": "1Gi"}}}
@@ -85,6 +85,8 @@ class World:
         self.stats: dict[str, Any] = {}
         """What sidecars answer, by their pods' IP addresses."""
         self.num_asked = 0
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+        """Of what the API server records."""
         self._uids = itertools.count(100)
 
     async def ask(self, address: str) -> Any:
@@ -196,6 +198,31 @@ class World:
             self.writes.append(f"evict {pod}")
             assert self.pods.pop(pod)["metadata"]["uid"] == uid
         return self.evictions_allowed
+
+    async def resize(self, pod: Object, init_container: str, resources: Object) -> None:
+        """Other resources for a sidecar; a kubelet has to grant them."""
+        live = self._same(pod, "resize")
+        (found,) = (c for c in live["spec"]["initContainers"] if c["name"] == init_container)
+        self.writes.append(f"resize {pod['metadata']['name']}")
+        found["resources"] = merge(found["resources"], copy.deepcopy(resources))
+        live["metadata"]["generation"] = live["metadata"].get("generation", 1) + 1
+        time = self.now.isoformat(timespec="seconds")
+        entry = {"manager": FIELD_MANAGER, "operation": "Apply", "subresource": "resize", "time": time}
+        live["metadata"]["managedFields"] = [entry]
+
+    async def annotate(self, pod: Object, annotations: Object) -> None:
+        """All that the operator has on a pod; what it had before and does not name is gone."""
+        live = self._same(pod, "annotate")
+        self.writes.append(f"annotate {pod['metadata']['name']}")
+        others = {k: v for k, v in live["metadata"]["annotations"].items() if k != RESIZE_REFUSED}
+        live["metadata"]["annotations"] = others | annotations
+
+    def _same(self, pod: Object, call: str) -> Object:
+        self._may_fail(call)
+        live = self.pods.get(pod["metadata"]["name"])
+        if live is None or live["metadata"]["uid"] != pod["metadata"]["uid"]:
+            raise RefusedError(call, "metadata.uid: field is immutable")
+        return live
 
     # -- what controllers would do
 

@@ -106,10 +106,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaimtemplates]
   verbs: [get, list, watch, create, patch, delete]
-# Deleted by force, where their nodes are gone.
+# Deleted by force, where their nodes are gone. An annotation tells a sidecar that runs its memory tier's size.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, delete]
+  verbs: [list, patch, delete]
+- apiGroups: [""]
+  resources: [pods/resize]
+  verbs: [patch]
 # Why pods are not there or not ready is read from Events; what happens to a cluster is told by Events.
 - apiGroups: [""]
   resources: [events]

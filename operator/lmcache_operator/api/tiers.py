@@ -24,7 +24,8 @@ class MemoryTier(Part):
     """Host memory of one pod."""
 
     size: str = field(
-        "Bytes of the arena of each pod, e.g. 64Gi. A change reaches a pod when it is next replaced.",
+        "Bytes of the arena of each pod, e.g. 64Gi. A change reaches pods while they run, up to "
+        "autoscaling.memory.maxSize, or else four times the size that they were made with.",
         **size_between("tiers.memory.size", "64Mi", "16Ti"),
     )
     tenant_quota_percent: int = field(

@@ -107,6 +107,28 @@ class Sidecar(NamedTuple):
     """Who copies its engine's KV: CudaIPC or SharedMemory; empty: it has no engine, or does not say."""
     transfer_reason: str = ""
     """Why it is that."""
+    memory_bytes: int | None = None
+    """Of its memory tier, now; None: it follows no size, or does not say."""
+    memory_target: int = 0
+    """The size that it follows."""
+    resize_problem: str = ""
+    """Why the one is not the other."""
+
+
+class Resize(NamedTuple):
+    """One step of a running pod towards another size of its memory tier."""
+
+    pod: Object
+    num_bytes: int
+    """Of the memory tier, in the end."""
+    annotations: Mapping[str, str] | None = None
+    """All that the operator has on the pod, from now on; None: as they are."""
+    memory: Mapping[str, Any] | None = None
+    """Limits and requests of the sidecar, from now on; None: as they are."""
+    sidecar_bytes: int | None = None
+    """Only if the sidecar says that its tier has no more, and gets no more; None: whatever it says."""
+    is_start: bool = False
+    """Whether the pod begins to grow."""
 
 
 class Probed(NamedTuple):
@@ -168,6 +190,10 @@ class Plan:
     """Children that are not wanted any more."""
     evict: tuple[Object, ...] = ()
     """Pods to replace now."""
+    resize: tuple[Resize, ...] = ()
+    """Running pods whose memory tier gets another size, those that have begun first."""
+    num_starts: int = 0
+    """How many of these may begin to grow."""
     abandon: tuple[Object, ...] = ()
     """Pods to delete by force: their nodes are gone."""
     problems: tuple[Problem, ...] = ()

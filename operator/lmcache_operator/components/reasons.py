@@ -6,8 +6,8 @@ from typing import Literal
 
 Expected = Literal[
     "AsDeclared", "Attached", "Available", "Complete", "Counting", "EnginesReady", "NoEngine", "Reachable",
-    "Ready", "Recommending", "Replacing", "ResizePending", "ScaledToZero", "Scaling", "ShardsReady", "Sizing",
-    "Starting",
+    "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "ScaledToZero", "Scaling",
+    "ShardsReady", "Sizing", "Starting",
 ]  # fmt: skip
 """Of what is as it was declared, or on its way there."""
 Trouble = Literal[
@@ -15,8 +15,8 @@ Trouble = Literal[
     "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
     "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "NameTaken", "NoAnswer",
     "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
-    "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared", "RemoteTierUnreachable", "ShardsMissing",
-    "SidecarNotReady", "Unschedulable",
+    "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared", "RemoteTierUnreachable",
+    "ResizeInfeasible", "ShardsMissing", "SidecarNotReady", "Unschedulable",
 ]  # fmt: skip
 """Of what stands in the way. Each has a page in docs/runbooks."""
 Reason = Expected | Trouble

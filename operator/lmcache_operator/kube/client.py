@@ -155,6 +155,21 @@ class KubeApi:
         status, _ = await self._call("POST", path, body, accept=accept)
         return status not in accept
 
+    async def annotate(self, pod: Object, annotations: Mapping[str, str]) -> None:
+        """Server-side apply of all annotations that we have on a pod; another one of its name is refused."""
+        await self._apply_to_pod(pod, "", {}, annotations=annotations)
+
+    async def resize(self, pod: Object, init_container: str, resources: Mapping[str, Any]) -> None:
+        """Ask for other resources of a pod that runs; its kubelet answers in the pod's status."""
+        spec = {"initContainers": [{"name": init_container, "resources": resources}]}
+        await self._apply_to_pod(pod, "/resize", {"spec": spec})
+
+    async def _apply_to_pod(self, pod: Object, subresource: str, body: Object, **metadata: Any) -> None:
+        name, namespace, uid = (pod["metadata"][key] for key in ("name", "namespace", "uid"))
+        header: Object = {"apiVersion": POD.api_version, "kind": POD.kind}
+        header["metadata"] = {"name": name, "namespace": namespace, "uid": uid, **metadata}
+        await self._call("PATCH", f"{_path(POD, namespace, name)}{subresource}", header | body, query=_FORCE)
+
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
         """Report something about a cluster where ``kubectl describe`` and ``kubectl events`` show it.
 

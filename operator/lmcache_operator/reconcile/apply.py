@@ -5,21 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from datetime import datetime
 from secrets import token_urlsafe
 
 from lmcache_operator import metrics
-from lmcache_operator.components.base import Event, Observed, Plan, Problem
+from lmcache_operator.components.base import Event, Observed, Plan, Problem, Resize
 from lmcache_operator.components.differences import rendering
+from lmcache_operator.components.resize import refuse
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.contest import ContestLog
+from lmcache_operator.reconcile.probe import ReadStats, read_sidecar
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, POD, ClusterKey, Ref, ref_of
+from lmcache_operator.specs.names import SIDECAR
 from lmcache_operator.specs.ownership import spell
 
 logger = logging.getLogger(__name__)
 
-_NOUNS = {"make": "making ", "apply": "", "delete": "deletion of ", "evict": "eviction of "}
+_NOUNS = {
+    "make": "making ", "apply": "", "delete": "deletion of ", "evict": "eviction of ", "resize": "resize of "
+}  # fmt: skip
+_FOLLOWS_NONE = "its sidecar's image is from before sizes could change: replace the pod with a later image"
 
 
 @dataclass
@@ -30,12 +37,15 @@ class Applier:
     key: ClusterKey
     contests: ContestLog
     time: float
+    read_stats: ReadStats
     problems: list[Problem] = field(default_factory=list)
     """What was refused for good."""
     failure: ApiError | None = None
     """The first failure that may go away."""
     events: list[Event] = field(default_factory=list)
     """Of what was done."""
+    num_resized: int = 0
+    """Steps of running pods towards another size."""
 
     async def carry_out(self, plan: Plan, observed: Observed) -> None:
         """One component's plan. Raises only NoAnswerError, since what comes next would fare no better."""
@@ -64,6 +74,39 @@ class Applier:
             if await self._attempt("evict", ref, call):
                 message = f"evicted pod {ref.name}: it is not as declared"
                 self.events.append(Event("Normal", "Replacing", message))
+
+        await self._resize_some(plan, observed.now)
+
+    async def _resize_some(self, plan: Plan, now: datetime) -> None:
+        num_starts = plan.num_starts
+        for step in plan.resize:
+            if step.is_start and not num_starts:
+                continue
+            if await self._attempt(
+                "resize", Ref("pod", step.pod["metadata"]["name"]), self._resize(step, now)
+            ):
+                self.num_resized += 1
+                num_starts -= step.is_start
+
+    async def _resize(self, step: Resize, now: datetime) -> bool:
+        """False: its sidecar is not that far. What is refused is noted on the pod, and taken back then."""
+        try:
+            if step.sidecar_bytes is not None:
+                stats = await self.read_stats(step.pod["status"]["podIP"])
+                if not isinstance(stats, dict):
+                    return False
+                sidecar = read_sidecar(stats)
+                if sidecar.memory_bytes is None:
+                    raise RefusedError("resize", _FOLLOWS_NONE)
+                if max(sidecar.memory_bytes, sidecar.memory_target) > step.sidecar_bytes:
+                    return False
+            if step.memory is not None:
+                await self.api.resize(step.pod, SIDECAR, step.memory)
+        except RefusedError as error:
+            step = refuse(step.pod, step.num_bytes, error.message, now)
+        if step.annotations is not None:
+            await self.api.annotate(step.pod, step.annotations)
+        return True
 
     async def _make(self, secret: Object) -> bool:
         """False: there is one, with a password that works as well."""

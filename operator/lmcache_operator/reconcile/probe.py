@@ -28,7 +28,7 @@ _SILENCE_SECONDS = 60.0
 """Who did not answer is not asked for that long: reconciling stays fast where pods can't be reached."""
 _SILENT = "it does not say why"
 _MAX_COUNT = 1 << 63
-_REASONS = ("reason", "transfer_reason", "remote_reason", "disk_reason")
+_REASONS = ("reason", "transfer_reason", "remote_reason", "disk_reason", "resize_problem")
 
 
 class _Last(NamedTuple):
@@ -92,7 +92,7 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
     if not isinstance(stats, dict):
         num_misses = last.num_misses + 1
         return _Last(last.sidecar if num_misses == 1 else None, now, num_misses)
-    said = _read(stats)
+    said = read_sidecar(stats)
     if former := last.sidecar:
         steady: dict[str, Any] = {
             name: _steady(getattr(said, name), getattr(former, name)) for name in _REASONS
@@ -101,9 +101,10 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
     return _Last(said, now)
 
 
-def _read(stats: dict[str, Any]) -> Sidecar:
-    names = "num_clients", "disk", "remote", "transfer", "lookups"
-    clients, disk, remote, transfer, lookups = (_part(stats, name) for name in names)
+def read_sidecar(stats: dict[str, Any]) -> Sidecar:
+    """What an answer says, as far as it can be used."""
+    names = "num_clients", "disk", "remote", "transfer", "lookups", "memory"
+    clients, disk, remote, transfer, lookups, memory = (_part(stats, name) for name in names)
     hits = _part(lookups, "hit_tokens")
     of_tiers = (_count(hits.get(tier)) for tier in LookupFigures._fields[1:])
     num_attached = clients.get("attached")
@@ -119,6 +120,10 @@ def _read(stats: dict[str, Any]) -> Sidecar:
         lookups=LookupFigures(_count(lookups.get("lookup_tokens")), *of_tiers),
         is_disk_available=_is_reachable(disk),
         disk_reason=plain(disk.get("off_reason")) or _SILENT,
+        # A sidecar of before says how large its arena is, and follows no size.
+        memory_bytes=_count(memory.get("size_bytes")) if "target_bytes" in memory else None,
+        memory_target=_count(memory.get("target_bytes")),
+        resize_problem=plain(memory.get("resize_problem")),
     )
 
 

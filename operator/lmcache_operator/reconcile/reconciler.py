@@ -118,7 +118,7 @@ class Reconciler:
 
     async def _reconcile(self, key: ClusterKey, resource: Object, memory: _Memory) -> float | None:
         now, observed, plans = datetime.now(UTC), dict[str, Observed](), dict[str, Plan]()
-        applier = Applier(self._api, key, memory.contests, self._monotonic())
+        applier = Applier(self._api, key, memory.contests, self._monotonic(), self._read_stats)
         failure: Exception | None = None
         try:
             observed = await self._observe(key, resource, memory, now)
@@ -148,7 +148,7 @@ class Reconciler:
         if is_at_rest(status, statuses, plans):
             due = min((own.due_seconds for own in plans.values()), default=math.inf)
             return min(_RESYNC_SECONDS * random.uniform(0.9, 1.1), due + 1)
-        return memory.seconds_to_next_try(is_news)
+        return memory.seconds_to_next_try(is_news or applier.num_resized > 0)
 
     async def _observe(
         self, key: ClusterKey, resource: Object, memory: _Memory, now: datetime

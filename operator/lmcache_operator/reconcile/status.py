@@ -49,7 +49,7 @@ def derive_status(
     ready = Condition("True", "Ready", "; ".join(status.summary for status in statuses if status.summary))
     if problems:
         ready = Condition("False", *problems[0])
-    elif progressing.status == "True":
+    elif progressing.status == "True" and progressing.reason != "Resizing":  # all serve meanwhile
         ready = Condition("False", progressing.reason, progressing.message)
     degrading = chain.from_iterable(status.degraded for status in statuses)
     conditions = {"Degraded": _degraded([*problems, *degrading]), "Progressing": progressing, "Ready": ready}

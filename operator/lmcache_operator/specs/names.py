@@ -29,6 +29,11 @@ RENDERED_HASH = "lmcache.io/rendered-hash"
 DEFAULT_IMAGES = "lmcache.io/default-images"
 """On the StatefulSet: the images that were resolved when it was made, as JSON by container."""
 
+MEMORY_SIZE = "lmcache.io/memory-size"
+"""On pods: bytes of the memory tier; the sidecar follows them while it runs."""
+RESIZE_REFUSED = "lmcache.io/resize-refused"
+"""On pods: a size that they could not get, as JSON: bytes, at, and the message."""
+
 INJECT_LABEL = "lmcache.io/inject"
 """On somebody's own pods: the LMCacheCluster of their namespace whose cache they get."""
 INJECTION = "injection"

@@ -66,9 +66,20 @@ def test_pods_of_every_kind_get_the_cache(kind: str) -> None:
     assert found["metadata"]["annotations"] == {OUTCOME: "injected"}
 
 
+def without_a_size_to_follow(own: dict[str, Any]) -> dict[str, Any]:
+    sidecar, arena = own["initContainers"][0], own["volumes"][0]
+    followed = ("LMCACHE_MEMORY_MAX_SIZE", "LMCACHE_MEMORY_SIZE_FILE")
+    assert [v["name"] for v in sidecar["env"] if v["name"].startswith("LMCACHE_MEMORY")] == [*followed]
+    sidecar["env"] = [v for v in sidecar["env"] if v["name"] not in followed]
+    sidecar["volumeMounts"] = [m for m in sidecar["volumeMounts"] if m["name"] != "memory-size"]
+    assert arena["emptyDir"].pop("sizeLimit") == "4096Mi"
+    arena["emptyDir"]["sizeLimit"] = "1024Mi"
+    return own
+
+
 def test_a_pod_has_the_same_cache_as_the_clusters_own() -> None:
-    """Names apart, and what says whose the pod is."""
-    own = Engine().render(parse(cluster()), CONTEXT)[-1]["spec"]["template"]["spec"]
+    """Names apart, what says whose the pod is, and that its size is the one that it was made with."""
+    own = without_a_size_to_follow(Engine().render(parse(cluster()), CONTEXT)[-1]["spec"]["template"]["spec"])
     spec = pod_spec()
     for ours, theirs in zip(own["initContainers"], spec["initContainers"], strict=True):
         same = ("image", "args", "command", "livenessProbe", "resources", "restartPolicy")

@@ -202,6 +202,7 @@ def test_objects_are_found_by_selectors(server: Server) -> None:
 
 # -- the fence
 
+RUNNING: Any = {"metadata": {"name": "p", "namespace": "n", "uid": "u"}}
 WRITES: list[tuple[str, tuple[Any, ...]]] = [
     ("apply", (SERVICE, "u")),
     ("apply_status", (cluster(),)),
@@ -209,6 +210,8 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
     ("replace", (POD, SERVICE)),
     ("delete", (POD, "n", "p", "u")),
     ("evict", ("n", "p", "u")),
+    ("annotate", (RUNNING, {"a": "b"})),
+    ("resize", (RUNNING, "sidecar", {"limits": {"memory": "1Gi"}})),
     ("post_event", (cluster(), "Normal", "Ready", "yes", NOW)),
 ]
 

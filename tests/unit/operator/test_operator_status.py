@@ -184,6 +184,10 @@ def test_an_invalid_spec_is_not_told_as_carried_out() -> None:
 
 def test_pods_with_a_former_size_are_counted_until_they_are_replaced() -> None:
     world = settled_world(engine={"replicas": 2})
+    for pod in world.pods.values():  # made by an operator of before
+        sidecar = pod["spec"]["initContainers"][0]
+        sidecar["env"] = [item for item in sidecar["env"] if item["name"] != "LMCACHE_MEMORY_MAX_SIZE"]
+        del pod["metadata"]["annotations"]["lmcache.io/memory-size"]
     world.change(tiers={"memory": {"size": "2Gi"}})
     carry_out(world, plan(observe(world), IMAGES))
     found = status_of(world)

@@ -22,9 +22,10 @@ from lmcache_operator.components.engine.gpus import (
     planned_transfer,
     transfer_fields,
 )
-from lmcache_operator.components.engine.pod import DISK_SIZE, pod_template
+from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
 from lmcache_operator.components.pods import is_outdated, next_eviction
+from lmcache_operator.components.resize import named_sidecar, resizing
 from lmcache_operator.specs import Images, Object, names, paths
 from lmcache_operator.specs.kinds import Ref, ref_of
 
@@ -34,8 +35,8 @@ _HIGHEST_PORT = 65535
 _HTTP_PORT = {"name": "http", "port": names.ENGINE_PORT, "protocol": "TCP", "targetPort": "http"}
 _METRICS_PORT = {"name": "metrics", "port": names.SIDECAR_PORT, "protocol": "TCP", "targetPort": "metrics"}
 _FORMER_SIZE = (
-    "still have the former size of a tier: replaced pods get the new one; a changed annotation in "
-    "spec.engine.podTemplate replaces all"
+    "still have the former size of a tier, which they can't change while they run: replaced pods get the "
+    "new one; a changed annotation in spec.engine.podTemplate replaces all"
 )
 
 
@@ -84,14 +85,18 @@ class Engine(Component):
         due, stateful_set = differences(wanted, observed), wanted[-1]
         template = stateful_set["spec"]["template"]
         others = [pod for pod in observed.pods if not is_outdated(pod, template)]
-        num_former = sum(_sizes(pod) != _sizes(template) for pod in others)
+        resized = resizing(others, cluster.memory_bytes, cluster.engine.gpu.count, observed.now)
+        fixed = set(resized.fixed) | {_name(pod) for pod in others if _disk_size(pod) != _disk_size(template)}
         return replace(
             due,
+            resize=resized.steps,
+            num_starts=resized.num_starts,
             # Not before the template is written: the old pod would be made again.
             evict=() if ref_of(stateful_set) in due.lost else next_eviction(live, observed.pods, template),
             num_outdated=len(observed.pods) - len(others),
-            note=f"{num_former} {_FORMER_SIZE}" if num_former else "",
+            note=f"{len(fixed)} {_FORMER_SIZE}" if fixed else "",
             fields={
+                "resizing": resized,
                 "images": _images_in_use(cluster, images, context.images),
                 **transfer_fields(
                     cluster.spec.sidecar.transfer, planned_transfer(cluster, context.allow_all_gpus)
@@ -105,15 +110,14 @@ class Engine(Component):
         return engine_status(observed, plan) if has_engine else Status()
 
 
-def _sizes(pod_or_template: Object) -> list[str]:
-    """The sizes of the tiers that are a pod's own, as the sidecar is told them."""
-    sidecars = [c for c in pod_or_template["spec"].get("initContainers") or () if c["name"] == names.SIDECAR]
-    arguments = [text for sidecar in sidecars for text in sidecar.get("args") or ()]
-    variables = [item for sidecar in sidecars for item in sidecar.get("env") or ()]
-    return [
-        *(text for text in arguments if text.startswith("--memory-size")),
-        *(item.get("value", "") for item in variables if item["name"] == DISK_SIZE),
-    ]
+def _name(pod: Object) -> str:
+    return str(pod["metadata"]["name"])
+
+
+def _disk_size(pod_or_template: Object) -> list[str]:
+    """The size of its disk tier, as the sidecar is told."""
+    variables = named_sidecar(pod_or_template["spec"].get("initContainers")).get("env") or ()
+    return [item.get("value", "") for item in variables if item["name"] == DISK_SIZE]
 
 
 def _default_images(cluster: Cluster, observed: Observed, images: Images) -> Images:
@@ -198,8 +202,15 @@ def _stateful_set(cluster: Cluster, default_images: Images, transfer: Transfer) 
         "replicas": cluster.engine.replicas,
         "selector": {"matchLabels": _selector(cluster)},
         "serviceName": names.engine_name(cluster.name),
-        "template": pod_template(cluster, images, hashed, transfer),
+        "template": pod_template(cluster, images, hashed, transfer, _memory_size(cluster)),
     }
+
+
+def _memory_size(cluster: Cluster) -> MemorySize:
+    """It changes up to the upper bound of sizes that are chosen or recommended, by default four times what is
+    declared: the tier's file has holes, and its tables are some 0.01 % of it."""
+    _, most = cluster.spec.autoscaling.memory_bounds(cluster.memory.num_bytes)
+    return MemorySize(cluster.memory_bytes, most)
 
 
 def _sidecar_yaml(cluster: Cluster) -> str:

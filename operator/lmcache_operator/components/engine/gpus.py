@@ -17,8 +17,6 @@ from lmcache_operator.specs import Object, names
 CUDA_IPC, SHARED_MEMORY = "CudaIPC", "SharedMemory"
 CLAIM = "gpu"
 """Of the pod, and the request in it."""
-CONTEXT_BYTES = 256 * 2**20
-"""Host memory of the process that copies out of one GPU: its interpreter and the driver's."""
 _REMEDY = (
     "a device plugin gives the engine's GPUs to no other container: name spec.engine.gpu.deviceClassName "
     "(Kubernetes >= 1.34 with a DRA driver), or run the operator with --allow-all-gpus-sidecar"

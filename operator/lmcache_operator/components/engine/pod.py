@@ -19,7 +19,6 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import DiskTier
 from lmcache_operator.components.engine.gpus import (
     CLAIM,
-    CONTEXT_BYTES,
     CUDA_IPC,
     Transfer,
     engine_resources,
@@ -40,6 +39,7 @@ from lmcache_operator.components.engine.vllm import (
     int_option,
     option,
 )
+from lmcache_operator.components.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths
 from lmcache_operator.specs.merge import at
 
@@ -49,8 +49,6 @@ _POD_SECURITY = {
     "fsGroup": _UID, "fsGroupChangePolicy": "OnRootMismatch", "runAsGroup": _UID, "runAsNonRoot": True,
     "runAsUser": _UID, "seccompProfile": {"type": "RuntimeDefault"},
 }  # fmt: skip
-# Interpreter, gRPC and libraries of the sidecar, whatever the arena's size.
-_SIDECAR_BASE_BYTES = 512 * 2**20
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 IMAGE_VOLUME = "ImageVolume"
 DISK_SIZE = "LMCACHE_DISK_SIZE"
@@ -62,32 +60,36 @@ _WRITE_OUT_SECONDS = 55
 _HUNG = {"terminationGracePeriodSeconds": 10}
 
 
-def sidecar_memory(memory_bytes: int, num_gpus: int = 0) -> int:
-    """Bytes of the sidecar's memory request and limit.
+class MemorySize(NamedTuple):
+    """Bytes of a pod's memory tier."""
 
-    The arena (tmpfs is charged to who touches it first), 512 MiB for the process, and 1/32 of the tier for
-    its index, for what the kernel keeps about its pages, and for objects on their way to or from other tiers;
-    and a process for each GPU that the sidecar copies out of.
-    """
-    return memory_bytes + _SIDECAR_BASE_BYTES + memory_bytes // 32 + num_gpus * CONTEXT_BYTES
+    num_bytes: int
+    """When it is made."""
+    max_bytes: int | None = None
+    """What it may grow to while it runs; None: its size does not change."""
 
 
-def pod_template(cluster: Cluster, images: Images, spec_hash: str, transfer: Transfer) -> Object:
+def pod_template(
+    cluster: Cluster, images: Images, spec_hash: str, transfer: Transfer, size: MemorySize
+) -> Object:
     """The template of the StatefulSet, with what the user says of pods merged in.
 
     Raises:
         InvalidSpecError: what the user says breaks what the cache needs.
     """
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
+    if size.max_bytes is not None:
+        annotations[names.MEMORY_SIZE] = f"{size.num_bytes}"
     metadata = {"annotations": annotations, "labels": names.labels(cluster, names.ENGINE)}
-    base = {"metadata": metadata, "spec": _pod_spec(cluster, images, transfer)}
+    base = {"metadata": metadata, "spec": _pod_spec(cluster, images, transfer, size)}
     return with_template(base, cluster)
 
 
-def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer) -> Object:
+def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer, size: MemorySize) -> Object:
     sidecar_image = images[names.SIDECAR]
     ending = _ending(cluster)
-    volumes, before = _volumes(cluster, sidecar_image), [_sidecar(cluster, sidecar_image, transfer)]
+    volumes = _volumes(cluster, size, sidecar_image)
+    before = [_sidecar(cluster, sidecar_image, transfer, size)]
     if cluster.spec.sidecar.payload != IMAGE_VOLUME:
         before.append(_payload(cluster, sidecar_image))
     spec: Object = {
@@ -177,18 +179,20 @@ def _engine_resources(cluster: Cluster) -> Object:
     return engine_resources(cluster) | {"requests": _unlimited(cluster, names.ENGINE, requests)}
 
 
-def _sidecar(cluster: Cluster, image: str, transfer: Transfer) -> Object:
+def _sidecar(cluster: Cluster, image: str, transfer: Transfer, size: MemorySize) -> Object:
     env = {"HOME": paths.SOCKET_DIR} | sidecar_env(transfer)
+    if size.max_bytes is not None:
+        env |= {MAX_SIZE: f"{size.max_bytes}", SIZE_FILE: f"{paths.MEMORY_DIR}/{paths.SIZE_FILE}"}
     if disk := cluster.spec.tiers.disk:
         # Variables, not keys of the shared file: they are of this pod's volume, as the size of its memory is.
         env |= {"LMCACHE_DISK_PATH": paths.DISK_DIR, DISK_SIZE: f"{disk.num_bytes}"}
-    memory_bytes, has_gpus = cluster.memory_bytes, transfer.mode == CUDA_IPC
+    has_gpus = transfer.mode == CUDA_IPC
     num_gpus = cluster.engine.gpu.count if has_gpus else 0
-    memory = format_mebibytes(sidecar_memory(memory_bytes, num_gpus))
+    memory = format_mebibytes(sidecar_memory(size.num_bytes, num_gpus))
     claims = {"claims": [{"name": CLAIM}]} if has_gpus and has_claim(cluster) else {}
-    return _container(cluster, names.SIDECAR, image, env) | {
-        # The size is an argument, not a key of the shared file: a pod keeps the one its volume was made for.
-        "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"--memory-size={memory_bytes}"],
+    return _container(cluster, names.SIDECAR, image, env, size) | {
+        # The size is an argument, not a key of the shared file: each pod has its own.
+        "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"{SIZE_ARGUMENT}{size.num_bytes}"],
         "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6) | _HUNG,
         "ports": [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}],
         "resources": {
@@ -218,8 +222,10 @@ def _unlimited(cluster: Cluster, container: str, requests: dict[str, str]) -> di
     return {name: amount for name, amount in requests.items() if at(limits, name) is None}
 
 
-def _container(cluster: Cluster, name: str, image: str, env: dict[str, str]) -> Object:
-    mounts = {volume.path: volume.name for volume in _volumes(cluster) if name in volume.users}
+def _container(
+    cluster: Cluster, name: str, image: str, env: dict[str, str], size: MemorySize | None = None
+) -> Object:
+    mounts = {volume.path: volume.name for volume in _volumes(cluster, size) if name in volume.users}
     return {
         "env": [{"name": key, "value": env[key]} for key in sorted(env)],
         "image": image,
@@ -240,13 +246,15 @@ class _Volume(NamedTuple):
     source: Object
 
 
-def _volumes(cluster: Cluster, sidecar_image: str = "") -> list[_Volume]:
+def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "") -> list[_Volume]:
     payload: Object = {"emptyDir": {}}
     if cluster.spec.sidecar.payload == IMAGE_VOLUME:
         payload = {"image": {"reference": sidecar_image}}
     spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
-    # The arena's file is exactly as large as the tier: its head, slot table and index are taken out of that.
-    arena = _in_memory(format_mebibytes(cluster.memory_bytes))
+    # The arena's file is exactly as large as the tier can get: its head, slot table and index are taken out
+    # of that. It has no more pages than the tier's present size.
+    most = (size.max_bytes or size.num_bytes) if size else 0
+    arena = _in_memory(format_mebibytes(most))
     config = {"configMap": {"name": names.config_name(cluster.name)}}
     found = [
         _Volume("arena", paths.ARENA_DIR, engine + sidecar, arena),
@@ -258,6 +266,10 @@ def _volumes(cluster: Cluster, sidecar_image: str = "") -> list[_Volume]:
         _Volume(SHM, "/dev/shm", engine, _in_memory("8Gi")),
         _Volume("socket", paths.SOCKET_DIR, engine + sidecar, _in_memory("16Mi")),
     ]
+    if size and size.max_bytes is not None:
+        annotation = {"fieldPath": f"metadata.annotations['{names.MEMORY_SIZE}']"}
+        told = {"downwardAPI": {"items": [{"fieldRef": annotation, "path": paths.SIZE_FILE}]}}
+        found.append(_Volume("memory-size", paths.MEMORY_DIR, sidecar, told))
     if disk := spec.tiers.disk:
         found.append(_Volume("disk", paths.DISK_DIR, sidecar, _own_volume(disk)))
     if token := cluster.model.token_secret_ref:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
+from lmcache.units import format_size
 from lmcache_operator.components.base import (
     Condition,
     Observed,
@@ -18,6 +19,7 @@ from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_pr
 from lmcache_operator.components.figures import hit_percent
 from lmcache_operator.components.pods import is_ready, kill_problems
 from lmcache_operator.components.reasons import Trouble
+from lmcache_operator.components.resize import Resizing
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import ENGINE, engine_name, selector_text
@@ -38,15 +40,17 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
         "transfer": transfer,
         "hitPercent": hit_percent(observed),
     }
+    resized = plan.fields.get("resizing") or Resizing()
     troubles = [condition for condition in of_sidecars.values() if condition.status == "False"]
     return Status(
         summary=summary,
-        progressing=_progressing(plan, num_pods, desired, num_ready, count),
+        progressing=_progressing(observed, plan, desired, num_ready, count),
         conditions={"EngineAvailable": _engine_available(desired, num_ready, summary), **of_sidecars},
         degraded=(
             *(Problem(cast(Trouble, trouble.reason), trouble.message) for trouble in troubles),
             *transfer_problems(transfer),
             *kill_problems(observed),
+            *_refused(resized),
         ),
         fields={
             "readyReplicas": num_ready,
@@ -80,7 +84,8 @@ def _transfer(observed: Observed, plan: Plan) -> Object:
     return transfer_in_use(planned, observed.probed.sidecars if observed.probed else ())
 
 
-def _progressing(plan: Plan, num_pods: int, desired: int, num_ready: int, count: str) -> Condition:
+def _progressing(observed: Observed, plan: Plan, desired: int, num_ready: int, count: str) -> Condition:
+    num_pods = len(observed.pods)
     if any(problem.reason == _DEADLINE for problem in plan.problems):
         return Condition("False", _DEADLINE, f"{count}, and no more get ready")
     if plan.num_outdated:
@@ -90,9 +95,32 @@ def _progressing(plan: Plan, num_pods: int, desired: int, num_ready: int, count:
         return Condition("True", "Scaling", f"{num_pods} of {desired} engine pods exist")
     if num_ready != desired:
         return Condition("True", "Starting", count)
+    if waits := _resize_waits(observed, plan.fields.get("resizing") or Resizing()):
+        more = f"; {len(waits) - 1} more" if len(waits) > 1 else ""
+        return Condition("True", "Resizing", f"memory tiers get another size: {waits[0]}{more}")
     if plan.note:
         return Condition("False", "ResizePending", plan.note)
     return Condition("False", "Complete", f"all {desired} engine pods are as declared")
+
+
+def _resize_waits(observed: Observed, resized: Resizing) -> list[str]:
+    """A sentence for each pod that is on its way to its size."""
+    due = {step.pod["metadata"]["name"]: format_size(step.num_bytes) for step in resized.steps}
+    found = [*resized.waits, *(f"pod {name} is to have {size}" for name, size in due.items())]
+    for sidecar in observed.probed.sidecars if observed.probed else ():
+        is_there = sidecar.memory_bytes in (None, sidecar.memory_target)
+        if not is_there and sidecar.pod in resized.followed:
+            why = sidecar.resize_problem or f"its sidecar has {format_size(sidecar.memory_bytes or 0)} by now"
+            found.append(f"pod {sidecar.pod}: {why}")
+    return found
+
+
+def _refused(resized: Resizing) -> Iterator[Problem]:
+    """The first pod that can't have its size stands for all."""
+    if resized.refused:
+        name, refusal = resized.refused[0]
+        what = f"{len(resized.refused)} pods keep another size than {format_size(refusal.num_bytes)}"
+        yield Problem("ResizeInfeasible", f"{what} of their memory tier: pod {name}: {refusal.message}")
 
 
 def _engine_available(desired: int, num_ready: int, count: str) -> Condition:

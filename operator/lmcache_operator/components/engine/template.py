@@ -27,7 +27,9 @@ _RESERVED: dict[str, dict[str, str]] = {
     names.ENGINE: {"VLLM_DP_": ONE_POD},
     names.SIDECAR: {
         **dict.fromkeys(("LMCACHE_ARENA", "LMCACHE_SOCKET", "LMCACHE_CONFIG", "LMCACHE_HTTP_"), _PLACES),
-        "LMCACHE_MEMORY_SIZE": _SET_BY.format("tiers.memory.size"),
+        **dict.fromkeys(
+            ("LMCACHE_MEMORY_SIZE", "LMCACHE_MEMORY_MAX_SIZE"), _SET_BY.format("tiers.memory.size")
+        ),
         "LMCACHE_DISK_": _SET_BY.format("tiers.disk"),
         "LMCACHE_ADMIT": _SET_BY.format("tiers.admit"),
         "LMCACHE_REMOTE_URL": _SET_BY.format("tiers.remote"),

@@ -12,7 +12,7 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import resolved_images
 from lmcache_operator.components.engine.gpus import planned_transfer
-from lmcache_operator.components.engine.pod import IMAGE_VOLUME, pod_template
+from lmcache_operator.components.engine.pod import IMAGE_VOLUME, MemorySize, pod_template
 from lmcache_operator.components.engine.vllm import RESERVED
 from lmcache_operator.specs import Object, names, paths
 
@@ -55,7 +55,8 @@ def profile(cluster: Cluster, context: Context) -> Object:
         InvalidSpecError: the spec can't be rendered.
     """
     transfer = planned_transfer(cluster, context.allow_all_gpus)
-    whole = pod_template(cluster, resolved_images(cluster, context.images), "", transfer)["spec"]
+    images, size = resolved_images(cluster, context.images), MemorySize(cluster.memory.num_bytes)
+    whole = pod_template(cluster, images, "", transfer, size)["spec"]
     (engine,) = (container for container in whole["containers"] if container["name"] == names.ENGINE)
     # A "payload" of the user's own, where the payload is an image's volume, is not ours.
     own = (names.SIDECAR,) if cluster.spec.sidecar.payload == IMAGE_VOLUME else (names.SIDECAR, names.PAYLOAD)
