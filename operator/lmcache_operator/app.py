@@ -32,7 +32,7 @@ from lmcache_operator.kube.client import Fence, KubeApi, connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
-from lmcache_operator.specs.kinds import CLUSTER, PROFILE, ClusterKey, controller_of
+from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, ClusterKey, controller_of
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
 
@@ -46,6 +46,9 @@ _DEFINITION_SECONDS = 1.0
 """Between looks for our definitions."""
 _NUM_LOOKS_FOR_PROFILES = 10
 """Without their definition, which is made with the other, engines run, and conditions say what is missing."""
+_WATCHED = tuple(kind for kind in kinds_of(COMPONENTS) if kind is not CERTIFICATE)
+"""Where there is no cert-manager, kopf would complain at every start; one Certificate is looked at with all
+else of its cluster."""
 _Queue = KeyedQueue[ClusterKey]
 
 
@@ -169,7 +172,7 @@ def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> ko
     kopf.on.login(registry=registry)(login)
     kopf.on.cleanup(registry=registry)(stop_working)
     kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(cluster_changed)
-    for kind in kinds_of(COMPONENTS):
+    for kind in _WATCHED:
         kopf.on.event(
             kind.group, kind.version, kind.plural, labels={MANAGED_BY_LABEL: FIELD_MANAGER}, registry=registry
         )(child_changed)
@@ -195,7 +198,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
     # Filtered by the API server: other people's Services and ConfigMaps are never sent here.
-    for kind in kinds_of(COMPONENTS):
+    for kind in _WATCHED:
         selectors = settings.watching.label_selectors
         selectors[kind.group, kind.version, kind.plural] = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
     return settings

@@ -59,7 +59,7 @@ CHILDREN = (
     Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),
     Kind("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
-    Kind("cert-manager.io", "v1", "Certificate", "certificates"),
+    CERTIFICATE := Kind("cert-manager.io", "v1", "Certificate", "certificates"),
     PROFILE := Kind(GROUP, VERSION, PROFILE_KIND, PROFILE_PLURAL),
 )
 BY_NAME = {kind.kind: kind for kind in (CLUSTER, SECRET, *CHILDREN)}

@@ -278,7 +278,9 @@ def test_kopf_gets_handlers_that_write_nothing() -> None:
 
     registry = build_registry(KeyedQueue(work, num_workers=1), asyncio.Event().wait)
     assert isinstance(registry, kopf.OperatorRegistry)
-    assert len(registry._watching.get_all_handlers()) == 1 + len(kinds_of(COMPONENTS))
+    assert len(registry._watching.get_all_handlers()) == len(
+        kinds_of(COMPONENTS)
+    )  # and clusters, but Certificates
     assert not registry._changing.get_all_handlers()
     assert not registry._spawning.get_all_handlers()
     assert not registry._indexing.get_all_handlers()
