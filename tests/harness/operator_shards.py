@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import yaml
+from lmcache_operator.autoscaling.report import Report
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import (
     Context,
@@ -47,12 +48,21 @@ class Rig:
         self.now = NOON
         self.context = Context(STOCK_IMAGES)
         self.plans: dict[str, Plan] = {}
+        self.report: Report | None = None
+        self.nodes: dict[str, Any] = {}
 
     def observed(self, component: Any) -> Observed:
         children = {ref: self.world.objects[ref] for ref in component.refs(NAME) if ref in self.world.objects}
         uids = {child["metadata"]["uid"] for child in children.values()}
         pods = tuple(pod for pod in self.world.pods.values() if controller_uid(pod) in uids)
-        return Observed(resource=self.world.resource, children=children, pods=pods, now=self.now)
+        return Observed(
+            resource=self.world.resource,
+            children=children,
+            pods=pods,
+            now=self.now,
+            autoscaling=self.report,
+            nodes=self.nodes,
+        )
 
     def run(self, *, is_ready: bool = True, most: int = 99) -> list[str]:
         """Plan once and do it, but for what comes after the first so many writes of each component; what was

@@ -109,6 +109,20 @@ def test_a_lost_shard_costs_its_own_rows_only_until_it_is_available(remote, serv
     assert is_loaded(remote, gone)
 
 
+def test_shards_replaced_one_by_one_cost_each_row_one_hit(remote, servers):
+    """As when they get other memory: each is empty then, and has time to fill before the next one."""
+    fill(remote, 1)
+    for server in servers:
+        share = server.client.dbsize()
+        server.restart()
+        hits = [is_loaded(remote, key) for key in KEYS]
+        assert hits.count(False) == share < len(KEYS)
+        fill(remote, 1)  # what was missed was computed, and is written again
+        assert all(is_loaded(remote, key) for key in KEYS)
+    assert remote.stats.misses == len(KEYS)
+    assert remote.stats.failures == 0
+
+
 def test_all_shards_lost_and_one_back(remote, servers):
     fill(remote, 1)
     for server in servers:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from lmcache_operator.api.parse import parse
+from lmcache_operator.autoscaling.report import Choice, Report
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import (
     Context,
@@ -17,7 +18,7 @@ from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import NAME, World, cluster
-from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, SECRET, SET, Rig, managed
+from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, NOON, SECRET, SET, Rig, managed
 
 
 def test_shards_are_made_with_a_password_and_at_rest_nothing_is_written():
@@ -74,6 +75,32 @@ def test_shards_that_go_are_there_until_they_are_not_read_any_more():
     rig.settle()
     assert (rig.num_servers, rig.list) == (1, (1, 0))
     assert [name for name in rig.world.pods if "remote" in name] == ["demo-remote-0"]
+
+
+def test_as_many_shards_as_were_chosen_one_change_at_a_time():
+    rig = Rig()
+    rig.world.change(autoscaling={"mode": "Auto", "remote": {"minShards": 1, "maxShards": 4}})
+    rig.settle()
+
+    def choose(number: int, instead_of: int = 2) -> tuple[int, int]:
+        rig.report = Report({}, shards=Choice(number, instead_of))
+        rig.settle()
+        return rig.list
+
+    assert choose(3) == (3, 2)
+    assert choose(1) == (3, 2), "what was two changes ago would not be found"
+    assert rig.condition("Progressing") == ("True", "Scaling")
+    rig.now += WINDOW
+    assert choose(1) == (1, 3)
+    rig.now += WINDOW
+    assert choose(9) == (4, 1), "within the bounds"
+    rig.now += WINDOW
+    rig.report = None
+    rig.settle()
+    assert rig.list == (4, 0), "an operator that starts again remembers"
+    rig.declare(3)
+    assert choose(4, 2) == (3, 4), "who declares another number means that one"
+    assert rig.world.resource["spec"]["tiers"]["remote"]["managed"]["shards"] == 3
 
 
 def test_no_number_of_shards_changes_an_engine():
@@ -171,6 +198,24 @@ def test_only_a_certificate_of_another_name_has_to_be_mounted_anew():
     assert pods({"issuerRef": {"name": "caches"}}) == (plain, "demo-remote-tls")
     other, secret = pods({"secretRef": {"name": "ours"}})
     assert (other != plain, secret) == (True, "ours")
+
+
+def test_a_shard_on_a_lost_node_is_given_up_and_the_list_stays():
+    rig = Rig(shards=3)
+    rig.settle()
+    pod, long_ago = rig.world.pods["demo-remote-1"], (NOON - timedelta(minutes=9)).isoformat()
+    pod["spec"]["nodeName"] = "gone"
+    pod["status"]["conditions"] = [{"type": "Ready", "status": "False", "lastTransitionTime": long_ago}]
+    pod["metadata"]["deletionTimestamp"] = long_ago
+    rig.nodes = {"gone": None}
+    assert rig.run() == []
+    assert rig.plans["remote"].abandon == (pod,)
+    assert rig.condition("RemoteTierAvailable") == ("False", "ShardsMissing")
+    assert rig.condition("Ready") == ("False", "NodeLost")
+    del rig.world.pods["demo-remote-1"]
+    rig.settle()
+    assert rig.condition("RemoteTierAvailable") == ("True", "ShardsReady")
+    assert rig.list == (3, 0)
 
 
 def test_the_image_is_that_of_when_the_servers_were_made():

@@ -1,15 +1,18 @@
-"""Shards outlive an operator that is killed after any write."""
+"""Shards outlive an operator that is killed after any write, and two that work at once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from lmcache_operator.components.base import Plan
 from lmcache_operator.components.remote.shards import WINDOW, Shards
 from lmcache_operator.specs.names import annotations_of
 
+from tests.harness.operator_plans import carry_out
 from tests.harness.operator_shards import ENGINE, LIST, Rig
 
 
@@ -61,5 +64,30 @@ class KillMachine(RuleBasedStateMachine):
         assert (rig.num_servers, rig.list) == (declared, (declared, 0))
 
 
+class TwoOperatorsMachine(KillMachine):
+    """Two work by mistake: one writes what it wanted long ago. It may cost hits; nothing is lost for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due = Plan()
+
+    @rule()
+    def the_other_looks(self) -> None:
+        self.rig.run(most=0)
+        self.due = replace(self.rig.plans["remote"], delete=(), evict=())
+
+    @rule(most=st.integers(0, 3))
+    def the_other_writes(self, most: int) -> None:
+        carry_out(self.rig.world, replace(self.due, apply=self.due.apply[:most]))
+
+    @invariant()
+    def what_is_read_is_there(self) -> None:
+        live = Shards.parse(annotations_of(self.rig.world.objects[LIST])["lmcache.io/shards"])
+        assert self.rig.list == (live.current, live.previous)
+        assert annotations_of(self.rig.world.objects[ENGINE]) == self.engine
+
+
+TestTwoOperators = TwoOperatorsMachine.TestCase
+TestTwoOperators.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 TestKills = KillMachine.TestCase
 TestKills.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

@@ -88,7 +88,7 @@ class Remote(Component):
             evict=() if ref_of(wanted[-1]) in due.lost else evict,
             due_seconds=seconds,
             num_outdated=sum(is_outdated(pod, template) for pod in observed.pods),
-            fields={"declared": cluster.num_shards, "shards": shards},
+            fields={"wanted": cluster.num_shards, "shards": shards},
         )
 
     def status(self, observed: Observed, plan: Plan) -> Status:
@@ -96,7 +96,7 @@ class Remote(Component):
         if "shards" not in plan.fields:
             former = _former_status(observed) if observed.children else _of_others(observed)
             return replace(former, degraded=tuple(self._not_shared(observed)))
-        declared_number, shards = plan.fields["declared"], plan.fields["shards"]
+        num_wanted, shards = plan.fields["wanted"], plan.fields["shards"]
         num_ready = sum(is_ready(pod) and _number(pod) < shards.current for pod in observed.pods)
         count = f"{num_ready} of {shards.current} shards of the remote tier are ready"
         available = Condition("True", "ShardsReady", count)
@@ -109,7 +109,7 @@ class Remote(Component):
             fields |= {"previousShards": shards.previous, "previousUntil": utc(shards.until)}
         return Status(
             summary=count,
-            progressing=_progressing(observed, plan, declared_number, shards, num_ready, count),
+            progressing=_progressing(observed, plan, num_wanted, shards, num_ready, count),
             conditions={_AVAILABLE: available},
             degraded=tuple(kill_problems(observed)),
             fields={"remote": fields},
@@ -131,10 +131,10 @@ class Remote(Component):
 
 
 def _progressing(
-    observed: Observed, plan: Plan, declared_number: int, shards: Shards, num_ready: int, count: str
+    observed: Observed, plan: Plan, num_wanted: int, shards: Shards, num_ready: int, count: str
 ) -> Condition:
-    if declared_number != shards.current:
-        return Condition("True", "Scaling", f"{declared_number} shards are declared; {count}")
+    if num_wanted != shards.current:
+        return Condition("True", "Scaling", f"{num_wanted} shards are wanted; {count}")
     if plan.num_outdated:
         message = f"{plan.num_outdated} of {len(observed.pods)} shards are to be replaced, one in 15 minutes"
         return Condition("True", "Replacing", message)
