@@ -66,6 +66,10 @@ class Rig(Bench):
         return (found[0]["status"], found[0]["reason"]) if found else None
 
 
+def uid_of(pod: dict[str, Any]) -> str:
+    return str(pod["metadata"]["uid"])
+
+
 def samples(gauge: Gauge) -> dict[str, float]:
     """By the labels that are not the cluster's name."""
     found = [sample for sample in gauge.collect()[0].samples if sample.labels["name"] == NAME]
@@ -156,3 +160,24 @@ def test_shards_are_told_by_their_number() -> None:
     rig.settle()
     assert rig.told()["remote"]["recommended"] == 27
     assert samples(metrics.SHARDS) == {"current": 16, "recommended": 27}
+
+
+def test_two_operators_that_choose_different_sizes_do_not_write_for_ever() -> None:
+    """By mistake: without a Lease. Each leaves alone what the other keeps changing, and says so."""
+    rig = Rig(mode="Auto", memory=BOUNDS)
+    before = {uid_of(pod) for pod in rig.world.pods.values()}
+    operators = [(rig.watcher, rig.reconciler)]
+    rig.autoscaler = other = Watcher()
+    rig.restart()
+    operators.append((other, rig.reconciler))
+    for (watcher, _), size in zip(operators, (108, 128), strict=True):
+        watcher.say(GROW, memory=Choice(size * GIB, 64 * GIB), state=f"{size}")
+    written = []
+    for _ in range(10):
+        for _, rig.reconciler in operators:
+            rig.clock.now += 1
+            rig.reconcile()
+            written.append(list(rig.writes))
+    assert not any(write.startswith("apply") for writes in written[-4:] for write in writes)
+    assert ("Warning", "FieldContested") in rig.world.told
+    assert {uid_of(pod) for pod in rig.world.pods.values()} == before
