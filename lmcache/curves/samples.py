@@ -40,11 +40,7 @@ class Kept(NamedTuple):
         """Return what would have been kept with a lower bound."""
         if bound >= self.bound:
             return self
-        last = len(self.tiers) - 1
-        low = bound.to_bytes(9, "big")[1:]
-        kept = [at for at in range(last) if self.keys[8 * at : 8 * at + 8] < low] + [last]
-        keys = b"".join(self.keys[8 * at : 8 * at + 8] for at in kept)
-        return Kept(self.time, bound, keys, bytes(self.tiers[at] for at in kept))
+        return Kept(self.time, bound, *_below(bound, self.keys, self.tiers))
 
 
 class Sampler:
@@ -71,21 +67,14 @@ class Sampler:
     @rate.setter
     def rate(self, rate: float) -> None:
         self.bound = threshold_of(rate)
-        self._low = self.bound.to_bytes(9, "big")[1:] if self.bound < HASHES else b"\xff" * 9
 
-    def record(self, time: float, keys: Sequence[bytes], tiers: bytes) -> None:
-        """Note a request for keys, given tail first; they end in 8 uniformly distributed bytes. ``tiers``:
-        a letter for each, where it was found."""
-        if not keys:
+    def record(self, time: float, keys: bytes, tiers: bytes) -> None:
+        """Note a request; 8 bytes of each key, big end first, tail first, and a letter where it was found."""
+        if not tiers:
             return
-        if self.bound < HASHES:
-            low, last = self._low, len(keys) - 1
-            kept = [at for at, key in enumerate(keys) if key[-8:] < low]
-            if kept[-1:] != [last]:
-                kept.append(last)
-            keys, tiers = [keys[at] for at in kept], bytes([tiers[at] for at in kept])
-        self._ring.append(Kept(time, self.bound, b"".join([key[-8:] for key in keys]), tiers))
-        self.position += len(keys)
+        kept, tiers = _below(self.bound, keys, tiers)
+        self._ring.append(Kept(time, self.bound, kept, tiers))
+        self.position += len(tiers)
         while self.position - self.num_dropped > self._max_samples:
             self.num_dropped += len(self._ring.popleft().tiers)
 
@@ -97,6 +86,17 @@ class Sampler:
             first += len(kept[skipped].tiers)
             skipped += 1
         return first, kept[skipped:]
+
+
+def _below(bound: int, keys: bytes, tiers: bytes) -> tuple[bytes, bytes]:
+    """Keys below the bound, and the last, with their tiers."""
+    if bound >= HASHES:
+        return keys, tiers
+    low, last = bound.to_bytes(8, "big"), len(tiers) - 1
+    first = low[0]  # most keys differ in the first byte
+    kept = [at for at, byte in enumerate(keys[:-8:8]) if byte <= first and keys[8 * at : 8 * at + 8] < low]
+    kept.append(last)
+    return b"".join([keys[8 * at : 8 * at + 8] for at in kept]), bytes([tiers[at] for at in kept])
 
 
 def merged(streams: Iterable[Iterable[Lookup]]) -> Iterable[Lookup]:

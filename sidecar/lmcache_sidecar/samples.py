@@ -8,10 +8,12 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import islice
 from urllib.parse import parse_qsl
+
+import numpy as np
 
 from lmcache.curves import HASHES, Sampler
 from lmcache.rpc import kvcache_pb2 as pb
@@ -28,8 +30,7 @@ _VERSION = 1
 _SAMPLED_ROWS = 1600
 """Of a full memory: with as many a difference of two sizes is known to 0.25 points."""
 
-_TIERS = {"engine": b"e", "memory": b"m", "disk": b"d", "remote": b"r"}
-_MISS = b"-"
+_LOWER = {"disk": ord("d"), "remote": ord("r")}
 _SLICE = 1024  # requests that are rendered before others have their turn
 
 
@@ -55,10 +56,21 @@ class Samples:
         self._restart(None)
 
     def _restart(self, peer: Peer | None) -> None:
-        self._peer = peer  # one of those who are followed
         self._sampler = Sampler()
         self._started = self._clock()
         self._num_slots = 0  # usable ones, that the rate is for
+        self._peer = peer  # one of those who are followed
+        self._namespace = peer.hello.namespace if peer else b""
+        self.chunk_tokens = peer.hello.geometry.chunk_tokens if peer else 0
+        """Of one key; 0: nobody is followed yet, here and below."""
+        sizes = list(peer.chunk_bytes.values()) if peer else []
+        slot_bytes = peer.geometry.slot_bytes if peer else 1
+        num_columns = peer.geometry.num_columns if peer else 1
+        self.row_bytes = sum(ceil_div(size, slot_bytes) for size in sizes) * slot_bytes * num_columns
+        """What a chunk takes in memory, of all ranks and KV groups."""
+        self.kv_bytes_per_token = sum(sizes) * num_columns / max(1, self.chunk_tokens)
+        """Of all ranks and KV groups, as stored."""
+        self._slot_bytes = slot_bytes * num_columns  # of all columns
 
     # ---- on the hot path ----
 
@@ -71,56 +83,62 @@ class Samples:
         origins: MutableMapping[RowKey, str],
     ) -> None:
         """Count a request. ``origins``: which tier brought a row that nobody has used since."""
-        if not self._follows(peer):
+        keys = chains.keys[0]
+        if not keys or not self._follows(peer):
             return
         if usable_slots != self._num_slots:
             self._num_slots = usable_slots
             num_rows = usable_slots * self._slot_bytes // self.row_bytes
             self._sampler.rate = min(1.0, _SAMPLED_ROWS / max(1, num_rows))
-        keys = chains.keys[0]
         num_hit = min(scheduled.num_hit_chunks, len(keys))
         num_held = min(scheduled.num_engine_chunks, num_hit)
-        tiers = bytearray(_TIERS["engine"] * num_held + _TIERS["memory"] * (num_hit - num_held))
-        tiers += _MISS * (len(keys) - num_hit)
-        for at in range(num_held, num_hit) if origins else ():
-            if (name := origins.pop(keys[at], "")) in _TIERS:
-                tiers[at : at + 1] = _TIERS[name]
-        self._count(peer, tiers, scheduled.num_loaded_tokens)
-        if keys and keys[0][:KEY_BYTES] != peer.hello.namespace:  # after a reset
-            keys = [_mixed(key) for key in keys]
-        self._sampler.record(self._clock(), keys[::-1], bytes(tiers[::-1]))
+        tiers = b"-" * (len(keys) - num_hit) + b"m" * (num_hit - num_held) + b"e" * num_held
+        brought: dict[str, int] = {}
+        if origins:
+            letters = bytearray(tiers)
+            for at in range(num_held, num_hit):
+                if (name := origins.pop(keys[at], "")) in _LOWER:
+                    letters[-1 - at] = _LOWER[name]
+                    brought[name] = brought.get(name, 0) + 1
+            tiers = bytes(letters)
+        self._count(len(keys), num_hit, num_held, brought, scheduled.num_loaded_tokens)
+        words = np.frombuffer(b"".join(keys), "<u8").reshape(len(keys), -1)[::-1]
+        names = words[:, -1]
+        if keys[0][:KEY_BYTES] != self._namespace:  # after a reset
+            names = names ^ words[:, 0]
+        self._sampler.record(self._clock(), names.tobytes(), tiers)
 
     def _follows(self, peer: Peer) -> bool:
         """The namespace that was there first, until none of its engines is attached."""
-        if self._peer is None or peer.hello.namespace != self._peer.hello.namespace:
+        if peer is not self._peer and peer.hello.namespace != self._namespace:
             if self.followed():
                 return False
             self._num_dropped = self.num_dropped
             self._restart(peer)
         return True
 
-    def _count(self, peer: Peer, tiers: bytearray, num_loaded: int) -> None:
-        stats, chunk_tokens = self.stats, peer.hello.geometry.chunk_tokens
+    def _count(
+        self, num_chunks: int, num_hit: int, num_held: int, brought: Mapping[str, int], num_loaded: int
+    ) -> None:
+        stats, chunk_tokens = self.stats, self.chunk_tokens
         stats.num_lookups += 1
-        stats.lookup_tokens += len(tiers) * chunk_tokens
-        stats.miss_bytes += tiers.count(_MISS) * self.row_bytes
-        num_left = num_loaded
-        for name, letter in reversed(_TIERS.items()):
-            if num_found := tiers.count(letter) * chunk_tokens:
-                stats.hit_tokens[name] += num_found
-                if name != "engine":  # what was half in the engine is memory's
-                    stats.loaded_tokens[name] += min(num_left, num_found)
-                    num_left -= min(num_left, num_found)
+        stats.lookup_tokens += num_chunks * chunk_tokens
+        stats.miss_bytes += (num_chunks - num_hit) * self.row_bytes
+        if num_held:
+            stats.hit_tokens["engine"] += num_held * chunk_tokens
+        in_memory = num_hit - num_held - sum(brought.values())
+        for name, num_found in (*brought.items(), ("memory", in_memory)):
+            if num_found:  # what was half in the engine is memory's
+                stats.hit_tokens[name] += num_found * chunk_tokens
+                stats.loaded_tokens[name] += min(num_loaded, num_found * chunk_tokens)
+                num_loaded -= min(num_loaded, num_found * chunk_tokens)
 
     # ---- figures ----
 
     def followed(self) -> list[Client]:
         """The attached clients whose requests are sampled."""
-        if self._peer is None:
-            return []
-        namespace = self._peer.hello.namespace
         clients = self._clients.by_uuid.values()
-        return [one for one in clients if one.is_attached and one.peer.hello.namespace == namespace]
+        return [one for one in clients if one.is_attached and one.peer.hello.namespace == self._namespace]
 
     @property
     def num_dropped(self) -> int:
@@ -130,34 +148,7 @@ class Samples:
     @property
     def namespace(self) -> str:
         """Whose requests are followed, in hexadecimal digits; empty: nobody's yet."""
-        return self._peer.hello.namespace.hex() if self._peer else ""
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Of one key; 0: nobody is followed yet, here and below."""
-        return self._peer.hello.geometry.chunk_tokens if self._peer else 0
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Of all ranks and KV groups, as stored."""
-        if self._peer is None:
-            return 0.0
-        num_bytes = sum(self._peer.chunk_bytes.values()) * self._peer.geometry.num_columns
-        return num_bytes / self.chunk_tokens
-
-    @property
-    def row_bytes(self) -> int:
-        """What a chunk takes in memory, of all ranks and KV groups."""
-        if self._peer is None:
-            return 0
-        slot_bytes = self._peer.geometry.slot_bytes
-        num_slots = sum(ceil_div(num_bytes, slot_bytes) for num_bytes in self._peer.chunk_bytes.values())
-        return num_slots * self._slot_bytes
-
-    @property
-    def _slot_bytes(self) -> int:
-        """Of all columns."""
-        return self._peer.geometry.slot_bytes * self._peer.geometry.num_columns if self._peer else 0
+        return self._namespace.hex()
 
     # ---- the page ----
 
@@ -199,8 +190,3 @@ def _parse_query(query: str) -> tuple[int, int]:
             raise ValueError(f"{name} must be a number from {lowest} to {highest}, it is {value[:32]!r}")
         since, below = (number, below) if name == "since" else (since, number)
     return since, below
-
-
-def _mixed(key: RowKey) -> bytes:
-    """A name of its own for the same chunk in another namespace."""
-    return bytes(one ^ other for one, other in zip(key[-8:], key[:8], strict=True))

@@ -9,18 +9,19 @@ from lmcache.curves import HASHES, Kept, Sampler
 from tools.simulate import key_hash
 
 
+def joined(keys: list[int]) -> bytes:
+    return b"".join(key.to_bytes(8, "big") for key in keys)
+
+
 def keys_of(request: Kept) -> list[int]:
     return [int.from_bytes(request.keys[at : at + 8], "big") for at in range(0, len(request.keys), 8)]
 
 
 def test_a_sampler_keeps_heads_and_its_share_of_the_rest():
     sampler = Sampler(rate=0.25, max_samples=100_000)
-    keys = [
-        key_hash(number).to_bytes(32, "big")[:24] + key_hash(number).to_bytes(8, "big")
-        for number in range(4000)
-    ]
+    keys = [key_hash(number) for number in range(4000)]
     for first in range(0, 4000, 8):
-        sampler.record(float(first), list(reversed(keys[first : first + 8])), b"-------m")
+        sampler.record(float(first), joined(keys[first : first + 8][::-1]), b"-------m")
     kept = {key for request in sampler.since(0)[1] for key in keys_of(request)}
     below = {key_hash(number) for number in range(4000) if key_hash(number) < HASHES // 4}
     heads = {key_hash(number) for number in range(0, 4000, 8)}
@@ -32,7 +33,7 @@ def test_a_sampler_keeps_heads_and_its_share_of_the_rest():
 def test_a_sampler_with_rate_one_keeps_everything_and_its_ring_is_bounded():
     sampler = Sampler(max_samples=10)
     for time in range(5):
-        sampler.record(float(time), [b"\xff" * 32] * 4, b"em--")
+        sampler.record(float(time), b"\xff" * 32, b"em--")
     kept = [Kept(float(time), HASHES, b"\xff" * 32, b"em--") for time in (3, 4)]
     assert sampler.since(0) == (12, kept)
     assert sampler.since(13) == (16, kept[1:])
@@ -51,7 +52,7 @@ def test_a_sampler_keeps_what_a_list_would(requests, max_samples, since, rate):
     sampler, expected = Sampler(max_samples=max_samples), []
     for time, (keys, kept_rate) in enumerate(requests):
         sampler.rate = kept_rate
-        sampler.record(float(time), [key.to_bytes(9, "big") for key in keys], bytes(range(len(keys))))
+        sampler.record(float(time), joined(keys), bytes(range(len(keys))))
         bound = int(kept_rate * HASHES)
         kept = [(key, at) for at, key in enumerate(keys) if key < bound or at == len(keys) - 1]
         expected += [(time, bound, kept)] if kept else []
