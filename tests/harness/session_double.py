@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lmcache.rpc.errors import SidecarUnavailableError
-from lmcache.rpc.session import BlockCopy, LookupResult, StoreCopier
+from lmcache.rpc.session import BlockCopy, LookupResult, Scheduled, StoreCopier
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Located, Reservation, Reserved, Slot
 from tests.harness.wire import NAMESPACE
@@ -29,6 +29,7 @@ class SessionDouble:
         self.owed: list[str] = []
         self.num_pending = 0
         self.num_hints = 0
+        self.scheduled: list[tuple[str, int, Scheduled]] = []  # with the number of keys
         self.memory_only = False
         self.is_down = False
         self.is_copying = False
@@ -75,10 +76,13 @@ class SessionDouble:
         group_keys: Sequence[tuple[int, bytes]],
         *,
         hint: bool = False,
+        scheduled: Scheduled | None = None,
         **_: Any,
     ) -> LookupResult:
         self.before_lookup()
         self._check_up()
+        if scheduled is not None:
+            self.scheduled.append((request_id, len(group_keys[0][1]) // ROW_KEY_BYTES, scheduled))
         number = min(len(self._leading(_split(keys))) for _, keys in group_keys)
         self.num_hints += hint
         if not hint:
