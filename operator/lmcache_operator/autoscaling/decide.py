@@ -30,7 +30,9 @@ _CALM = 30 * MINUTE  # after any change
 _HOLD = HOUR
 _REVERSE = 6 * HOUR  # after a growth
 _FREEZE = DAY
+_INFEASIBLE = 6 * HOUR  # after a size that could not be had
 _WORTH_IT = 0.005  # of what is spent: a change that saves less is not made
+_WORTH_MUCH = 10  # times that much: for this also a size that is not far is gone to, as before a cliff
 _LONGEST_FILL = 3 * HOUR
 _FEWEST_TO_JUDGE, _FEWEST_TO_FIT = 1000, 5000  # accesses
 _SEEN = 0.01  # a difference in hits that can be told from noise
@@ -48,7 +50,10 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
         state = _renewed(state, seen)
     state = _noticed(replace(state, time=seen.time), seen)
     if seen.obstacle:
-        return _stay(replace(state, shrinks_since=None), seen, *seen.obstacle)
+        decision, stays = _stay(replace(state, shrinks_since=None), seen, *seen.obstacle)
+        if seen.obstacle.limited_by == "Infeasible":
+            return decision, replace(stays, calm_until=max(state.calm_until, seen.time + _INFEASIBLE))
+        return decision, replace(stays, asked=state.asked)  # it may be the change itself that is under way
     if reason := _unusable(tier, seen):
         return _stay(replace(state, shrinks_since=None), seen, "Samples", reason)
     if not 0.99 * tier.sizes[0] <= seen.size <= 1.01 * tier.sizes[-1]:
@@ -95,6 +100,8 @@ class _Options:
     """All sizes that are worth going to, and by how much at least."""
 
     threshold: float
+    best_of_all: float
+    """Also of those that are too near to be gone to; 0: none."""
     ups: Mapping[float, float]
     downs: Mapping[float, float]
     is_uncertain: bool
@@ -116,16 +123,25 @@ def _weighed(tier: Tier, state: State, seen: Seen) -> _Options:
         demands = (seen.fast, seen.day) if size > seen.size else (seen.day,)
         return [tier.gain(demand, seen.size, size, state.usable) for demand in demands]
 
-    found = {size: gains(size) for size in tier.sizes if not _near(size, seen.size)}
-    worth = {
+    found = {size: gains(size) for size in tier.sizes if not is_near(size, seen.size)}
+    better = {
         size: low for size, values in found.items()
         if (low := min(gain.low for gain in values)) >= threshold and low > 0
     }  # fmt: skip
+    worth = {
+        size: low for size, low in better.items()
+        if not tier.is_similar(seen.size, size) or low >= _WORTH_MUCH * threshold
+    }  # fmt: skip
     return _Options(
         threshold,
+        max(better, key=better.__getitem__, default=0.0),
         {size: low for size, low in worth.items() if size > seen.size},
         {size: low for size, low in worth.items() if size < seen.size},
-        any(0 < min(gain.net for gain in values) >= threshold for values in found.values()),
+        any(
+            0 < min(gain.net for gain in values) >= threshold
+            for size, values in found.items()
+            if size not in better
+        ),
     )
 
 
@@ -202,13 +218,16 @@ def _why_stay(tier: Tier, state: State, seen: Seen, options: _Options) -> tuple[
     size = tier.describe(seen.size)
     if options.is_uncertain:
         return "Uncertain", f"what other sizes than {size} would save is not more than may be wrong about it"
+    if options.best_of_all:
+        best = tier.gain(seen.day, seen.size, options.best_of_all, state.usable)
+        return "None", reasons.similar(tier, seen.size, options.best_of_all, best)
     reason = reasons.nothing_better(tier, seen.size, options.threshold)
     if tier.nearer_bytes >= state.usable * seen.size:
         engine = reasons.size_of(tier.nearer_bytes)
         return "Engine", f"the engine's own {engine} already hits what {size} would; {reason}"
-    if _near(seen.size, tier.sizes[-1]):
+    if is_near(seen.size, tier.sizes[-1]):
         return "Max", reason
-    if _near(seen.size, tier.sizes[0]):
+    if is_near(seen.size, tier.sizes[0]):
         return tier.least_is, reason
     return "None", reason
 
@@ -268,7 +287,7 @@ def _unusable(tier: Tier, seen: Seen) -> str:
 
 def _noticed(state: State, seen: Seen) -> State:
     """The size has changed, by us or by somebody else: it fills, and is to be judged if we asked for it."""
-    if not 0 < seen.size < math.inf or _near(seen.size, state.size):
+    if not 0 < seen.size < math.inf or is_near(seen.size, state.size):
         return state
     if not state.size:  # the first that is seen
         return replace(state, size=seen.size)
@@ -278,7 +297,7 @@ def _noticed(state: State, seen: Seen) -> State:
         fill = min(_LONGEST_FILL, grown / rate) if rate > 0 else _LONGEST_FILL
         no_shrink_until = max(no_shrink_until, seen.time + _REVERSE)
     asked = state.asked
-    is_ours = asked is not None and _near(asked.new, seen.size)
+    is_ours = asked is not None and is_near(asked.new, seen.size)
     return replace(
         state, size=seen.size, asked=None, pending=asked if is_ours else None, back_to=0.0,
         filled=seen.time + fill, due=seen.time + fill + max(30 * MINUTE, fill), shrinks_since=None,
@@ -286,7 +305,7 @@ def _noticed(state: State, seen: Seen) -> State:
     )  # fmt: skip
 
 
-def _near(one: float, other: float) -> bool:
+def is_near(one: float, other: float) -> bool:
     """The same size, as pods round it."""
     return math.isclose(one, other, rel_tol=0.01)
 

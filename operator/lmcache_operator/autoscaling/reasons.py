@@ -25,6 +25,12 @@ def nothing_better(tier: Tier, present: float, threshold: float) -> str:
     )
 
 
+def similar(tier: Tier, present: float, best: float, gain: Gain) -> str:
+    """The best size is too near to be gone to."""
+    saved = f"{tier.describe(best)} would save {usd(gain.net)} more than {size_of_copy(tier, present)}"
+    return f"{saved}: too little for a change to a size so near"
+
+
 def locality(loss: float, lost: float) -> str:
     """What is lost is not lost to size."""
     return (

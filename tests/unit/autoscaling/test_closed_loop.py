@@ -91,7 +91,7 @@ def test_what_the_engine_hits_is_no_reason_to_grow():
 def test_days_and_nights_don_t_make_it_swing():
     run = simulate(Setup(days()))
     assert all(45 <= size <= 99 for size in run.sizes_after(12))
-    assert len(run.resizes) <= 9
+    assert len(run.resizes) <= 6
 
 
 def test_an_hour_of_something_else_is_not_grown_for():

@@ -126,7 +126,6 @@ WIDE = memory_tier(16 * GIB, 512 * GIB, SMALL, PRICES)
     ("change", "limited_by"),
     [
         ({"obstacle": Obstacle("Samples", "2 of 5 pods do not answer")}, "Samples"),
-        ({"obstacle": Obstacle("Infeasible", "no node has room")}, "Infeasible"),
         ({"day": replace(STEEP, tokens_per_hour=0.0)}, "Samples"),
         ({"day": replace(STEEP, tokens_per_hour=math.nan)}, "Samples"),
         ({"settled": replace(STEEP, measured_hits=math.nan)}, "Samples"),
@@ -146,6 +145,42 @@ def test_what_is_measured_wrongly_decides_nothing(change, limited_by):
     # Nothing of it stays: with good figures it goes on.
     decision, _ = decide(WIDE, state, seen(STEEP))
     assert decision.next > 64 * GIB
+
+
+def test_a_size_that_could_not_be_had_is_not_asked_for_again_at_once():
+    infeasible = seen(STEEP, obstacle=Obstacle("Infeasible", "no node has room"))
+    _, state = decide(WIDE, OLD, seen(STEEP))
+    decision, state = decide(WIDE, state, infeasible)
+    assert (decision.next, decision.limited_by, decision.reason) == (
+        64 * GIB,
+        "Infeasible",
+        "no node has room",
+    )
+    decision, state = decide(WIDE, state, seen(STEEP, time=infeasible.time + 5 * HOUR))
+    assert (decision.next, decision.limited_by) == (64 * GIB, "Cooldown")
+    decision, _ = decide(WIDE, state, seen(STEEP, time=infeasible.time + 6 * HOUR))
+    assert decision.next > 64 * GIB
+
+
+def test_a_change_that_something_holds_up_is_still_judged():
+    """Nothing is decided while it is under way, and when it is there it is ours."""
+    _, asked = decide(WIDE, OLD, seen(STEEP))
+    held_up = seen(STEEP, obstacle=Obstacle("Cooldown", "1 of 2 pods has 128Gi"))
+    decision, state = decide(WIDE, asked, held_up)
+    assert decision.next == 64 * GIB
+    _, state = decide(WIDE, state, seen(STEEP, size=asked.asked.new, time=held_up.time + HOUR))
+    assert state.pending == asked.asked
+
+
+def test_a_size_that_is_near_has_to_bring_more():
+    """An eighth of an octave more hits 1 %, which is worth it, but not the change; 10 % are."""
+    for hits, next_size in ((0.41, 64), (0.60, 70)):
+        curve = Known([(64, 0.40), (70, hits), (512, hits)], tokens_per_hour=400e6, measured_hits=0.4)
+        decision, _ = decide(WIDE, OLD, seen(curve))
+        assert decision.next == next_size * GIB
+    reason = decide(WIDE, OLD, seen(replace(curve, curve=[(64, 0.40), (70, 0.41), (512, 0.41)])))[0].reason
+    assert reason.startswith("70Gi per pod would save ")
+    assert reason.endswith("more than 64Gi: too little for a change to a size so near")
 
 
 @pytest.mark.parametrize(
