@@ -103,6 +103,14 @@ class MissRatioCurve:
             if self.num_keys > self._max_keys:
                 self._lower_threshold()
 
+    def limit(self, rate: float, max_keys: int) -> None:
+        """Count no more keys than samplers with this ``rate`` keep, and track no more than ``max_keys``."""
+        self._max_keys = max_keys
+        if (threshold := threshold_of(rate)) < self._threshold:
+            self._lower_threshold(threshold)
+        elif self.num_keys > max_keys:
+            self._lower_threshold()
+
     def forget(self, stream: Hashable) -> None:
         """A cache is gone: what it held is new to its successor."""
         self.num_keys -= len(self._stacks.pop(stream, ()))
@@ -149,15 +157,18 @@ class MissRatioCurve:
         while len(heavy) > _NUM_HEAVY:
             heavy = self._heavy = {key: num - 1 for key, num in heavy.items() if num > 1}
 
-    def _lower_threshold(self) -> None:
+    def _lower_threshold(self, threshold: int | None = None) -> None:
         """Sample fewer keys, and forget the others."""
         stacks = [*self._stacks.values(), *([] if self._shared is None else [self._shared])]
-        while (num_keys := sum(map(len, stacks))) > self._max_keys and self._threshold > 1:
-            self._threshold -= max(1, self._threshold >> 3)
+        self._threshold = threshold or self._threshold - max(1, self._threshold >> 3)
+        while True:
             for stack in stacks:
                 for key in [key for key in stack if key >= self._threshold and key not in self._hot]:
                     stack.forget(key)
-        self.num_keys = num_keys
+            self.num_keys = sum(map(len, stacks))
+            if self.num_keys <= self._max_keys or self._threshold <= 1:
+                break
+            self._threshold -= max(1, self._threshold >> 3)
         self._tell_windows(self.windows[0].row_bytes)
 
     def _tell_windows(self, row_bytes: float) -> None:
