@@ -32,6 +32,7 @@ from lmcache_operator.kube.client import Fence, KubeApi, connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.scaling.poller import Poller
 from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, ClusterKey, controller_of
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
@@ -87,14 +88,20 @@ async def _work(
     context: Context, namespaces: Sequence[str], health: Health, fence: Fence = lambda: math.inf
 ) -> None:
     async with connect(fence) as api, StatsClient() as stats:
-        reconciler = Reconciler(api, context, stats.read)
+        poller = Poller(stats, lambda key: queue.wake(key))
+        reconciler = Reconciler(api, context, stats.read, autoscaler=poller)
         queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
+
+        async def settle() -> None:
+            await poller.close()
+            await api.settle()
+
         metrics.CLUSTERS.set_function(lambda: len(queue))
         health.longest_run_seconds = queue.longest_run_seconds
         try:
             await wait_for_definition(api)
             await kopf.operator(
-                registry=build_registry(queue, api.settle),
+                registry=build_registry(queue, settle),
                 settings=_kopf_settings(),
                 standalone=True,
                 # Made up by kopf it would hold the user's name, and a pod's user has none.
@@ -103,7 +110,7 @@ async def _work(
                 namespaces=namespaces,
             )
         finally:
-            await api.settle()
+            await settle()
 
 
 class Health:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -13,10 +14,12 @@ from lmcache_operator.specs.names import SIDECAR_PORT
 
 _SECONDS = 1.0
 _MAX_BYTES = 256 << 10
+_SAMPLES_SECONDS = 3.0
+_MAX_SAMPLES_BYTES = 3 << 20
 
 
 class StatsClient:
-    """An HTTP client for the sidecars' /stats; an async context manager.
+    """An HTTP client for the sidecars' /stats and /samples; an async context manager.
 
     Whatever is at the other end is a user's: no redirect is followed, nothing decompressed or remembered.
     """
@@ -28,7 +31,6 @@ class StatsClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # whoever asks bounds it
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=_SECONDS),
             auto_decompress=False,
         )
         return self
@@ -38,13 +40,23 @@ class StatsClient:
 
     async def read(self, address: str) -> Any:
         """The JSON value of the sidecar at an IP address; None if no answer comes within a second."""
+        return await self._get(address, "/stats", {}, _SECONDS, _MAX_BYTES)
+
+    async def samples(self, address: str, question: Mapping[str, int]) -> Any:
+        """What its requests looked up; None if no answer comes within three seconds."""
+        return await self._get(address, "/samples", question, _SAMPLES_SECONDS, _MAX_SAMPLES_BYTES)
+
+    async def _get(
+        self, address: str, path: str, query: Mapping[str, int], seconds: float, max_bytes: int
+    ) -> Any:
         try:
-            url = URL.build(scheme="http", host=address, port=self._port, path="/stats")
-            async with self._session.get(url, allow_redirects=False) as answer:
+            url = URL.build(scheme="http", host=address, port=self._port, path=path, query=query)
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with self._session.get(url, allow_redirects=False, timeout=timeout) as answer:
                 body = bytearray()
                 async for chunk in answer.content.iter_any():
                     body += chunk
-                    if len(body) > _MAX_BYTES:
+                    if len(body) > max_bytes:
                         return None
                 return json.loads(bytes(body)) if answer.status == HTTPStatus.OK else None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError):

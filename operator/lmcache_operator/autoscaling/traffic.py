@@ -29,7 +29,7 @@ class Traffic:
     ) -> None:
         """``smallest`` and ``largest``: bytes that will be asked for. With ``is_shared``, what all pods share
         is counted as well."""
-        self.namespace = namespace
+        self.namespace, self.bounds = namespace, (smallest, largest)
         self.curve = MissRatioCurve(
             max_keys, rate=rate, half_lives=(DAY_HALF_LIFE, FAST_HALF_LIFE, FAST_HALF_LIFE),
             smallest_bytes=_USABLE_FROM * smallest, largest_bytes=2 * largest, shared=is_shared,

@@ -52,7 +52,7 @@ class SidecarProber:
 
     async def probe(self, pods: Sequence[Object]) -> Probed:
         """Ask those in pods that run; other pods have none. Raises nothing that comes from them."""
-        running = {pod["metadata"]["uid"]: pod for pod in pods if _has_running_sidecar(pod)}
+        running = {pod["metadata"]["uid"]: pod for pod in pods if has_running_sidecar(pod)}
         self._last = {uid: self._last.get(uid, _Last()) for uid in running}
         now, slots = self.monotonic(), asyncio.Semaphore(_MAX_AT_ONCE)
         due = [
@@ -77,7 +77,8 @@ class SidecarProber:
             yield said._replace(pod=str(pod["metadata"]["name"]), is_engine_ready=is_ready(pod))
 
 
-def _has_running_sidecar(pod: Object) -> bool:
+def has_running_sidecar(pod: Object) -> bool:
+    """Whether there is one to be asked."""
     status, containers = pod.get("status", {}), pod["spec"].get("initContainers") or ()
     is_there = status.get("phase") == "Running" and status.get("podIP")
     has_sidecar = any(container["name"] == SIDECAR for container in containers)

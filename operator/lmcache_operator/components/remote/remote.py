@@ -72,8 +72,8 @@ class Remote(Component):
         managed = cluster.spec.tiers.managed
         if managed is None:
             return differences([], observed)
-        config, *_, live = map(observed.children.get, self.refs(cluster.name))
-        former = Shards.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
+        *_, live = map(observed.children.get, self.refs(cluster.name))
+        former = listed_shards(observed)
         pods = {_number(pod): pod for pod in observed.pods}
         ready = {number for number, pod in pods.items() if is_ready(pod)}
         shards = next_shards(former, cluster.num_shards, ready, observed.now)
@@ -128,6 +128,12 @@ class Remote(Component):
             return
         what = f"LMCacheCluster {name} {why}" if other else f"there is no LMCacheCluster {name}"
         yield Problem("RemoteTierNotShared", f"tiers.remote.clusterRef: {what}")
+
+
+def listed_shards(observed: Observed) -> Shards | None:
+    """What sidecars are told; None: nothing that can be read."""
+    config = observed.children.get(Ref("ConfigMap", names.remote_name(observed.name)))
+    return Shards.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
 
 
 def _progressing(

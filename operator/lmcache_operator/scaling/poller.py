@@ -1,0 +1,180 @@
+"""Asks sidecars what was looked up, and wakes clusters of which there is news."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lmcache_operator.api.autoscaling import AUTO, OFF
+from lmcache_operator.api.parse import Cluster, parse
+from lmcache_operator.autoscaling.report import Report, steady
+from lmcache_operator.autoscaling.state import Obstacle
+from lmcache_operator.autoscaling.tier import Prices
+from lmcache_operator.components.autoscaling import saved
+from lmcache_operator.components.base import Observed
+from lmcache_operator.components.pods import is_outdated, is_ready, plain
+from lmcache_operator.components.remote.remote import listed_shards
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.queue import KeyedQueue
+from lmcache_operator.reconcile.probe import has_running_sidecar
+from lmcache_operator.scaling import answers
+from lmcache_operator.scaling.intake import Answer, Refusal
+from lmcache_operator.scaling.sizing import POLL_SECONDS, Settings, Situation, Sizing
+from lmcache_operator.specs import names
+from lmcache_operator.specs.kinds import ClusterKey
+
+_NUM_WORKERS = 16
+"""Clusters polled at the same time."""
+_MAX_AT_ONCE = 64
+"""Sidecars asked at the same time: a thousand that are quick take seconds, and what is read is bounded."""
+_MAX_KEYS, _MOST_KEYS = 800_000, 64_000
+"""Tracked of all clusters together, and of one; about 200 bytes each."""
+
+
+class Sidecars(Protocol):
+    """How to ask one, by its address; None: it does not answer."""
+
+    async def samples(self, address: str, question: Mapping[str, int]) -> Any:
+        """Its ``/samples``."""
+
+    async def read(self, address: str) -> Any:
+        """Its ``/stats``."""
+
+
+@dataclass
+class _Watched:
+    """A cluster that is polled."""
+
+    key: ClusterKey
+    situation: Situation
+    addresses: Mapping[str, str]
+    """Of its sidecars, by the uids of their pods."""
+    sizing: Sizing
+    report: Report | None = None
+    is_started: bool = field(default=False)
+
+
+class Poller:
+    """The autoscaler of all clusters: the reconciler tells it of them, and asks for its reports."""
+
+    def __init__(
+        self,
+        sidecars: Sidecars,
+        wake: Callable[[ClusterKey], None],
+        *,
+        clock: Callable[[], float] = time.time,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        """``clock``: seconds since 1970. With one that runs faster than the sidecars', poll more often."""
+        self._sidecars, self._wake, self._clock = sidecars, wake, clock
+        self._poll_seconds = poll_seconds
+        self._watched: dict[str, _Watched] = {}
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._queue = KeyedQueue(self._poll, num_workers=_NUM_WORKERS)
+
+    async def close(self) -> None:
+        """Ask nobody any more."""
+        await self._queue.close()
+
+    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
+        """See ``reconciler.Autoscaler``."""
+        watched = self._watched.get(key.uid)
+        try:
+            cluster = parse(observed[names.ENGINE].resource)
+        except InvalidSpecError:  # as long as it is, all stays as it was
+            return watched.report if watched else None
+        if cluster.spec.autoscaling.mode == OFF or cluster.spec.engine is None:
+            self.forget(key)
+            return None
+        situation = _situation(cluster, observed)
+        pods = [pod for pod in observed[names.ENGINE].pods if has_running_sidecar(pod)]
+        addresses = {pod["metadata"]["uid"]: pod["status"]["podIP"] for pod in pods}
+        if watched is None:
+            sizing = Sizing(saved(observed[names.AUTOSCALING]))
+            watched = self._watched[key.uid] = _Watched(key, situation, addresses, sizing)
+            self._queue.wake(key)
+        watched.situation, watched.addresses = situation, addresses
+        return watched.report
+
+    def forget(self, key: ClusterKey) -> None:
+        """See ``reconciler.Autoscaler``."""
+        self._watched.pop(key.uid, None)
+
+    async def _poll(self, key: ClusterKey) -> float | None:
+        watched = self._watched.get(key.uid)
+        if watched is None:
+            return None
+        asked = watched.addresses
+        found = await asyncio.gather(*(self._ask(watched, uid, address) for uid, address in asked.items()))
+        now, situation = self._clock(), watched.situation
+        said = {uid: one for uid, one in zip(asked, found, strict=True) if uid in situation.pods}
+        max_keys = min(_MOST_KEYS, _MAX_KEYS // len(self._watched))
+        for _ in watched.sizing.intake.take(now, situation.pods, situation.bounds, said, max_keys):
+            await asyncio.sleep(0)
+        if watched.sizing.is_due(now, situation):
+            former, watched.report = watched.report, watched.sizing.decide(now, situation)
+            if self._watched.get(key.uid) is watched and _is_news(former, watched.report):
+                self._wake(key)
+        # Clusters that were first seen together are not polled together.
+        share = 1.0 if watched.is_started else random.random()
+        watched.is_started = True
+        return self._poll_seconds * share
+
+    async def _ask(self, watched: _Watched, uid: str, address: str) -> Answer | Refusal:
+        async with self._slots:
+            samples = await self._sidecars.samples(address, watched.sizing.intake.question(uid))
+            time = self._clock()
+            figures = await self._sidecars.read(address) if samples is not None else None
+        if samples is None or figures is None:
+            return Refusal("it does not answer")
+        try:
+            return Answer(time, answers.samples(samples), answers.figures(figures))
+        except answers.RefusedAnswerError as error:
+            return Refusal(plain(str(error), 200), answers.next_request(samples))
+
+
+def _is_news(former: Report | None, report: Report) -> bool:
+    """Whether there is anything to be done, or told."""
+    if former is None or (former.memory, former.shards) != (report.memory, report.shards):
+        return True
+    return steady(former.status, report.status) is not former.status
+
+
+def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
+    scaling, managed = cluster.spec.autoscaling, cluster.spec.tiers.managed
+    is_auto, declared = scaling.mode == AUTO, cluster.memory.num_bytes
+    settings = Settings(
+        declared,
+        scaling.memory_bounds(declared),
+        Prices(scaling.prices.gpu_usd_per_hour, scaling.prices.gib_usd_per_hour),
+        shards=managed.shards if managed else 0,
+        shard_bounds=scaling.shard_bounds(managed.shards) if managed else (0, 0),
+        shard_bytes=managed.shard_bytes if managed else 0,
+        is_memory_auto=is_auto and scaling.memory is not None,
+        are_shards_auto=is_auto and scaling.remote is not None,
+    )
+    shards = listed_shards(observed[names.REMOTE]) if managed else None
+    pods = [pod for pod in observed[names.ENGINE].pods if has_running_sidecar(pod)]
+    return Situation(
+        settings,
+        {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in pods},
+        _rollout(observed[names.ENGINE]),
+        num_shards=shards.current if shards else 0,
+        shards_obstacle=Obstacle("Cooldown", "a change of the shards is under way")
+        if shards and shards.previous
+        else None,
+    )
+
+
+def _rollout(engine: Observed) -> Obstacle | None:
+    sets = [child for ref, child in engine.children.items() if ref.kind == "StatefulSet"]
+    number = sets[0]["spec"].get("replicas", 1) if sets else 0
+    ready = sum(is_ready(pod) for pod in engine.pods)
+    as_declared = sum(not is_outdated(pod, sets[0]["spec"]["template"]) for pod in engine.pods) if sets else 0
+    if number == len(engine.pods) == ready == as_declared:
+        return None
+    return Obstacle("Cooldown", f"{min(ready, as_declared)} of {number} pods are ready and as declared")
