@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache_sidecar import daemon, stats
-from lmcache_sidecar.copiers.gpu import CopyStats
+from lmcache_sidecar.copiers.jobs import CopyStats
 from lmcache_sidecar.samples import LookupStats
 from lmcache_sidecar.stats import Figure, declared
 
@@ -37,7 +37,7 @@ _PARTS: tuple[tuple[str, str, Sequence[Figure[Any]]], ...] = (
     (
         "`memory`: the memory tier",
         "lmcache_memory_tier_",
-        (*stats.ARENA, *stats.MEMORY, *stats.MEMORY_COUNTS),
+        (stats.TARGET, *stats.ARENA, *stats.MEMORY, *stats.MEMORY_COUNTS),
     ),
     (
         "`disk`, `remote`: the lower tiers, told apart by the label `tier`",

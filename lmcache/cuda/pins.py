@@ -48,23 +48,40 @@ class Pins:
         self._pinned: dict[int, int] = {}  # first address to end, of extents
         self._refused: set[int] = set()
         self._under_way = 0  # the end of the extent that is being registered
+        self._num_uses = 0
+        self._is_shut = False  # for uses that begin
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def set_ready(self, num_bytes: int) -> None:
         """The first so many bytes may be touched now; returns at once where it is more than before.
 
-        Where it is less, what lies beyond is not registered any more when this returns.
+        Where it is less, nothing may use what lies beyond any more, and none of it is registered when this
+        returns. Raises CudaError when it is, for all that is known.
         """
         with self._changed:
             self._ready = self._begin + num_bytes
             self._changed.wait_for(lambda: self._under_way <= self._ready)
-            for start in [start for start, end in self._pinned.items() if end > self._ready]:
-                self._unpin(start)
             self._changed.notify_all()
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._work, name="lmcache-pin", daemon=True)
                 self._thread.start()
+
+        while self._unpin_one():
+            pass
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold this around copies: what is ready, and registered, stays so meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_shut)
+            self._num_uses += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_uses -= 1
+                self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
         """Is everything that is ready registered, or known to be refused, within ``timeout`` seconds?"""
@@ -83,7 +100,23 @@ class Pins:
             self._thread.join()
         with self._changed:
             for start in list(self._pinned):
+                with contextlib.suppress(CudaError):  # of a broken context: the process's end does it
+                    self._unpin(start)
+
+    def _unpin_one(self) -> bool:
+        """Unregister the last extent if some of it is not ready any more; was there one?"""
+        with self._changed:
+            start = max((start for start, end in self._pinned.items() if end > self._ready), default=None)
+            if start is None:
+                return False
+            try:
+                self._is_shut = start < self._ready  # copies may use its head
+                self._changed.wait_for(lambda: not (self._is_shut and self._num_uses))
                 self._unpin(start)
+            finally:
+                self._is_shut = False
+                self._changed.notify_all()
+            return True
 
     def _wanted(self) -> Iterator[tuple[int, int]]:
         """Extents that are to be registered next."""
@@ -107,7 +140,8 @@ class Pins:
                     self._pinned[start] = end
                     self.pinned_bytes += end - start
                     if end > self._ready or self._is_closed:
-                        self._unpin(start)
+                        with contextlib.suppress(CudaError):  # whoever wants it so tries again
+                            self._unpin(start)
                 else:
                     self._refused.add(start)
                     self.failures += 1
@@ -122,6 +156,5 @@ class Pins:
         return True
 
     def _unpin(self, start: int) -> None:
+        self._context.call("cuMemHostUnregister", start)
         self.pinned_bytes -= self._pinned.pop(start) - start
-        with contextlib.suppress(CudaError):  # of a broken context: the process's end does it
-            self._context.call("cuMemHostUnregister", start)

@@ -24,7 +24,6 @@ from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailableError
 from lmcache.rpc.hello import ClientHello, TransferOffer
 from lmcache.rpc.session import Copies, Session, StoreCopier
-from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache.tiers.memory.slots import ENTRY_BYTES
 
@@ -43,7 +42,7 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-OnRows: TypeAlias = Callable[[npt.NDArray[np.uint8], int], None]
+OnRows: TypeAlias = Callable[[npt.NDArray[np.uint8], int, bool], None]
 
 
 class Attachment:
@@ -70,6 +69,7 @@ class Attachment:
         self._ready_rows = 0
         self._mapped_rows = 0
         self._drained = False
+        self._round = 0  # to be answered
         self._over = False
         self._reason = ""  # why we ended it
 
@@ -101,7 +101,7 @@ class Attachment:
                         if reply.WhichOneof("message") == "copier":
                             session.store_copier = StoreCopier.of(reply.copier)
                         else:
-                            self._extend(reply.extents.ready_rows)
+                            self._extend(reply.extents)
                 finally:
                     self._copies.finish(session)
             except grpc.RpcError as error:
@@ -140,7 +140,7 @@ class Attachment:
         index = MappedIndex(path, first_table, num_rows, attached.index_offset, attached.index_buckets)
         with self._changed:
             self._epoch, self._column = attached.epoch, column
-        self._extend(attached.ready_rows)
+        self._extend(pb.Extents(ready_rows=attached.ready_rows))
         return Session(
             channel,
             self._hello.client_uuid,
@@ -152,9 +152,12 @@ class Attachment:
             pending_releases=self._pending_releases,
         )
 
-    def _extend(self, ready_rows: int) -> None:
+    def _extend(self, extents: pb.Extents) -> None:
         with self._changed:
-            self._ready_rows = max(self._ready_rows, ready_rows)
+            if extents.round:
+                self._copies.mark()  # none that begins from now on uses rows beyond
+            self._ready_rows = max(extents.ready_rows, 0 if extents.round else self._ready_rows)
+            self._round = extents.round
             self._changed.notify()
 
     def _requests(self) -> Iterator[pb.AttachRequest]:
@@ -162,22 +165,47 @@ class Attachment:
         yield pb.AttachRequest(hello=self._hello)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._over or self._must_drain() or self._must_populate())
+                self._changed.wait_for(
+                    lambda: self._over or self._must_drain() or self._must_let_go() or self._must_populate()
+                )
                 if self._over:
                     return
             if self._must_drain():
                 self._drained = True
                 yield pb.AttachRequest(drained=pb.Drained(epoch=self._epoch))
-            elif self._column is not None:
-                rows_at_once = max(1, _POPULATE_BYTES // self._column.slots.shape[1])
-                end = min(self._ready_rows, self._mapped_rows + rows_at_once)
-                try:
-                    self._column.populate(self._mapped_rows, end)
-                except ArenaError as error:  # gRPC would call it "Exception iterating requests!"
-                    return self.cancel(str(error))
-                self._mapped_rows = end
-                if self._on_rows is not None:
-                    self._on_rows(self._column.slots, end)
+                continue
+            try:
+                round_ = self._let_go() if self._must_let_go() else self._populate()
+            except Exception as error:  # gRPC would call it "Exception iterating requests!"
+                return self.cancel(str(error))
+            if round_:
+                yield pb.AttachRequest(let_go=pb.LetGo(round=round_))
+
+    def _let_go(self) -> int:
+        """Touch no rows any more that are not ready; return the round in which that was asked for."""
+        with self._changed:
+            round_, self._round = self._round, 0
+            self._mapped_rows = min(self._mapped_rows, self._ready_rows)
+        self._show()
+        return round_
+
+    def _populate(self) -> int:
+        """Map some more rows."""
+        ready_rows = self._ready_rows
+        if self._column is not None and self._mapped_rows < ready_rows:
+            rows_at_once = max(1, _POPULATE_BYTES // self._column.slots.shape[1])
+            end = min(ready_rows, self._mapped_rows + rows_at_once)
+            self._column.populate(self._mapped_rows, end)
+            self._mapped_rows = end
+            self._show()
+        return 0
+
+    def _show(self) -> None:
+        if self._on_rows is not None and self._column is not None:
+            self._on_rows(self._column.slots, self._mapped_rows, self._drained)
+
+    def _must_let_go(self) -> bool:
+        return self._round > 0 and self._drained and self._copies.marked_left
 
     def _must_drain(self) -> bool:
         return self._epoch > 0 and not self._drained and self._copies.drained
@@ -206,6 +234,7 @@ def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
         column=hello.column,
         model=hello.model,
         transfer=_offer_message(hello.transfer),
+        can_let_go=True,
         kv_bytes=hello.kv_bytes,
     )
 

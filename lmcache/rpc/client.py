@@ -72,8 +72,10 @@ class SidecarClient:
         on_rows: OnRows | None = None,
     ) -> None:
         """``on_change`` is called from the background thread when ``session`` became another; it must not
-        block. ``on_rows`` gets this worker's column of the arena, ``[num_rows, slot_bytes]``, and how many
-        leading rows may be touched, from another background thread whenever these have become more.
+        block. ``on_rows`` gets this worker's column of the arena, ``[num_rows, slot_bytes]``, how many
+        leading rows may be touched, and whether no copy of an older column goes on; from another background
+        thread whenever that changed. When it returns, no device has other rows pinned (of an older column,
+        none where no copy goes on), or it raises.
 
         Raises ValueError when ``socket_path`` is longer than the system takes.
         """

@@ -37,12 +37,14 @@ EXISTS: Reservation
 BUSY: Reservation
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "drained")
+    __slots__ = ("hello", "drained", "let_go")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    LET_GO_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     drained: Drained
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+    let_go: LetGo
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., let_go: _Optional[_Union[LetGo, _Mapping]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("attached", "extents", "copier")
@@ -55,7 +57,7 @@ class AttachReply(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., copier: _Optional[_Union[StoreCopier, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes")
+    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes", "can_let_go")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +72,7 @@ class Hello(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAN_LET_GO_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_version: str
     client_uuid: bytes
@@ -84,7 +87,8 @@ class Hello(_message.Message):
     model: str
     transfer: TransferOffer
     kv_bytes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+    can_let_go: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., can_let_go: bool = ...) -> None: ...
 
 class Geometry(_message.Message):
     __slots__ = ("chunk_tokens", "num_columns", "groups")
@@ -201,10 +205,18 @@ class Attached(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ..., slots_per_frame: _Optional[int] = ...) -> None: ...
 
 class Extents(_message.Message):
-    __slots__ = ("ready_rows",)
+    __slots__ = ("ready_rows", "round")
     READY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     ready_rows: int
-    def __init__(self, ready_rows: _Optional[int] = ...) -> None: ...
+    round: int
+    def __init__(self, ready_rows: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class LetGo(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    def __init__(self, round: _Optional[int] = ...) -> None: ...
 
 class StoreCopier(_message.Message):
     __slots__ = ("store_copier", "reason")

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -76,39 +75,51 @@ class Scheduled(NamedTuple):
 
 
 class Copies:
-    """The open ``copying`` blocks of one client, which must know when those of older sessions are left."""
+    """The open ``copying`` blocks of one client, which must know when those that were open once are left."""
 
-    def __init__(self, on_drained: Callable[[], None]) -> None:
-        self._lock = threading.Lock()  # protects the counts, and a session's is_over against a block's begin
-        self._num_open: Counter[Session] = Counter()
-        self._on_drained = on_drained
+    def __init__(self, on_left: Callable[[], None]) -> None:
+        """``on_left``: called when those that somebody may wait for are left."""
+        self._lock = threading.Lock()  # protects what follows, and a session's end against a block's begin
+        self._open: dict[object, Session] = {}
+        self._marked: set[object] = set()
+        self._on_left = on_left
 
     @property
     def drained(self) -> bool:
         """True when no block of a session that is over is open."""
-        return not any(session.is_over for session in list(self._num_open))
+        return not any(session.is_over for session in list(self._open.values()))
 
     @property
     def idle(self) -> bool:
         """True when no block is open at all."""
-        return not self._num_open
+        return not self._open
+
+    def mark(self) -> None:
+        """Remember which are open now."""
+        with self._lock:
+            self._marked = set(self._open)
+
+    @property
+    def marked_left(self) -> bool:
+        """Are those that were open at the last ``mark`` left?"""
+        return not self._marked
 
     @contextlib.contextmanager
     def block(self, session: Session) -> Iterator[None]:
         """Hold a block open. Raises StaleSessionError."""
+        block = object()
         with self._lock:
             session.check_present()
-            self._num_open[session] += 1
+            self._open[block] = session
         try:
             yield
         finally:
             with self._lock:
-                self._num_open[session] -= 1
-                if not self._num_open[session]:
-                    del self._num_open[session]
-                is_drained = session.is_over and self.drained
-            if is_drained:
-                self._on_drained()
+                del self._open[block]
+                is_news = (session.is_over and self.drained) or self._marked == {block}
+                self._marked.discard(block)
+            if is_news:
+                self._on_left()
 
     def finish(self, session: Session) -> None:
         """End the session: its open blocks count as older from now on."""

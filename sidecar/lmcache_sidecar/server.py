@@ -134,9 +134,12 @@ class Server:
             await context.write(pb.AttachReply(attached=attached))
             telling = asyncio.create_task(self._tell_news(context, client, attached))
             while (message := await _read(context)) is not None:
-                if message.WhichOneof("message") != "drained":
-                    raise invalid("after hello only drained is understood")
-                self._sessions.clients.drained(client, message.drained)
+                if message.WhichOneof("message") == "let_go":
+                    client.let_go = message.let_go.round
+                elif message.WhichOneof("message") == "drained":
+                    self._sessions.clients.drained(client, message.drained)
+                else:
+                    raise invalid("after hello only drained and let_go are understood")
         finally:
             self._sessions.clients.detach(client)
             if telling is not None:
@@ -144,13 +147,15 @@ class Server:
                 await asyncio.gather(telling, return_exceptions=True)  # a write to a lost stream is no event
 
     async def _tell_news(self, context: _Context, client: Client, attached: pb.Attached) -> None:
-        arena, ready_rows = self._sessions.arena, attached.ready_rows
+        told = attached.ready_rows, 0
         copier = pb.StoreCopier(store_copier=attached.store_copier, reason=attached.copier_reason)
         while True:
             news = self._news
-            if arena.ready_rows > ready_rows:
-                ready_rows = arena.ready_rows
-                await context.write(pb.AttachReply(extents=pb.Extents(ready_rows=ready_rows)))
+            extents = self._sessions.extents(client)
+            if extents != told and (extents[1] or extents[0] > told[0]):
+                told = extents
+                ready_rows, round_ = extents
+                await context.write(pb.AttachReply(extents=pb.Extents(ready_rows=ready_rows, round=round_)))
             if (present := store_copier(client)) != copier:
                 copier = present
                 await context.write(pb.AttachReply(copier=copier))

@@ -47,12 +47,15 @@ class Sessions:
         self._arena_path = arena_path
         self._make_store = make_store
         self.samples = Samples(clients)
-        self._forming = asyncio.Lock()  # protects the change of the arena's format, which awaits
+        self.forming = asyncio.Lock()
+        """Protects the change of the arena's format, which awaits."""
+        self.round = 0
+        """In which workers are asked to let go of rows that are not ready any more; 0: there are none."""
 
     async def start(self) -> None:
         """Adopt what an earlier sidecar left in the arena."""
         self.clients.find_previous()
-        async with self._forming:
+        async with self.forming:
             if self.arena.geometry is not None:
                 await self._open_store()
 
@@ -64,7 +67,7 @@ class Sessions:
         offers.check_offer(peer)
         probe = self.clients.probe(peer)
         try:
-            async with self._forming:
+            async with self.forming:
                 self.clients.check_engine(peer)
                 store = await self._agree_on_format(peer.geometry)
         except BaseException:
@@ -98,6 +101,10 @@ class Sessions:
             index_buckets=index_buckets,
             memory_only=self._present_store.is_memory_only(client.peer.hello.namespace),
         )
+
+    def extents(self, client: Client) -> tuple[int, int]:
+        """Rows that are ready, and the round that the client has to answer."""
+        return self.arena.ready_rows, self.round if client.peer.is_worker else 0
 
     # ---- calls ----
 

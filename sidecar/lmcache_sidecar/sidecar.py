@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 30.0
 _FOLLOW_SECONDS = 1.0
+_RESIZE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0
 """That a tier which does not come back from the kernel has to: then the process ends without it."""
 
@@ -59,7 +60,7 @@ class Sidecar:
         )
         self._server = Server(self._sessions, config.socket, calls)
         self._copier.on_change = self._server.announce
-        self._resizer = Resizer(self._arena, self._size)
+        self._resizer = Resizer(self._sessions, self._copier, self._size, self._server.announce)
         self._tasks = Tasks()
 
     @property
@@ -113,13 +114,17 @@ class Sidecar:
 
     def stats(self) -> list[Part]:
         """Everything that is known about its parts."""
-        return stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer.problem)
+        return stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
 
     async def _keep_size(self) -> None:
         while True:
             await asyncio.to_thread(self._size.follow)
-            self._resizer.step()
-            await asyncio.sleep(_FOLLOW_SECONDS)
+            is_going_on = True
+            while is_going_on:
+                async with self._sessions.forming:
+                    is_going_on = self._resizer.step()
+                await asyncio.sleep(0)
+            await asyncio.sleep(_RESIZE_SECONDS)
 
     def _make_store(self) -> TieredStore:
         return TieredStore(

@@ -27,7 +27,8 @@ from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.copiers.copier import Mode
-from lmcache_sidecar.copiers.gpu import CopyStats
+from lmcache_sidecar.copiers.jobs import CopyStats
+from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupStats, Samples
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.tiers import TierHandle
@@ -185,9 +186,10 @@ TRANSFER: tuple[Figure[Sessions], ...] = (
     Figure("num_slots_under_way", "Slots that a reader of a GPU may be writing to",
         lambda sessions: sessions.copier.num_slots_under_way),
 )
+TARGET: Figure[Resizer] = Figure(
+    "target_bytes", "Bytes that the memory tier is to have, of which slot table and index take some",
+    lambda resizer: resizer.target_bytes)
 ARENA: tuple[Figure[ArenaFile], ...] = (
-    Figure("target_bytes", "Bytes that the memory tier is to have, of which slot table and index take some",
-        lambda arena: arena.target_bytes),
     Figure("size_bytes", "Bytes that it takes at most now: the target when that, and nothing else, is there",
         lambda arena: arena.size_bytes),
     Figure("max_bytes", "Bytes to which it can grow without a restart", lambda arena: arena.capacity_bytes),
@@ -249,7 +251,7 @@ LOOKUPS: tuple[Figure[Samples], ...] = (
 
 
 def collect(
-    sessions: Sessions, handles: Mapping[str, TierHandle], counts: MemoryStats, resize_problem: str
+    sessions: Sessions, handles: Mapping[str, TierHandle], counts: MemoryStats, resizer: Resizer
 ) -> list[Part]:
     """Return what is known about the parts of a sidecar. Costs O(clients)."""
     arena, store = sessions.arena, sessions.store
@@ -259,9 +261,10 @@ def collect(
         "clients": [_client(client) for client in sessions.clients.by_uuid.values()],
     }
     samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
-    memory = read(ARENA, arena) | read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
+    memory = read([TARGET], resizer) | read(ARENA, arena)
+    memory |= read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
     memory_facts = {"path": str(arena.path), "growth_error": arena.growth_error}
-    memory_facts["resize_problem"] = resize_problem
+    memory_facts["resize_problem"] = resizer.problem
     return [
         Part("", facts, read(SESSIONS, sessions)),
         Part("lookups", {"namespace": sessions.samples.namespace}, samples),

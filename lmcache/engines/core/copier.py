@@ -44,8 +44,12 @@ class EngineCopier(Protocol):
     def offer(self) -> TransferOffer:
         """Where the KV lies, for the sidecar to copy stores."""
 
-    def prepare(self, slots: Bytes, ready_rows: int) -> None:
-        """The first rows of a mapping of the arena, ``[num_rows, slot_bytes]``, may be touched now."""
+    def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
+        """The first rows of a mapping of the arena, ``[num_rows, slot_bytes]``, may be touched now, others
+        not (any more). ``is_alone``: no copy to or from an older mapping goes on.
+
+        Raises CudaError when a device may have others pinned still.
+        """
 
     def share(self, work: Callable[[], None]) -> None:
         """Run ``work`` on as many threads at once as loads gain from; returns when all have ended."""
@@ -141,7 +145,7 @@ class CpuCopier(LoadThreads):
         """Only memory of a GPU is offered."""
         return TransferOffer()
 
-    def prepare(self, slots: Bytes, ready_rows: int) -> None:
+    def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
         """Nothing to prepare."""
 
     def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:

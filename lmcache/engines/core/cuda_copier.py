@@ -25,8 +25,8 @@ from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
 _LOAD_THREADS = 2
 """While one waits for its row, the other one has made the next one's batch: the bus is never idle."""
 
-_PINNED_AT_ONCE = 256 << 20
-"""Bytes of one registration: some 30 ms, in the background."""
+_PINNED_AT_ONCE = 64 << 20
+"""Bytes of one registration: some 10 ms, in the background. One that is ready in part is not registered."""
 
 
 class CudaCopier(LoadThreads):
@@ -50,7 +50,7 @@ class CudaCopier(LoadThreads):
         self.pins: Pins | None = None
         """Of the mapping of the arena that was prepared last."""
         self._mapping: Callable[[], object]
-        self._unpins: list[Any] = []  # finalizers of mappings
+        self._mappings: list[tuple[Any, Pins]] = []  # their finalizers; the present one is the last
 
     def fence(self) -> Fence:
         """Record an event on the stream that the engine computes on."""
@@ -73,7 +73,7 @@ class CudaCopier(LoadThreads):
     def close(self) -> None:
         """See ``EngineCopier``."""
         super().close()
-        for unpin in self._unpins:
+        for unpin, _ in self._mappings:
             unpin()
         for stream in (self._load_stream, self._store_stream):
             stream.close()
@@ -82,29 +82,36 @@ class CudaCopier(LoadThreads):
     def _copy(
         self, stream: Stream, to: Words, from_: Words, sizes: Words, fence: Fence, *, is_source_stable: bool
     ) -> None:
-        batch = CopyBatch(to, from_, sizes, self.pins.edges if self.pins is not None else None)
-        try:
-            stream.wait(fence.event)
-            batch.submit(stream, is_source_stable=is_source_stable)
-        finally:  # also a copy that failed has ended only when nothing of it is queued any more
-            stream.synchronize()
+        pins = self.pins
+        batch = CopyBatch(to, from_, sizes, pins.edges if pins is not None else None)
+        with pins.in_use() if pins is not None else contextlib.nullcontext():
+            try:
+                stream.wait(fence.event)
+                batch.submit(stream, is_source_stable=is_source_stable)
+            finally:  # also a copy that failed has ended only when nothing of it is queued any more
+                stream.synchronize()
 
-    def prepare(self, slots: Bytes, ready_rows: int) -> None:
-        """Register what may be touched, in the background.
+    def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
+        """See ``EngineCopier``. Registers what may be touched, in the background.
 
-        The rows of an older mapping stay registered until nothing refers to it any more: neither its session
-        nor a copy that goes on.
+        The rows of an older mapping stay registered until no copy goes on there, or nothing refers to it any
+        more.
         """
         mapping, slot_bytes = slots.base, slots.shape[1]
         if self.pins is None or self._mapping() is not mapping:
             self.pins = Pins(self._context, slots.ctypes.data, slots.nbytes, _PINNED_AT_ONCE)
             unpin = weakref.finalize(mapping, self.pins.close)
             unpin.atexit = False  # the device is gone before
-            self._mapping, self._unpins = (
-                weakref.ref(mapping),
-                [*(each for each in self._unpins if each.alive), unpin],
-            )
+            self._mapping = weakref.ref(mapping)
+            self._mappings.append((unpin, self.pins))
         self.pins.set_ready(ready_rows * slot_bytes)
+        *older, present = self._mappings
+        for unpin, _ in older if is_alone else ():
+            unpin()
+        older = [each for each in older if each[0].alive or each[1].pinned_bytes]
+        self._mappings = [*older, present]
+        if is_alone and older:
+            raise CudaError("cuMemHostUnregister", 0, "refused", ": an older mapping stays registered")
 
     def offer(self) -> TransferOffer:
         """Export each allocation of the KV once; or say why it can't be shared."""

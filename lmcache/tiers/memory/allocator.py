@@ -140,6 +140,11 @@ class FrameAllocator:
         """Return where the row begins."""
         return first_slot(row, self.num_frames, self.slots_per_frame)
 
+    def used_frames(self, first: int) -> list[int]:
+        """Frames from this one on of which a slot is taken (and the last one, where it is short)."""
+        whole = (1 << self.slots_per_frame) - 1
+        return [frame for frame, free in enumerate(self._free[first:], first) if free != whole]
+
     def rows_in(self, frame: int) -> list[int]:
         """Rows of one frame."""
         first = self._first[frame]

@@ -167,6 +167,10 @@ class ArenaFile:
         num_frames = (target_bytes - layout.data_offset) // (layout.row_bytes * frame_slots)
         return min(layout.num_rows, max(1, num_frames) * frame_slots)
 
+    def bytes_of(self, num_rows: int) -> int:
+        """What so many slots take, with head, slot table and index."""
+        return min(self.capacity_bytes, self._layout.data_offset + num_rows * self._layout.row_bytes)
+
     @property
     def target_rows(self) -> int:
         """Slots that are to be populated, and no others."""
@@ -176,8 +180,8 @@ class ArenaFile:
     def size_bytes(self) -> int:
         """At most so much memory is taken: the target if that, and nothing else, is populated."""
         is_there = self._grown == self._filled == self.target_rows
-        taken = self._layout.data_offset + self._filled * self._layout.row_bytes
-        return max(self.target_bytes, taken) if is_there else min(taken, self.capacity_bytes)
+        taken = self.bytes_of(self._filled)
+        return max(self.target_bytes, taken) if is_there else taken
 
     @property
     def has_surplus(self) -> bool:

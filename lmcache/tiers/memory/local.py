@@ -6,6 +6,7 @@ somebody writes is not in the index yet, so a row is in nobody's reach but their
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,7 +133,7 @@ class LocalStore:
             num_slots -= num_slots % SLOTS_PER_FRAME
         with self._lock:
             self._rows.usable_slots = min(num_slots, self._num_slots)
-            return self._rows.vacate(self._rows.usable_slots)
+            return self._rows.vacate(self._rows.usable_slots, math.inf)
 
     def end_eviction(self) -> None:
         """From now on what is full refuses: somebody else decides what to remove."""

@@ -69,12 +69,12 @@ class TenantOrders(LRU):
         return self._own.setdefault(tenant, LRU(0, _Links(), _Links()))
 
 
-def enough(rows: Iterable[int], num_slots: int, size: Callable[[int], int]) -> list[int] | None:
-    """Return the first rows that have so many slots together; None: all of them have fewer."""
+def leading(rows: Iterable[int], num_slots: int, size: Callable[[int], int]) -> list[int]:
+    """Return the first rows that have so many slots together; all, if they have fewer."""
     leaving = list[int]()
     for row in rows:
         if num_slots <= 0:
             break
         leaving.append(row)
         num_slots -= size(row)
-    return leaving if num_slots <= 0 else None
+    return leaving

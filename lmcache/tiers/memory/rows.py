@@ -8,8 +8,8 @@ or that is gone from the index while somebody still has it in reach, is an ``Ope
 must not: whose a row is, and under which generation, is read from this process's own memory.
 
 **Eviction** happens when a row is needed and no slots are free: first rows dropped after a restart, then
-incomplete ones, then what the policy says, with the neighbours in its frame that stand in the way of a longer
-row, of the next few victims the one whose neighbours are next, too. Costs: O(1) per row.
+incomplete ones, then what the policy says, with the neighbours that stand in the way of a longer row (of the
+next few victims the one whose neighbours are next, too).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import FrameAllocator
 from lmcache.tiers.memory.contracts import Arena, OpenRow, Slot, VacateResult
-from lmcache.tiers.memory.quotas import TenantOrders, enough
+from lmcache.tiers.memory.quotas import TenantOrders, leading
 from lmcache.tiers.pages import zeros
 from lmcache.tiers.policy import LRU
 from lmcache.tiers.stats import MemoryStats, Removal, Tenants, TenantUse
@@ -87,7 +87,7 @@ class Rows:
         return self._arena.ready_rows if self._limit is None else self._limit
 
     @usable_slots.setter
-    def usable_slots(self, number: int) -> None:
+    def usable_slots(self, number: int | None) -> None:
         self._limit = number
 
     @property
@@ -107,7 +107,6 @@ class Rows:
     def prefix(self, keys: Iterable[RowKey]) -> list[int]:
         """Rows of the leading keys."""
         rows = []
-        # This is most of what a lookup costs.
         index, opened, unverified = self.row_by_key, self.open_rows, self.unverified
         num_frames, usable_frames = self.allocator.num_frames, self._usable_frames
         for key in keys:
@@ -137,7 +136,6 @@ class Rows:
         return len(self.lease_counts) + self._num_more_leased
 
     def _num_more(self, rows: Iterable[int]) -> int:
-        """Slots of these rows beyond the first of each."""
         return sum(self.allocator.size(row) - 1 for row in rows) if self.allocator.slots_per_frame > 1 else 0
 
     def key(self, row: int) -> RowKey:
@@ -180,8 +178,7 @@ class Rows:
         self, key: RowKey, num_slots: int, request: Hashable, *, depth: int = 0, tenant: bytes = b""
     ) -> OpenRow | None:
         """Take a row for the key, evicting what has to go; None when nothing can."""
-        # What replaces its predecessor frees that one's slots next: nothing of its chain is lost for it.
-        sparing = None if key in self.row_by_key else request
+        sparing = None if key in self.row_by_key else request  # a predecessor frees its slots next
         may_be = num_slots <= self.allocator.slots_per_frame and self._fits_quota(tenant, num_slots, sparing)
         number = self._allocate(num_slots, sparing) if may_be else None
         if number is None:
@@ -296,10 +293,13 @@ class Rows:
 
     # ---- capacity ----
 
-    def vacate(self, first_slot: int) -> VacateResult:
-        """Evict all rows that lie beyond, as far as nobody uses them."""
+    def vacate(self, first_slot: int, num_enough: float) -> VacateResult:
+        """Evict the rows that lie beyond, as far as nobody uses them, until so many are evicted."""
         num_evicted, blocked = 0, Counter[str]()
-        for frame in range(ceil_div(first_slot, self.allocator.slots_per_frame), self.allocator.num_frames):
+        frames = self.allocator.used_frames(ceil_div(first_slot, self.allocator.slots_per_frame))
+        for frame in frames:
+            if num_evicted >= num_enough:
+                break
             for number in self.allocator.rows_in(frame):
                 user = self._user(number)
                 if user is None:
@@ -323,7 +323,7 @@ class Rows:
         return "quarantined" if writers or self.is_holding_adopted else None
 
     def _fits_quota(self, tenant: bytes, num_slots: int, sparing: Hashable) -> bool:
-        """Evict rows of the tenant's own, if that is what he needs for so many slots more."""
+        """Evict rows of the tenant's own, if he needs that for so many slots more, or is over his share."""
         if not tenant or self._orders is None:
             return True
         has = self.stats.tenants.num_bytes(tenant) // self._bytes_per_slot
@@ -331,17 +331,17 @@ class Rows:
         incomplete = (n for n in self._long_incomplete() if self._tenants[n].name == tenant)
         victims = itertools.chain(incomplete, self._orders.victims_of(tenant, sparing))
         idle = (n for n in itertools.islice(victims, _MAX_EVICTIONS) if self._user(n) is None)
-        leaving = enough(idle, excess, self.allocator.size)
-        if leaving is None or (leaving and not self.is_evicting):
+        leaving = leading(idle, excess, self.allocator.size)
+        is_enough = sum(map(self.allocator.size, leaving)) >= excess
+        if (leaving and not self.is_evicting) or not (is_enough or excess > num_slots):
             return False
         for number in leaving:
             self._evict(number, Removal.QUOTA)
-        return True
+        return is_enough
 
     def _long_incomplete(self) -> Iterator[int]:
         """Rows whose missing columns will not come any more; the oldest few."""
-        few = itertools.islice(self._incomplete.items(), _MAX_EVICTIONS)
-        now = self._clock()
+        few, now = itertools.islice(self._incomplete.items(), _MAX_EVICTIONS), self._clock()
         return (n for n, _ in itertools.takewhile(lambda row: now - row[1] > INCOMPLETE_SECONDS, few))
 
     def _allocate(self, num_slots: int, sparing: Hashable) -> int | None:

@@ -13,6 +13,7 @@ does.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -316,19 +317,18 @@ class MemoryTier:
 
     @property
     def usable_slots(self) -> int:
-        """Only rows in slots below this are given out or leased: unless it was set, those that are
-        populated."""
+        """Only rows in slots below this are given out or leased: unless it was set, those that are ready."""
         return self._rows.usable_slots
 
     @usable_slots.setter
-    def usable_slots(self, number: int) -> None:
+    def usable_slots(self, number: int | None) -> None:
         self._rows.usable_slots = number
 
-    def vacate(self, first_slot: int) -> VacateResult:
-        """Use the slots from this one on no more, and evict what is there, as far as nobody uses it: ask
-        again for the rest. Costs O(rows) from there on: go extent by extent."""
+    def vacate(self, first_slot: int, num_enough: float = math.inf) -> VacateResult:
+        """Use the slots from this one on no more until ``usable_slots`` is set, and evict what is there, as
+        far as nobody uses it, until so many rows are evicted: ask again for the rest."""
         self.usable_slots = min(self.usable_slots, first_slot)
-        return self._rows.vacate(first_slot)
+        return self._rows.vacate(first_slot, num_enough)
 
     @property
     def stats(self) -> MemoryStats:

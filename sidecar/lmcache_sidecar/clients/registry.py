@@ -57,12 +57,25 @@ class Client:
     """As it said last; 0: not known yet."""
     transfer: Transfer = _NOTHING_TO_COPY
     """As it is now."""
+    let_go: int = 0
+    """The last round of Extents that it answered."""
 
     @property
     def chunk_seconds(self) -> float:
         """What computing one chunk takes its engine; 0.0: not known yet."""
         rate = self.prefill_tokens_per_second
         return self.peer.hello.geometry.chunk_tokens / rate if rate else 0.0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        hello = self.peer.hello
+        return f"the worker of column {hello.column}, pid {hello.pid}"
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        return "attached" if self.is_attached else "lost, and not proven dead"
 
     def check_epoch(self, epoch: int) -> None:
         """Raise RefusedError unless the stream is open and ``epoch`` its own."""
@@ -160,6 +173,22 @@ class Clients:
         if not peer.is_worker:
             raise precondition("only a worker stores: this client attached as the scheduler")
         return peer
+
+    def that_can_not_let_go(self) -> str:
+        """Name a worker that will never answer a round of Extents; empty: there is none."""
+        too_old = [one for one in self._workers if not one.peer.hello.can_let_go]
+        return "".join(f"{one.name}, version {one.peer.hello.client_version}" for one in too_old[:1])
+
+    def holding(self, round_: int) -> str:
+        """Name who may still use memory that is not ready any more, or have it pinned; empty: nobody."""
+        if self.previous:
+            return f"{len(self.previous)} clients of before the sidecar's restart, which may still run"
+        late = [one for one in self._workers if not one.is_attached or one.let_go != round_]
+        return "".join(f"{one.name}, {one.state}, to let go of it" for one in late[:1])
+
+    @property
+    def _workers(self) -> list[Client]:
+        return [client for client in self.by_uuid.values() if client.peer.is_worker]
 
     def _peers(self, engine: bytes) -> list[Peer]:
         return [client.peer for client in self.by_uuid.values() if client.peer.engine == engine]

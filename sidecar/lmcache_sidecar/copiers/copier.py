@@ -14,8 +14,9 @@ from lmcache.tiers.stats import count_reason
 from lmcache_sidecar.clients.offers import SlotCopy
 from lmcache_sidecar.clients.registry import Client, Transfer
 from lmcache_sidecar.clients.validation import precondition
-from lmcache_sidecar.copiers import gpu
-from lmcache_sidecar.copiers.gpu import CopyStats, Gpu, Job, Member
+from lmcache_sidecar.copiers import jobs
+from lmcache_sidecar.copiers.gpu import Gpu, Member
+from lmcache_sidecar.copiers.jobs import CopyStats, Job
 
 CLOSE_SECONDS = 2.0
 """For readers to be gone; one that hangs in the driver may never be."""
@@ -115,7 +116,7 @@ class SidecarCopier:
         one = self._gpus[client.peer.hello.transfer.gpu_uuid]
         column = client.peer.hello.column
         placed = [
-            gpu.SlotCopy(copy.group, self._arena.row_offset(copy.slot.row, column), copy.blocks)
+            jobs.SlotCopy(copy.group, self._arena.row_offset(copy.slot.row, column), copy.blocks)
             for copy in copies
         ]
         return Copying(one, client, one.begin(client.epoch, placed))
@@ -124,6 +125,11 @@ class SidecarCopier:
         """More rows of the arena are populated."""
         for one in self._gpus.values():
             one.grow()
+
+    def let_go(self) -> bool:
+        """End the readers that have rows pinned that are not ready any more; True: none has."""
+        have_let_go = [one.let_go() for one in self._gpus.values()]  # all begin to
+        return all(have_let_go)
 
     async def close(self) -> None:
         """End all readers."""

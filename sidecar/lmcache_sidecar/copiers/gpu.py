@@ -14,19 +14,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.stats import count_reason, counter, counters
+from lmcache.tiers.stats import count_reason
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.fair_queue import FairQueue
+from lmcache_sidecar.copiers.jobs import CopyStats, Job, SlotCopy
 from lmcache_sidecar.copiers.messages import Kind
 from lmcache_sidecar.copiers.process import Reader
 
@@ -43,6 +43,7 @@ CLOSE_SECONDS = 1.5
 """A restarted engine waits for its memory: with the last chance that a reader has, 2 s."""
 
 _SAME_PID = "its reader's process id is an engine's, too"
+_PINNED = "it had memory pinned that is given back"
 
 _MAX_BATCHES = 2
 """Under way at once: one is copied while the next one is made."""
@@ -53,53 +54,6 @@ _PAGE_COST = 512
 
 _MAX_MOVES = 3
 """To another reader, after faults that were not the client's: a GPU that keeps failing is left alone."""
-
-
-@dataclass
-class CopyStats:
-    """What the sidecar copied from GPUs."""
-
-    copied_slots: int = counter("Slots filled from GPU memory")
-    copied_bytes: int = counter("Bytes of these slots")
-    copy_batches: int = counter("Batches of such copies, each of one GPU")
-    failed_slots: int = counter("Slots that were not filled because a reader ended: the engine copied them")
-    started_readers: int = counter("Processes started to read a GPU")
-    failed_readers: int = counter("Of these, how many ended by a fault")
-    left_to_engines: Counter[str] = counters(
-        "reason", "Times that a worker was left to copy its stores itself"
-    )
-
-
-@dataclass(eq=False)
-class Job:
-    """Slots of one client that are to be filled together."""
-
-    num_left: int
-    """Queued, or under way."""
-
-    copied: list[bool]
-    """By slot."""
-
-    ended: asyncio.Future[None]
-    """Done when none is left."""
-
-    refusal: str = ""
-    """Why they were not all filled."""
-
-    def note_end(self, position: int, *, is_copied: bool) -> None:
-        """One slot less."""
-        self.copied[position] = is_copied
-        self.num_left -= 1
-        if not self.num_left:
-            self.ended.set_result(None)
-
-
-class SlotCopy(NamedTuple):
-    """One slot to be filled; ``offset``: of the slot in the arena's file."""
-
-    group: int
-    offset: int
-    blocks: NDArray[np.uint32]
 
 
 class _Item(NamedTuple):
@@ -160,6 +114,7 @@ class Gpu:
         self._reader: Reader | None = None
         self._has_started = False  # the reader has
         self._is_retiring = False  # the reader gets no more work
+        self._pinned_rows = 0  # that the reader was told to be ready
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -184,10 +139,7 @@ class Gpu:
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         elif self._reader is not None and self._reader.pid == member.pid:
-            self._is_retiring = True
-            for other in self._members.values():
-                self._suspend(other, _SAME_PID)
-            self._check_end()
+            self._retire(_SAME_PID)
         self._open_waiting()
 
     def remove(self, number: int) -> None:
@@ -204,7 +156,16 @@ class Gpu:
     def grow(self) -> None:
         """More rows of the arena are populated."""
         if self._reader is not None and self._has_started:
+            self._pinned_rows = max(self._pinned_rows, self._arena.ready_rows)
             self._reader.tell(Kind.GROWN, self._arena.ready_rows)
+
+    def let_go(self) -> bool:
+        """End the reader if it has rows pinned that are not ready any more; True: none has."""
+        if self._pinned_rows <= self._arena.ready_rows:
+            return True
+        if not self._is_retiring:
+            self._retire(_PINNED)
+        return False
 
     async def close(self) -> None:
         """End the reader; waits until it is no more."""
@@ -290,6 +251,7 @@ class Gpu:
         geometry = self._arena.geometry
         assert geometry is not None, "clients are attached"
         arena_format = messages.Format(geometry.slot_bytes, self._arena.num_rows, self._arena.ready_rows)
+        self._pinned_rows = arena_format.ready_rows
         start = messages.pack_start(self.uuid, arena_format)
         reader.ask(Kind.START, 0, start, Kind.STARTED, START_SECONDS)
         while (message := await reader.receive()) is not None:
@@ -348,12 +310,19 @@ class Gpu:
         self.remove(member.number)
         member.on_turn(False, reason)
 
+    def _retire(self, reason: str) -> None:
+        """Let the reader end when nothing is under way, and the next one take its place."""
+        self._is_retiring = True
+        for member in self._members.values():
+            self._suspend(member, reason)
+        self._check_end()
+
     def _check_end(self) -> None:
         """Does the reader still have something to do?"""
         if self._reader is None or self._batches:
             return
         if self._is_retiring:
-            self._reader.kill(_SAME_PID)
+            self._reader.kill("another one takes its place")
         elif not self._members and not self._closing:
             self._is_retiring = True  # for who comes now there is the next one
             self._reader.kill("nobody needs it")
@@ -362,6 +331,7 @@ class Gpu:
         """It is reaped: nothing is under way any more."""
         has_started, is_retired = self._has_started, self._is_retiring
         self._reader, self._has_started, self._is_retiring = None, False, False
+        self._pinned_rows = 0
         self._closing.clear()
         involved = {item.member for items in self._batches.values() for item in items}
         for number in list(self._batches):

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from lmcache_sidecar.copiers import gpu, messages
-from lmcache_sidecar.copiers.gpu import CopyStats, Gpu, Member, SlotCopy
+from lmcache_sidecar.copiers.gpu import Gpu, Member
+from lmcache_sidecar.copiers.jobs import CopyStats, SlotCopy
 from lmcache_sidecar.copiers.messages import Kind
 
 from lmcache.rpc import kvcache_pb2 as pb

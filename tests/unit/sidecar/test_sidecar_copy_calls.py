@@ -11,7 +11,7 @@ import pytest
 from lmcache_sidecar.clients.registry import Transfer
 from lmcache_sidecar.clients.validation import RefusedError
 from lmcache_sidecar.copiers import copier
-from lmcache_sidecar.copiers.gpu import Job
+from lmcache_sidecar.copiers.jobs import Job
 
 from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
