@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from testing.certificates import make_certificates
 from testing.kube.api import Object
 from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, App
@@ -68,3 +72,66 @@ def test_a_server_more_reaches_a_sidecar_that_runs_on(app):
     before.complete(PROMPT[::-1])
     app.node.wait(lambda: before.stats()["num_unwritten_rows"] == 0, 120)
     assert before.stats()["remote"]["is_reachable"]
+
+
+def test_servers_get_tls_and_a_sidecar_that_runs_on_uses_it(app, tmp_path):
+    before, secret = app.ready_pod(), f"{app.name}-remote-tls"
+    app.node.api.create("v1/secrets", {"metadata": {"name": secret}, **certificate(app, tmp_path)}, NAMESPACE)
+    app.spec["spec"]["tiers"]["remote"]["managed"]["tls"] = {"secretRef": {"name": secret}}
+    app.apply()
+    live = f"{app.name}-remote"
+    app.node.wait(lambda: secret in str(app.node.api.get("apps/v1/statefulsets", live, NAMESPACE)["spec"]))
+    for server in servers(app):  # the operator gives each a quarter of an hour
+        app.node.api.delete("v1/pods", server.name, NAMESPACE)
+
+    def is_secure() -> bool:
+        found = servers(app)
+        return len(found) == 3 and all(server.is_ready and secret in str(server.object) for server in found)
+
+    app.node.wait(is_secure, 300)
+    prompts = (list(range(start, start + 256)) * 2 for start in itertools.count(11))
+
+    def is_written() -> bool:
+        num_written = before.stats()["remote"]["written"]
+        before.complete(next(prompts))
+        app.node.wait(lambda: before.stats()["num_unwritten_rows"] == 0, 120)
+        return bool(before.stats()["remote"]["written"] > num_written)
+
+    app.node.wait(is_written, 300)
+    assert app.ready_pod().uid == before.uid
+
+
+def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_path):
+    pod, name = app.ready_pod(), f"{app.name}-remote"
+    failures = pod.stats()["remote"]["failures"]
+    old = base64.b64decode(app.node.api.get("v1/secrets", name, NAMESPACE)["data"]["password"]).decode()
+
+    def write(**passwords: str | None) -> None:
+        app.node.api.patch("v1/secrets", name, {"stringData": passwords}, NAMESPACE)
+
+    def answers(password: str) -> set[str]:
+        flags = f"--tls --cacert /etc/lmcache/remote-tls/ca.crt --user lmcache --pass {password}"
+        ask = ["sh", "-c", f"redis-cli {flags} ping 2>&1 || true"]
+        return {server.exec("remote", *ask).splitlines()[-1] for server in servers(app)}
+
+    app.node.api.patch("v1/secrets", f"{name}-tls", certificate(app, tmp_path), NAMESPACE)
+    write(other="new")
+    app.node.wait(lambda: answers("new") == {"PONG"}, 300)
+    write(password="new", other=old)
+    mounted = "/etc/lmcache/remote-auth/password"
+    app.node.wait(lambda: pod.exec("sidecar", "cat", mounted) == "new", 300)
+    app.node.api.patch("v1/secrets", name, {"data": {"other": None}}, NAMESPACE)
+    app.node.wait(lambda: "PONG" not in answers(old), 300)
+    assert answers("new") == {"PONG"}
+    pod.complete(list(range(300, 812)))
+    app.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, 120)
+    assert pod.stats()["remote"]["failures"] == failures
+    assert pod.stats()["remote"]["is_reachable"]
+    assert [server.container("remote")["restartCount"] for server in servers(app)] == [0, 0, 0]
+
+
+def certificate(app: App, folder: Path) -> Object:
+    """The content of a Secret: by an authority of its own, for all servers."""
+    made = make_certificates(folder, f"DNS:*.{app.name}-remote.{NAMESPACE}.svc")
+    files = {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": made.ca}
+    return {"stringData": {name: path.read_text() for name, path in files.items()}}

@@ -61,6 +61,10 @@ def test_shards_come_and_go_under_engines_that_run_on(plane, operator, namespace
     assert listed["previous"] == listed["current"][:2]
     end_window(plane, namespace)
     plane.wait(lambda: state(plane, namespace) == "3")
+    edited = {"data": {"shards.yaml": "current: [elsewhere:6379]"}}
+    plane.api.patch("v1/configmaps", REMOTE, edited, namespace)
+    plane.wait(lambda: plane.api.get("v1/configmaps", REMOTE, namespace)["data"] != edited["data"])
+    assert state(plane, namespace) == "3"
 
     declare(plane, namespace, {"shards": 1, "memoryPerShard": "1Gi"})
     plane.wait(lambda: state(plane, namespace).startswith("1 from 3 until "))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from testing.certificates import make_certificates
 from testing.child_process import wait_until
-from testing.processes import RedisProcess, SidecarProcess
+from testing.processes import BINARY, RedisProcess, SidecarProcess
 from tests.harness.engine import assert_stored, load, session_of, store
 from tests.harness.wire import make_keys
 
@@ -29,7 +32,10 @@ class ShardsDocument:
     def write(self, current: list[RedisProcess], previous: list[RedisProcess] = ()) -> None:
         until = (datetime.now(UTC) + timedelta(minutes=15)).isoformat()
         lists = [[f"127.0.0.1:{server.port}" for server in servers] for servers in (current, previous)]
-        self.write_text(f"current: {lists[0]}\nprevious: {lists[1]}\nuntil: {until}\n")
+        secure = [f"127.0.0.1:{server.port}" for server in current if server.tls]
+        authorities = {str(server.tls.ca) for server in current if server.tls}
+        tls = f"tls: {secure}\nca: {authorities.pop()}\n" if secure else ""
+        self.write_text(f"current: {lists[0]}\nprevious: {lists[1]}\nuntil: {until}\n{tls}")
 
     def write_text(self, text: str) -> None:
         new = self.path.with_suffix(".new")
@@ -111,3 +117,26 @@ def test_a_file_edited_by_mistake_changes_nothing_and_is_told_of(servers, docume
         sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)
         assert num_rows(servers[1]) == 1
         sidecar.wait_until(lambda stats: stats["remote"].get("used_bytes", 0) > 0)
+
+
+@pytest.mark.skipif("valkey" in BINARY, reason="this valkey-server may be built without TLS")
+def test_one_shard_after_the_other_gets_tls(servers, document, tmp_path):
+    certificates = make_certificates(tmp_path)
+    document.write(servers[:2])
+    options = {"remote_url": "redis://127.0.0.1:1", "remote_shards_file": document.path}
+    with SidecarProcess(**options) as sidecar, session_of(sidecar) as session:
+        chunks = itertools.count(100)
+
+        def is_written(server: RedisProcess) -> bool:
+            """As soon as it is known to be well."""
+            store(session, *itertools.islice(chunks, 8))
+            sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+            return num_rows(server) > 0
+
+        for server in servers[:2]:
+            server.kill()
+            server.tls = certificates
+            server.start()
+            document.write(servers[:2])
+            wait_until(partial(is_written, server), timeout=60)
+        assert sidecar.stats()["remote"]["shards_problem"] == ""
