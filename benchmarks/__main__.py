@@ -24,6 +24,7 @@ NAMES = {
     "gpu_stores": "what a store costs the engine: copied by the sidecar over CUDA IPC, and by the engine",
     "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
     "sizing": "autoscalers in a loop with exact tiers, on generated days: cost, changes, surprises",
+    "autoscale": "a real operator sizes real sidecars while they serve a trace: cost, changes, predictions",
     "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
     "blend": "answers from blended KV against those of a full prefill, by recompute ratio",
@@ -54,7 +55,9 @@ def main() -> int:
     )
     usual = [name for name in NAMES if not name.startswith("peer")]
     parser.add_argument("names", nargs="*", metavar="NAME", default=usual)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures there, pictures beside it"
+    )
     args = parser.parse_args()
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"unknown benchmark {', '.join(sorted(unknown))}")
@@ -71,6 +74,11 @@ def main() -> int:
         document = {"machine": machine(), "reports": [report.to_json() for report in reports]}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
         print(f"wrote {args.json}")
+        for report in reports:
+            for name, picture in report.pictures.items():
+                path = args.json.with_suffix(f".{report.name}-{name}.svg")
+                path.write_text(picture, encoding="utf-8")
+                print(f"wrote {path}")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -33,9 +33,13 @@ class Report:
     name: str
     conditions: str
     figures: list[Figure]
+    series: dict[str, object] = field(default_factory=dict)
+    """What was measured over time, as plain values."""
+    pictures: dict[str, str] = field(default_factory=dict)
+    """SVG by name; files of their own."""
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "pictures"}
 
 
 def at_most(what: str, value: float | Ratio, unit: str, limit: float) -> Figure:

@@ -110,7 +110,7 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
             yield f"<polygon points='{' '.join(edge)}' fill='{colour}' opacity='0.15'/>"
         path = " ".join(at(x, y) for x, y in (_stepped(line.points) if line.is_stepped else line.points))
         yield f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='2'/>"
-        x, y = _LEFT + 160 * number, up(heights[0]) + 34
+        x, y = _LEFT + 230 * number, up(heights[0]) + 34
         yield f"<text x='{x}' y='{y:.1f}' fill='{colour}'>{escape(line.label)}</text>"
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from testing.child_process import ChildProcess, free_ports
@@ -66,12 +67,19 @@ class Operator(ChildProcess):
     Without root it can't be made to look like its pod: it is then a process of this user with a kubeconfig.
     """
 
-    def __init__(self, plane: Cluster, directory: Path, account: str, *flags: str) -> None:
+    def __init__(
+        self,
+        plane: Cluster,
+        directory: Path,
+        account: str,
+        *flags: str,
+        program: Sequence[str] = ("-m", "lmcache_operator"),
+    ) -> None:
         self.user = f"system:serviceaccount:{account.replace('/', ':')}"
         super().__init__("the operator", directory / "operator.log")
         self.token = ""
         """The id of the token of its present life; audit events have it, too."""
-        self._plane, self._account = plane, account
+        self._plane, self._account, self._program = plane, account, program
         self._health_port, self._metrics_port = free_ports(2)
         self._flags = (*flags, f"--health-port={self._health_port}", f"--metrics-port={self._metrics_port}")
         self._marks = 0, 0
@@ -80,7 +88,7 @@ class Operator(ChildProcess):
         namespace, _, name = self._account.partition("/")
         token = self._plane.service_account_token(namespace, name)
         self.token = token_id(token)
-        argv = [sys.executable, "-m", "lmcache_operator", "run", *self._flags]
+        argv = [sys.executable, *self._program, "run", *self._flags]
         env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "operator")]), "PYTHONUNBUFFERED": "1"}
         env["POD_NAME"] = self.log_path.parent.name
         if os.getuid() == 0:

@@ -8,6 +8,7 @@ size reaches the sidecar's file, as through a downward API volume.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -25,19 +26,23 @@ _PLACES = ("config", "socket", "arena")
 
 
 class PodSidecars:
-    """A context manager: while it is open, pods of a namespace have sidecars."""
+    """A context manager: while it is open, pods of an LMCacheCluster have sidecars."""
 
     def __init__(
         self,
         api: Api,
         namespace: str,
+        cluster: str,
         addresses: Iterator[str],
         started: Callable[[str, SidecarProcess], None],
     ) -> None:
         """``started`` is called in a thread with a pod's name and its sidecar, which listens."""
-        self._api, self._namespace, self._addresses, self._started = api, namespace, addresses, started
+        self._api, self._namespace, self._selector = api, namespace, f"lmcache.io/cluster={cluster}"
+        self._addresses, self._started = addresses, started
         self._sidecars: dict[str, SidecarProcess] = {}
-        self._sizes: dict[str, str] = {}
+        self.sizes: dict[str, list[tuple[float, str]]] = {}
+        """By uid of a pod: what its annotation said, and since when (seconds since 1970)."""
+        self._num_running = 0
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="sidecars of pods")
@@ -53,6 +58,12 @@ class PodSidecars:
         self._thread.join()
         for sidecar in self._sidecars.values():
             sidecar.close()
+
+    @property
+    def num_running(self) -> int:
+        """Sidecars that listen. Raises as ``check`` does."""
+        self.check()
+        return self._num_running
 
     def check(self) -> None:
         """Raises what went wrong, and `ProcessDied` for a sidecar that ended by itself."""
@@ -70,12 +81,13 @@ class PodSidecars:
 
     def _look(self) -> None:
         try:
-            pods = self._api.objects("v1/pods", self._namespace)
+            pods = self._api.objects("v1/pods", self._namespace, self._selector)
         except OSError:
             return
         found = {pod["metadata"]["uid"]: pod for pod in pods if "deletionTimestamp" not in pod["metadata"]}
         for uid in self._sidecars.keys() - found.keys():
             self._sidecars.pop(uid).close()
+            self._num_running -= 1
         for uid, pod in found.items():
             container = next(
                 (c for c in pod["spec"].get("initContainers", ()) if c["name"] == names.SIDECAR), None
@@ -102,13 +114,15 @@ class PodSidecars:
         name = pod["metadata"]["name"]
         self._api.patch("v1/pods", f"{name}/status", {"status": running}, self._namespace)
         self._started(name, sidecar)
+        self._num_running += 1
 
     def _hand_over(self, uid: str, pod: Object) -> None:
         """The annotation as the file; the kubelet replaces it whole."""
         size = (pod["metadata"].get("annotations") or {}).get(_SIZE_ANNOTATION, "")
-        if self._sizes.get(uid) != size:
+        told = self.sizes.setdefault(uid, [])
+        if not told or told[-1][1] != size:
             file = self._sidecars[uid].folder / _SIZE_FILE
             fresh = file.with_suffix(".new")
             fresh.write_text(size)
             fresh.replace(file)
-            self._sizes[uid] = size
+            told.append((time.time(), size))

@@ -19,7 +19,6 @@ from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from testing.workloads.requests import HOUR, TOKENS, Workload, row_hash
 
-NAMESPACE = hashlib.sha256(b"replay").digest()
 PREFILL_TOKENS_PER_SECOND = 10_000.0
 """What the engine would compute, if there were one."""
 _RPC_SECONDS = 60.0
@@ -54,18 +53,18 @@ class Served(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 20)
-def row_key(key: int) -> bytes:
-    """The name of a workload's row."""
-    return NAMESPACE + hashlib.sha256(key.to_bytes(8, "big")).digest()
+def _digest(key: int) -> bytes:
+    return hashlib.sha256(key.to_bytes(8, "big")).digest()
 
 
 class Engine:
     """What an engine does with its sidecar for each request, but compute and copy."""
 
-    def __init__(self, sidecar: SidecarProcess, row_bytes: int) -> None:
+    def __init__(self, sidecar: SidecarProcess, namespace: bytes, row_bytes: int) -> None:
+        self._namespace = namespace
         uid, group = uuid.uuid4().bytes, KVGroup(group=0, block_tokens=16, chunk_bytes=row_bytes)
         self._clients = [
-            SidecarClient(sidecar.socket_path, ClientHello(role, uid, NAMESPACE, TOKENS, (group,)))
+            SidecarClient(sidecar.socket_path, ClientHello(role, uid, namespace, TOKENS, (group,)))
             for role in (Role.SCHEDULER, Role.WORKER)
         ]
         for client in self._clients:
@@ -82,7 +81,7 @@ class Engine:
     def serve(self, name: str, keys: tuple[int, ...]) -> int:
         """How many of its leading rows are in memory; the others are there afterwards."""
         scheduler, worker = self._session(0), self._session(1)
-        names = b"".join(map(row_key, keys))
+        names = b"".join(self._namespace + _digest(key) for key in keys)
         found = scheduler.index.find(np.frombuffer(names, np.uint64).reshape(-1, ROW_KEY_BYTES // 8))
         num_hits = len(found.rows)
         look_up = partial(
@@ -105,7 +104,9 @@ class Engine:
 class Replay:
     """A context manager: requests are served in a thread, each by the pod of its session, at their time."""
 
-    def __init__(self, workload: Workload, row_bytes: int, clock: Clock) -> None:
+    def __init__(self, workload: Workload, row_bytes: int, clock: Clock, name: str = "") -> None:
+        self.namespace = hashlib.sha256(name.encode()).digest()
+        """Of its keys."""
         self._workload, self._row_bytes, self._clock = workload, row_bytes, clock
         self._engines: list[Engine] = []
         self._failure: BaseException | None = None
@@ -122,7 +123,7 @@ class Replay:
 
     def start(self, sidecars: Sequence[SidecarProcess]) -> None:
         """Begin, with so many pods."""
-        self._engines = [Engine(sidecar, self._row_bytes) for sidecar in sidecars]
+        self._engines = [Engine(sidecar, self.namespace, self._row_bytes) for sidecar in sidecars]
         self.begin = self._clock.now()
         self._thread.start()
 
@@ -136,7 +137,11 @@ class Replay:
     @property
     def hour(self) -> float:
         """In the workload, from its begin on."""
-        return (self._clock.now() - self.begin) / HOUR
+        return self.hour_of(time.time())
+
+    def hour_of(self, real: float) -> float:
+        """Of the workload, of a real time in seconds since 1970."""
+        return (self._clock.at(real) - self.begin) / HOUR
 
     def _run(self) -> None:
         try:

@@ -1,0 +1,77 @@
+"""``lmcache-operator run`` whose autoscaler's clock runs faster: a day of a workload takes minutes.
+
+    python -m testing.kube.fast_operator ORIGIN FACTOR run ...
+
+The clock is `testing.workloads.replay.Clock`'s. Sidecars live in real time: what they say of times is put
+into the faster one. All else is the operator as it is. Each decision is a line of the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from lmcache_operator.__main__ import main
+from lmcache_operator.autoscaling import decide as deciding
+from lmcache_operator.autoscaling.state import Decision, Seen, State
+from lmcache_operator.autoscaling.tier import Tier
+from lmcache_operator.scaling import sizing
+
+from testing.workloads.replay import Clock
+
+MARK = "DECISION "
+"""What a line of the log that holds a decision begins with; the rest is JSON."""
+
+
+def sped_up(answer: Any, clock: Clock) -> Any:
+    """An answer to ``/samples``, as if its sidecar had that clock."""
+    if not isinstance(answer, dict):
+        return answer
+    times = {name: clock.at(answer[name]) for name in ("now", "started", "t0")}
+    return answer | times | {"ms": [round(ms * clock.factor) for ms in answer["ms"]]}
+
+
+def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
+    """The operator's own decision, told."""
+    decision, after = deciding.decide(tier, state, seen)
+
+    def hits(size: float) -> float:
+        return seen.day.between(0.0, tier.effective(size, after.usable)).share
+
+    told = {
+        "namespace": seen.namespace, "time": seen.time, "size": seen.size, "next": decision.next,
+        "target": decision.target, "limited_by": decision.limited_by, "reason": decision.reason,
+        "usable": after.usable, "hits": hits(seen.size), "hits_next": hits(decision.next),
+    }  # fmt: skip
+    print(MARK + json.dumps(told), flush=True)
+    return decision, after
+
+
+def run(argv: list[str]) -> int:
+    os.environ.setdefault("HOME", "/")  # as lmcache_operator.__main__ does before its imports
+    from lmcache_operator import app
+    from lmcache_operator.scaling.poller import Poller
+    from lmcache_operator.stats import StatsClient
+
+    clock = Clock(float(argv[0]), float(argv[1]))
+
+    class Sidecars(StatsClient):
+        async def samples(self, address: str, question: Mapping[str, int]) -> Any:
+            return sped_up(await super().samples(address, question), clock)
+
+    fast = partial(Poller, clock=clock.now, poll_seconds=sizing.POLL_SECONDS / clock.factor)
+    for module, name, value in (
+        (app, "StatsClient", Sidecars), (app, "Poller", fast), (sizing, "decide", decide),
+    ):  # fmt: skip
+        if not hasattr(module, name):
+            raise RuntimeError(f"{module.__name__} has no {name} any more: what is to be faster?")
+        setattr(module, name, value)
+    return main(argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
