@@ -58,10 +58,15 @@ def svg(panels: Sequence[Panel], caption: str) -> str:
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} {_FONT}>"
     ground = f"<rect width='{_WIDTH}' height='{height}' fill='white'/>"
     foot = [
-        f"<text x='10' y='{height - 16 * (len(words) - number) + 4}' fill='#444'>{escape(line)}</text>"
+        f"<text x='10' y='{height - 16 * (len(words) - number) + 4}' fill='#444'>{_text(line)}</text>"
         for number, line in enumerate(words)
     ]
     return "\n".join([head, ground, *parts, *foot, "</svg>", ""])
+
+
+def _text(words: str) -> str:
+    """As XML may hold it: no control characters, not even escaped."""
+    return escape("".join(letter for letter in words if letter.isprintable()))
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -90,19 +95,19 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
         bottom = top + _HEIGHT - _BOTTOM
         return bottom - (bottom - top - _TOP) * (y - heights[0]) / (heights[-1] - heights[0])
 
-    yield f"<text x='{_LEFT}' y='{top + 18}' font-weight='bold'>{escape(panel.title)}</text>"
+    yield f"<text x='{_LEFT}' y='{top + 18}' font-weight='bold'>{_text(panel.title)}</text>"
     for y in heights:
         yield f"<path d='M{at(left, y)} {at(right, y)}' stroke='#ddd'/>"
         yield f"<text x='{_LEFT - 6}' y='{up(y) + 4:.1f}' text-anchor='end'>{y:g}</text>"
     for x, label in panel.ticks:
         y = up(heights[0]) + 18
-        yield f"<text x='{across(x):.1f}' y='{y:.1f}' text-anchor='middle'>{escape(label)}</text>"
+        yield f"<text x='{across(x):.1f}' y='{y:.1f}' text-anchor='middle'>{_text(label)}</text>"
     for number, mark in enumerate(panel.marks):
         ends = f"M{at(mark.x, heights[0])} {at(mark.x, heights[-1])}"
         yield f"<path d='{ends}' stroke='#888' stroke-dasharray='4 3'/>"
         is_left, y = across(mark.x) > (_LEFT + _RIGHT) / 2, up(heights[-1]) + 12 + 14 * number
         anchor, x = ("end", across(mark.x) - 4) if is_left else ("start", across(mark.x) + 4)
-        yield f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' fill='#444'>{escape(mark.label)}</text>"
+        yield f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' fill='#444'>{_text(mark.label)}</text>"
     for number, line in enumerate(panel.lines):
         colour = _COLOURS[number % len(_COLOURS)]
         if line.band:
@@ -111,7 +116,7 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
         path = " ".join(at(x, y) for x, y in (_stepped(line.points) if line.is_stepped else line.points))
         yield f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='2'/>"
         x, y = _LEFT + 230 * number, up(heights[0]) + 34
-        yield f"<text x='{x}' y='{y:.1f}' fill='{colour}'>{escape(line.label)}</text>"
+        yield f"<text x='{x}' y='{y:.1f}' fill='{colour}'>{_text(line.label)}</text>"
 
 
 def _stepped(points: Sequence[Xy]) -> Iterator[Xy]:
