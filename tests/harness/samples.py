@@ -57,6 +57,10 @@ class Watch:
         assert len(told) == number
         return told
 
+    def now(self) -> list[Told]:
+        """All there are, of those that were not told before."""
+        return requests_of(self._ask(self._since))
+
     def tiers(self, number: int) -> list[str]:
         """Where their chunks were found, head first."""
         return [told.tiers[::-1] for told in self.next(number)]
