@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     figures: Figures
 
 
-class Refusal(NamedTuple):
+class NoAnswer(NamedTuple):
     """Why nothing of a pod can be used, and from where on to ask the next time."""
 
     problem: str
@@ -87,7 +87,7 @@ class Intake:
         now: float,
         pods: Collection[str],
         bounds: tuple[float, float],
-        said: Mapping[str, Answer | Refusal],
+        said: Mapping[str, Answer | NoAnswer],
         max_keys: int,
     ) -> Iterator[None]:
         """Count what pods say, a slice of it at each step; ``max_keys`` bounds what is remembered of keys.
@@ -102,7 +102,7 @@ class Intake:
         answers = {uid: one for uid, one in said.items() if isinstance(one, Answer)}
         for uid, one in said.items():
             pod = self.pods.setdefault(uid, Pod())
-            if isinstance(one, Refusal):
+            if isinstance(one, NoAnswer):
                 pod.problem = one.problem
                 if one.next is not None:
                     pod.next, pod.started = one.next, None

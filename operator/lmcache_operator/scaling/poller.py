@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,13 +18,14 @@ from lmcache_operator.components.autoscaling import saved
 from lmcache_operator.components.base import Observed
 from lmcache_operator.components.pods import is_outdated, is_ready, plain
 from lmcache_operator.components.remote.remote import listed_shards
+from lmcache_operator.components.resize import Refusal
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.probe import has_running_sidecar
 from lmcache_operator.scaling import answers
-from lmcache_operator.scaling.intake import Answer, Refusal
-from lmcache_operator.scaling.sizing import POLL_SECONDS, Settings, Situation, Sizing
-from lmcache_operator.specs import names
+from lmcache_operator.scaling.intake import Answer, NoAnswer
+from lmcache_operator.scaling.sizing import POLL_SECONDS, Refused, Settings, Situation, Sizing
+from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ClusterKey
 
 _NUM_WORKERS = 16
@@ -124,17 +125,17 @@ class Poller:
         watched.is_started = True
         return self._poll_seconds * share
 
-    async def _ask(self, watched: _Watched, uid: str, address: str) -> Answer | Refusal:
+    async def _ask(self, watched: _Watched, uid: str, address: str) -> Answer | NoAnswer:
         async with self._slots:
             samples = await self._sidecars.samples(address, watched.sizing.intake.question(uid))
             time = self._clock()
             figures = await self._sidecars.read(address) if samples is not None else None
         if samples is None or figures is None:
-            return Refusal("it does not answer")
+            return NoAnswer("it does not answer")
         try:
             return Answer(time, answers.samples(samples), answers.figures(figures))
         except answers.RefusedAnswerError as error:
-            return Refusal(plain(str(error), 200), answers.next_request(samples))
+            return NoAnswer(plain(str(error), 200), answers.next_request(samples))
 
 
 def _is_news(former: Report | None, report: Report) -> bool:
@@ -163,11 +164,18 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
         settings,
         {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in pods},
         _rollout(observed[names.ENGINE]),
+        tuple(_refusals(pods)),
         num_shards=shards.current if shards else 0,
         shards_obstacle=Obstacle("Cooldown", "a change of the shards is under way")
         if shards and shards.previous
         else None,
     )
+
+
+def _refusals(pods: Iterable[Object]) -> Iterator[Refused]:
+    for pod in pods:
+        if refusal := Refusal.of(pod):
+            yield Refused(refusal.num_bytes, f"pod {pod['metadata']['name']}: {refusal.message}")
 
 
 def _rollout(engine: Observed) -> Obstacle | None:

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,7 +23,7 @@ from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Observed
 from lmcache_operator.scaling.poller import Poller
 from lmcache_operator.specs.kinds import ClusterKey, Ref
-from lmcache_operator.specs.names import SIDECAR, SPEC_HASH
+from lmcache_operator.specs.names import RESIZE_REFUSED, SIDECAR, SPEC_HASH
 from lmcache_operator.stats import StatsClient
 
 from testing.workloads.requests import Request, Workload
@@ -194,6 +194,25 @@ async def test_a_pod_that_is_odd_is_told_and_costs_no_other_cluster_anything(odd
         await found.until(
             lambda: found.memory()["limitedBy"] != "Samples" or "say" not in found.memory()["reason"]
         )
+
+
+@in_a_loop
+async def test_the_reconciler_is_told_by_what_it_knows_of_pods() -> None:
+    """A rollout, and a size that a pod could not get."""
+    async with rig() as found:
+        serve(found.pods, 0)
+        await found.until(lambda: found.memory().get("curve"))
+        pods = found.observed()["engine"].pods
+        refusal = json.dumps({"bytes": 1 << 40, "at": "2026-01-01T00:00:00+00:00", "message": "no room"})
+        pods[1]["metadata"]["annotations"] |= {RESIZE_REFUSED: refusal}
+        pods[0]["status"]["conditions"] = []
+        key = ClusterKey("default", "demo", "cluster-0")
+        one = replace(found.observed()["engine"], pods=pods)
+        report = found.poller.report(key, {own.name: one for own in COMPONENTS})
+        situation = found.poller._watched["cluster-0"].situation
+        assert situation.refusals == ((1 << 40, "pod pod-1: no room"),)
+        assert situation.obstacle == ("Cooldown", "1 of 2 pods are ready and as declared")
+        assert report.status["memory"]["reason"]
 
 
 @in_a_loop

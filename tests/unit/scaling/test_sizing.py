@@ -15,7 +15,7 @@ from lmcache_operator.autoscaling.report import MAX_STATE_BYTES, Choice, Report,
 from lmcache_operator.autoscaling.state import Obstacle
 from lmcache_operator.autoscaling.tier import GIB, Prices
 from lmcache_operator.scaling import answers
-from lmcache_operator.scaling.intake import Answer, Intake, Refusal
+from lmcache_operator.scaling.intake import Answer, Intake, NoAnswer
 from lmcache_operator.scaling.sizing import POLL_SECONDS, Refused, Settings, Situation, Sizing
 
 from testing.workloads.closed_loop import Setup, sticky
@@ -54,10 +54,10 @@ class Loop:
         self.following = next(self.requests)
         self.route = sticky(2)
         self.situation = Situation(self.settings, PODS)
-        self.refusals: dict[str, Refusal] = {}
+        self.refusals: dict[str, NoAnswer] = {}
         self.reports: list[Report] = []
 
-    def ask(self, pod: int) -> Answer | Refusal:
+    def ask(self, pod: int) -> Answer | NoAnswer:
         uid = f"uid-{pod}"
         if uid in self.refusals:
             return self.refusals[uid]
@@ -192,7 +192,7 @@ def decided(loop: Loop, situation: Situation | None = None) -> tuple[object, obj
 def test_pods_that_do_not_answer_are_told_and_nothing_is_decided():
     loop = Loop()
     loop.run(0.4)
-    loop.refusals["uid-1"] = Refusal("it does not answer")
+    loop.refusals["uid-1"] = NoAnswer("it does not answer")
     loop.run(0.04)
     assert decided(loop)[0] == "Young"  # two polls are not three
     loop.run(1.0)
@@ -363,7 +363,7 @@ class IntakeModel(RuleBasedStateMachine):
                 found = answers.samples(told if pod not in refusing else None)
                 said[uid] = Answer(self.now, found, answers.figures(self.sidecars.stats(pod)))
             except answers.RefusedAnswerError as error:  # also where its clock was set back meanwhile
-                said[uid], self.is_clean = Refusal(str(error), answers.next_request(told)), False
+                said[uid], self.is_clean = NoAnswer(str(error), answers.next_request(told)), False
         for _ in self.intake.take(self.now, ["0", "1", "2"], (1.0, 2.0**40), said, 1000):
             pass
 
