@@ -17,7 +17,7 @@ from lmcache_operator.autoscaling.tier import Prices
 from lmcache_operator.components.autoscaling import saved
 from lmcache_operator.components.base import Observed
 from lmcache_operator.components.pods import is_outdated, is_ready, plain
-from lmcache_operator.components.remote.remote import listed_shards
+from lmcache_operator.components.remote.remote import listed_shards, why_filling
 from lmcache_operator.components.resize import Refusal
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.queue import KeyedQueue
@@ -159,6 +159,7 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
         are_shards_auto=is_auto and scaling.remote is not None,
     )
     shards = listed_shards(observed[names.REMOTE]) if managed else None
+    why = why_filling(observed[names.REMOTE]) if managed else ""
     pods = [pod for pod in observed[names.ENGINE].pods if has_running_sidecar(pod)]
     return Situation(
         settings,
@@ -166,9 +167,7 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
         _rollout(observed[names.ENGINE]),
         tuple(_refusals(pods)),
         num_shards=shards.current if shards else 0,
-        shards_obstacle=Obstacle("Cooldown", "a change of the shards is under way")
-        if shards and shards.previous
-        else None,
+        shards_obstacle=Obstacle("Cooldown", why) if why else None,
     )
 
 

@@ -55,7 +55,7 @@ class Rig:
         (engine,) = [one for one in plans["engine"].apply if one["kind"] == "StatefulSet"]
         sidecar = engine["spec"]["template"]["spec"]["initContainers"][0]
         (size,) = [arg for arg in sidecar["args"] if arg.startswith("--memory-size=")]
-        return int(size.partition("=")[2]) // GIB, plans["remote"].fields["declared"]
+        return int(size.partition("=")[2]) // GIB, plans["remote"].fields["wanted"]
 
 
 AUTO = {"mode": "Auto", "memory": BOUNDS, "remote": {"maxShards": 4}}

@@ -13,7 +13,7 @@ from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import (
     Context,
 )
-from lmcache_operator.components.remote.remote import Remote
+from lmcache_operator.components.remote.remote import Remote, why_filling
 from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.specs.names import STOCK_IMAGES
 
@@ -216,6 +216,31 @@ def test_a_shard_on_a_lost_node_is_given_up_and_the_list_stays():
     rig.settle()
     assert rig.condition("RemoteTierAvailable") == ("True", "ShardsReady")
     assert rig.list == (3, 0)
+
+
+def test_what_shards_hit_is_not_judged_while_they_fill():
+    def why() -> str:
+        return why_filling(rig.observed(Remote()))
+
+    rig = Rig(shards=2)
+    assert why() == "there are no shards yet"
+    rig.settle()
+    assert why() == ""
+    ready_at(rig, "demo-remote-1", rig.now)
+    assert "new" in why()
+    rig.now += WINDOW
+    assert why() == ""
+    rig.world.set_ready("demo-remote-0", False)
+    assert "not ready" in why()
+    rig.world.set_ready("demo-remote-0", True)
+    rig.declare(1)
+    rig.settle()
+    assert "under way" in why()
+    rig.now += WINDOW
+    rig.settle()
+    assert why() == ""
+    del rig.world.pods["demo-remote-0"]
+    assert why()
 
 
 def test_the_image_is_that_of_when_the_servers_were_made():

@@ -136,6 +136,19 @@ def listed_shards(observed: Observed) -> Shards | None:
     return Shards.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
 
 
+def why_filling(observed: Observed) -> str:
+    """Why shards hit less at present than they will; empty: they don't."""
+    shards = listed_shards(observed)
+    if shards is None:
+        return "there are no shards yet"
+    if shards.previous:
+        return "a change of the shards is under way"
+    since = [ready_since(pod, observed) for pod in observed.pods if _number(pod) < shards.current]
+    if len(since) < shards.current or max(since) + WINDOW > observed.now:
+        return "a shard is new, or not ready"
+    return ""
+
+
 def _progressing(
     observed: Observed, plan: Plan, num_wanted: int, shards: Shards, num_ready: int, count: str
 ) -> Condition:
