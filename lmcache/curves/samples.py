@@ -80,12 +80,13 @@ class Sampler:
 
     def since(self, position: int) -> tuple[int, list[Kept]]:
         """Return the position of the first request from ``position`` on, and what is kept of all of them."""
-        first, kept = self.num_dropped, list(self._ring)
-        skipped = 0
-        while skipped < len(kept) and first < position:
-            first += len(kept[skipped].tiers)
-            skipped += 1
-        return first, kept[skipped:]
+        first, kept = self.position, []
+        for request in reversed(self._ring):  # mostly few are asked for
+            if first - len(request.tiers) < position:
+                break
+            first -= len(request.tiers)
+            kept.append(request)
+        return first, kept[::-1]
 
 
 def _below(bound: int, keys: bytes, tiers: bytes) -> tuple[bytes, bytes]:

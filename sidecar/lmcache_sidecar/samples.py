@@ -31,7 +31,7 @@ _SAMPLED_ROWS = 1600
 """Of a full memory: with as many a difference of two sizes is known to 0.25 points."""
 
 _LOWER = {"disk": ord("d"), "remote": ord("r")}
-_SLICE = 1024  # requests that are rendered before others have their turn
+_SLICE = 256  # requests that are rendered before others have their turn
 
 
 @dataclass
