@@ -55,12 +55,12 @@ class Refusal(NamedTuple):
     message: str
 
     @classmethod
-    def of(cls, pod: Object) -> Refusal | None:
-        """That of a pod; None: there is none that can be read."""
+    def of(cls, pod: Object, now: datetime) -> Refusal | None:
+        """That of a pod; None: there is none, or it may be tried again."""
         try:
             told = json.loads(names.annotations_of(pod)[names.RESIZE_REFUSED])
-            at = datetime.fromisoformat(told["at"])
-            return None if at.tzinfo is None else cls(int(told["bytes"]), at, plain(told["message"]))
+            found = cls(int(told["bytes"]), datetime.fromisoformat(told["at"]), plain(told["message"]))
+            return found if abs(now - found.at) < _PAUSE else None
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             return None
 
@@ -117,8 +117,8 @@ def resizing(pods: Iterable[Object], wanted: int, num_gpus: int, now: datetime) 
             continue
         if _resized_at(pod):
             followed.append(name)
-        target, refusal = min(wanted, memory.most), Refusal.of(pod)
-        if refusal and refusal.num_bytes == target and abs(now - refusal.at) < _PAUSE:
+        target, refusal = min(wanted, memory.most), Refusal.of(pod, now)
+        if refusal and refusal.num_bytes == target:
             refused.append((name, refusal))
             if memory.told >= target:
                 continue  # it has shrunk, and keeps memory that it can't give back

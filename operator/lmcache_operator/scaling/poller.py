@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Protocol
 
 from lmcache_operator.api.autoscaling import AUTO, OFF
@@ -165,15 +166,15 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
         settings,
         {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in pods},
         _rollout(observed[names.ENGINE]),
-        tuple(_refusals(pods)),
+        tuple(_refusals(pods, observed[names.ENGINE].now)),
         num_shards=shards.current if shards else 0,
         shards_obstacle=Obstacle("Cooldown", why) if why else None,
     )
 
 
-def _refusals(pods: Iterable[Object]) -> Iterator[Refused]:
+def _refusals(pods: Iterable[Object], now: datetime) -> Iterator[Refused]:
     for pod in pods:
-        if refusal := Refusal.of(pod):
+        if refusal := Refusal.of(pod, now):
             yield Refused(refusal.num_bytes, f"pod {pod['metadata']['name']}: {refusal.message}")
 
 

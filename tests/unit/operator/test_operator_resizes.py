@@ -222,7 +222,7 @@ def test_an_edited_annotation_is_set_right(edited: str) -> None:
 def test_an_edited_refusal_is_none(edited: str) -> None:
     node = Node()
     node.world.pods[POD]["metadata"]["annotations"][RESIZE_REFUSED] = edited
-    assert Refusal.of(node.world.pods[POD]) is None
+    assert Refusal.of(node.world.pods[POD], node.world.now) is None
     node.declare("2Gi")
     assert node.operate()[1:] == [f"resize {POD}"]
 

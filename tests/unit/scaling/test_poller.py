@@ -203,7 +203,8 @@ async def test_the_reconciler_is_told_by_what_it_knows_of_pods() -> None:
         serve(found.pods, 0)
         await found.until(lambda: found.memory().get("curve"))
         pods = found.observed()["engine"].pods
-        refusal = json.dumps({"bytes": 1 << 40, "at": "2026-01-01T00:00:00+00:00", "message": "no room"})
+        at = datetime.now(UTC).isoformat()
+        refusal = json.dumps({"bytes": 1 << 40, "at": at, "message": "no room"})
         pods[1]["metadata"]["annotations"] |= {RESIZE_REFUSED: refusal}
         pods[0]["status"]["conditions"] = []
         key = ClusterKey("default", "demo", "cluster-0")
