@@ -31,7 +31,7 @@ def sped_up(answer: Any, clock: Clock) -> Any:
     """An answer to ``/samples``, as if its sidecar had that clock."""
     if not isinstance(answer, dict):
         return answer
-    times = {name: clock.at(answer[name]) for name in ("now", "started", "t0")}
+    times = {name: clock.at(answer[name]) for name in ("now", "started", "t0") if answer[name]}
     return answer | times | {"ms": [round(ms * clock.factor) for ms in answer["ms"]]}
 
 
@@ -42,10 +42,14 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
     def hits(size: float) -> float:
         return seen.day.between(0.0, tier.effective(size, after.usable)).share
 
+    settled = seen.settled.between(0.0, tier.effective(seen.size, after.usable)).share
+
     told = {
         "namespace": seen.namespace, "time": seen.time, "size": seen.size, "next": decision.next,
         "target": decision.target, "limited_by": decision.limited_by, "reason": decision.reason,
         "usable": after.usable, "hits": hits(seen.size), "hits_next": hits(decision.next),
+        "settled": settled, "settled_measured": seen.settled.measured_hits,
+        "num_settled": seen.settled.num_accesses,
     }  # fmt: skip
     print(MARK + json.dumps(told), flush=True)
     return decision, after
