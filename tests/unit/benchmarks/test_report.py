@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.report import at_least, paired
+from benchmarks.report import Report, at_least, paired
 
 
 def test_the_interval_is_of_the_median_of_neighbours():
@@ -30,3 +30,9 @@ def test_the_interval_covers_the_true_median_in_95_of_100_runs(number):
 def test_a_ratio_in_per_cent_is_shown_with_its_interval():
     figure = at_least("load", paired([9.0] * 9, [10.0] * 9), "%", 90)
     assert figure.row() == ("load", "90 (90-90) %", ">= 90 %", "yes")
+
+
+def test_pictures_are_files_of_their_own():
+    report = Report("autoscale", "", [], {"sizes": [1]}, {"curve": "<svg/>"})
+    assert report.to_json()["series"] == {"sizes": [1]}
+    assert "svg" not in str(report.to_json())
