@@ -75,7 +75,8 @@ class Shard(ChildProcess):
         def placed(words: list[str]) -> list[str]:
             for path, ours in here.items():
                 words = [word.replace(path, str(ours)) for word in words]
-            words = [word.replace("sleep 10", "sleep 0.1") for word in words]
+            # As the API has it: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/
+            words = [word.replace("$$", "$").replace("sleep 10", "sleep 0.1") for word in words]
             return [word.replace(f"port {REMOTE_PORT}", f"port {port}") for word in words]
 
         self.argv = placed([*container["command"], *container["args"]])

@@ -37,13 +37,14 @@ renewal() {{
 }}
 key=$(head -c 32 /dev/urandom | hash)
 seen=$(files)
+read -r me rest < /proc/self/stat
 {{
   echo "$1"
   echo 'user default off'
   echo "user {names.REMOTE_USER} on" $(passwords) '{_RIGHTS}'
   echo "user {_KEEPER} on #$(printf %s $key | hash) {_KEEPER_RIGHTS}"
 }} > {_RUN_DIR}/conf
-while sleep {_FOLLOW_SECONDS} && kill -0 $$; do
+while sleep {_FOLLOW_SECONDS} && kill -0 $me; do
   now=$(files)
   test "$now" != "$seen" && test -s password || continue
   answer=$(renewal | {_CLI} 2>&1 | grep . | sort -u)
@@ -53,7 +54,8 @@ done &
 exec "$(command -v valkey-server || command -v redis-server)" {_RUN_DIR}/conf
 """
 """Hashes of passwords, not themselves, go into the configuration, which is in memory. The Secrets' files are
-renewed by the kubelet, and so is what the server took from them."""
+renewed by the kubelet, and so is what the server took from them. Of two dollars in a row Kubernetes takes one
+away."""
 _PING = f"{_CLI} ping"
 """That we are nobody to it is an answer, too."""
 _TLS = {
