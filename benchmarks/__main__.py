@@ -33,6 +33,7 @@ NAMES = {
     "path": "remote and disk on the sidecar's whole path, against bare loops",
     "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
     "operator": "many LMCacheClusters on a real API server: writes, requests and memory at rest",
+    "polling": "the operator's poller: 200 clusters of 5 sidecars, what it takes of processor and memory",
     "failover": "two operators: the time until one repairs what the other did not live to repair",
     "peer_server": "the sidecar's path and the connector beside lmcache 0.5.6's server; only when named",
     "hybrid": "time to first token of a model with sliding windows: cold, hit in memory",
