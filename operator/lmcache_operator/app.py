@@ -50,6 +50,8 @@ _NUM_LOOKS_FOR_PROFILES = 10
 _WATCHED = tuple(kind for kind in kinds_of(COMPONENTS) if kind is not CERTIFICATE)
 """Where there is no cert-manager, kopf would complain at every start; one Certificate is looked at with all
 else of its cluster."""
+_POLL_SECONDS = 5.0
+"""For one answer to the poller, which is in no hurry."""
 _Queue = KeyedQueue[ClusterKey]
 
 
@@ -87,8 +89,12 @@ async def run(
 async def _work(
     context: Context, namespaces: Sequence[str], health: Health, fence: Fence = lambda: math.inf
 ) -> None:
-    async with connect(fence) as api, StatsClient() as stats:
-        poller = Poller(stats, lambda key: queue.wake(key))
+    async with (
+        connect(fence) as api,
+        StatsClient() as stats,
+        StatsClient(seconds=_POLL_SECONDS) as patient,
+    ):
+        poller = Poller(patient, lambda key: queue.wake(key))
         reconciler = Reconciler(api, context, stats.read, autoscaler=poller)
         queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
 

@@ -12,9 +12,7 @@ from yarl import URL
 
 from lmcache_operator.specs.names import SIDECAR_PORT
 
-_SECONDS = 1.0
 _MAX_BYTES = 256 << 10
-_SAMPLES_SECONDS = 3.0
 _MAX_SAMPLES_BYTES = 3 << 20
 
 
@@ -24,8 +22,10 @@ class StatsClient:
     Whatever is at the other end is a user's: no redirect is followed, nothing decompressed or remembered.
     """
 
-    def __init__(self, port: int = SIDECAR_PORT) -> None:
+    def __init__(self, port: int = SIDECAR_PORT, *, seconds: float = 1.0) -> None:
+        """``seconds``: for one answer."""
         self._port = port
+        self._timeout = aiohttp.ClientTimeout(total=seconds)
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -39,20 +39,17 @@ class StatsClient:
         await self._session.close()
 
     async def read(self, address: str) -> Any:
-        """The JSON value of the sidecar at an IP address; None if no answer comes within a second."""
-        return await self._get(address, "/stats", {}, _SECONDS, _MAX_BYTES)
+        """The JSON value of the sidecar at an IP address; None if no answer comes in time."""
+        return await self._get(address, "/stats", {}, _MAX_BYTES)
 
     async def samples(self, address: str, question: Mapping[str, int]) -> Any:
-        """What its requests looked up; None if no answer comes within three seconds."""
-        return await self._get(address, "/samples", question, _SAMPLES_SECONDS, _MAX_SAMPLES_BYTES)
+        """What its requests looked up; None if no answer comes in time."""
+        return await self._get(address, "/samples", question, _MAX_SAMPLES_BYTES)
 
-    async def _get(
-        self, address: str, path: str, query: Mapping[str, int], seconds: float, max_bytes: int
-    ) -> Any:
+    async def _get(self, address: str, path: str, query: Mapping[str, int], max_bytes: int) -> Any:
         try:
             url = URL.build(scheme="http", host=address, port=self._port, path=path, query=query)
-            timeout = aiohttp.ClientTimeout(total=seconds)
-            async with self._session.get(url, allow_redirects=False, timeout=timeout) as answer:
+            async with self._session.get(url, allow_redirects=False, timeout=self._timeout) as answer:
                 body = bytearray()
                 async for chunk in answer.content.iter_any():
                     body += chunk

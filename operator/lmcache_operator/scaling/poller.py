@@ -31,7 +31,7 @@ from lmcache_operator.specs.kinds import ClusterKey
 
 _NUM_WORKERS = 16
 """Clusters polled at the same time."""
-_MAX_AT_ONCE = 64
+_MAX_AT_ONCE = 32
 """Sidecars asked at the same time: a thousand that are quick take seconds, and what is read is bounded."""
 _MAX_KEYS, _MOST_KEYS = 800_000, 64_000
 """Tracked of all clusters together, and of one; about 200 bytes each."""
@@ -114,8 +114,7 @@ class Poller:
         found = await asyncio.gather(*(self._ask(watched, uid, address) for uid, address in asked.items()))
         now, situation = self._clock(), watched.situation
         said = {uid: one for uid, one in zip(asked, found, strict=True) if uid in situation.pods}
-        max_keys = min(_MOST_KEYS, _MAX_KEYS // len(self._watched))
-        for _ in watched.sizing.intake.take(now, situation.pods, situation.bounds, said, max_keys):
+        for _ in watched.sizing.intake.take(now, situation.pods, situation.bounds, said, self._max_keys()):
             await asyncio.sleep(0)
         if watched.sizing.is_due(now, situation):
             former, watched.report = watched.report, watched.sizing.decide(now, situation)
@@ -126,6 +125,9 @@ class Poller:
         watched.is_started = True
         return self._poll_seconds * share
 
+    def _max_keys(self) -> int:
+        return min(_MOST_KEYS, _MAX_KEYS // max(1, len(self._watched)))
+
     async def _ask(self, watched: _Watched, uid: str, address: str) -> Answer | NoAnswer:
         async with self._slots:
             samples = await self._sidecars.samples(address, watched.sizing.intake.question(uid))
@@ -134,7 +136,9 @@ class Poller:
         if samples is None or figures is None:
             return NoAnswer("it does not answer")
         try:
-            return Answer(time, answers.samples(samples), answers.figures(figures))
+            # What was before the first answer tells what a pod holds, and no more of that is remembered.
+            most = answers.ALL if uid in watched.sizing.intake.pods else self._max_keys()
+            return Answer(time, answers.samples(samples, most), answers.figures(figures))
         except answers.RefusedAnswerError as error:
             return NoAnswer(plain(str(error), 200), answers.next_request(samples))
 

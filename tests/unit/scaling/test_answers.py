@@ -49,6 +49,15 @@ def test_what_was_told_is_read(requests, since, below):
     assert told.rate == pytest.approx(below / HASHES)
 
 
+@given(REQUESTS, st.integers(0, 20))
+def test_of_many_requests_the_latest_are_read(requests, most):
+    answer = sidecars(requests).samples(0, 2000.0)
+    whole, part = samples(answer), samples(answer, most)
+    assert sum(len(keys) for _, keys in part.requests) <= most
+    assert part.requests == whole.requests[len(whole.requests) - len(part.requests) :]
+    assert part._replace(requests=whole.requests) == whole
+
+
 @given(REQUESTS)
 def test_counts_are_those_of_all_tiers(requests):
     told = sidecars(requests).stats(0)
