@@ -64,7 +64,9 @@ class SizeFile(FollowedFile):
             super().follow()
 
     def use(self, text: str) -> None:
-        """See ``FollowedFile``."""
+        """See ``FollowedFile``. Nothing is asked for by an empty one: a pod without the annotation has it."""
+        if not text.strip():
+            return
         try:
             num_bytes = parse_size(text.strip())
         except ValueError as error:

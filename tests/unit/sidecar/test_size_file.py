@@ -36,8 +36,7 @@ def test_it_is_followed(file, path, caplog):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "memory-size: '' is not a size"),
-        ("4Gib", "'4Gib' is not a size"),
+        ("4Gib", "memory-size: '4Gib' is not a size"),
         ("0", "'0' is not a size"),
         ("-1Gi", "'-1Gi' is not a size"),
         ("2Gi 3Gi", "'2Gi 3Gi' is not a size"),
@@ -71,6 +70,13 @@ def test_one_that_is_not_there_is_waited_for(file, path):
     path.write_text("512Mi")
     file.follow()
     assert (file.num_bytes, file.problem) == (512 * MIB, "")
+
+
+def test_one_that_is_empty_asks_for_nothing(file, path):
+    for text, size in (("", GIB), ("2Gi", 2 * GIB), ("\n", 2 * GIB)):
+        path.write_text(text)
+        file.follow()
+        assert (file.num_bytes, file.problem) == (size, "")
 
 
 def test_without_one_the_size_stays():
