@@ -154,6 +154,8 @@ class ArenaFile:
         self._write_head(None, first_generation)
         allocate(self._fd, 0, layout.data_offset)
         self._data[HEAD_BYTES : layout.data_offset] = 0
+        for start, end in layout.gaps(self.capacity_bytes):
+            punch_hole(self._fd, start, end - start)
         self._set_layout(layout)
         self._write_head(geometry, first_generation)
 
@@ -281,9 +283,9 @@ class ArenaFile:
     def _grow(self, on_growth: Callable[[], None]) -> None:
         while (extent := self._next_extent()) is not None:
             layout, rows, is_wanted = extent
-            error = None
+            error, is_done = None, False
             try:
-                (self._take if is_wanted else self._give_back)(layout, rows)
+                is_done = (self._take if is_wanted else self._give_back)(layout, rows)
             except ArenaError as caught:
                 error = f"{caught}; the arena {self.path} stays at {rows.start * layout.row_bytes} bytes"
                 if self.growth_error is None:
@@ -292,17 +294,18 @@ class ArenaFile:
                 if self._closing:
                     return
                 if self._layout is layout:
-                    self._note_extent(rows, error, is_wanted=is_wanted)
+                    self.growth_error = error
+                    if is_done:
+                        self._note_extent(rows, is_wanted=is_wanted)
                 else:
                     self._filled = self._find_filled()
             on_growth()
 
-    def _note_extent(self, rows: range, error: str | None, *, is_wanted: bool) -> None:
-        self.growth_error = error
-        if not error and not is_wanted:
+    def _note_extent(self, rows: range, *, is_wanted: bool) -> None:
+        if not is_wanted:
             self._filled = rows.start
         # Else the arena was made smaller meanwhile, and these rows are to be given back.
-        elif not error and rows.start == self._grown and rows.stop <= self.target_rows:
+        elif rows.start == self._grown and rows.stop <= self.target_rows:
             self._grown = rows.stop
 
     def _next_extent(self) -> tuple[ArenaLayout, range, bool] | None:
@@ -339,11 +342,12 @@ class ArenaFile:
         extent_bytes = min(_MAX_EXTENT_BYTES, self.capacity_bytes // _EXTENTS_PER_ARENA)
         return frame_slots * max(1, extent_bytes // frame_bytes)
 
-    def _take(self, layout: ArenaLayout, rows: range) -> None:
+    def _take(self, layout: ArenaLayout, rows: range) -> bool:
+        """Return whether it came to the end."""
         for start, end in layout.pieces(rows):
             for offset in range(start, end, _STEP_BYTES):
                 if self._closing or self._layout is not layout or rows.stop > self.target_rows:
-                    return
+                    return False
                 step = min(_STEP_BYTES, end - offset)
                 if missing := missing_bytes(self._fd, offset, offset + step):
                     check_room(missing)
@@ -351,11 +355,13 @@ class ArenaFile:
                 populate(self._data[offset : offset + step])
                 if self._huge_pages:
                     collapse(self._data[offset : offset + step])
+        return True
 
-    def _give_back(self, layout: ArenaLayout, rows: range) -> None:
+    def _give_back(self, layout: ArenaLayout, rows: range) -> bool:
         # The next format may have its slot table where these rows were: it has to wait.
         with self._changed:
             if self._layout is layout:
                 # To the end: the last page may be a huge one, of which some lies beyond what was asked for.
                 for start, end in layout.pieces(range(rows.start, layout.num_rows)):
                     punch_hole(self._fd, start, end - start)
+        return True

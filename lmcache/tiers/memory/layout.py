@@ -95,6 +95,13 @@ class ArenaLayout:
             for column in range(self.geometry.num_columns)
         ]
 
+    def gaps(self, capacity_bytes: int) -> list[tuple[int, int]]:
+        """Where what no slot takes after each column begins and ends."""
+        columns = range(self.geometry.num_columns)
+        ends = [self.slot_offset(self.num_rows, column) for column in columns]
+        begins = [*(self.slot_offset(0, column) for column in columns[1:]), capacity_bytes]
+        return [(start, end) for start, end in zip(ends, begins, strict=True) if start < end]
+
     def slot_offset(self, slot: int, column: int) -> int:
         """Byte offset of a slot."""
         return self.data_offset + column * self.column_bytes + slot * self.geometry.slot_bytes
