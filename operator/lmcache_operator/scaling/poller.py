@@ -76,6 +76,7 @@ class Poller:
         self._poll_seconds = poll_seconds
         self._watched: dict[str, _Watched] = {}
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._counting = asyncio.Lock()  # slices of several clusters, one after the other, would hold up all
         self._queue = KeyedQueue(self._poll, num_workers=_NUM_WORKERS)
 
     async def close(self) -> None:
@@ -114,12 +115,15 @@ class Poller:
         found = await asyncio.gather(*(self._ask(watched, uid, address) for uid, address in asked.items()))
         now, situation = self._clock(), watched.situation
         said = {uid: one for uid, one in zip(asked, found, strict=True) if uid in situation.pods}
-        for _ in watched.sizing.intake.take(now, situation.pods, situation.bounds, said, self._max_keys()):
-            await asyncio.sleep(0)
-        if watched.sizing.is_due(now, situation):
-            former, watched.report = watched.report, watched.sizing.decide(now, situation)
-            if self._watched.get(key.uid) is watched and _is_news(former, watched.report):
-                self._wake(key)
+        async with self._counting:
+            for _ in watched.sizing.intake.take(
+                now, situation.pods, situation.bounds, said, self._max_keys()
+            ):
+                await asyncio.sleep(0)
+            if watched.sizing.is_due(now, situation):
+                former, watched.report = watched.report, watched.sizing.decide(now, situation)
+                if self._watched.get(key.uid) is watched and _is_news(former, watched.report):
+                    self._wake(key)
         # Clusters that were first seen together are not polled together.
         share = 1.0 if watched.is_started else random.random()
         watched.is_started = True
