@@ -33,7 +33,7 @@ from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.scaling.poller import Poller
-from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, ClusterKey, controller_of
+from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, ClusterKey, Kind, controller_of
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
 
@@ -47,9 +47,6 @@ _DEFINITION_SECONDS = 1.0
 """Between looks for our definitions."""
 _NUM_LOOKS_FOR_PROFILES = 10
 """Without their definition, which is made with the other, engines run, and conditions say what is missing."""
-_WATCHED = tuple(kind for kind in kinds_of(COMPONENTS) if kind is not CERTIFICATE)
-"""Where there is no cert-manager, kopf would complain at every start; one Certificate is looked at with all
-else of its cluster."""
 _POLL_SECONDS = 5.0
 """For one answer to the poller, which is in no hurry."""
 _Queue = KeyedQueue[ClusterKey]
@@ -185,11 +182,17 @@ def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> ko
     kopf.on.login(registry=registry)(login)
     kopf.on.cleanup(registry=registry)(stop_working)
     kopf.on.event(CLUSTER.group, CLUSTER.version, CLUSTER.plural, registry=registry)(cluster_changed)
-    for kind in _WATCHED:
+    for kind in _watched():
         kopf.on.event(
             kind.group, kind.version, kind.plural, labels={MANAGED_BY_LABEL: FIELD_MANAGER}, registry=registry
         )(child_changed)
     return registry
+
+
+def _watched() -> list[Kind]:
+    """But Certificates: where there is no cert-manager, kopf would complain at every start. A cluster's one
+    is looked at with all else of its cluster."""
+    return [kind for kind in kinds_of(COMPONENTS) if kind is not CERTIFICATE]
 
 
 def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
@@ -211,7 +214,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
     # Filtered by the API server: other people's Services and ConfigMaps are never sent here.
-    for kind in _WATCHED:
+    for kind in _watched():
         selectors = settings.watching.label_selectors
         selectors[kind.group, kind.version, kind.plural] = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
     return settings
