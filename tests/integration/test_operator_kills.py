@@ -199,7 +199,7 @@ def _normal(child: Object, namespace: str) -> str:
     kept["metadata"]["annotations"] = annotations
     if child["kind"] == "Service":
         kept["spec"] = {key: value for key, value in child["spec"].items() if key not in OF_THE_SERVICE}
-    kept.get("data", {}).pop("savedAt", None)
+    kept.get("data", {}).pop("savedIn", None)
     return json.dumps(kept, sort_keys=True).replace(namespace, "NAMESPACE")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta
 from typing import Any
 
 from lmcache_operator.api.autoscaling import AUTO, OFF
@@ -27,8 +26,7 @@ from lmcache_operator.components.differences import differences
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref
 
-_SAVED_AT = "savedAt"
-_SAVE_EVERY = timedelta(hours=1)
+_SAVED_IN = "savedIn"
 _ACTIVE = "AutoscalingActive"
 _TIERS = ("memory", "remote")
 
@@ -62,7 +60,7 @@ class Autoscaling(Component):
         return []
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
-        """Written when a size was chosen, and else once an hour; deleted when it is of no use."""
+        """Written when a size was chosen, and else in each hour once; deleted when it is of no use."""
         data = {} if cluster.spec.autoscaling.mode == OFF else _data(observed)
         name = names.autoscaling_name(cluster.name)
         wanted = [names.child(cluster, self.name, "ConfigMap", name, data=dict(data))] if data else []
@@ -129,22 +127,16 @@ def _live(observed: Observed) -> Mapping[str, str]:
 
 def _data(observed: Observed) -> Mapping[str, str]:
     live, former, report = _live(observed), saved(observed), observed.autoscaling
+    # No more of the time: two operators that undo each other's would never be seen to write the same again.
+    hour = observed.now.strftime("%Y-%m-%dT%H")
     if report is None:
         return live if former else {}
-    if former and (former.memory, former.shards) == (report.memory, report.shards):
-        is_kept = former.state == report.state or not _is_over(live.get(_SAVED_AT, ""), observed.now)
-        if is_kept:
-            return live
+    is_chosen = former is not None and former[:2] == (report.memory, report.shards)
+    if former and is_chosen and (former.state == report.state or live.get(_SAVED_IN) == hour):
+        return live
     if not (report.memory or report.shards or report.state):
         return {}
-    return save(report) | {_SAVED_AT: observed.now.isoformat(timespec="seconds")}
-
-
-def _is_over(saved_at: str, now: datetime) -> bool:
-    try:
-        return not timedelta() <= now - datetime.fromisoformat(saved_at) < _SAVE_EVERY
-    except (TypeError, ValueError):
-        return True
+    return save(report) | {_SAVED_IN: hour}
 
 
 def _within(choice: Choice | None, declared: int, bounds: tuple[int, int]) -> int | None:

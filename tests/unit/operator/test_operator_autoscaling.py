@@ -129,7 +129,7 @@ def test_a_state_that_was_edited_is_not_believed() -> None:
     assert not rig.world.objects  # begun anew
 
 
-def test_it_is_written_for_another_size_at_once_and_else_once_an_hour() -> None:
+def test_it_is_written_for_another_size_at_once_and_else_once_in_an_hour() -> None:
     rig = Rig(**AUTO)
     counted = [replace(CHOSEN, state=f"{n}") for n in range(5)]
 
@@ -143,10 +143,10 @@ def test_it_is_written_for_another_size_at_once_and_else_once_an_hour() -> None:
     assert not writes(None)
     assert not writes(counted[1])
     assert writes(replace(counted[2], memory=Choice(128 * GIB, 64 * GIB)))
-    rig.time += timedelta(minutes=59)
+    rig.time += timedelta(seconds=59)
     grown = replace(counted[3], memory=Choice(128 * GIB, 64 * GIB))
     assert not writes(grown)
-    rig.time += timedelta(minutes=1)
+    rig.time += timedelta(seconds=1)
     assert writes(grown)
     rig.time += timedelta(days=1)
     assert not writes(grown)  # nothing was counted

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from datetime import datetime, timedelta, tzinfo
+from typing import Any, Self, cast
 
+import pytest
 from lmcache_operator import metrics
 from lmcache_operator.autoscaling.report import Choice, Report, tier_status
 from lmcache_operator.autoscaling.state import Decision
 from lmcache_operator.components.base import Observed
+from lmcache_operator.reconcile import reconciler
 from lmcache_operator.specs.kinds import ClusterKey
 from prometheus_client import Gauge
 
@@ -162,8 +166,21 @@ def test_shards_are_told_by_their_number() -> None:
     assert samples(metrics.SHARDS) == {"current": 16, "recommended": 27}
 
 
-def test_two_operators_that_choose_different_sizes_do_not_write_for_ever() -> None:
+class AdvancingTime(datetime):
+    """That of the wall: a second for each look, within one hour."""
+
+    seconds = itertools.count()
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Self:
+        return cls(2026, 1, 1, tzinfo=tz) + timedelta(seconds=next(cls.seconds))
+
+
+def test_two_operators_that_choose_different_sizes_do_not_write_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By mistake: without a Lease. Each leaves alone what the other keeps changing, and says so."""
+    monkeypatch.setattr(reconciler, "datetime", AdvancingTime)
     rig = Rig(mode="Auto", memory=BOUNDS)
     before = {uid_of(pod) for pod in rig.world.pods.values()}
     operators = [(rig.watcher, rig.reconciler)]
