@@ -103,7 +103,6 @@ def test_servers_get_tls_and_a_sidecar_that_runs_on_uses_it(app, tmp_path):
 
 def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_path):
     pod, name = app.ready_pod(), f"{app.name}-remote"
-    failures = pod.stats()["remote"]["failures"]
     old = base64.b64decode(app.node.api.get("v1/secrets", name, NAMESPACE)["data"]["password"]).decode()
 
     def write(**passwords: str | None) -> None:
@@ -114,7 +113,19 @@ def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_p
         ask = ["sh", "-c", f"redis-cli {flags} ping 2>&1 || true"]
         return {server.exec("remote", *ask).splitlines()[-1] for server in servers(app)}
 
-    app.node.api.patch("v1/secrets", f"{name}-tls", certificate(app, tmp_path), NAMESPACE)
+    # Of another authority: until both sides have it they refuse each other.
+    renewed = certificate(app, tmp_path)
+    authority = renewed["stringData"]["ca.crt"].strip()
+    app.node.api.patch("v1/secrets", f"{name}-tls", renewed, NAMESPACE)
+
+    def is_renewed() -> bool:
+        found = {server.exec("remote", "cat", "/etc/lmcache/remote-tls/ca.crt") for server in servers(app)}
+        found.add(pod.exec("sidecar", "cat", "/etc/lmcache/remote-auth/ca.crt"))
+        return {text.strip() for text in found} == {authority} and all("NOAUTH" in a for a in answers("new"))
+
+    app.node.wait(is_renewed, 300)
+    app.node.wait(lambda: not pod.stats()["remote"]["off_reason"], 300)
+    failures = pod.stats()["remote"]["failures"]
     write(other="new")
     app.node.wait(lambda: answers("new") == {"PONG"}, 300)
     write(password="new", other=old)
@@ -123,7 +134,7 @@ def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_p
     app.node.api.patch("v1/secrets", name, {"data": {"other": None}}, NAMESPACE)
     app.node.wait(lambda: "PONG" not in answers(old), 300)
     assert answers("new") == {"PONG"}
-    pod.complete(list(range(300, 812)))
+    pod.complete(list(range(101, 357)) * 2)
     app.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, 120)
     assert pod.stats()["remote"]["failures"] == failures
     assert pod.stats()["remote"]["is_reachable"]
