@@ -12,6 +12,19 @@ from lmcache.curves.window import KNOWN, NUM_GROUPS, Estimate, Window
 _NUM_HEAVY = 128  # candidates for hot keys: those of more than 1/128 of the accesses are found
 _HOT_AFTER = 64  # accesses
 _MAX_HOT = 64
+_AT_ONCE = 5.0  # seconds: of a half-life of an hour, a thousandth
+
+
+class _Batch:
+    """Accesses of about the same time, which are counted together."""
+
+    def __init__(self, time: float = math.nan, num_bytes: int = 0) -> None:
+        self.time, self.num_bytes = time, num_bytes
+        self.groups: list[int] = []
+        self.near: list[int] = []
+        """Distances in the streams' own caches."""
+        self.far: list[int] = []
+        """Distances in the shared one, if there is one."""
 
 
 class MissRatioCurve:
@@ -84,6 +97,7 @@ class MissRatioCurve:
 
     def feed(self, lookups: Iterable[Lookup]) -> None:
         """Add lookups in the order of their time."""
+        batch = _Batch()
         for time, keys, num_bytes, stream in lookups:
             if self._threshold < HASHES:
                 self._note_heavy(keys)
@@ -95,13 +109,19 @@ class MissRatioCurve:
             if own is None:
                 own = self._stacks[stream] = RecencyStack()
             own_distances = self._look_up(own, kept, num_bytes)
-            shared = self._look_up(self._shared, kept, num_bytes) if self._shared is not None else []
+            shared = self._look_up(self._shared, kept, num_bytes) if self._shared is not None else ()
             if time > self.counts_from:
-                if num_bytes != self.windows[0].row_bytes:
-                    self._tell_windows(num_bytes)
-                self._count(time, kept, num_bytes, own_distances, shared)
+                if num_bytes != batch.num_bytes or not -_AT_ONCE < time - batch.time < _AT_ONCE:
+                    self._count(batch)
+                    batch = _Batch(time, num_bytes)
+                batch.groups += [KNOWN if key in hot else key % NUM_GROUPS for key in kept]
+                batch.near += own_distances
+                batch.far += shared
             if self.num_keys > self._max_keys:
+                self._count(batch)
+                batch = _Batch()
                 self._lower_threshold()
+        self._count(batch)
 
     def limit(self, rate: float, max_keys: int) -> None:
         """Count no more keys than samplers with this ``rate`` keep, and track no more than ``max_keys``."""
@@ -123,12 +143,16 @@ class MissRatioCurve:
             self.num_keys -= stack.forget_beyond(self._most_bytes)
         return distances
 
-    def _count(
-        self, time: float, keys: Sequence[int], num_bytes: int, near: Sequence[int], far: Sequence[int]
-    ) -> None:
-        """Count accesses to keys, by their distances in their own cache and in the shared one."""
-        weight, hot = HASHES / self._threshold, self._hot
-        groups = [KNOWN if key in hot else key % NUM_GROUPS for key in keys]
+    def _count(self, batch: _Batch) -> None:
+        """Count accesses, by their distances in their own cache and in the shared one."""
+        time, num_bytes, groups, near, far = (
+            batch.time, batch.num_bytes, batch.groups, batch.near, batch.far
+        )  # fmt: skip
+        if not groups:
+            return
+        if num_bytes != self.windows[0].row_bytes:
+            self._tell_windows(num_bytes)
+        weight = HASHES / self._threshold
         self.new_bytes += near.count(UNTRACKED) * weight * num_bytes
         steps = self.windows[0].steps(near, weight, num_bytes)
         for window in self.windows:
