@@ -119,6 +119,11 @@ class App:
         """Declare it as `spec` now says."""
         self.node.api.apply(CLUSTERS, self.spec, NAMESPACE)
 
+    def declare_memory(self, size: str) -> None:
+        """Another size of the memory tier, from now on."""
+        self.spec["spec"]["tiers"]["memory"]["size"] = size
+        self.apply()
+
     def delete(self) -> None:
         """Until its pods are gone."""
         self.node.api.delete(CLUSTERS, self.name, NAMESPACE)

@@ -1,12 +1,16 @@
-"""In-place resize of a running sidecar, by hand, as the kubelet of any cluster does it."""
+"""In-place resize of a running sidecar: by hand, as a kubelet does it, and by a changed size."""
 
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
+from lmcache_operator.components.resize import sidecar_memory
+from lmcache_operator.specs.names import MEMORY_SIZE
 
 from testing.node import groups
+from testing.node.app import App
 from testing.node.pods import Pod
 
 SECONDS = 180
@@ -81,3 +85,75 @@ def test_memory_below_what_is_in_use_kills_nothing(tiny, kept):
     assert after.container("sidecar")["restartCount"] == before.container("sidecar")["restartCount"]
     after.reset_engine_cache()
     assert after.complete(PROMPT).tokens == kept.tokens
+
+
+def test_a_changed_size_reaches_the_pod_under_requests_and_restarts_nothing(tiny, kept):
+    before = tiny.ready_pod()
+    stop, answers, failures = threading.Event(), [], []
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                answers.append(before.complete(PROMPT).tokens == kept.tokens)
+            except OSError as error:
+                failures.append(error)
+
+    requests = threading.Thread(target=ask)
+    requests.start()
+    try:
+        for size in (1024, 512):
+            tiny.declare_memory(f"{size}Mi")
+            tiny.node.wait(lambda size=size: has_size(tiny, size << 20), SECONDS)
+            tiny.node.wait(lambda: tiny.conditions()["Progressing"]["reason"] == "Complete", SECONDS)
+            assert tiny.conditions()["Ready"]["status"] == "True"
+    finally:
+        stop.set()
+        requests.join()
+    assert answers
+    assert all(answers)
+    assert failures == []
+    after = tiny.ready_pod()
+    assert after.uid == before.uid
+    for container in ("sidecar", "engine"):
+        assert after.container(container)["restartCount"] == before.container(container)["restartCount"]
+    after.reset_engine_cache()
+    answer = after.complete(PROMPT)
+    assert (answer.tokens, answer.num_cached > 0) == (kept.tokens, True)
+
+
+def test_a_node_without_room_is_told_and_nothing_stays_asked_for(make_app):
+    app = make_app("crowded", memory={"size": "512Mi"})
+    app.spec["spec"]["autoscaling"] = {"memory": {"maxSize": "64Gi"}}
+    app.apply()
+    before = app.ready_pod()
+    app.declare_memory("60Gi")
+    message = app.wait_condition("Degraded", timeout=SECONDS)["message"]
+    assert "node didn't have enough allocatable resources: memory" in message
+    limit = groups.memory_limit(before.group("sidecar"))
+    app.node.wait(lambda: sidecar_limit(app.pod()) == f"{limit >> 20}Mi", SECONDS)
+    assert app.conditions()["Ready"]["status"] == "True"
+    app.declare_memory("256Mi")
+    app.node.wait(lambda: has_size(app, 256 << 20), SECONDS)
+    app.wait_condition("Degraded", "False")
+    after = app.ready_pod()
+    assert after.uid == before.uid
+    assert after.container("sidecar")["restartCount"] == 0
+    app.delete()
+
+
+def sidecar_limit(pod: Pod) -> str:
+    (sidecar,) = (c for c in pod.object["spec"]["initContainers"] if c["name"] == "sidecar")
+    return str(sidecar["resources"]["limits"]["memory"])
+
+
+def has_size(app: App, num_bytes: int) -> bool:
+    """Whether annotation, request, cgroup and sidecar have it."""
+    pod = app.pod()
+    memory = pod.stats()["memory"]
+    mebibytes = sidecar_memory(num_bytes) >> 20
+    return (
+        pod.object["metadata"]["annotations"][MEMORY_SIZE] == str(num_bytes)
+        and memory["target_bytes"] == memory["size_bytes"] == num_bytes
+        and sidecar_limit(pod) == f"{mebibytes}Mi"
+        and groups.memory_limit(pod.group("sidecar")) == mebibytes << 20
+    )

@@ -102,7 +102,7 @@ def test_what_its_node_does_not_give_is_taken_back_and_told(verdict: str, minute
     assert node.operate() == []
     status, reason, said = condition(node.status(), "Degraded")
     assert (status, reason) == ("True", "ResizeInfeasible")
-    assert said.startswith("1 pods keep another size than 2Gi")
+    assert said.startswith("1 of 1 memory tiers can't have 2Gi: pod ")
     assert said.endswith(message)
     assert condition(node.status(), "Ready")[0] == "True"
     assert condition(node.status(), "Progressing")[1] == "Complete"
@@ -140,7 +140,7 @@ def test_a_quota_or_an_older_kubernetes_is_told_and_not_asked_again() -> None:
     assert [node.operate(), limits(node)] == [[], dict.fromkeys(limits(node), SMALL_LIMIT)]
     assert condition(node.status(), "Degraded") == (
         "True", "ResizeInfeasible",
-        f"2 pods keep another size than 2Gi of their memory tier: pod {POD}: exceeded quota: q",
+        f"2 of 2 memory tiers can't have 2Gi: pod {POD}: exceeded quota: q",
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def engine_status(observed: Observed, plan: Plan) -> Status:
             *(Problem(cast(Trouble, trouble.reason), trouble.message) for trouble in troubles),
             *transfer_problems(transfer),
             *kill_problems(observed),
-            *_refused(resized),
+            *_refused(observed, resized),
         ),
         fields={
             "readyReplicas": num_ready,
@@ -115,12 +115,13 @@ def _resize_waits(observed: Observed, resized: Resizing) -> list[str]:
     return found
 
 
-def _refused(resized: Resizing) -> Iterator[Problem]:
+def _refused(observed: Observed, resized: Resizing) -> Iterator[Problem]:
     """The first pod that can't have its size stands for all."""
     if resized.refused:
         name, refusal = resized.refused[0]
-        what = f"{len(resized.refused)} pods keep another size than {format_size(refusal.num_bytes)}"
-        yield Problem("ResizeInfeasible", f"{what} of their memory tier: pod {name}: {refusal.message}")
+        number, size = f"{len(resized.refused)} of {len(observed.pods)}", format_size(refusal.num_bytes)
+        what = f"{number} memory tiers can't have {size}"
+        yield Problem("ResizeInfeasible", f"{what}: pod {name}: {refusal.message}")
 
 
 def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
