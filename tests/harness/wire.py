@@ -96,7 +96,7 @@ class RawClient:
             request_serializer=pb.AttachRequest.SerializeToString,
             response_deserializer=pb.AttachReply.FromString,
         )
-        self._stream = attach(_until_none(self._outgoing), timeout=30)
+        self._stream = attach(_until_none(self._outgoing), timeout=300)
         return self._stream
 
     def attach(self) -> pb.Attached:

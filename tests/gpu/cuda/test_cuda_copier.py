@@ -202,6 +202,41 @@ def test_a_mapping_s_pins_go_with_it_and_with_the_last_copy_from_it(copier, simu
     assert simulated.count("pinned_bytes") == 2 * ROW_BYTES
 
 
+def test_rows_that_go_back_are_not_pinned_when_that_is_said(copier, simulated):
+    old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
+    copier.prepare(old, 2)
+    assert copier.pins.wait(60)
+    copier.prepare(new, 2)
+    assert copier.pins.wait(60)
+    copier.prepare(new, 0, True)
+    assert simulated.count("pinned_bytes") == 0, "of no mapping: no copy of the old one goes on"
+    copier.prepare(new, 2, True)
+    assert copier.pins.wait(60)
+    assert simulated.count("pinned_bytes") == 2 * ROW_BYTES
+
+
+def test_what_stays_pinned_is_never_said_to_have_gone(copier, monkeypatch):
+    old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
+    copier.prepare(old, 2)
+    assert copier.pins.wait(60)
+
+    def refuse(function: str, *arguments: object) -> object:
+        if function == "cuMemHostUnregister":
+            raise CudaError(function, 2, "CUDA_ERROR_OUT_OF_MEMORY")
+        return call(function, *arguments)
+
+    call = copier._context.call
+    monkeypatch.setattr(copier._context, "call", refuse)
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        copier.prepare(old, 0, True)
+    for _ in range(2):
+        with pytest.raises(CudaError, match="an older mapping stays registered"):
+            copier.prepare(new, 2, True)
+    monkeypatch.undo()
+    for start in list(copier._mappings[0][1]._pinned):
+        copier._mappings[0][1]._unpin(start)
+
+
 def test_a_thousand_sessions_leave_nothing_behind(copier, simulated):
     counters = ("events", "streams", "pins", "mappings", "contexts")
     before = [simulated.count(name) for name in counters]

@@ -61,6 +61,21 @@ def test_what_is_not_ready_any_more_is_unpinned_at_once(context, pins, host):
     assert all(pinned_extents(context, host))
 
 
+def test_an_extent_that_is_ready_in_part_is_unpinned_between_copies(context, pins, host):
+    pins.set_ready(host.nbytes)
+    assert pins.wait(60)
+    with pins.in_use():
+        pins.set_ready(2 * EXTENT)  # no copy may use what lies beyond: nobody waits
+        assert pinned_extents(context, host) == [True, True, False, False]
+        less = threading.Thread(target=pins.set_ready, args=(EXTENT + 1,))
+        less.start()
+        assert pinned_extents(context, host)[1], "a copy may use its head"
+    less.join(60)
+    assert pinned_extents(context, host) == [True, False, False, False]
+    with pins.in_use():
+        pass
+
+
 def test_closing_unpins(context, host):
     pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
     pins.set_ready(host.nbytes)

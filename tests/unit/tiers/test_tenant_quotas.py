@@ -118,3 +118,21 @@ def test_what_is_brought_for_a_tenant_is_his(bench: Bench) -> None:
         bench.tier.commit_row(slot, [b"x" * 8])
     assert bench.present() == ["a.1", "a.2", "a.3", "b.0"]
     assert bench.tier.stats.tenants.num_bytes(b"a") == 3 * 4096
+
+
+def test_who_is_over_a_share_that_became_smaller_comes_to_it_in_steps() -> None:
+    tier = MemoryTier(PrivateArena(Geometry(4096, 1), 400), tenant_quota_percent=50)
+    for _ in tier.adopt():
+        pass
+
+    def reserve(number: int) -> Reserved:
+        result, slot = tier.reserve(key(f"a{number}"), 0, OWNER, length=4096, tenant=b"a")
+        if slot is not None:
+            tier.commit([slot], 0, OWNER)
+        return result
+
+    assert {reserve(number) for number in range(200)} == {Reserved.SLOT}
+    tier.usable_slots = 100
+    outcomes = [reserve(number) for number in range(200, 204)]
+    assert outcomes == [Reserved.BUSY, Reserved.BUSY, Reserved.SLOT, Reserved.SLOT]
+    assert tier.num_used == 50

@@ -1,0 +1,158 @@
+"""What a shrinking memory tier waits for, one thing at a time; ``test_resizing_model`` mixes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.sidecar.test_resizing_model import CAPACITY, SIZES, ResizingModel, Worker
+
+
+class First:
+    """In place of what hypothesis would draw."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def draw(self, _: object) -> Worker:
+        return self.worker
+
+
+class Scenario(ResizingModel):
+    """Two workers that have all of a full arena pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.workers
+        self.everybody_works()
+        self.fill(First(self.first))
+        assert self.arena.ready_rows == self.arena.num_rows
+
+    def everybody_works(self) -> None:
+        for worker in self.workers:
+            for _ in range(4):
+                if worker.is_attached:
+                    worker.work()
+
+    def shrink(self, num_bytes: int = SIZES[0]) -> None:
+        self.ask(num_bytes)
+
+    def assert_waits(self, why: str) -> None:
+        assert why in self.resizer.problem
+        assert self.arena.size_bytes > self.size.num_bytes
+        assert not self.faults
+
+    def assert_is_done(self) -> None:
+        self.step()
+        assert self.resizer.problem == ""
+        assert self.arena.size_bytes == self.size.num_bytes
+        assert not self.faults
+
+
+@pytest.fixture
+def scenario() -> Iterator[Scenario]:
+    scenario = Scenario()
+    yield scenario
+    scenario.teardown()
+
+
+def test_rows_that_are_leased(scenario):
+    scenario.lease()
+    scenario.shrink()
+    scenario.everybody_works()
+    scenario.step()
+    scenario.assert_waits("in use: 1 leased")
+    scenario.release()
+    scenario.step()
+    scenario.everybody_works()
+    scenario.assert_is_done()
+
+
+def test_nothing_beyond_is_given_out_meanwhile(scenario):
+    scenario.lease()
+    scenario.shrink()
+    scenario.fill(First(scenario.first))
+    assert scenario.memory.usable_slots <= scenario.arena.rows_within(SIZES[0])
+    scenario.step()
+    scenario.assert_waits("in use: 1 leased")
+
+
+def test_copies_that_began_before(scenario):
+    scenario.begin_load(First(scenario.second))
+    scenario.shrink()
+    scenario.everybody_works()
+    scenario.step()
+    scenario.assert_waits("to let go of it")
+    scenario.end_load(scenario.second)
+    scenario.everybody_works()
+    scenario.assert_is_done()
+
+
+def test_a_worker_that_is_frozen(scenario):
+    scenario.shrink()
+    scenario.first.work()
+    scenario.step()
+    scenario.assert_waits("attached, to let go of it")
+    scenario.everybody_works()
+    scenario.assert_is_done()
+
+
+def test_a_worker_that_is_lost_until_it_is_dead(scenario):
+    scenario.shrink()
+    scenario.second.lose()
+    scenario.everybody_works()
+    scenario.step()
+    scenario.assert_waits("lost, and not proven dead, to let go of it")
+    scenario.second.die()
+    scenario.assert_is_done()
+
+
+def test_a_worker_that_attaches_again_with_the_pins_of_before(scenario):
+    scenario.begin_load(First(scenario.second))
+    scenario.second.attach()
+    scenario.shrink()
+    scenario.everybody_works()
+    scenario.step()
+    scenario.assert_waits("to let go of it")
+    scenario.end_load(scenario.second)
+    scenario.everybody_works()
+    scenario.assert_is_done()
+    assert not scenario.second.older
+
+
+def test_workers_of_before_a_restart(scenario):
+    scenario.shrink()
+    scenario.restart()
+    scenario.step()
+    assert scenario.resizer.problem
+    assert not scenario.faults
+    for worker in scenario.workers:
+        worker.attach()
+        scenario.step()
+    scenario.everybody_works()
+    scenario.step()
+    scenario.everybody_works()
+    scenario.assert_is_done()
+
+
+def test_an_answer_of_another_round(scenario):
+    scenario.shrink()
+    scenario.everybody_works()
+    scenario.ask(CAPACITY)
+    scenario.everybody_works()
+    scenario.shrink()
+    scenario.step()
+    scenario.assert_waits("attached, to let go of it")
+    scenario.everybody_works()
+    scenario.assert_is_done()
+
+
+def test_one_that_is_to_grow_meanwhile(scenario):
+    scenario.shrink()
+    scenario.first.work()
+    scenario.ask(SIZES[1])
+    assert scenario.arena.ready_rows == scenario.arena.rows_within(SIZES[1])
+    scenario.assert_waits("to let go of it")
+    scenario.everybody_works()
+    scenario.assert_is_done()
