@@ -222,3 +222,22 @@ def test_a_freed_allocation_is_not_opened(gpus, sidecar):
         engine.wait_until_copied_by(sidecar=True)
         engine.ask("free_and_attach_again")
         assert "can't be opened: cuIpcOpenMemHandle" in engine.wait_until_copied_by(sidecar=False)
+
+
+def test_a_reader_that_has_memory_pinned_ends_before_that_is_given_back(gpus, tmp_path):
+    size = tmp_path / "memory-size"
+    size.write_text("16Mi")
+    options = {"memory_max_size": "16Mi", "memory_size_file": size}
+    with make_sidecar(gpus, options) as sidecar, GpuEngine(sidecar, gpus) as engine:
+        engine.store_by_sidecar([1], [ROW])
+        for key, text, num_readers in ((2, "4Mi", 2), (3, "16Mi", 2)):
+            size.write_text(text)
+            num_bytes = int(text[:-2]) << 20
+            sidecar.wait_until(
+                lambda stats, num_bytes=num_bytes: (
+                    stats["memory"]["target_bytes"] == stats["memory"]["size_bytes"] == num_bytes
+                )
+            )
+            engine.store_by_sidecar([key], [OTHER_ROW])
+            assert engine.ask("is_stored", key, OTHER_ROW)
+            assert sidecar.stats()["transfer"]["started_readers"] == num_readers
