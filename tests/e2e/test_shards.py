@@ -111,7 +111,7 @@ def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_p
     def answers(password: str) -> set[str]:
         flags = f"--tls --cacert /etc/lmcache/remote-tls/ca.crt --user lmcache --pass {password}"
         ask = ["sh", "-c", f"redis-cli {flags} ping 2>&1 || true"]
-        return {server.exec("remote", *ask).splitlines()[-1] for server in servers(app)}
+        return {server.exec("remote", *ask).strip().splitlines()[-1] for server in servers(app)}
 
     # Of another authority: until both sides have it they refuse each other.
     renewed = certificate(app, tmp_path)
