@@ -19,7 +19,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
@@ -408,4 +408,6 @@ def name(key: int) -> bytes:
 
 
 TestResizing = ResizingModel.TestCase
-TestResizing.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestResizing.settings = settings(
+    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
