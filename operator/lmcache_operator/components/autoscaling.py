@@ -41,9 +41,12 @@ class Autoscaling(Component):
         return (Ref("ConfigMap", names.autoscaling_name(cluster_name)),)
 
     def sized(self, cluster: Cluster, observed: Observed) -> Cluster:
-        """With what was chosen, within the bounds of now; who declares another size means that one."""
+        """With what was chosen, within the bounds of now; who declares another size means that one.
+
+        As it is written down first: what is done about it is then the same for whoever does it.
+        """
         scaling, tiers = cluster.spec.autoscaling, cluster.spec.tiers
-        known: Report | Saved | None = observed.autoscaling or saved(observed)
+        known: Report | Saved | None = saved(observed) or observed.autoscaling
         if scaling.mode != AUTO or known is None:
             return cluster
         memory = shards = None

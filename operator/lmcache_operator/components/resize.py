@@ -138,6 +138,12 @@ def resizing(pods: Iterable[Object], wanted: int, num_gpus: int, now: datetime) 
     )
 
 
+def reach(pod: Object) -> int:
+    """Bytes that a pod's memory tier can have before it is replaced; 0: that can't be read."""
+    memory = _memory_of(pod, 0)
+    return max(memory.most, memory.told)
+
+
 def refuse(pod: Object, num_bytes: int, message: str, now: datetime) -> Resize:
     """The step that notes that a pod can't have a size: the rest is taken back then."""
     said = {"bytes": num_bytes, "at": now.isoformat(timespec="seconds"), "message": plain(message)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,20 +20,21 @@ from lmcache_operator.components.autoscaling import saved
 from lmcache_operator.components.base import Observed
 from lmcache_operator.components.pods import is_outdated, is_ready, plain
 from lmcache_operator.components.remote.remote import listed_shards, why_filling
-from lmcache_operator.components.resize import Refusal
+from lmcache_operator.components.resize import Refusal, reach
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.probe import has_running_sidecar
 from lmcache_operator.scaling import answers
 from lmcache_operator.scaling.intake import Answer, NoAnswer
-from lmcache_operator.scaling.sizing import POLL_SECONDS, Refused, Settings, Situation, Sizing
+from lmcache_operator.scaling.sizing import POLL_SECONDS, STALE_SECONDS, Refused, Settings, Situation, Sizing
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ClusterKey
 
 _NUM_WORKERS = 16
 """Clusters polled at the same time."""
-_MAX_AT_ONCE = 32
-"""Sidecars asked at the same time: a thousand that are quick take seconds, and what is read is bounded."""
+_MAX_AT_ONCE, _MAX_OF_ONE = 32, 8
+"""Sidecars asked at the same time, and those of one cluster: a thousand that are quick take seconds, what is
+read is bounded, and those that hang hold up their own cluster."""
 _MAX_KEYS, _MOST_KEYS = 800_000, 64_000
 """Tracked of all clusters together, and of one; about 200 bytes each."""
 
@@ -111,8 +113,12 @@ class Poller:
         watched = self._watched.get(key.uid)
         if watched is None:
             return None
-        asked = watched.addresses
-        found = await asyncio.gather(*(self._ask(watched, uid, address) for uid, address in asked.items()))
+        asked, slots = watched.addresses, asyncio.Semaphore(_MAX_OF_ONE)
+        most = self._max_keys() // max(1, len(asked))
+        until = asyncio.get_running_loop().time() + POLL_SECONDS
+        found = await asyncio.gather(
+            *(self._ask(watched, uid, address, most, slots, until) for uid, address in asked.items())
+        )
         now, situation = self._clock(), watched.situation
         said = {uid: one for uid, one in zip(asked, found, strict=True) if uid in situation.pods}
         async with self._counting:
@@ -132,17 +138,24 @@ class Poller:
     def _max_keys(self) -> int:
         return min(_MOST_KEYS, _MAX_KEYS // max(1, len(self._watched)))
 
-    async def _ask(self, watched: _Watched, uid: str, address: str) -> Answer | NoAnswer:
-        async with self._slots:
-            samples = await self._sidecars.samples(address, watched.sizing.intake.question(uid))
-            time = self._clock()
-            figures = await self._sidecars.read(address) if samples is not None else None
+    async def _ask(
+        self, watched: _Watched, uid: str, address: str, most: int, slots: asyncio.Semaphore, until: float
+    ) -> Answer | NoAnswer:
+        """Up to a time of the loop. ``most``: samples that are read of one that was not heard for long: they
+        tell only what it holds, and no more of that is remembered."""
+        samples = figures = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until), slots, self._slots:
+                samples = await self._sidecars.samples(address, watched.sizing.intake.question(uid))
+                time = self._clock()
+                figures = await self._sidecars.read(address) if samples is not None else None
         if samples is None or figures is None:
             return NoAnswer("it does not answer")
         try:
-            # What was before the first answer tells what a pod holds, and no more of that is remembered.
-            most = answers.ALL if uid in watched.sizing.intake.pods else self._max_keys()
-            return Answer(time, answers.samples(samples, most), answers.figures(figures))
+            known = watched.sizing.intake.pods.get(uid)
+            is_known = known is not None and 0 <= time - known.answered <= STALE_SECONDS
+            read = answers.samples(samples, answers.ALL if is_known else most)
+            return Answer(time, read, answers.figures(figures))
         except answers.RefusedAnswerError as error:
             return NoAnswer(plain(str(error), 200), answers.next_request(samples))
 
@@ -175,6 +188,7 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
         {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in pods},
         _rollout(observed[names.ENGINE]),
         tuple(_refusals(pods, observed[names.ENGINE].now)),
+        reach=min(map(reach, pods), default=0),
         num_shards=shards.current if shards else 0,
         shards_obstacle=Obstacle("Cooldown", why) if why else None,
     )

@@ -19,7 +19,7 @@ from lmcache_operator.autoscaling.tier import Prices, Service, Tier, memory_tier
 from lmcache_operator.scaling.intake import Intake, Pod
 
 POLL_SECONDS = 60.0
-_STALE_SECONDS = 3 * POLL_SECONDS
+STALE_SECONDS = 3 * POLL_SECONDS
 _SHARD_USABLE = 0.76
 """Of a shard's memory, to begin with: it stores no more than 80 % of it."""
 
@@ -54,9 +54,19 @@ class Situation(NamedTuple):
     obstacle: Obstacle | None = None
     """To any decision."""
     refusals: tuple[Refused, ...] = ()
+    reach: int = 0
+    """Bytes of memory that each pod can have before it is replaced; 0: not known."""
     num_shards: int = 0
     """As sidecars are told."""
     shards_obstacle: Obstacle | None = None
+
+    @property
+    def memory_bounds(self) -> tuple[int, int]:
+        """Sizes that can be chosen: to what is beyond, no pod gets that runs now."""
+        least, most = self.settings.memory_bounds
+        if not (self.settings.is_memory_auto and self.reach):
+            return least, most
+        return min(least, self.reach), min(most, self.reach)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -147,7 +157,7 @@ class Sizing:
     ) -> dict[str, Any]:
         assert self.intake.traffic is not None
         settings, own, size = situation.settings, self._memory, self._agreed(situation)
-        tier = memory_tier(*settings.memory_bounds, service, settings.prices)
+        tier = memory_tier(*situation.memory_bounds, service, settings.prices)
         held = obstacle or self._under_way(situation, size)
         if self._remote.is_verifying():
             held = held or Obstacle("Verifying", "the number of shards has just changed")
@@ -157,6 +167,9 @@ class Sizing:
         if settings.is_memory_auto:
             own.choose(decision, settings.memory, held)
         status: dict[str, Any] = {"memory": self._told(tier, own, seen, decision, service)}
+        if decision.limited_by == "Max" and (most := situation.memory_bounds[1]) < settings.memory_bounds[1]:
+            until = f"; more than {reasons.size_of(most)} takes a pod that is made anew"
+            status["memory"]["reason"] += until
         status["memory"]["keysInSize"] = round(
             self.intake.traffic.curve.rate * present / max(1, self.intake.row_bytes)
         )
@@ -220,9 +233,10 @@ class Sizing:
 
     def _under_way(self, situation: Situation, size: int) -> Obstacle | None:
         chosen, known = self._memory.chosen, [pod.figures.size_bytes for pod in self.intake.pods.values()]
-        if chosen and chosen.instead_of == situation.settings.memory and not is_near(size, chosen.size):
-            number = sum(is_near(one, chosen.size) for one in known)
-            having = f"{number} of {len(known)} pods have {reasons.size_of(chosen.size)}"
+        wanted = min(chosen.size, situation.reach or chosen.size) if chosen else 0
+        if chosen and chosen.instead_of == situation.settings.memory and not is_near(size, wanted):
+            number = sum(is_near(one, wanted) for one in known)
+            having = f"{number} of {len(known)} pods have {reasons.size_of(wanted)}"
             return Obstacle("Cooldown", f"a change of size is under way: {having}")
         return None if size else Obstacle("Cooldown", "pods have several sizes")
 
@@ -230,11 +244,11 @@ class Sizing:
         if not situation.pods:
             return Obstacle("Samples", "no pod runs")
         pods = {name: self.intake.pods.get(uid, Pod()) for uid, name in situation.pods.items()}
-        silent = [name for name, pod in pods.items() if not 0 <= now - pod.answered <= _STALE_SECONDS]
+        silent = [name for name, pod in pods.items() if not 0 <= now - pod.answered <= STALE_SECONDS]
         if silent:
             why = f"{silent[0]}: {pods[silent[0]].problem or 'no answer'}"
             return Obstacle("Samples", f"{len(silent)} of {len(pods)} pods say nothing of use ({why})")
-        if lost := [name for name, pod in pods.items() if now - pod.lost <= _STALE_SECONDS]:
+        if lost := [name for name, pod in pods.items() if now - pod.lost <= STALE_SECONDS]:
             return Obstacle("Samples", f"samples of {lost[0]} were lost before they were read")
         if self._refused(situation):
             return Obstacle("Infeasible", situation.refusals[0].reason)

@@ -243,41 +243,69 @@ async def test_a_sidecar_that_restarts_is_followed_again() -> None:
         await found.until(lambda: intake.num_samples == before + 4)
 
 
+class Counting:
+    """Sidecars that never have an answer, at once, or ever."""
+
+    def __init__(self, hangs: Callable[[str], bool]) -> None:
+        self.hangs = hangs
+        self.num_asked = self.most = 0
+
+    async def samples(self, address: str, question: object) -> Any:
+        self.num_asked += 1
+        self.most = max(self.most, self.num_asked)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if self.hangs(address):
+            await asyncio.Event().wait()
+        self.num_asked -= 1
+
+    async def read(self, address: str) -> Any:
+        raise AssertionError
+
+
+def many(observed: dict[str, Observed], number: int, address: str) -> dict[str, Observed]:
+    one = observed["engine"].pods[0]
+    pods = tuple(
+        one
+        | {"metadata": one["metadata"] | {"name": f"pod-{number}", "uid": f"uid-{number}"}}
+        | {"status": one["status"] | {"podIP": address}}
+        for number in range(number)
+    )
+    return {name: Observed(resource=own.resource, pods=pods, now=own.now) for name, own in observed.items()}
+
+
+@pytest.mark.parametrize(("num_clusters", "num_pods", "most"), [(1, 1000, 8), (8, 125, 32)])
 @in_a_loop
-async def test_a_thousand_pods_are_asked_a_few_at_a_time() -> None:
-    """All of one cluster; never more than 32 of them at once."""
-    running = most = 0
-
-    class Counting:
-        async def samples(self, address: str, question: object) -> Any:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            running -= 1
-            return None
-
-        async def read(self, address: str) -> Any:
-            return None
-
+async def test_a_thousand_pods_are_asked_a_few_at_a_time(num_clusters, num_pods, most) -> None:
     async with rig() as found:
-        poller = Poller(Counting(), lambda key: None, poll_seconds=0.01)
-        observed = found.observed()
-        one = observed["engine"].pods[0]
-        pods = [
-            one | {"metadata": one["metadata"] | {"name": f"pod-{number}", "uid": f"uid-{number}"}}
-            for number in range(1000)
-        ]
-        key = ClusterKey("default", "demo", "many")
-        many = {
-            name: Observed(resource=own.resource, pods=tuple(pods), now=own.now)
-            for name, own in observed.items()
-        }
+        sidecars = Counting(lambda _: False)
+        poller = Poller(sidecars, lambda key: None, poll_seconds=0.01)
+        observed = many(found.observed(), num_pods, "127.0.0.1")
+        keys = [ClusterKey("default", "demo", f"many-{number}") for number in range(num_clusters)]
         try:
-            poller.report(key, many)
-            report = await found.until(lambda: poller.report(key, many))
+            reports = [
+                await found.until(lambda key=key: poller.report(key, observed))
+                for key in [key for key in keys if poller.report(key, observed) is None]
+            ]
         finally:
             await poller.close()
-        assert most == 32
-        assert report.status["memory"]["reason"].startswith("1000 of 1000 pods say nothing of use (pod-0: ")
+        assert sidecars.most == most
+        for report in reports:
+            expected = f"{num_pods} of {num_pods} pods say nothing of use (pod-0: "
+            assert report.status["memory"]["reason"].startswith(expected)
+
+
+@in_a_loop
+async def test_pods_that_hang_hold_up_their_own_cluster_only() -> None:
+    async with rig() as found:
+        sidecars = Counting(lambda address: address == "127.0.0.9")
+        poller = Poller(sidecars, lambda key: None, poll_seconds=0.01)
+        hung, other = many(found.observed(), 64, "127.0.0.9"), many(found.observed(), 64, "127.0.0.1")
+        try:
+            poller.report(ClusterKey("default", "hung", "hung"), hung)
+            await found.until(lambda: sidecars.num_asked == 8)
+            assert await found.until(lambda: poller.report(ClusterKey("default", "other", "other"), other))
+            assert sidecars.num_asked >= 8, "they hang still"
+            assert poller.report(ClusterKey("default", "hung", "hung"), hung) is None
+        finally:
+            await poller.close()

@@ -398,3 +398,25 @@ class IntakeModel(RuleBasedStateMachine):
 
 TestIntakeModel = IntakeModel.TestCase
 TestIntakeModel.settings = hypothesis_settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+def test_no_size_is_chosen_that_running_pods_can_not_have():
+    """Those that were made with a lower bound, or by an earlier operator."""
+    loop = Loop()
+    loop.situation = loop.situation._replace(reach=80 << 30)
+    loop.run(2.0)
+    assert loop.sidecars.size_bytes == 80 << 30
+    told = [report.status["memory"] for report in loop.reports]
+    reasons = [memory["reason"] for memory in told if memory["limitedBy"] == "Max"]
+    assert reasons and all(
+        text.endswith("; more than 80Gi takes a pod that is made anew") for text in reasons
+    )
+    # A size that was chosen when they could have it is no change that is waited for.
+    loop.situation = loop.situation._replace(reach=72 << 30)
+    loop.resize(72 << 30)
+    loop.run(0.5, follow=False)
+    assert "under way" not in str(loop.told()["reason"])
+    # Pods that are made anew have no such bound.
+    loop.situation = loop.situation._replace(reach=512 << 30)
+    loop.run(2.4)
+    assert loop.sidecars.size_bytes > 80 << 30
