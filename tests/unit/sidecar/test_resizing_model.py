@@ -35,6 +35,7 @@ from lmcache.tiers.memory import arena as arenas
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.mapping import MappedColumn
+from tests.harness.pinning import Device
 from tests.harness.world import FakeLock, FakeStore
 
 SLOT_BYTES, CAPACITY = 4096, 40 * 4096
@@ -56,26 +57,6 @@ class SessionDouble:
 
     def check_present(self) -> None:
         pass
-
-
-class Device:
-    """Pins rows of one mapping; what is punched while it has them pinned it sees as it was."""
-
-    def __init__(self, slots: np.ndarray) -> None:
-        self.slots = slots
-        self.pinned: set[int] = set()
-        self.old_pages: dict[int, np.ndarray] = {}
-
-    def set_ready(self, num_rows: int) -> None:
-        self.pinned = set(range(num_rows))
-        self.old_pages = {row: page for row, page in self.old_pages.items() if row in self.pinned}
-
-    def page(self, row: int) -> np.ndarray:
-        return self.old_pages.get(row, self.slots[row])
-
-    def before_punch(self, rows: range) -> None:
-        for row in self.pinned.intersection(rows):
-            self.old_pages.setdefault(row, self.slots[row].copy())
 
 
 class Worker:
