@@ -158,7 +158,7 @@ class _Sized(Part):
     )
     keys_in_size: int | None = field("Sampled keys that the present size holds.", format="int64")
     saving: Saving | None = field("What it is worth.")
-    curve: list[CurvePoint] = field("What other sizes would do.", default=[], maxItems=32)
+    curve: list[CurvePoint] | None = field("What other sizes would do.", maxItems=32)
 
 
 class MemorySizes(_Sized):
