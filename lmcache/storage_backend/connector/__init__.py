@@ -61,7 +61,10 @@ def parse_remote_url(url: str) -> ParsedRemoteURL:
     username, _, password = userinfo.partition(":")
     if not connector_type or not separator or not database.isascii() or not (database or "0").isdigit():
         raise ValueError("Invalid remote url: write type://host:port, and for Redis a database's number")
-    endpoints = [Endpoint.parse(node, default_port=0) for node in nodes.split(",")]
+    try:
+        endpoints = [Endpoint.parse(node, default_port=0) for node in nodes.split(",")]
+    except ValueError as error:
+        raise ValueError(f"remote URL: {error}") from None
     return ParsedRemoteURL(
         connector_type,
         [endpoint.host for endpoint in endpoints],

@@ -190,7 +190,7 @@ def test_two_operators_that_choose_different_sizes_do_not_write_for_ever(
     for (watcher, _), size in zip(operators, (108, 128), strict=True):
         watcher.say(GROW, memory=Choice(size * GIB, 64 * GIB), state=f"{size}")
     written = []
-    for _ in range(20):
+    for _ in range(14):
         for _, rig.reconciler in operators:
             rig.clock.now += 1
             rig.reconcile()
