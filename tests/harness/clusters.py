@@ -42,7 +42,10 @@ def reconcile_once_more(plane: Cluster, operator: Operator, namespace: str) -> N
 
 
 def wait_quiet(plane: Cluster, operator: Operator, namespace: str) -> None:
-    """Until a reconciliation writes nothing."""
+    """Until the first decision about sizes is told, and a reconciliation writes nothing."""
+    live = plane.api.get(CLUSTERS, NAME, namespace)
+    if "engine" in live["spec"] and live["spec"].get("autoscaling", {"mode": "Off"})["mode"] != "Off":
+        plane.wait(lambda: "autoscaling" in plane.api.get(CLUSTERS, NAME, namespace).get("status", {}))
 
     def is_quiet() -> bool:
         mark = plane.mark()

@@ -275,6 +275,8 @@ class Sizing:
 
     def _state(self) -> str:
         """The same as long as nothing is looked up, or chosen: it is written where it is another."""
+        if not (self.intake.traffic or self._memory.chosen or self._remote.chosen):
+            return ""  # nothing was looked up, and there is nothing to keep
         basis = (self.intake.num_samples, self._memory.chosen, self._remote.chosen)
         if basis != self._state_basis:
             found = {"memory": self._memory.state.as_json(), "remote": self._remote.state.as_json()}
