@@ -42,10 +42,7 @@ def reconcile_once_more(plane: Cluster, operator: Operator, namespace: str) -> N
 
 
 def wait_quiet(plane: Cluster, operator: Operator, namespace: str) -> None:
-    """Until the first decision about sizes is told, and a reconciliation writes nothing."""
-    live = plane.api.get(CLUSTERS, NAME, namespace)
-    if "engine" in live["spec"] and live["spec"].get("autoscaling", {"mode": "Off"})["mode"] != "Off":
-        plane.wait(lambda: "autoscaling" in plane.api.get(CLUSTERS, NAME, namespace).get("status", {}))
+    """Until a reconciliation writes nothing."""
 
     def is_quiet() -> bool:
         mark = plane.mark()

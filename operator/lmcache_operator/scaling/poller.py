@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, parse
+from lmcache_operator.autoscaling.decide import DECIDE_SECONDS
 from lmcache_operator.autoscaling.report import Report, steady
 from lmcache_operator.autoscaling.state import Obstacle
 from lmcache_operator.autoscaling.tier import Prices
@@ -58,6 +59,9 @@ class _Watched:
     addresses: Mapping[str, str]
     """Of its sidecars, by the uids of their pods."""
     sizing: Sizing
+    since: float
+    """When it was seen first; what nobody has answered yet is no news for a while."""
+    has_answered: bool = False
     report: Report | None = None
     is_started: bool = field(default=False)
 
@@ -100,7 +104,7 @@ class Poller:
         addresses = {pod["metadata"]["uid"]: pod["status"]["podIP"] for pod in pods}
         if watched is None:
             sizing = Sizing(saved(observed[names.AUTOSCALING]))
-            watched = self._watched[key.uid] = _Watched(key, situation, addresses, sizing)
+            watched = self._watched[key.uid] = _Watched(key, situation, addresses, sizing, self._clock())
             self._queue.wake(key)
         watched.situation, watched.addresses = situation, addresses
         return watched.report
@@ -126,10 +130,12 @@ class Poller:
                 now, situation.pods, situation.bounds, said, self._max_keys()
             ):
                 await asyncio.sleep(0)
-            if watched.sizing.is_due(now, situation):
-                former, watched.report = watched.report, watched.sizing.decide(now, situation)
-                if self._watched.get(key.uid) is watched and _is_news(former, watched.report):
-                    self._wake(key)
+            watched.has_answered |= any(isinstance(one, Answer) for one in said.values())
+        is_new = not watched.has_answered and 0 <= now - watched.since < DECIDE_SECONDS
+        if not is_new and watched.sizing.is_due(now, situation):
+            former, watched.report = watched.report, watched.sizing.decide(now, situation)
+            if self._watched.get(key.uid) is watched and _is_news(former, watched.report):
+                self._wake(key)
         # Clusters that were first seen together are not polled together.
         share = 1.0 if watched.is_started else random.random()
         watched.is_started = True

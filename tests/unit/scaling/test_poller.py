@@ -279,7 +279,8 @@ def many(observed: dict[str, Observed], number: int, address: str) -> dict[str, 
 async def test_a_thousand_pods_are_asked_a_few_at_a_time(num_clusters, num_pods, most) -> None:
     async with rig() as found:
         sidecars = Counting(lambda _: False)
-        poller = Poller(sidecars, lambda key: None, poll_seconds=0.01)
+        minutes = itertools.count(1.8e9, 900.0)
+        poller = Poller(sidecars, lambda key: None, clock=lambda: next(minutes), poll_seconds=0.01)
         observed = many(found.observed(), num_pods, "127.0.0.1")
         keys = [ClusterKey("default", "demo", f"many-{number}") for number in range(num_clusters)]
         try:
@@ -296,10 +297,29 @@ async def test_a_thousand_pods_are_asked_a_few_at_a_time(num_clusters, num_pods,
 
 
 @in_a_loop
+async def test_nothing_is_told_of_pods_that_never_answered_before_a_decision_is_due() -> None:
+    """So that a cluster that starts, or an operator, tells of no silence that is none."""
+    async with rig() as found:
+        sidecars, now = Counting(lambda _: False), [1.8e9]
+        poller = Poller(sidecars, lambda key: None, clock=lambda: now[0], poll_seconds=0.01)
+        key, observed = ClusterKey("default", "demo", "silent"), many(found.observed(), 1, "127.0.0.1")
+        try:
+            for _ in range(3):
+                sidecars.most = 0
+                assert poller.report(key, observed) is None
+                await found.until(lambda: sidecars.most)
+            now[0] += 900.0
+            assert await found.until(lambda: poller.report(key, observed))
+        finally:
+            await poller.close()
+
+
+@in_a_loop
 async def test_pods_that_hang_hold_up_their_own_cluster_only() -> None:
     async with rig() as found:
         sidecars = Counting(lambda address: address == "127.0.0.9")
-        poller = Poller(sidecars, lambda key: None, poll_seconds=0.01)
+        minutes = itertools.count(1.8e9, 900.0)
+        poller = Poller(sidecars, lambda key: None, clock=lambda: next(minutes), poll_seconds=0.01)
         hung, other = many(found.observed(), 64, "127.0.0.9"), many(found.observed(), 64, "127.0.0.1")
         try:
             poller.report(ClusterKey("default", "hung", "hung"), hung)
