@@ -134,7 +134,7 @@ def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_p
     app.node.api.patch("v1/secrets", name, {"data": {"other": None}}, NAMESPACE)
     app.node.wait(lambda: "PONG" not in answers(old), 300)
     assert answers("new") == {"PONG"}
-    pod.complete(list(range(101, 357)) * 2)
+    pod.complete(PROMPT[1::-1] + PROMPT[2:514])
     app.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, 120)
     assert pod.stats()["remote"]["failures"] == failures
     assert pod.stats()["remote"]["is_reachable"]
