@@ -23,6 +23,10 @@ disabled_plugins = [
   'io.containerd.snapshotter.v1.devmapper', 'io.containerd.snapshotter.v1.erofs',
   'io.containerd.internal.v1.opt', 'io.containerd.tracing.processor.v1.otlp',
 ]
+[timeouts]
+  # After 2 s, its default, it gives a container up that is to be stopped, and kills it when its time is over.
+  'io.containerd.timeout.task.state' = '60s'
+  'io.containerd.timeout.shim.load' = '60s'
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
   sandbox = '{pause}'
 [plugins.'io.containerd.cri.v1.runtime']

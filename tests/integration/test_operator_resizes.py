@@ -149,6 +149,18 @@ def test_what_a_namespace_forbids_is_told_and_taken_back(
     assert not [pod for pod in operated.pods() if RESIZE_REFUSED in annotations_of(pod)]
 
 
+def test_no_limit_range_reaches_a_running_engine_by_a_resize(operated: Operated) -> None:
+    """The API server would give it the range's maximum as its limit, and it could be killed for that."""
+    tight = {"metadata": {"name": "tight"}, "spec": LIMIT_RANGE}
+    operated.api.create("v1/limitranges", tight, operated.namespace)
+    operated.plane.wait(lambda: not operated.may_have("4736Mi"))
+    operated.declare("2Gi")
+    operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
+    assert "would limit container engine of the running pod" in operated.condition("Degraded")["message"]
+    engines = [own for pod in operated.pods() for own in pod["spec"]["containers"] if own["name"] == "engine"]
+    assert [own["resources"].get("limits") for own in engines] == [None, None]
+
+
 def test_what_a_node_has_no_room_for_is_taken_back(operated: Operated) -> None:
     never = {"metadata": {"annotations": {"test/resize": "never"}}}
     for pod in operated.pods():

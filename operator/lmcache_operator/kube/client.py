@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import aiohttp
@@ -21,6 +21,7 @@ from lmcache_operator.kube.shallow import loads
 from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, Kind
+from lmcache_operator.specs.merge import at
 from lmcache_operator.specs.names import FIELD_MANAGER, digest
 
 _SECONDS = 30.0
@@ -160,15 +161,28 @@ class KubeApi:
         await self._apply_to_pod(pod, "", {}, annotations=annotations)
 
     async def resize(self, pod: Object, init_container: str, resources: Mapping[str, Any]) -> None:
-        """Ask for other resources of a pod that runs; its kubelet answers in the pod's status."""
+        """Ask for other resources of a pod that runs; its kubelet answers in the pod's status.
+
+        Raises RefusedError where other containers would get other limits with it: the API server gives those
+        without the ones of a LimitRange that came after the pod, and an engine could be killed for it.
+        """
         spec = {"initContainers": [{"name": init_container, "resources": resources}]}
+        found = await self._apply_to_pod(pod, "/resize", {"spec": spec}, dry_run=True)
+        before, after = (_limits_of_others(one, init_container) for one in (pod, found))
+        if changed := [name for name, limits in after.items() if limits != before.get(name)]:
+            what = f"a LimitRange of the namespace would limit container {changed[0]} of the running pod, too"
+            raise RefusedError("resize", f"{what}: replace the pod, or give that container limits")
         await self._apply_to_pod(pod, "/resize", {"spec": spec})
 
-    async def _apply_to_pod(self, pod: Object, subresource: str, body: Object, **metadata: Any) -> None:
+    async def _apply_to_pod(
+        self, pod: Object, subresource: str, body: Object, *, dry_run: bool = False, **metadata: Any
+    ) -> Object:
         name, namespace, uid = (pod["metadata"][key] for key in ("name", "namespace", "uid"))
         header: Object = {"apiVersion": POD.api_version, "kind": POD.kind}
         header["metadata"] = {"name": name, "namespace": namespace, "uid": uid, **metadata}
-        await self._call("PATCH", f"{_path(POD, namespace, name)}{subresource}", header | body, query=_FORCE)
+        path, query = f"{_path(POD, namespace, name)}{subresource}", {"dryRun": "All"} if dry_run else {}
+        _, stored = await self._call("PATCH", path, header | body, query=_FORCE | query)
+        return cast(Object, stored)
 
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
         """Report something about a cluster where ``kubectl describe`` and ``kubectl events`` show it.
@@ -232,6 +246,15 @@ class KubeApi:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return 0, f"no answer: {error or type(error).__name__}".encode()
+
+
+def _limits_of_others(pod: Object, init_container: str) -> dict[str, Any]:
+    containers = [own for kind in ("containers", "initContainers") for own in at(pod, "spec", kind) or ()]
+    return {
+        own["name"]: (own.get("resources") or {}).get("limits")
+        for own in containers
+        if own["name"] != init_container
+    }
 
 
 def error_of(what: str, status: int, body: bytes) -> ApiError:
