@@ -35,7 +35,7 @@ class Server(ChildProcess, ABC):
         return self
 
     @abstractmethod
-    def start(self, *, timeout: float = 20.0) -> None:
+    def start(self, *, timeout: float = 60.0) -> None:
         """Start, and wait until it answers."""
 
     def restart(self) -> None:
@@ -188,7 +188,7 @@ class SidecarProcess(Server):
 
     def get(self, path: str) -> str:
         """The body of one page."""
-        with urllib.request.urlopen(self.url + path, timeout=5) as response:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             body: bytes = response.read()
         return body.decode()
 

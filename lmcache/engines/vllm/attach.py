@@ -105,7 +105,7 @@ def attach_worker(
         private_reason=reason,
         model=vllm_config.model_config.model,
         transfer=_transfer(copier, is_replica=bool(rank % replicas)),
-        kv_bytes=num_bytes(kv_caches),
+        kv_bytes=0 if rank % replicas else num_bytes(kv_caches),  # ranks that hold the same are one cache
     )
     identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier.prepare), copier, identity

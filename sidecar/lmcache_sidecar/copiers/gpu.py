@@ -154,10 +154,11 @@ class Gpu:
         self._check_end()
 
     def grow(self) -> None:
-        """More rows of the arena are populated."""
-        if self._reader is not None and self._has_started:
-            self._pinned_rows = max(self._pinned_rows, self._arena.ready_rows)
-            self._reader.tell(Kind.GROWN, self._arena.ready_rows)
+        """More rows of the arena are populated; of fewer a reader is told nothing: it may be copying."""
+        ready_rows = self._arena.ready_rows
+        if self._reader is not None and self._has_started and ready_rows > self._pinned_rows:
+            self._pinned_rows = ready_rows
+            self._reader.tell(Kind.GROWN, ready_rows)
 
     def let_go(self) -> bool:
         """End the reader if it has rows pinned that are not ready any more; True: none has."""
