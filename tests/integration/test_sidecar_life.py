@@ -74,7 +74,7 @@ def test_an_engine_lets_go_of_the_arena_with_its_session(sidecar, how):
     """At once: a garbage collection may be hours away, and an arena that was replaced stays in memory."""
     mappings = []
     client = SidecarClient(
-        sidecar.socket_path, make_hello(), on_rows=lambda slots, _: mappings.append(weakref.ref(slots.base))
+        sidecar.socket_path, make_hello(), on_rows=lambda slots, *_: mappings.append(weakref.ref(slots.base))
     )
     gc.disable()
     try:
