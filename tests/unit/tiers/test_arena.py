@@ -279,6 +279,15 @@ class TestFile:
         assert "No space left" in arena.growth_error
 
 
+def lay_out(folder, membership, files):
+    """What the kernel tells of a process's control groups."""
+    (folder / "cgroup").write_text(membership)
+    for name, text in files.items():
+        file = folder / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
 class TestRoom:
     def test_volume_too_small_says_how_much_and_where(self, path):
         with pytest.raises(ArenaError, match=rf"{path} needs 1024Ti more, its volume has"):
@@ -312,11 +321,7 @@ class TestRoom:
         ],
     )
     def test_limits_of_cgroups(self, tmp_path, membership, files, limit):
-        (tmp_path / "cgroup").write_text(membership)
-        for name, text in files.items():
-            file = tmp_path / "fs" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+        lay_out(tmp_path, membership, files)
         assert memory_limit(tmp_path / "fs", tmp_path / "cgroup") == limit
 
     @pytest.mark.parametrize(
@@ -356,11 +361,7 @@ class TestRoom:
         ],
     )
     def test_room_in_cgroups(self, tmp_path, membership, files, room):
-        (tmp_path / "cgroup").write_text(membership)
-        for name, text in files.items():
-            file = tmp_path / "fs" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+        lay_out(tmp_path, membership, files)
         assert memory_room(tmp_path / "fs", tmp_path / "cgroup") == room
 
     def test_some_is_kept_free(self, monkeypatch):
