@@ -14,6 +14,8 @@ from lmcache_operator.specs.names import SIDECAR_PORT
 
 _MAX_BYTES = 256 << 10
 _MAX_SAMPLES_BYTES = 3 << 20
+_MAX_PARTS = 16
+"""Lists and objects in an answer of samples; it has four. Each takes more memory than its two bytes."""
 
 
 class StatsClient:
@@ -55,6 +57,8 @@ class StatsClient:
                     body += chunk
                     if len(body) > max_bytes:
                         return None
+                if max_bytes > _MAX_BYTES and body.count(b"[") + body.count(b"{") > _MAX_PARTS:
+                    return None
                 return json.loads(bytes(body)) if answer.status == HTTPStatus.OK else None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError):
             return None

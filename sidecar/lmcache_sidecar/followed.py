@@ -75,7 +75,7 @@ class SizeFile(FollowedFile):
             most = format_size(self._most_bytes)
             raise ValueError(
                 f"{self.path}: {text.strip()} is more than {most}, to which the memory tier of this process"
-                " can grow: start it with a larger --memory-max-size"
+                " can grow: it takes a larger --memory-max-size, and volume"
             )
         self.num_bytes = num_bytes
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from lmcache.rpc import service
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.capacity import volume_bytes
 from lmcache.tiers.stats import MemoryStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache.tiers.tiered.tasks import Tasks
@@ -44,7 +45,9 @@ class Sidecar:
         self._config = config
         claim_socket(config.socket)
         locks = _make_locks_directory(config.socket)
-        self._size = SizeFile(config.memory_size_file, config.memory_size, config.memory_capacity)
+        # No volume grows by itself: who was given more than it has starts with the size of before.
+        most = min(config.memory_capacity, max(config.memory_size, volume_bytes(Path(config.arena_path))))
+        self._size = SizeFile(config.memory_size_file, config.memory_size, most)
         self._size.follow()
         with ExitStack() as opened:
             self._arena = _open_arena(config, self._size.num_bytes)

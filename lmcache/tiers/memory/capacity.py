@@ -55,6 +55,15 @@ def check_capacity(path: Path, capacity_bytes: int, present_bytes: int = 0) -> N
         )
 
 
+def volume_bytes(path: Path) -> int:
+    """Size of the volume on which a file is, or will be; 0: there is none."""
+    try:
+        volume = os.statvfs(path.parent)
+    except OSError:
+        return 0
+    return volume.f_blocks * volume.f_frsize
+
+
 def check_room(num_bytes: int) -> None:
     """Raise ArenaError when the process can't take so much more without being killed for it."""
     room = memory_room()

@@ -51,6 +51,8 @@ class Service:
     """Over all ranks."""
     tokens_per_access: float
     """Of one chunk."""
+    paid_pods: float = 0.0
+    """That there were while what is counted was looked up, on average; 0: as many as now."""
     engine_cache_bytes: float = 0.0
     """Of one pod's own prefix cache, which is asked first."""
     load_bytes_per_second: float = 0.0
@@ -64,7 +66,12 @@ class Service:
             self.num_pods, self.gpus, self.prefill_tokens_per_second,
             self.kv_bytes_per_token, self.tokens_per_access,
         )  # fmt: skip
-        others = (self.engine_cache_bytes, self.load_bytes_per_second, self.moved_bytes_per_second)
+        others = (
+            self.paid_pods,
+            self.engine_cache_bytes,
+            self.load_bytes_per_second,
+            self.moved_bytes_per_second,
+        )
         return all(0 < x < math.inf for x in needed) and all(0 <= x < math.inf for x in others)
 
     def usd_per_token(self, prices: Prices) -> float:
@@ -169,7 +176,7 @@ def memory_tier(smallest: float, largest: float, service: Service, prices: Price
     return Tier(
         sizes=tuple(sizes),
         usd_per_access=service.usd_per_token(prices) * service.tokens_per_access,
-        usd_per_byte_hour=service.num_pods * prices.memory_gib_hour / GIB,
+        usd_per_byte_hour=(service.paid_pods or service.num_pods) * prices.memory_gib_hour / GIB,
         nearer_bytes=service.engine_cache_bytes,
         factors=(_STEP_DOWN, _STEP_UP),
         similar_octaves=_SIMILAR,

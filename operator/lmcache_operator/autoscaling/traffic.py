@@ -36,18 +36,25 @@ class Traffic:
         )  # fmt: skip
         """To be fed with the sampled lookups of all pods, in the order of their time; streams are pods."""
         self._miss_bytes = Window(FAST_HALF_LIFE, 1.0, 2.0)
+        self._pods = Window(DAY_HALF_LIFE, 1.0, 2.0)
+
+    @property
+    def num_pods(self) -> float:
+        """On average, as accesses are counted; 0: nothing was counted."""
+        return self._pods.accesses_per_hour
 
     def count(
         self, time: float, seconds: float, accesses: float, hits: float,
-        shared_hits: float = 0.0, miss_bytes: float = 0.0,
+        shared_hits: float = 0.0, miss_bytes: float = 0.0, num_pods: float = 0.0,
     ) -> None:  # fmt: skip
-        """Add what pods counted themselves in the ``seconds`` before ``time``; ``hits``: in the engine's
-        cache or in the pod's own memory, ``shared_hits``: behind both."""
+        """Add what ``num_pods`` counted themselves in the ``seconds`` before ``time``; ``hits``: in the
+        engine's cache or in the pod's own memory, ``shared_hits``: behind both."""
         for window in (*self.curve.windows, *self.curve.pooled_windows):
             window.count(time, accesses, hits, seconds)
         for window in self.curve.shared_windows:
             window.count(time, accesses, shared_hits, seconds)
         self._miss_bytes.count(time, miss_bytes, 0.0, seconds)
+        self._pods.count(time, num_pods * seconds / 3600, 0.0, seconds)
 
     def memory(
         self, time: float, size: float, service: Service, state: State, obstacle: Obstacle | None = None
@@ -87,7 +94,10 @@ class Traffic:
     def state(self) -> dict[str, Any]:
         """What has to survive a restart, as plain values: the day. The last hour is soon seen again."""
         days = [window.state() for window in self._days()]
-        return {"namespace": self.namespace, "new_bytes": self.curve.new_bytes, "days": days}
+        pods = self._pods.state()
+        return {
+            "namespace": self.namespace, "new_bytes": self.curve.new_bytes, "days": days, "pods": pods
+        }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state()`` returned. Raises ValueError if that can't be."""
@@ -96,6 +106,7 @@ class Traffic:
                 raise ValueError(f"of {state['namespace']!r}, not {self.namespace!r}")
             for window, values in zip(self._days(), state["days"], strict=True):
                 window.restore(values)
+            self._pods.restore(state["pods"])
             self.curve.new_bytes = float(state["new_bytes"])
             self.curve.counts_from = max(float(values["latest"]) for values in state["days"])
         except (KeyError, TypeError) as error:

@@ -235,6 +235,8 @@ def _memory_of(pod: Object, num_gpus: int) -> _Memory:
     with contextlib.suppress(ValueError, LookupError):
         made = int(given[-1].removeprefix(SIZE_ARGUMENT))
         most = int(env.get(MAX_SIZE, 0))
+    if volume := _volume_bytes(pod, made, num_gpus):
+        most = min(most, volume)
     annotation = names.annotations_of(pod).get(names.MEMORY_SIZE, "")
     is_told = re.fullmatch("[0-9]{1,18}", annotation) and 0 < int(annotation) <= most
     sees_gpus = at(sidecar, "resources", "claims") or env.get("NVIDIA_VISIBLE_DEVICES") == "all"
@@ -247,6 +249,17 @@ def _memory_of(pod: Object, num_gpus: int) -> _Memory:
         _bytes(at(sidecar, "resources", "requests", "memory")),
         num_gpus if sees_gpus else 0,
     )
+
+
+def _volume_bytes(pod: Object, made: int, num_gpus: int) -> int:
+    """Where all containers have a memory limit, the kubelet makes a volume in memory no larger than what they
+    had together, once and for all; 0: it has the size that is declared."""
+    spec = pod["spec"]
+    both = [*spec.get("containers", ()), *(spec.get("initContainers") or ())]
+    limits = {own["name"]: _bytes(at(own, "resources", "limits", "memory")) for own in both}
+    if not all(limits.values()):
+        return 0
+    return sum(limits[own["name"]] for own in spec["containers"]) + _limit(made, num_gpus)
 
 
 def _bytes(quantity: Any) -> int:

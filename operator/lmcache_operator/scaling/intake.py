@@ -186,6 +186,7 @@ class Intake:
             near / tokens,
             grown.remote / tokens,
             missed * self.row_bytes,
+            num_pods=len(self.pods),
         )
         self.engine.count(now, grown.looked_up, grown.engine, seconds)
         self.moved.count(now, grown.moved_rows * self.row_bytes, 0.0, seconds)

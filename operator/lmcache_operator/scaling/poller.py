@@ -20,7 +20,7 @@ from lmcache_operator.autoscaling.tier import Prices
 from lmcache_operator.components.autoscaling import saved
 from lmcache_operator.components.base import Observed
 from lmcache_operator.components.pods import is_outdated, is_ready, plain
-from lmcache_operator.components.remote.remote import listed_shards, why_filling
+from lmcache_operator.components.remote.remote import listed_shards, why_filling, why_not_coming
 from lmcache_operator.components.resize import Refusal, reach
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.queue import KeyedQueue
@@ -149,21 +149,22 @@ class Poller:
     ) -> Answer | NoAnswer:
         """Up to a time of the loop. ``most``: samples that are read of one that was not heard for long: they
         tell only what it holds, and no more of that is remembered."""
-        samples = figures = None
+        following = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until), slots, self._slots:
-                samples = await self._sidecars.samples(address, watched.sizing.intake.question(uid))
-                time = self._clock()
-                figures = await self._sidecars.read(address) if samples is not None else None
-        if samples is None or figures is None:
-            return NoAnswer("it does not answer")
-        try:
-            known = watched.sizing.intake.pods.get(uid)
-            is_known = known is not None and 0 <= time - known.answered <= STALE_SECONDS
-            read = answers.samples(samples, answers.ALL if is_known else most)
-            return Answer(time, read, answers.figures(figures))
-        except answers.RefusedAnswerError as error:
-            return NoAnswer(plain(str(error), 200), answers.next_request(samples))
+                found = await self._sidecars.samples(address, watched.sizing.intake.question(uid))
+                time, following = self._clock(), answers.next_request(found)
+                known = watched.sizing.intake.pods.get(uid)
+                is_known = known is not None and 0 <= time - known.answered <= STALE_SECONDS
+                try:
+                    if found is not None:
+                        samples = answers.samples(found, answers.ALL if is_known else most)
+                        found = None  # what makes no sense may be large, and the other answer late
+                        if (figures := await self._sidecars.read(address)) is not None:
+                            return Answer(time, samples, answers.figures(figures))
+                except answers.RefusedAnswerError as error:
+                    return NoAnswer(plain(str(error), 200), following)
+        return NoAnswer("it does not answer")
 
 
 def _is_news(former: Report | None, report: Report) -> bool:
@@ -186,8 +187,10 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
         is_memory_auto=is_auto and scaling.memory is not None,
         are_shards_auto=is_auto and scaling.remote is not None,
     )
-    shards = listed_shards(observed[names.REMOTE]) if managed else None
-    why = why_filling(observed[names.REMOTE]) if managed else ""
+    remote = observed[names.REMOTE]
+    shards = listed_shards(remote) if managed else None
+    why, late = (why_filling(remote), why_not_coming(remote)) if managed else ("", "")
+    obstacle = Obstacle("Cooldown", why) if why else None
     pods = [pod for pod in observed[names.ENGINE].pods if has_running_sidecar(pod)]
     return Situation(
         settings,
@@ -196,7 +199,7 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
         tuple(_refusals(pods, observed[names.ENGINE].now)),
         reach=min(map(reach, pods), default=0),
         num_shards=shards.current if shards else 0,
-        shards_obstacle=Obstacle("Cooldown", why) if why else None,
+        shards_obstacle=Obstacle("Infeasible", late) if late else obstacle,
     )
 
 

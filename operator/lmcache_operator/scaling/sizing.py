@@ -20,6 +20,8 @@ from lmcache_operator.scaling.intake import Intake, Pod
 
 POLL_SECONDS = 60.0
 STALE_SECONDS = 3 * POLL_SECONDS
+_CHANGE_SECONDS = 30 * 60.0
+"""For one more pod to have the size that was chosen: after that, those it has not can't get it."""
 _SHARD_USABLE = 0.76
 """Of a shard's memory, to begin with: it stores no more than 80 % of it."""
 
@@ -111,6 +113,8 @@ class Sizing:
         self.intake = Intake(traffic)
         """To be given what sidecars say."""
         self._decided = -math.inf
+        self._change = (0, 0, 0.0)
+        """The size that pods are brought to, how many have it, and since when so many."""
         self._state_basis: object = None
         self._state_text = ""
 
@@ -157,8 +161,10 @@ class Sizing:
     ) -> dict[str, Any]:
         assert self.intake.traffic is not None
         settings, own, size = situation.settings, self._memory, self._agreed(situation)
+        # Demand is that of a day, so the price is that of as many pods as there were.
+        service = replace(service, paid_pods=self.intake.traffic.num_pods)
         tier = memory_tier(*situation.memory_bounds, service, settings.prices)
-        held = obstacle or self._under_way(situation, size)
+        held = obstacle or self._under_way(now, situation, size)
         if self._remote.is_verifying():
             held = held or Obstacle("Verifying", "the number of shards has just changed")
         present = size or own.state.size or settings.memory
@@ -227,17 +233,26 @@ class Sizing:
         return sizes[0] if sizes and all(is_near(size, sizes[0]) for size in sizes) else 0
 
     def _refused(self, situation: Situation) -> bool:
-        """Whether a pod can't have the size that was chosen."""
-        chosen = self._memory.chosen
-        return chosen is not None and any(is_near(one.size, chosen.size) for one in situation.refusals)
+        """Whether a pod can't have the size that was chosen; one that has it could not give memory back."""
+        chosen, size = self._memory.chosen, self._agreed(situation)
+        if chosen is None or is_near(size, chosen.size):
+            return False
+        return any(is_near(one.size, chosen.size) for one in situation.refusals)
 
-    def _under_way(self, situation: Situation, size: int) -> Obstacle | None:
+    def _under_way(self, now: float, situation: Situation, size: int) -> Obstacle | None:
         chosen, known = self._memory.chosen, [pod.figures.size_bytes for pod in self.intake.pods.values()]
-        wanted = min(chosen.size, situation.reach or chosen.size) if chosen else 0
+        least, most = situation.memory_bounds
+        wanted = min(max(chosen.size, least), most) if chosen else 0
         if chosen and chosen.instead_of == situation.settings.memory and not is_near(size, wanted):
             number = sum(is_near(one, wanted) for one in known)
             having = f"{number} of {len(known)} pods have {reasons.size_of(wanted)}"
-            return Obstacle("Cooldown", f"a change of size is under way: {having}")
+            if self._change[:2] != (wanted, number) or now < self._change[2]:
+                self._change = wanted, number, now
+            if now - self._change[2] < _CHANGE_SECONDS:
+                return Obstacle("Cooldown", f"a change of size is under way: {having}")
+            minutes = _CHANGE_SECONDS / 60
+            return Obstacle("Infeasible", f"{having}, and for {minutes:.0f} minutes not one more")
+        self._change = 0, 0, 0.0
         return None if size else Obstacle("Cooldown", "pods have several sizes")
 
     def _obstacle(self, now: float, situation: Situation, service: Service) -> Obstacle | None:

@@ -2,94 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
-from lmcache_operator.autoscaling.report import MAX_STATE_BYTES, Choice, Report, Saved, restore, save
+from lmcache_operator.autoscaling.report import MAX_STATE_BYTES, Choice, Saved, restore, save
 from lmcache_operator.autoscaling.state import Obstacle
 from lmcache_operator.autoscaling.tier import GIB, Prices
-from lmcache_operator.scaling import answers
 from lmcache_operator.scaling.intake import Answer, NoAnswer
-from lmcache_operator.scaling.sizing import POLL_SECONDS, Refused, Settings, Situation, Sizing
+from lmcache_operator.scaling.sizing import Refused, Settings, Situation, Sizing
 
-from testing.workloads.closed_loop import Setup, sticky
-from testing.workloads.requests import HOUR, Request, Workload, chat
-from testing.workloads.sidecars import Sidecars
-from testing.workloads.tiers import Service
-
-START = 1_800_000_000.0
-SIZE = 64 << 30
-AUTO = Settings(SIZE, (16 << 30, 512 << 30), Prices(2.5, 0.004), is_memory_auto=True)
-PODS = {"uid-0": "pod-0", "uid-1": "pod-1"}
-MAX_KEYS = 64_000
-
-
-@cache
-def talk(hours: int = 5) -> Workload:
-    found = chat(hours, 0.2, scale=4)
-    moved = [Request(one.time + START, one.session, one.keys) for one in found.requests]
-    return Workload(moved, found.scale)
-
-
-@dataclass
-class Loop:
-    """Two pods, polled once a minute; a change of size takes effect with the next poll."""
-
-    sizing: Sizing = field(default_factory=Sizing)
-    settings: Settings = AUTO
-    workload: Workload = field(default_factory=talk)
-    now: float = START
-    report: Report | None = None
-
-    def __post_init__(self) -> None:
-        self.pods = Service(2, 0, self.workload.rows(SIZE))
-        self.sidecars = Sidecars(self.workload, self.pods, 2, SIZE)
-        self.requests = iter(self.workload.requests)
-        self.following = next(self.requests)
-        self.route = sticky(2)
-        self.situation = Situation(self.settings, PODS)
-        self.refusals: dict[str, NoAnswer] = {}
-        self.reports: list[Report] = []
-
-    def ask(self, pod: int) -> Answer | NoAnswer:
-        uid = f"uid-{pod}"
-        if uid in self.refusals:
-            return self.refusals[uid]
-        question = self.sizing.intake.question(uid)
-        told = json.loads(json.dumps(self.sidecars.samples(pod, self.now, **question)))
-        return Answer(self.now, answers.samples(told), answers.figures(self.sidecars.stats(pod)))
-
-    def poll(self) -> None:
-        self.now += POLL_SECONDS
-        while self.following.time <= self.now:
-            self.sidecars.serve(self.route(self.following), self.following)
-            self.following = next(self.requests)
-        said = {uid: self.ask(int(uid[-1])) for uid in self.situation.pods}
-        for _ in self.sizing.intake.take(
-            self.now, self.situation.pods, self.situation.bounds, said, MAX_KEYS
-        ):
-            pass
-        if self.sizing.is_due(self.now, self.situation):
-            self.report = self.sizing.decide(self.now, self.situation)
-            self.reports.append(self.report)
-
-    def run(self, hours: float, *, follow: bool = True) -> None:
-        end = self.now + hours * HOUR
-        while self.now + POLL_SECONDS <= end:
-            self.poll()
-            if follow and self.report and self.report.memory:
-                self.resize(self.report.memory.size)
-
-    def resize(self, size: int) -> None:
-        self.sidecars.size_bytes = size
-        self.pods.resize(self.workload.rows(size))
-
-    def told(self) -> Mapping[str, object]:
-        assert self.report
-        return self.report.status["memory"]
+from testing.workloads.closed_loop import Setup
+from testing.workloads.requests import Request, Workload, chat
+from tests.harness.sizing_loop import AUTO, SIZE, START, Loop
 
 
 def test_what_pods_say_brings_them_to_the_best_size():
@@ -328,24 +252,3 @@ def test_what_survives_is_small_for_any_bounds_and_the_same_at_rest():
     assert set(loop.report.status["remote"]) >= {"current", "recommended", "next", "reason", "limitedBy"}
     loop.run(1.0)
     assert loop.report.state == state
-
-
-def test_no_size_is_chosen_that_running_pods_can_not_have():
-    """Those that were made with a lower bound, or by an earlier operator."""
-    loop = Loop()
-    loop.situation = loop.situation._replace(reach=80 << 30)
-    loop.run(2.0)
-    assert loop.sidecars.size_bytes == 80 << 30
-    told = [report.status["memory"] for report in loop.reports]
-    reasons = [memory["reason"] for memory in told if memory["limitedBy"] == "Max"]
-    assert reasons
-    assert all(text.endswith("; more than 80Gi takes a pod that is made anew") for text in reasons)
-    # A size that was chosen when they could have it is no change that is waited for.
-    loop.situation = loop.situation._replace(reach=72 << 30)
-    loop.resize(72 << 30)
-    loop.run(0.5, follow=False)
-    assert "under way" not in str(loop.told()["reason"])
-    # Pods that are made anew have no such bound.
-    loop.situation = loop.situation._replace(reach=512 << 30)
-    loop.run(2.4)
-    assert loop.sidecars.size_bytes > 80 << 30

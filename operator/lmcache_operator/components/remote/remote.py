@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 
 from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN
@@ -38,6 +39,8 @@ from lmcache_operator.specs.merge import at
 
 _REMOTE = ("spec", "tiers", "remote")
 _AVAILABLE = "RemoteTierAvailable"
+_PATIENCE = timedelta(minutes=10)
+"""For a shard that was asked for: sizes that nobody declared are given up then."""
 _SHARDS = "lmcache.io/shards"
 """Annotation of the ConfigMap: the list, in numbers."""
 _NOT_OF_A_POD = ("access", "image", "shards")
@@ -147,6 +150,19 @@ def why_filling(observed: Observed) -> str:
     if len(since) < shards.current or max(since) + WINDOW > observed.now:
         return "a shard is new, or not ready"
     return ""
+
+
+def why_not_coming(observed: Observed) -> str:
+    """Why a shard that was asked for is not waited for any more; empty: it is there, or may come."""
+    shards = listed_shards(observed)
+    late = [
+        pod["metadata"]["name"]
+        for pod in observed.pods
+        if shards and _number(pod) >= shards.current and not is_ready(pod)
+        and observed.now - datetime.fromisoformat(pod["metadata"]["creationTimestamp"]) > _PATIENCE
+    ]  # fmt: skip
+    minutes = _PATIENCE // timedelta(minutes=1)
+    return f"shard {late[0]} has not become ready in {minutes} minutes" if late else ""
 
 
 def _progressing(

@@ -1,0 +1,88 @@
+"""A size that was chosen, until pods have it, or can not have it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from lmcache_operator.autoscaling.report import Choice
+from lmcache_operator.scaling.sizing import Refused, Situation
+
+from tests.harness.sizing_loop import AUTO, PODS, SIZE, Loop
+
+
+def test_no_size_is_chosen_that_running_pods_can_not_have():
+    """Those that were made with a lower bound, or by an earlier operator."""
+    loop = Loop()
+    loop.situation = loop.situation._replace(reach=80 << 30)
+    loop.run(2.0)
+    assert loop.sidecars.size_bytes == 80 << 30
+    told = [report.status["memory"] for report in loop.reports]
+    reasons = [memory["reason"] for memory in told if memory["limitedBy"] == "Max"]
+    assert reasons
+    assert all(text.endswith("; more than 80Gi takes a pod that is made anew") for text in reasons)
+    # A size that was chosen when they could have it is no change that is waited for.
+    loop.situation = loop.situation._replace(reach=72 << 30)
+    loop.resize(72 << 30)
+    loop.run(0.5, follow=False)
+    assert "under way" not in str(loop.told()["reason"])
+    # Pods that are made anew have no such bound.
+    loop.situation = loop.situation._replace(reach=512 << 30)
+    loop.run(2.4)
+    assert loop.sidecars.size_bytes > 80 << 30
+
+
+def chosen_loop(size: int) -> Loop:
+    """Two hours of traffic, and a size that was chosen a moment ago."""
+    loop = Loop(settings=AUTO._replace(is_memory_auto=False))
+    loop.run(2.0, follow=False)
+    loop.situation = Situation(AUTO, PODS)
+    loop.sizing._memory.chosen = Choice(size, SIZE)
+    return loop
+
+
+def test_bounds_that_are_narrowed_hold_for_what_was_chosen():
+    loop = chosen_loop(128 << 30)
+    loop.situation = Situation(AUTO._replace(memory_bounds=(16 << 30, 80 << 30)), PODS)
+    loop.resize(80 << 30)
+    loop.run(0.5, follow=False)
+    assert "under way" not in str(loop.told()["reason"])
+    assert loop.report.memory.size <= 80 << 30
+
+
+def test_a_size_that_pods_do_not_reach_is_given_up():
+    """The node gave the memory, and yet they have less: their volume is smaller, or somebody holds rows."""
+    loop = chosen_loop(128 << 30)
+    loop.resize(100 << 30)
+    loop.run(0.4, follow=False)
+    assert "under way: 0 of 2 pods have 128Gi" in loop.told()["reason"]
+    loop.run(0.5, follow=False)
+    told = [report.status["memory"] for report in loop.reports if report.memory]
+    (given_up,) = (memory for memory in told if memory["limitedBy"] == "Infeasible")
+    assert given_up["reason"] == "0 of 2 pods have 128Gi, and for 30 minutes not one more"
+    assert loop.report.memory == Choice(100 << 30, SIZE)
+
+
+def test_a_size_that_all_have_is_not_refused():
+    """A pod has shrunk, and can't give back the memory: a limit has a least value there."""
+    loop = chosen_loop(SIZE)
+    loop.situation = loop.situation._replace(refusals=(Refused(SIZE, "least memory"),))
+    number = len(loop.reports)
+    loop.run(0.4, follow=False)
+    assert loop.told()["limitedBy"] != "Infeasible"
+    assert len(loop.reports) - number <= 2
+
+
+def test_memory_is_paid_for_as_many_pods_as_there_were():
+    """A day's lookups of few pods say nothing of whether many are too dear, and the other way round."""
+    loop = Loop()
+    loop.run(2.0, follow=False)
+    alone = loop.sizing.intake.traffic
+    assert alone.num_pods == pytest.approx(2.0)
+    state = json.loads(json.dumps(alone.state()))
+    other = type(alone)(alone.namespace, *alone.bounds, is_shared=True)
+    other.restore(state)
+    assert other.num_pods == pytest.approx(2.0)
+    for hour in range(4):
+        alone.count(loop.now + 3600 * (hour + 1), 3600.0, 1000.0, 0.0, num_pods=8)
+    assert 2.5 < alone.num_pods < 7.5
