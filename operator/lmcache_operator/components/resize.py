@@ -235,11 +235,12 @@ def _memory_of(pod: Object, num_gpus: int) -> _Memory:
     with contextlib.suppress(ValueError, LookupError):
         made = int(given[-1].removeprefix(SIZE_ARGUMENT))
         most = int(env.get(MAX_SIZE, 0))
+    sees_gpus = at(sidecar, "resources", "claims") or env.get("NVIDIA_VISIBLE_DEVICES") == "all"
+    num_gpus = num_gpus if sees_gpus else 0
     if volume := _volume_bytes(pod, made, num_gpus):
         most = min(most, volume)
     annotation = names.annotations_of(pod).get(names.MEMORY_SIZE, "")
     is_told = re.fullmatch("[0-9]{1,18}", annotation) and 0 < int(annotation) <= most
-    sees_gpus = at(sidecar, "resources", "claims") or env.get("NVIDIA_VISIBLE_DEVICES") == "all"
     return _Memory(
         made,
         int(annotation) if is_told else made,
@@ -247,7 +248,7 @@ def _memory_of(pod: Object, num_gpus: int) -> _Memory:
         _bytes(at(sidecar, "resources", "limits", "memory")),
         _bytes(at(status, "resources", "limits", "memory")),
         _bytes(at(sidecar, "resources", "requests", "memory")),
-        num_gpus if sees_gpus else 0,
+        num_gpus,
     )
 
 

@@ -13,7 +13,7 @@ from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import (
     Context,
 )
-from lmcache_operator.components.remote.remote import Remote, why_filling
+from lmcache_operator.components.remote.remote import Remote, why_filling, why_not_coming
 from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.specs.names import STOCK_IMAGES
 
@@ -241,6 +241,25 @@ def test_what_shards_hit_is_not_judged_while_they_fill():
     assert why() == ""
     del rig.world.pods["demo-remote-0"]
     assert why()
+
+
+def test_a_shard_that_does_not_come_is_given_up_after_ten_minutes():
+    def why() -> str:
+        return why_not_coming(rig.observed(Remote()))
+
+    rig = Rig(shards=2)
+    rig.settle()
+    assert why() == ""
+    rig.declare(3)
+    rig.run()
+    pod = rig.world.pods["demo-remote-2"]
+    rig.world.set_ready("demo-remote-2", False)
+    pod["metadata"]["creationTimestamp"] = rig.now.isoformat()
+    assert (why(), rig.list[0]) == ("", 2)
+    rig.now += timedelta(minutes=11)
+    assert why() == "shard demo-remote-2 has not become ready in 10 minutes"
+    rig.world.set_ready("demo-remote-2", True)
+    assert why() == ""
 
 
 def test_the_image_is_that_of_when_the_servers_were_made():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from lmcache_operator.components.resize import Refusal, sidecar_memory
+from lmcache_operator.components.resize import Refusal, reach, sidecar_memory
 from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED
 
 from tests.harness.operator_resizes import MI, Node, limits, refused_by, told
@@ -187,6 +187,18 @@ def test_beyond_its_bound_a_pod_has_to_be_replaced() -> None:
     node.converge()
     assert told(node)[POD] == 5 * SMALL
     assert condition(node.status(), "Progressing")[1] == "Complete"
+
+
+def test_no_pod_grows_beyond_the_volume_that_its_kubelet_has_made() -> None:
+    """Where all containers have limits, that is what they had together: 1.5 GiB, and the sidecar's."""
+    engine = {"name": "engine", "resources": {"limits": {"memory": "1536Mi"}}}
+    node = Node(podTemplate={"spec": {"containers": [engine]}})
+    volume = 1536 + SMALL_LIMIT
+    assert reach(node.world.pods[POD]) == volume * MI < 4 * SMALL * MI
+    node.declare("4Gi")
+    node.converge()
+    assert told(node)[POD] == volume
+    assert condition(node.status(), "Progressing")[1] == "ResizePending"
 
 
 def test_a_request_of_the_users_own_stays_as_far_as_it_may() -> None:

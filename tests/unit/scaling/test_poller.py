@@ -167,6 +167,11 @@ async def nonsense(request: web.Request) -> web.StreamResponse:
     return web.Response(text=json.dumps({"version": 1, "next": 7, "now": "soon"}))
 
 
+async def swell(request: web.Request) -> web.StreamResponse:
+    """A MiB that would take thirty times as much as objects."""
+    return web.Response(text='{"key": [' + "[]," * 340_000 + "[]]}", content_type="application/json")
+
+
 async def refuse(request: web.Request) -> web.StreamResponse:
     return web.Response(status=503, text="{}")
 
@@ -174,6 +179,7 @@ async def refuse(request: web.Request) -> web.StreamResponse:
 @pytest.mark.parametrize(
     ("odd", "why"),
     [(hang, "it does not answer"), (flood, "it does not answer"), (refuse, "it does not answer"),
+     (swell, "it does not answer"),
      (nonsense, "now is 'soon'")],
 )  # fmt: skip
 @in_a_loop
