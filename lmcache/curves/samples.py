@@ -49,14 +49,19 @@ class Sampler:
     A request's position is the number of samples before it, those included that left the ring.
     """
 
-    def __init__(self, rate: float = 1.0, max_samples: int = 1 << 16) -> None:
-        """Raise ValueError for a ``rate`` (share of keys) that is not in (0, 1]."""
+    def __init__(self, rate: float = 1.0, max_samples: int = 1 << 16, kept_seconds: float = 0.0) -> None:
+        """Raise ValueError for a ``rate`` (share of keys) that is not in (0, 1].
+
+        ``kept_seconds``: fewer keys are kept, by halves, where requests would leave the ring sooner; and more
+        again where they stay four times as long.
+        """
         self.num_dropped = 0
         """Samples that left the ring, which is the position of the first that is there."""
         self.position = 0
         """Of the next request."""
         self._ring: deque[Kept] = deque()
-        self._max_samples = max_samples
+        self._max_samples, self._kept_seconds = max_samples, kept_seconds
+        self._share = 1.0  # of the rate that was asked for
         self.rate = rate
 
     @property
@@ -66,7 +71,8 @@ class Sampler:
 
     @rate.setter
     def rate(self, rate: float) -> None:
-        self.bound = threshold_of(rate)
+        self._asked = rate
+        self.bound = threshold_of(rate * self._share)
 
     def record(self, time: float, keys: bytes, tiers: bytes) -> None:
         """Note a request; 8 bytes of each key, big end first, tail first, and a letter where it was found."""
@@ -76,7 +82,18 @@ class Sampler:
         self._ring.append(Kept(time, self.bound, kept, tiers))
         self.position += len(tiers)
         while self.position - self.num_dropped > self._max_samples:
-            self.num_dropped += len(self._ring.popleft().tiers)
+            oldest = self._ring.popleft()
+            self.num_dropped += len(oldest.tiers)
+            # Those that were kept by another bound tell nothing of this one.
+            if self._kept_seconds and oldest.bound == self.bound:
+                self._adapt(time - oldest.time)
+
+    def _adapt(self, seconds: float) -> None:
+        if 0 <= seconds < self._kept_seconds:
+            self._share = max(self._share / 2, 1 / 1024)
+        elif seconds > 4 * self._kept_seconds:
+            self._share = min(self._share * 2, 1.0)
+        self.rate = self._asked
 
     def since(self, position: int) -> tuple[int, list[Kept]]:
         """Return the position of the first request from ``position`` on, and what is kept of all of them."""

@@ -30,6 +30,9 @@ _VERSION = 1
 _SAMPLED_ROWS = 1600
 """Of a full memory: with as many a difference of two sizes is known to 0.25 points."""
 
+_KEPT_SECONDS = 240.0
+"""That samples stay in the ring at least: who asks once a minute misses none."""
+
 _LOWER = {"disk": ord("d"), "remote": ord("r")}
 _SLICE = 256  # requests that are rendered before others have their turn
 
@@ -56,7 +59,7 @@ class Samples:
         self._restart(None)
 
     def _restart(self, peer: Peer | None) -> None:
-        self._sampler = Sampler()
+        self._sampler = Sampler(kept_seconds=_KEPT_SECONDS)
         self._started = self._clock()
         self._num_slots = 0  # usable ones, that the rate is for
         self._peer = peer  # one of those who are followed

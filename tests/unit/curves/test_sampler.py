@@ -75,3 +75,31 @@ def test_a_sampler_keeps_what_a_list_would(requests, max_samples, since, rate):
         pairs = [pair for pair in kept[:-1] if pair[0] < lower] + kept[-1:] if lower < bound else kept
         assert list(zip(keys_of(fewer), fewer.tiers, strict=True)) == pairs
         assert fewer.bound == min(lower, bound)
+
+
+def test_a_ring_that_is_too_small_keeps_fewer_keys_for_longer():
+    """Who asks once a minute misses nothing from then on; and where less comes again, more is kept."""
+    sampler, time, number = Sampler(max_samples=4096, kept_seconds=240.0), 0.0, 0
+    position, lost = 0, []
+
+    def serve(seconds: float, per_second: int) -> None:
+        nonlocal time, number, position
+        for second in range(int(seconds)):
+            for _ in range(per_second):
+                number += 1
+                keys = [key_hash(100 * number + at) for at in range(30)]
+                sampler.record(time, joined(keys), b"-" * 30)
+            time += 1.0
+            if second % 60 == 59:
+                first, _ = sampler.since(position)
+                lost.append(first - position)
+                position = sampler.position
+
+    serve(1800, 10)
+    assert any(lost)
+    assert not any(lost[-15:])
+    assert sampler.rate < 0.2
+    few = sampler.rate
+    serve(7200, 1)
+    assert not any(lost[-120:])
+    assert sampler.rate > few
