@@ -73,7 +73,12 @@ class Sidecars:
         """The answer to ``/stats``."""
         told, tokens = self.told[pod], int(self.workload.tokens_per_row)
         rows = {"engine": told.engine, "memory": told.memory, "remote": told.remote}
+        shards = self.pods.remote
+        # What all pods move is told by the first one.
+        moved = shards.num_moved if shards and not pod else 0
+        remote = {"written": moved, "load_bytes_per_second": 3e9} if shards else None
         return {
+            "remote": remote,
             "memory": {"size_bytes": self.size_bytes},
             "lookups": {
                 "lookup_tokens": (sum(rows.values()) + told.missed) * tokens,

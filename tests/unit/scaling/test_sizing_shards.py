@@ -1,0 +1,95 @@
+"""The number of shards, from what pods say: they, and pods' memory, are sized by turns."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from lmcache_operator.autoscaling.report import Choice
+from lmcache_operator.autoscaling.state import Obstacle, Step
+from lmcache_operator.autoscaling.tier import GIB, Prices
+from lmcache_operator.scaling.sizing import Settings, Situation, Sizing
+
+from testing.workloads.closed_loop import scattered
+from testing.workloads.remote_loop import RemoteSetup
+from testing.workloads.requests import Request, Workload, chat
+from testing.workloads.tiers import Service, Shards
+from tests.harness.sizing_loop import START, Loop
+
+MEMORY, SHARD = 32 << 30, 64 << 30
+PODS = {f"uid-{number}": f"pod-{number}" for number in range(4)}
+SETTINGS = Settings(
+    MEMORY, (8 << 30, 128 << 30), Prices(2.5, 0.004),
+    shards=2, shard_bounds=(1, 8), shard_bytes=SHARD, are_shards_auto=True,
+)  # fmt: skip
+
+
+@cache
+def talk() -> Workload:
+    found = chat(12, 0.4, scale=16)
+    moved = [Request(one.time + START, one.session, one.keys) for one in found.requests]
+    return Workload(moved, found.scale)
+
+
+class ShardLoop(Loop):
+    """Four pods, and shards; a change of their number takes a quarter of an hour."""
+
+    def __init__(self, num_shards: int) -> None:
+        super().__init__(settings=SETTINGS._replace(shards=num_shards), workload=talk())
+        rows = self.workload.rows
+        self.pods = Service(4, 0, rows(MEMORY), Shards(num_shards, rows(SHARD)))
+        self.sidecars = type(self.sidecars)(self.workload, self.pods, 4, MEMORY)
+        self.route = scattered(4)
+        self.situation = Situation(self.settings, PODS, num_shards=num_shards)
+        self.changes: list[int] = []
+        self.until = 0.0
+
+    def poll(self) -> None:
+        super().poll()
+        assert self.report
+        wanted = self.report.shards.size if self.report.shards else self.situation.num_shards
+        if wanted != self.situation.num_shards and self.now >= self.until:
+            self.pods.remote.resize(wanted, self.now)
+            self.changes.append(wanted)
+            self.until = self.now + Shards.TRANSITION
+            self.situation = self.situation._replace(num_shards=wanted)
+        busy = Obstacle("Cooldown", "a change of the shards is under way")
+        self.situation = self.situation._replace(shards_obstacle=busy if self.now < self.until else None)
+
+
+def constant(count: int) -> float:
+    """USD per hour with so many shards all the time."""
+    setup = RemoteSetup(chat(12, 0.4, scale=16), num_pods=4, route=scattered, start=MEMORY / GIB)
+    return setup.with_shards(count)
+
+
+def test_what_pods_say_brings_the_best_number_of_shards():
+    loop = ShardLoop(2)
+    loop.run(10.0, follow=False)
+    assert loop.report.shards == Choice(loop.changes[-1], 2)
+    assert constant(loop.changes[-1]) <= 1.03 * min(map(constant, range(2, 7)))
+    assert len(loop.changes) <= 4
+    told = loop.report.status["remote"]
+    assert (told["current"], bool(told["curve"])) == (loop.changes[-1], True)
+    # What was measured behind the pods' memory is what the curve says of these shards.
+    day = loop.sizing.intake.traffic.curve.shared_windows[0]
+    said = day.hit_ratio(0.95 * loop.changes[-1] * SHARD).hit_ratio
+    assert abs(said - day.measured_hits) < 0.05
+
+
+def test_while_one_tier_is_judged_the_other_waits():
+    loop = ShardLoop(2)
+    loop.settings = loop.settings._replace(is_memory_auto=True)
+    loop.situation = loop.situation._replace(settings=loop.settings)
+    loop.run(1.0, follow=False)
+    sizing: Sizing = loop.sizing
+
+    def reasons(pending: str) -> tuple[str, str]:
+        for name in ("_memory", "_remote"):
+            own = getattr(sizing, name)
+            pair = Step(own.state.size / 2, own.state.size) if name == pending else None
+            own.state = type(own.state)(**{**vars(own.state), "pending": pair, "due": loop.now + 9e9})
+        status = sizing.decide(loop.now, loop.situation).status
+        return status["memory"]["reason"], status["remote"]["reason"]
+
+    assert reasons("_memory")[1] == "the size of pods' memory has just changed"
+    assert reasons("_remote")[0] == "the number of shards has just changed"
