@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,41 +13,8 @@ from lmcache.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, session_of, store
+from tests.harness.sized import MIB, Sized
 from tests.harness.wire import RawClient, make_keys
-
-MIB = 1 << 20
-
-
-class Sized:
-    """A sidecar, and the file with its size as a kubelet writes it: a new one takes the place of the old."""
-
-    def __init__(self, sidecar: SidecarProcess, path: Path) -> None:
-        self.sidecar, self.path = sidecar, path
-
-    def ask(self, text: str) -> None:
-        new = self.path.with_suffix(".new")
-        new.write_text(text)
-        os.replace(new, self.path)
-
-    @property
-    def memory(self) -> dict:
-        return self.sidecar.stats()["memory"]
-
-    def settle(self, mebibytes: int) -> dict:
-        """Wait until it is as large as it is to be."""
-        size = mebibytes * MIB
-
-        def is_settled(memory: dict) -> bool:
-            is_so = memory["target_bytes"] == memory["size_bytes"] == size
-            return is_so and not memory["resize_problem"]
-
-        self.sidecar.wait_until(lambda stats: is_settled(stats["memory"]))
-        memory = self.memory
-        assert self.taken_bytes() <= size + MIB
-        return memory
-
-    def taken_bytes(self) -> int:
-        return self.sidecar.arena_path.stat().st_blocks * 512
 
 
 @pytest.fixture

@@ -1,0 +1,119 @@
+"""A real engine goes on with right answers, and hits, while its sidecar's memory tier grows and shrinks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from testing.child_process import wait_until
+from testing.engine.process import EngineProcess, Generated, connector_config
+from testing.processes import SidecarProcess
+from tests.harness.sized import Sized
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+BLOCK, CHUNK = 32, 256  # a chunk's KV is 1 MiB
+NUM_HOT, NUM_PROMPTS, NUM_CHUNKS = 3, 18, 4
+PATIENCE = {"answer_seconds": 30, "prefill_tokens_per_second": 1}
+"""What another request stores is waited for, however busy the machine is: hits are what is looked at."""
+
+
+class Load:
+    """One engine that always has requests running and others queued; the first prompts come most often."""
+
+    def __init__(self, engine: EngineProcess, prompts: Sequence[list[int]]) -> None:
+        self._engine, self._prompts = engine, prompts
+        salts = map("salt {}".format, itertools.count())
+        self._references = [engine.generate(prompt, cache_salt=next(salts))[0] for prompt in prompts]
+        self._order = random.Random(0)
+        self._is_over = threading.Event()
+        self.hits: list[int] = []
+        """Tokens of each round's prompts that came from the sidecar."""
+
+    def during(self, doing: Callable[[], None]) -> None:
+        """Run until that is done. Raises what either raises."""
+        with ThreadPoolExecutor(1) as pool:
+            rounds = pool.submit(self._run)
+            try:
+                doing()
+            finally:
+                self._is_over.set()
+            rounds.result()
+
+    def wait_rounds(self, number: int) -> None:
+        """So many more that begin from now on."""
+        enough = len(self.hits) + 1 + number  # one is under way
+        wait_until(lambda: self._is_over.is_set() or len(self.hits) >= enough, timeout=120)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                self.hits.append(self._round())
+        finally:
+            self._is_over.set()
+
+    def _round(self) -> int:
+        hot, cold = range(NUM_HOT), range(NUM_HOT, len(self._prompts))
+        numbers = [*hot, *hot, *self._order.sample(cold, 6)]
+        self._order.shuffle(numbers)
+        self._engine.scrub_kv()  # what a load leaves as it was is not right by luck
+        answers = self._engine.generate(*(self._prompts[number] for number in numbers))
+        for number, answer in zip(numbers, answers, strict=True):
+            assert_same(answer, self._references[number])
+        return sum(answer.num_cached_tokens for answer in answers)
+
+
+def assert_same(answer: Generated, reference: Generated) -> None:
+    """Of tokens and, as attention does not see blocks that change places, of the bytes of what was loaded."""
+    assert (answer.tokens, answer.finish_reason) == (reference.tokens, "length")
+    end = answer.num_cached_tokens // BLOCK
+    for layer, (found, expected) in enumerate(zip(answer.kv, reference.kv, strict=True)):
+        assert found[:end] == expected[:end], f"layer {layer}"
+
+
+def clients(sized: Sized) -> set[tuple[str, int]]:
+    """Each process's epoch."""
+    return {(client["uuid"], client["epoch"]) for client in sized.sidecar.stats()["clients"]}
+
+
+def make_prompts(number: int) -> list[list[int]]:
+    tokens = random.Random("resize")
+    return [[tokens.randrange(4, 260) for _ in range(NUM_CHUNKS * CHUNK + 40)] for _ in range(number)]
+
+
+@pytest.fixture
+def sized(tmp_path: Path) -> Iterator[Sized]:
+    path = tmp_path / "memory-size"
+    path.write_text("32Mi")
+    options = {"memory_size": "32Mi", "memory_max_size": "64Mi", "memory_size_file": path}
+    with SidecarProcess(**options) as sidecar:
+        yield Sized(sidecar, path)
+
+
+def test_an_engine_under_load_does_not_notice_new_sizes(tmp_path, sized):
+    """All prompts are 72 MiB of KV, the hot ones 12: there are always hits, stores and evictions."""
+    with EngineProcess(
+        tmp_path / "log", connector_config(sized.sidecar.socket_path, **PATIENCE), max_num_seqs=2
+    ) as engine:
+        load = Load(engine.wait_ready(), make_prompts(NUM_PROMPTS))
+        sized.sidecar.wait_until(lambda stats: stats["num_clients"]["attached"] == 2)
+        attached = clients(sized)
+
+        def resize() -> None:
+            load.wait_rounds(2)
+            for mebibytes in (64, 32, 64, 32):
+                sized.ask(f"{mebibytes}Mi")
+                assert sized.settle(mebibytes)["max_bytes"] == 64 << 20
+                load.wait_rounds(1)
+
+        load.during(resize)
+        assert clients(sized) == attached  # nobody attached anew
+        assert engine.is_running
+    assert min(load.hits[2:]) > 0, load.hits
+    assert sized.memory["removed"]["evicted"] > 0
