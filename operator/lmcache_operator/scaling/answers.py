@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from lmcache.curves import HASHES
 
-ALL = 1 << 62
-"""More keys than there are."""
 MAX_KEYS_OF_A_REQUEST = 8192
 """Twice what a lookup of all KV groups takes."""
 
@@ -44,7 +42,7 @@ class Samples(NamedTuple):
     next: int
     """How many samples there were: where to go on the next time."""
     num_lost: int
-    """Samples that had left the ring."""
+    """Samples that had left the ring, or were too many to be read."""
     row_bytes: int
     chunk_tokens: int
     requests: list[tuple[float, tuple[int, ...]]]
@@ -83,8 +81,9 @@ NOTHING = Figures(Counts(), 0, 0, 0, 0, 0, 0)
 """Of a sidecar that was not asked yet."""
 
 
-def samples(answer: Any, most: int = ALL) -> Samples:
-    """Of the latest requests, with no more than ``most`` keys together. Raises RefusedAnswerError."""
+def samples(answer: Any, most: int = _LARGEST) -> Samples:
+    """Of the latest requests, with no more than ``most`` keys together: the others are lost. Raises
+    RefusedAnswerError."""
     values = _object(answer, "an answer")
     if (version := values.get("version")) != _VERSION:
         raise RefusedAnswerError(f"version {version!r} of samples, not {_VERSION}")
@@ -108,6 +107,7 @@ def samples(answer: Any, most: int = ALL) -> Samples:
         raise RefusedAnswerError("a request from the future, or of a week ago")
     while sizes and sum(sizes) > most:
         num_left = max(1, len(sizes) // 8)  # an eighth at a time is near enough
+        num_lost += sum(sizes[:num_left])
         times, sizes = times[num_left:], sizes[num_left:]
     text = text[len(text) - 16 * sum(sizes) :]
     try:
