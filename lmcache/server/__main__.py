@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
+import threading
 from collections.abc import Sequence
 
 from lmcache.protocol import MAX_LENGTH
@@ -27,10 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except (OSError, OverflowError, ValueError, TierError) as error:
         raise SystemExit(f"lmcache_server: {error}") from error
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
+    _stop_at_signals(server)
     print(f"lmcache_server: listening on {options.host}:{server.port}", flush=True)
     server.run()
+
+
+def _stop_at_signals(server: LMCacheServer) -> None:
+    """In a thread that is told by a socket: Python runs no handler while the main thread is in accept()."""
+    told, telling = socket.socketpair()
+    telling.setblocking(False)
+    signal.set_wakeup_fd(telling.detach())  # open as long as the process lives
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+    def wait() -> None:
+        while told.recv(1):
+            server.stop()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -74,7 +74,7 @@ class LMCacheServer:
             self._finish()
 
     def stop(self) -> None:
-        """Let ``run`` return. May be called by any thread, and by a signal handler: it takes no lock."""
+        """Let ``run`` return. May be called by any thread."""
         self._is_stopping = True
         with contextlib.suppress(OSError):  # has ended already
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
