@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,6 +102,27 @@ def shard(tmp_path: Path) -> Iterator[Shard]:
 def tier(shard: Shard, password: str = PASSWORD) -> RemoteTier:
     address = Address.parse(f"redis://{REMOTE_USER}@127.0.0.1:{shard.port}")
     return RemoteTier(replace(address, password=password), timeout_seconds=60)
+
+
+def names_in_session(session: int) -> Iterator[str]:
+    """Of its processes."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone
+            if os.getsid(int(process.name)) == session:
+                yield (process / "comm").read_text().strip()
+
+
+def test_a_probe_of_a_server_that_hangs_ends_when_it_is_killed(shard):
+    """The kubelet kills what it has started, and then waits for all that could still write an answer."""
+    shard.freeze()
+    probe = subprocess.Popen(shard.probe, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        wait_until(lambda: any(name.endswith("-cli") for name in names_in_session(probe.pid)), timeout=60)
+        probe.kill()
+        assert probe.communicate(timeout=60) == (b"", None)
+    finally:
+        shard.thaw()
+    assert shard.is_alive()
 
 
 def test_a_sidecar_may_do_all_that_it_does(shard):

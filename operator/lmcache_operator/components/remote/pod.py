@@ -56,8 +56,9 @@ exec "$(command -v valkey-server || command -v redis-server)" {_RUN_DIR}/conf
 """Hashes of passwords, not themselves, go into the configuration, which is in memory. The Secrets' files are
 renewed by the kubelet, and so is what the server took from them. Of two dollars in a row Kubernetes takes one
 away."""
-_PING = f"{_CLI} ping"
-"""That we are nobody to it is an answer, too."""
+_PING = f"exec {_CLI} ping"
+"""That we are nobody to it is an answer, too. Where a shell waits for it the shell alone is killed when there
+is none in time, and the kubelet waits two minutes for the other's output."""
 _TLS = {
     "port": "0",
     "tls-port": f"{names.REMOTE_PORT}",
