@@ -73,7 +73,10 @@ class Rig:
         assert fault is None
         for own in COMPONENTS:
             due = self.plans[own.name]
-            due = replace(due, apply=due.apply[:most], delete=due.delete[:most], evict=due.evict[:most])
+            num_left = max(0, most - len(due.apply))
+            due = replace(
+                due, apply=due.apply[:most], delete=due.delete[:num_left], evict=due.evict[:num_left]
+            )
             carry_out(self.world, due, is_ready=is_ready)
         return list(self.world.writes)
 
@@ -102,3 +105,10 @@ class Rig:
     def condition(self, kind: str) -> tuple[str, str]:
         (found,) = [c for c in self.status()["conditions"] if c["type"] == kind]
         return found["status"], found["reason"]
+
+
+def secure(rig: Rig) -> list[str]:
+    """The numbers of the servers that sidecars speak TLS with."""
+    document = yaml.load(rig.world.objects[LIST]["data"]["shards.yaml"], yaml.BaseLoader)
+    assert ("tls" in document) == (document.get("ca") == "/etc/lmcache/remote-auth/ca.crt")
+    return [endpoint.partition(".")[0][-1] for endpoint in document.get("tls", ())]

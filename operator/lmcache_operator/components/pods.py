@@ -68,7 +68,7 @@ def next_eviction(owner: Object | None, pods: Sequence[Object], template: Object
 
     One at a time: nothing is evicted while a pod is missing, ending, or new and not ready yet. So a
     declaration that can't run stops after one pod, and the others go on serving. Outdated pods that serve
-    nothing go first.
+    nothing go first, then those that come first in ``pods``.
     """
     outdated = [pod for pod in pods if is_outdated(pod, template)]
     if not outdated or owner is None:
@@ -82,7 +82,7 @@ def next_eviction(owner: Object | None, pods: Sequence[Object], template: Object
     is_missing = len(pods) < owner["spec"]["replicas"]
     if is_unseen or is_missing or is_moving or is_outdated(owner["spec"]["template"], template):
         return ()
-    return (min(outdated, key=lambda pod: (is_ready(pod), pod["metadata"]["name"])),)
+    return (min(outdated, key=is_ready),)
 
 
 def incomplete_sets(observed: Observed) -> Iterator[tuple[Object, list[Object]]]:

@@ -18,7 +18,7 @@ from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import NAME, World, cluster
-from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, NOON, SECRET, SET, Rig, managed
+from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, NOON, SECRET, SET, Rig, managed, secure
 
 
 def test_shards_are_made_with_a_password_and_at_rest_nothing_is_written():
@@ -147,11 +147,18 @@ def test_changed_servers_are_replaced_one_by_one_with_time_to_fill():
     assert rig.condition("Progressing") == ("False", "Complete")
 
 
-def secure(rig: Rig) -> list[str]:
-    """The numbers of the servers that sidecars speak TLS with."""
-    document = yaml.load(rig.world.objects[LIST]["data"]["shards.yaml"], yaml.BaseLoader)
-    assert ("tls" in document) == (document.get("ca") == "/etc/lmcache/remote-auth/ca.crt")
-    return [endpoint.partition(".")[0][-1] for endpoint in document.get("tls", ())]
+def test_a_change_on_top_of_another_empties_the_emptiest_server():
+    rig = Rig(shards=3)
+    rig.settle()
+    rig.declare(3, memoryPerShard="2Gi")
+    rig.run()
+    for number in range(2):
+        assert rig.run() == [f"evict demo-remote-{number}"]
+        ready_at(rig, f"demo-remote-{number}", rig.now)
+        rig.now += WINDOW if number == 0 else timedelta(minutes=1)
+    rig.declare(3, memoryPerShard="4Gi")
+    rig.run()
+    assert rig.run() == ["evict demo-remote-1"]
 
 
 def test_servers_get_tls_one_by_one_and_sidecars_know_which_have_it():

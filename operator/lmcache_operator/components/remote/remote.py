@@ -225,7 +225,9 @@ def _eviction(
     waits = [time for time in busy + (free_at if is_outdated_one else []) if time > observed.now]
     if waits:
         return (), (max(waits) - observed.now).total_seconds()
-    return next_eviction(live, observed.pods, template), math.inf
+    # The emptiest first: where what is declared changes again, no second one is emptied.
+    newest = sorted(observed.pods, key=lambda pod: ready_since(pod, observed), reverse=True)
+    return next_eviction(live, newest, template), math.inf
 
 
 def _secret(cluster: Cluster) -> Object:
