@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import itertools
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from testing.node.app import NAMESPACE, App
 from testing.node.pods import Pod, is_ready
 
 PROMPT = list(range(7, 7 + 256)) * 8
+_NEW = (random.Random(seed).choices(range(4, 260), k=512) for seed in itertools.count())
+"""Prompts that nobody has asked yet."""
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +93,10 @@ def test_servers_get_tls_and_a_sidecar_that_runs_on_uses_it(app, tmp_path):
         return len(found) == 3 and all(server.is_ready and secret in str(server.object) for server in found)
 
     app.node.wait(is_secure, 300)
-    prompts = (list(range(start, start + 256)) * 2 for start in itertools.count(11))
 
     def is_written() -> bool:
         num_written = before.stats()["remote"]["written"]
-        before.complete(next(prompts))
+        before.complete(next(_NEW))
         app.node.wait(lambda: before.stats()["num_unwritten_rows"] == 0, 120)
         return bool(before.stats()["remote"]["written"] > num_written)
 
@@ -139,6 +142,50 @@ def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_p
     assert pod.stats()["remote"]["failures"] == failures
     assert pod.stats()["remote"]["is_reachable"]
     assert [server.container("remote")["restartCount"] for server in servers(app)] == [0, 0, 0]
+
+
+def test_a_server_that_hangs_is_told_costs_no_answer_and_is_started_again(app):
+    pod, name = app.ready_pod(), f"{app.name}-remote-1"
+
+    def server() -> Pod:
+        return next(found for found in servers(app) if found.name == name)
+
+    def compute() -> None:
+        """A prompt that nobody knows; the remote tier is given its rows."""
+        assert len(pod.complete(next(_NEW)).tokens) == 8
+
+    before, answer = server(), pod.complete(PROMPT)
+    with before.stopped("remote"):
+        told = app.wait_condition("RemoteTierAvailable", "False", 300)
+        assert (told["reason"], status(app)["readyShards"]) == ("ShardsMissing", 2)
+        assert "2 of 3 shards of the remote tier are ready" in told["message"]
+        pod.reset_engine_cache()
+        assert pod.complete(PROMPT).tokens == answer.tokens
+        compute()
+        # Its liveness probe fails, too: who hangs is killed.
+        app.node.wait(lambda: server().container("remote")["restartCount"] == 1, 300)
+    app.wait_condition("RemoteTierAvailable", timeout=300)
+    app.wait_condition("RemoteTierReachable", timeout=300)
+    assert status(app)["readyShards"] == 3
+    assert server().uid == before.uid
+
+    def is_written() -> bool:
+        """Also to the one that was empty when it came back."""
+        compute()
+        app.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, 120)
+        return num_values(server()) > 0
+
+    app.node.wait(is_written, 300)
+    assert app.ready_pod().uid == pod.uid
+    assert pod.container("sidecar")["restartCount"] == app.pod().container("sidecar")["restartCount"]
+
+
+def num_values(server: Pod) -> int:
+    """Of a server, as it counts what the sidecars' user did to it."""
+    flags = "--tls --cacert /etc/lmcache/remote-tls/ca.crt --user lmcache"
+    ask = f'redis-cli {flags} --pass "$(cat /etc/lmcache/remote-auth/password)" info keyspace'
+    found = re.search(r"keys=([0-9]+)", server.exec("remote", "sh", "-c", ask))
+    return int(found[1]) if found else 0
 
 
 def certificate(app: App, folder: Path) -> Object:
