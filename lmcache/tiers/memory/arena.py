@@ -4,7 +4,8 @@
 touches them, so that a lack of memory is an error and not a SIGBUS: extent by extent, ``posix_fallocate`` and
 then ``MADV_POPULATE_WRITE``, in a background thread. Before the first format the file is filled from its
 start, as one column of pages; after it by ranges of rows over all columns, since a row is usable only when
-all its columns are (what is filled already costs next to nothing then).
+all its columns are. What is filled already costs next to nothing then: all of one column; of several, which
+are as far apart as the largest size makes them, a part, and the rest is given back, turn by turn.
 
 **Size.** The file's size is its capacity and never changes. What it takes of memory is up to ``resize``: it
 grows by extents that are populated, each when there is room for it, and shrinks, on ``give_back``, by extents
@@ -38,6 +39,7 @@ from lmcache.tiers.memory.kernel_pages import (
     populate,
     prefer_huge_pages,
     punch_hole,
+    taken_bytes,
 )
 from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache.tiers.memory.opening import allocate, open_arena
@@ -315,15 +317,20 @@ class ArenaFile:
             while not self._closing:
                 layout, extent, target = self._layout, self._extent_rows, self.target_rows
                 kept = max(target, self._kept)
+                rows = range(self._grown, min(target, self._grown + extent))
                 if self.growth_error is None or is_due:
-                    if self._filled > kept:
-                        return layout, range(max(kept, self._filled - extent), self._filled), False
-                    if self._grown < target:
-                        rows = range(self._grown, min(target, self._grown + extent))
+                    # First what can be used at once, while there is room beside what is to be given back.
+                    if rows and (self._filled <= kept or (not is_due and self._has_room(rows))):
                         self._filled = max(self._filled, rows.stop)
                         return layout, rows, True
+                    if self._filled > kept:
+                        return layout, range(max(kept, self._filled - extent), self._filled), False
                 is_due = not self._changed.wait(_RETRY_SECONDS if self.growth_error else None)
         return None
+
+    def _has_room(self, rows: range) -> bool:
+        """May they be populated before what is not wanted any more is given back?"""
+        return taken_bytes(self._fd) + len(rows) * self._layout.row_bytes <= self.target_bytes
 
     def _find_filled(self) -> int:
         """Slots beyond this number take no memory."""
@@ -351,8 +358,8 @@ class ArenaFile:
                 step = min(_STEP_BYTES, end - offset)
                 if missing := missing_bytes(self._fd, offset, offset + step):
                     check_room(missing)
-                allocate(self._fd, offset, step)
-                populate(self._data[offset : offset + step])
+                    allocate(self._fd, offset, step)
+                    populate(self._data[offset : offset + step])
                 if self._huge_pages:
                     collapse(self._data[offset : offset + step])
         return True

@@ -19,6 +19,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _FALLOC_KEEP_SIZE_PUNCH_HOLE = 1 | 2
 _MPOL_PREFERRED = 1
+_STAT_BLOCK_BYTES = 512  # whatever the file system's are
 _MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call, which libc does not wrap
 
 _NODES = Path("/sys/devices/system/node")
@@ -72,6 +73,11 @@ def first_data(fd: int, start: int, end: int) -> int:
         return min(os.lseek(fd, start, os.SEEK_DATA), end)
     except OSError:  # there is none up to the end of the file
         return end
+
+
+def taken_bytes(fd: int) -> int:
+    """Return how much memory a file takes."""
+    return os.fstat(fd).st_blocks * _STAT_BLOCK_BYTES
 
 
 def missing_bytes(fd: int, start: int, end: int) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.capacity import check_capacity
+from lmcache.tiers.memory.kernel_pages import taken_bytes
 from lmcache.tiers.memory.layout import HEAD_BYTES, Head
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ def open_arena(path: Path, capacity: int, needed_bytes: int) -> tuple[int, Head]
         size = os.fstat(fd).st_size
         head = _read_head(fd, size, capacity) if size else None
         # Before anything is lost; what the file takes is there for its successor, too.
-        check_capacity(path, needed_bytes, os.fstat(fd).st_blocks * 512)
+        check_capacity(path, needed_bytes, taken_bytes(fd))
         if size and (head is None or head.capacity_bytes != capacity or size != capacity):
             logger.warning(
                 "the arena %s is of another size or version, or damaged: an empty one replaces it", path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,8 +45,15 @@ class Growing:
 
 
 @pytest.fixture
-def growing(tmp_path):
-    growing = Growing(tmp_path / "arena")
+def shm_path() -> Iterator[Path]:
+    """In memory, where a file takes its pages and nothing else."""
+    with tempfile.TemporaryDirectory(prefix="arena-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def growing(shm_path):
+    growing = Growing(shm_path / "arena")
     growing.arena.format(GEOMETRY)
     growing.arena.start(growing.note_change)
     growing.grow_to(growing.arena.num_rows)
@@ -156,8 +165,8 @@ def test_it_is_never_smaller_than_an_extent_nor_larger_than_its_capacity(growing
     growing.wait_for(lambda: 0 < arena.size_bytes == arena.column_offset(0) + 2 * GEOMETRY.slot_bytes)
 
 
-def test_it_may_be_resized_while_it_is_populated(tmp_path):
-    growing = Growing(tmp_path / "arena", huge_pages=True)
+def test_it_may_be_resized_while_it_is_populated(shm_path):
+    growing = Growing(shm_path / "arena", huge_pages=True)
     arena = growing.arena
     arena.format(GEOMETRY)
     small = arena.rows_within(CAPACITY // 4)
@@ -178,19 +187,19 @@ def test_it_may_be_resized_while_it_is_populated(tmp_path):
     arena.close()
 
 
-def test_a_numa_node_that_does_not_exist_is_named(tmp_path, monkeypatch):
+def test_a_numa_node_that_does_not_exist_is_named(shm_path, monkeypatch):
     monkeypatch.setattr("lmcache.tiers.memory.kernel_pages.numa_nodes", lambda: [0, 1])
     with pytest.raises(ArenaError, match="no NUMA node 7; there are 0, 1"):
-        ArenaFile(tmp_path / "arena", CAPACITY, numa_node=7)
-    assert not (tmp_path / "arena").exists()
+        ArenaFile(shm_path / "arena", CAPACITY, numa_node=7)
+    assert not (shm_path / "arena").exists()
 
 
 class TestSmallerThanItsFile:
     """The file is as long as the arena may become; memory is taken for its target alone."""
 
     @pytest.fixture
-    def growing(self, tmp_path):
-        growing = Growing(tmp_path / "arena", target_bytes=CAPACITY // 4)
+    def growing(self, shm_path):
+        growing = Growing(shm_path / "arena", target_bytes=CAPACITY // 4)
         yield growing
         growing.arena.close()
 
@@ -214,6 +223,39 @@ class TestSmallerThanItsFile:
         assert not arena.has_surplus
         arena.resize(CAPACITY // 2)
         growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 2))
+
+    def test_rows_of_several_columns_are_ready_before_all_is_given_back(self, growing, monkeypatch):
+        """Only a part of what was filled before the first format lies where rows are now."""
+        arena, filled = growing.arena, []
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        taken, give_back = [], ArenaFile._give_back
+
+        def noted(self, *extent) -> bool:
+            filled.append((self.ready_rows, self._filled))
+            return give_back(self, *extent)
+
+        def checked(num_bytes: int) -> None:
+            taken.append(growing.taken_bytes() + num_bytes)
+
+        monkeypatch.setattr(ArenaFile, "_give_back", noted)
+        monkeypatch.setattr("lmcache.tiers.memory.arena.check_room", checked)
+        arena.format(Geometry(16 << 10, 4))
+        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
+        assert any(ready and then > arena.target_rows for ready, then in filled), filled
+        assert max(taken) <= CAPACITY // 4
+
+    def test_what_is_not_wanted_goes_back_though_there_is_no_room(self, growing, monkeypatch):
+        arena, room = growing.arena, [1 << 40]
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: room[0])
+        monkeypatch.setattr("lmcache.tiers.memory.arena._RETRY_SECONDS", 0.01)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        room[0] = 0
+        arena.format(Geometry(16 << 10, 4))
+        growing.wait_for(lambda: growing.taken_bytes() < CAPACITY // 8 and arena.growth_error is not None)
+        room[0] = 1 << 40
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
 
     def test_what_an_earlier_process_left_stays_until_it_is_given_back(self, growing):
         arena = growing.arena
