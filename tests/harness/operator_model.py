@@ -113,6 +113,9 @@ class World:
             assert wanted.pop("type", "Warning") == "Warning"
             about = {key.removeprefix("involvedObject."): value for key, value in wanted.items()}
             return [event for event in self.warnings if about.items() <= event["involvedObject"].items()]
+        if kind == CLUSTER:
+            own = [found for ref, found in self.objects.items() if ref.kind == CLUSTER.kind]
+            return copy.deepcopy([self.resource, *own])
         labels = dict(pair.split("=") for pair in labelSelector.split(","))
         found = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
         return copy.deepcopy(found)

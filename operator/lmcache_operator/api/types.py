@@ -325,7 +325,7 @@ class RemoteStatus(Part):
     previous_until: str | None = field("Up to when.", format="date-time")
     used_bytes: int | None = field(
         "Memory in use, of all servers together, where sidecars may ask for it. A tier without engines of "
-        "its own has nobody to ask: the clusters that use it tell it.",
+        "its own says what the clusters that use it told, with up to 15 minutes of delay.",
         format="int64",
     )
     evicted: int | None = field(

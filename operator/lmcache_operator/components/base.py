@@ -165,6 +165,8 @@ class Observed:
     """Fields of children, or whole ones, that somebody else keeps changing back."""
     referred: Object | None = None
     """The other LMCacheCluster that ``Component.referred`` names, if there is one."""
+    users: tuple[Object, ...] = ()
+    """The other LMCacheClusters that name this one in ``referred``, if ``Component.asks_users``."""
     autoscaling: Report | None = None
     """The latest of who watches what the cluster looks up; None: there is none, or none yet."""
     now: datetime
@@ -257,6 +259,10 @@ class Component(ABC):
     def referred(self, resource: Object) -> str:
         """Name of another LMCacheCluster that this one relies on; empty: of none."""
         return ""
+
+    def asks_users(self, resource: Object) -> bool:
+        """Whether what it is like is known to the other LMCacheClusters that rely on it alone."""
+        return False
 
     def sized(self, cluster: Cluster, observed: Observed) -> Cluster:
         """The cluster as all components are to render it: here as it is declared."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmcache_operator.autoscaling.report import steady
-from lmcache_operator.components.base import Observed
+from lmcache_operator.components.base import Observed, RemoteFigures
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import at
 
@@ -30,8 +30,11 @@ def hit_percent(observed: Observed) -> Object:
 
 
 def remote_usage(observed: Observed) -> Object:
-    """A part of ``status.remote``: all see the same servers, as far as each is allowed to ask."""
+    """A part of ``status.remote``: all see the same servers, as far as each is allowed to ask; so do
+    those of clusters that use them."""
     counts = [sidecar.remote for sidecar in (observed.probed.sidecars if observed.probed else ())]
+    told = (at(user, "status", "remote") or {} for user in observed.users)
+    counts += [RemoteFigures(own.get("usedBytes", 0), own.get("evicted", 0)) for own in told]
     found = {}
     if used := max((own.used_bytes for own in counts), default=0):
         found = {"usedBytes": used, "evicted": max(own.evicted for own in counts)}

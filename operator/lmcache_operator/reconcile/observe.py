@@ -32,6 +32,7 @@ async def observe(
     asking = component.foreign_pods(name)
     foreign_pods = await api.find(POD, namespace, labelSelector=asking) if asking else ()
     other = component.referred(resource)
+    others = await api.find(CLUSTER, namespace) if component.asks_users(resource) else ()
     observed = Observed(
         resource=resource,
         referred=await api.get(CLUSTER, namespace, other) if other else None,
@@ -39,6 +40,7 @@ async def observe(
         taken=frozenset(live.keys() - own.keys()),
         pods=tuple(pod for pod in pods if controller_uid(pod) in owners),
         foreign_pods=tuple(foreign_pods),
+        users=tuple(user for user in others if component.referred(user) == name),
         contested={ref: paths for ref, paths in contested.items() if ref in refs},
         now=now,
     )

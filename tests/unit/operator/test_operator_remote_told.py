@@ -61,6 +61,37 @@ def test_who_uses_servers_of_others_tells_how_full_they_are(remote):
     assert usage(rig, (1000, 10)) == ({"usedBytes": 1000, "evicted": 10} if remote else {})
 
 
+def user(name: str, remote: dict[str, Any], status: dict[str, Any] | None) -> dict[str, Any]:
+    found = cluster(tiers={"remote": remote})
+    metadata = found["metadata"] | {"name": name, "uid": name}
+    return found | {"metadata": metadata} | ({} if status is None else {"status": status})
+
+
+def test_a_tier_without_engines_tells_what_its_users_told():
+    def told_with(world: World) -> Any:
+        reconcile(world)
+        own = world.resource["status"]["remote"]
+        return own.get("usedBytes"), own.get("evicted")
+
+    world = World(cluster({"tiers": managed()}))
+    reference = {"clusterRef": {"name": NAME}}
+    assert told_with(world) == (None, None)
+    for name, remote, status in (
+        ("new", reference, None),
+        ("silent", reference, {"remote": {}}),
+        ("small", reference, {"remote": {"usedBytes": 1000, "evicted": 20}}),
+        ("large", reference, {"remote": {"usedBytes": 1040, "evicted": 7}}),
+        ("others", {"clusterRef": {"name": "another"}}, {"remote": {"usedBytes": 2**40}}),
+        ("own", {"external": {"url": "redis://h"}}, {"remote": {"usedBytes": 2**40}}),
+    ):
+        world.objects[Ref("LMCacheCluster", name)] = user(name, remote, status)
+    assert told_with(world) == (1040, 20)
+    assert reconcile(world) == []
+    engines = World(cluster(tiers=managed()))
+    engines.objects |= {ref: own for ref, own in world.objects.items() if ref.kind == "LMCacheCluster"}
+    assert told_with(engines) == (None, None), "its own sidecars are asked"
+
+
 def test_hits_are_told_by_tier():
     def hits(*counts: LookupFigures, **more: Any) -> Any:
         sidecars = [Sidecar(lookups=own, **more) for own in counts]
@@ -119,8 +150,7 @@ def test_a_secret_that_may_not_be_made_is_told_and_hinders_nothing_else():
 
 
 def other(**remote: Any) -> dict[str, Any]:
-    found = cluster(tiers={"remote": remote})
-    return found | {"metadata": found["metadata"] | {"name": "kv", "uid": "other"}}
+    return user("kv", remote, None)
 
 
 @pytest.mark.parametrize(

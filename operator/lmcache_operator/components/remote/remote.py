@@ -62,6 +62,10 @@ class Remote(Component):
         name = at(resource, *_REMOTE, "clusterRef", "name")
         return name if isinstance(name, str) and re.fullmatch(CLUSTER_NAME_PATTERN, name) else ""
 
+    def asks_users(self, resource: Object) -> bool:
+        """Without engines of its own nobody who may ask its servers is here."""
+        return at(resource, *_REMOTE, "managed") is not None and at(resource, "spec", "engine") is None
+
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """As they are when nothing was there before."""
         managed = cluster.spec.tiers.managed
