@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -17,11 +17,14 @@ from lmcache.rpc.client import ClientHello, KVGroup, Role, Scheduled, Session, S
 from lmcache.tiers.base import ROW_KEY_BYTES
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
-from testing.workloads.requests import HOUR, TOKENS, Workload, row_hash
+from testing.workloads.closed_loop import Routing, sticky
+from testing.workloads.requests import HOUR, TOKENS, Workload
 
 PREFILL_TOKENS_PER_SECOND = 10_000.0
 """What the engine would compute, if there were one."""
 _RPC_SECONDS = 60.0
+_ASK_SECONDS = 0.002
+"""How often to ask for rows that are on their way; a scheduler does so at every step."""
 
 
 class Clock(NamedTuple):
@@ -50,6 +53,9 @@ class Served(NamedTuple):
     """Of the workload."""
     num_rows: int
     num_hits: int
+    """In memory, without waiting."""
+    num_brought: int = 0
+    """From a lower tier."""
 
 
 @lru_cache(maxsize=1 << 20)
@@ -78,16 +84,23 @@ class Engine:
         found: Session = wait_until(partial(getattr, self._clients[number], "session"), what="attached")
         return found
 
-    def serve(self, name: str, keys: tuple[int, ...]) -> int:
-        """How many of its leading rows are in memory; the others are there afterwards."""
+    def serve(self, name: str, keys: tuple[int, ...]) -> tuple[int, int]:
+        """How many of its leading rows are in memory, and how many more lower tiers brought; all are there
+        afterwards."""
         scheduler, worker = self._session(0), self._session(1)
         names = b"".join(self._namespace + _digest(key) for key in keys)
-        found = scheduler.index.find(np.frombuffer(names, np.uint64).reshape(-1, ROW_KEY_BYTES // 8))
-        num_hits = len(found.rows)
         look_up = partial(
             scheduler.lookup, name,
             prefill_tokens_per_second=PREFILL_TOKENS_PER_SECOND, timeout=_RPC_SECONDS,
         )  # fmt: skip
+        in_memory = num_hits = _num_leading(scheduler, names)
+        if not scheduler.memory_only and num_hits < len(keys):
+            deadline = time.monotonic() + _RPC_SECONDS
+            while (found := look_up([(0, names)], hint=True)).num_pending or found.is_probing:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rows of {name} are on their way for {_RPC_SECONDS:.0f} s: {found}")
+                time.sleep(_ASK_SECONDS)
+            num_hits = max(num_hits, _num_leading(scheduler, names))
         if num_hits:
             look_up([(0, names[: num_hits * ROW_KEY_BYTES])])
         scheduled = Scheduled(num_hit_chunks=num_hits, num_loaded_tokens=num_hits * TOKENS)
@@ -98,16 +111,29 @@ class Engine:
                 with worker.copying():
                     worker.commit(slots, timeout=_RPC_SECONDS)
         scheduler.release([name], timeout=_RPC_SECONDS)
-        return num_hits
+        return in_memory, num_hits - in_memory
+
+
+def _num_leading(scheduler: Session, names: bytes) -> int:
+    found = scheduler.index.find(np.frombuffer(names, np.uint64).reshape(-1, ROW_KEY_BYTES // 8))
+    return len(found.rows)
 
 
 class Replay:
-    """A context manager: requests are served in a thread, each by the pod of its session, at their time."""
+    """A context manager: requests are served in a thread, each by its pod, at their time."""
 
-    def __init__(self, workload: Workload, row_bytes: int, clock: Clock, name: str = "") -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        row_bytes: int,
+        clock: Clock,
+        name: str = "",
+        route: Callable[[int], Routing] = sticky,
+    ) -> None:
         self.namespace = hashlib.sha256(name.encode()).digest()
         """Of its keys."""
         self._workload, self._row_bytes, self._clock = workload, row_bytes, clock
+        self._route = route
         self._engines: list[Engine] = []
         self._failure: BaseException | None = None
         self._stop = threading.Event()
@@ -144,6 +170,7 @@ class Replay:
         return (self._clock.at(real) - self.begin) / HOUR
 
     def _run(self) -> None:
+        route = self._route(len(self._engines))
         try:
             for number, request in enumerate(self._workload.requests):
                 due = self.begin + request.time
@@ -151,9 +178,8 @@ class Replay:
                 if self._stop.is_set():
                     return
                 self.longest_lag = max(self.longest_lag, self._clock.now() - due)
-                engine = self._engines[row_hash(8, request.session) % len(self._engines)]
-                num_hits = engine.serve(f"request-{number}", request.keys)
-                self.served.append(Served(request.time / HOUR, len(request.keys), num_hits))
+                hits = self._engines[route(request)].serve(f"request-{number}", request.keys)
+                self.served.append(Served(request.time / HOUR, len(request.keys), *hits))
         except BaseException as error:
             self._failure = error
 

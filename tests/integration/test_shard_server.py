@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.remote.pod import store_bytes
 from lmcache_operator.components.remote.remote import Remote
-from lmcache_operator.specs import paths
 from lmcache_operator.specs.names import REMOTE_PORT, REMOTE_USER, STOCK_IMAGES
 
 from lmcache.tiers.base import ObjectId
@@ -26,7 +24,8 @@ from lmcache.tiers.remote.resp import Connection
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList
 from testing.certificates import Certificates, make_certificates
-from testing.child_process import ChildProcess, free_port, wait_until
+from testing.child_process import free_port, wait_until
+from testing.kube.shards import MountedSecret, ShardProcess
 from tests.harness.operator_model import cluster
 from tests.harness.remote_objects import KEY, load, pattern
 
@@ -35,60 +34,22 @@ pytestmark = pytest.mark.redis
 PASSWORD = "p'a$s \"w\\ord"
 
 
-class MountedSecret:
-    """A folder as the kubelet makes it: all of its files become others at once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._versions = itertools.count()
-        folder.mkdir()
-
-    def write(self, **files: str) -> None:
-        new = self.folder / f"..{next(self._versions)}"
-        new.mkdir()
-        for name, text in files.items():
-            (new / name).write_text(text)
-            if not (self.folder / name).is_symlink():
-                (self.folder / name).symlink_to(f"..data/{name}")
-        (new / "link").symlink_to(new)
-        (new / "link").replace(self.folder / "..data")
-
-    def write_certificate(self, made: Certificates) -> None:
-        files = {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": made.ca}
-        self.write(**{name: path.read_text() for name, path in files.items()})
-
-
-class Shard(ChildProcess):
-    """The container of a shard's pod without the container."""
+class Shard(ShardProcess):
+    """Of a cluster that declares this."""
 
     def __init__(self, folder: Path, port: int, **managed: Any) -> None:
-        super().__init__("shard", folder / "log")
-        self.port = port
         resource = cluster(tiers={"remote": {"managed": {"memoryPerShard": "512Mi", **managed}}})
         spec = Remote().render(parse(resource), Context(STOCK_IMAGES))[-1]["spec"]["template"]["spec"]
         (container,) = spec["containers"]
-        self.auth, self.tls = MountedSecret(folder / "auth"), MountedSecret(folder / "tls")
+        replaced = {"sleep 10": "sleep 0.1", f"port {REMOTE_PORT}": f"port {port}"}
+        super().__init__(folder, container, has_tls="tls" in managed, replaced=replaced)
+        self.port = port
         self.auth.write(password=f"{PASSWORD}\n")
-        (folder / "run").mkdir()
-        here = {"/run/lmcache": folder / "run", paths.REMOTE_AUTH_DIR: folder / "auth"}
-        here[paths.REMOTE_TLS_DIR] = folder / ("tls" if "tls" in managed else "none")
 
-        def placed(words: list[str]) -> list[str]:
-            for path, ours in here.items():
-                words = [word.replace(path, str(ours)) for word in words]
-            # As the API has it: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/
-            words = [word.replace("$$", "$").replace("sleep 10", "sleep 0.1") for word in words]
-            return [word.replace(f"port {REMOTE_PORT}", f"port {port}") for word in words]
 
-        self.argv = placed([*container["command"], *container["args"]])
-        self.probe = placed(container["livenessProbe"]["exec"]["command"])
-
-    def start(self) -> None:
-        self.spawn(self.argv)
-        wait_until(lambda: self.check() or self.is_alive(), timeout=60)
-
-    def is_alive(self) -> bool:
-        return subprocess.run(self.probe, capture_output=True, timeout=60, check=False).returncode == 0
+def write_certificate(secret: MountedSecret, made: Certificates) -> None:
+    files = {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": made.ca}
+    secret.write(**{name: path.read_text() for name, path in files.items()})
 
 
 @pytest.fixture
@@ -220,7 +181,7 @@ def test_a_password_is_changed_without_a_miss(shard):
 @pytest.fixture
 def secure(tmp_path: Path) -> Iterator[Shard]:
     with Shard(tmp_path, free_port(), tls={"secretRef": {"name": "ours"}}) as shard:
-        shard.tls.write_certificate(authority(tmp_path, "first"))
+        write_certificate(shard.tls, authority(tmp_path, "first"))
         shard.start()
         yield shard
 
@@ -250,7 +211,7 @@ def test_a_certificate_is_renewed_without_a_miss(secure, tmp_path):
     assert refusal(secure, PASSWORD), "without TLS nobody is heard"
     second = authority(tmp_path, "second")
     assert not is_trusted(secure, second)
-    secure.tls.write_certificate(second)
+    write_certificate(secure.tls, second)
     wait_until(lambda: is_trusted(secure, second))
     assert not is_trusted(secure, Certificates(tmp_path / "first/ca.pem", second.cert, second.key))
     for remote in (lasting, secure_tier(secure, secure.tls.folder / "ca.crt")):
@@ -264,5 +225,5 @@ def test_a_certificate_that_is_none_changes_nothing_until_it_is_one(secure, tmp_
     wait_until(lambda: secure.check() or "certificate: ERR" in secure.log)
     assert is_trusted(secure, Certificates(tmp_path / "first/ca.pem", Path(), Path()))
     second = authority(tmp_path, "second")
-    secure.tls.write_certificate(second)
+    write_certificate(secure.tls, second)
     wait_until(lambda: is_trusted(secure, second))

@@ -1,0 +1,158 @@
+"""Servers of a managed remote tier as processes: what is rendered for their pods, without a container."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmcache_operator.components.remote.shards import Shards
+from lmcache_operator.specs import names, paths
+
+from testing.child_process import ChildProcess, wait_until
+from testing.kube.api import Api, ApiError, Object
+from testing.kube.pod_processes import PodProcesses
+
+_RUN_DIR = "/run/lmcache"
+_ANNOTATION = "lmcache.io/shards"
+_MAX_MEMORY = re.compile(r"^maxmemory (\d+)$", re.MULTILINE)
+_ENDPOINT = re.compile(rf"(?<=^- )([^.\s]+)\.\S+(?=:{names.REMOTE_PORT}$)", re.MULTILINE)
+
+
+class MountedSecret:
+    """A folder as the kubelet makes it: all of its files become others at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._versions = itertools.count()
+        folder.mkdir()
+
+    def write(self, **files: str) -> None:
+        new = self.folder / f"..{next(self._versions)}"
+        new.mkdir()
+        for name, text in files.items():
+            (new / name).write_text(text)
+            if not (self.folder / name).is_symlink():
+                (self.folder / name).symlink_to(f"..data/{name}")
+        (new / "link").symlink_to(new)
+        (new / "link").replace(self.folder / "..data")
+
+
+class ShardProcess(ChildProcess):
+    """The container of a shard's pod without the container."""
+
+    def __init__(
+        self, folder: Path, container: Object, *, has_tls: bool = False, replaced: Mapping[str, str]
+    ) -> None:
+        """``replaced``: texts in its words that become others."""
+        super().__init__("shard", folder / "log")
+        self.folder = folder
+        self.auth, self.tls = MountedSecret(folder / "auth"), MountedSecret(folder / "tls")
+        (folder / "run").mkdir()
+        here = {_RUN_DIR: f"{folder / 'run'}", paths.REMOTE_AUTH_DIR: f"{folder / 'auth'}"}
+        here[paths.REMOTE_TLS_DIR] = f"{folder / ('tls' if has_tls else 'none')}"
+        # As the API has it: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/
+        here |= {"$$": "$", **replaced}
+
+        def placed(word: str) -> str:
+            for text, ours in here.items():
+                word = word.replace(text, ours)
+            return word
+
+        self.argv = [placed(word) for word in [*container["command"], *container["args"]]]
+        self.probe = [placed(word) for word in container["livenessProbe"]["exec"]["command"]]
+
+    def start(self) -> None:
+        self.spawn(self.argv)
+        wait_until(self.is_alive, timeout=60)
+
+    def is_alive(self) -> bool:
+        """Whether it answers the kubelet. Raises as ``check`` does."""
+        self.check()
+        return subprocess.run(self.probe, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+class _OwnFolder(ShardProcess):
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class PodShards(PodProcesses[ShardProcess]):
+    """A context manager: while it is open, pods of shards have servers, and sidecars are told where."""
+
+    def __init__(
+        self,
+        api: Api,
+        namespace: str,
+        cluster: str,
+        addresses: Iterator[str],
+        folder: Path,
+        *,
+        scale: int = 1,
+    ) -> None:
+        """``folder``: for what sidecars mount. Servers store ``scale`` times less than their pods would."""
+        super().__init__(api, namespace, names.selector_text(cluster, names.REMOTE), addresses)
+        self._name, self._folder, self._scale = names.remote_name(cluster), folder, scale
+        self._list = ""
+        self.numbers: list[tuple[float, int]] = []
+        """How many shards sidecars were told of, and since when (seconds since 1970)."""
+
+    def options(self) -> dict[str, Any] | None:
+        """Of sidecars; None: there is no list yet."""
+        if not self._list:
+            return None
+        address = next(iter(self.addresses.values()))
+        return {
+            "remote_url": f"redis://{names.REMOTE_USER}@{address}:{names.REMOTE_PORT}",
+            "remote_shards_file": self._folder / paths.SHARDS_FILE,
+            "remote_password_file": self._folder / "password",
+        }
+
+    def start(self, pod: Object, address: str) -> ShardProcess:
+        """See ``PodProcesses``."""
+        (container,) = pod["spec"]["containers"]
+        (found,) = (match for word in container["args"] if (match := _MAX_MEMORY.search(word)))
+        replaced = {
+            found[0]: f"maxmemory {int(found[1]) // self._scale}",
+            f"port {names.REMOTE_PORT}": f"port {names.REMOTE_PORT}\nbind {address}",
+            "sleep 10": "sleep 1",
+        }
+        server = _OwnFolder(Path(tempfile.mkdtemp(prefix="lmc-shard-")), container, replaced=replaced)
+        secret = self.api.get("v1/secrets", self._name, self.namespace)["data"]["password"]
+        password = base64.b64decode(secret).decode()
+        server.auth.write(password=password)
+        (self._folder / "password").write_text(password)
+        server.start()
+        return server
+
+    def look(self) -> None:
+        """See ``PodProcesses``. A list that names a server which does not listen yet has to wait."""
+        try:
+            config = self.api.get("v1/configmaps", self._name, self.namespace)
+        except (ApiError, OSError):
+            return
+        text, shards = (
+            config["data"][paths.SHARDS_FILE],
+            Shards.parse(names.annotations_of(config)[_ANNOTATION]),
+        )
+        here = self.addresses
+        if (
+            shards is None
+            or text == self._list
+            or not {m[1] for m in _ENDPOINT.finditer(text)} <= here.keys()
+        ):
+            return
+        file = self._folder / paths.SHARDS_FILE
+        file.with_suffix(".new").write_text(_ENDPOINT.sub(lambda match: here[match[1]], text))
+        file.with_suffix(".new").replace(file)
+        self._list = text
+        if not self.numbers or self.numbers[-1][1] != shards.current:
+            self.numbers.append((time.time(), shards.current))
