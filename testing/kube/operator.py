@@ -114,11 +114,14 @@ class Operator(ChildProcess):
         return self.metric("lmcache_operator_reconcile_seconds_count")
 
     def refusals(self) -> list[str]:
-        """What RBAC refused it since `forgive`; anything here is a hole in the chart's roles."""
+        """What RBAC refused it since `forgive`; anything here is a hole in the chart's roles.
+
+        Its log tells of others' refusals, too: of a controller that may not make a pod, for instance.
+        """
         log_mark, audit_mark = self._marks
         writes = self._plane.written_since(audit_mark, by=self.user, dry_runs=True)
         told = [*self.log[log_mark:].splitlines(), *map(str, writes)]
-        return [line for line in told if re.search(r"cannot \w+ resource", line)]
+        return [line for line in told if re.search(rf"User \W*{self.user}\W* cannot \w+ resource", line)]
 
     def forgive(self) -> None:
         """Forget what was refused so far: an API server that starts has not read its roles yet."""

@@ -13,6 +13,7 @@ from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
+from testing.kube.api import Api, ApiError
 from testing.kube.cluster import CRDS as CRD_KIND
 from testing.kube.cluster import Cluster
 from tests.harness.kube import (
@@ -250,6 +251,32 @@ def test_with_a_list_of_namespaces_only_these_are_served(plane, tmp_path):
         finally:
             process.kill()
         plane.helm("uninstall", "some", "--namespace", served)
+
+
+def test_a_hole_in_the_roles_is_noticed_and_refusals_of_others_are_none(plane, tmp_path):
+    with new_namespace(plane, "powerless") as namespace:
+        process = Operator(plane, tmp_path, f"{namespace}/default")
+        process.start()
+        try:
+            plane.wait(process.refusals)  # it may read nothing
+        finally:
+            process.kill()
+        process.forgive()
+        assert process.refusals() == []
+
+        def refused(account: str) -> str:
+            """What the API server says when this account writes."""
+            api = Api(plane.url, plane.ca, plane.service_account_token(namespace, account))
+            with pytest.raises(ApiError, match="cannot create resource") as found:
+                api.create("v1/configmaps", {"metadata": {"name": "any"}}, namespace)
+            return str(found.value)
+
+        plane.api.create("v1/serviceaccounts", {"metadata": {"name": "other"}}, namespace)
+        with process.log_path.open("a") as log:  # as it tells of a StatefulSet that can make no pod
+            log.write(f"FailedCreate: {refused('other')}\n")
+        assert process.refusals() == []
+        refused("default")
+        assert len(process.refusals()) == 1, "by the audit log"
 
 
 @pytest.mark.parametrize(
