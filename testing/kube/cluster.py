@@ -38,7 +38,10 @@ HERE = Path(__file__).resolve().parent
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok", "kubectl", "helm")
 CRDS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 PREFIX = "lmcache-kube-"
-_LOG_LINES = 15
+PATIENCE = 300.0
+"""Seconds. A pod that is back under its name before the disruption controller has seen that it was evicted
+counts as disrupted for two minutes more, and until then no other pod of its budget may be evicted."""
+_LOG_LINES, _NOTE_CHARS = 15, 20_000
 TOKEN_ID = "authentication.kubernetes.io/credential-id"
 FAKE_NODE = "kwok.x-k8s.io/node"
 NODE_CAPACITY = {
@@ -133,14 +136,18 @@ class Cluster:
         """Standard output of helm, run as admin. Raises CalledProcessError (`stderr` has the reason)."""
         return self._run("helm", *argv)
 
-    def wait(self, what: Callable[[], T | None], timeout: float = 120) -> T:
-        """`wait_for`, but a component that died is reported at once."""
+    def wait(self, what: Callable[[], T | None], timeout: float = PATIENCE) -> T:
+        """`wait_for`, but a component that died is reported at once, and what is there when time is up."""
 
         def checked() -> T | None:
             self.check()
             return what()
 
-        return wait_for(checked, timeout)
+        try:
+            return wait_for(checked, timeout)
+        except TimeoutError as error:
+            self._describe(error)
+            raise
 
     def check(self) -> None:
         """Raises `ProcessDied` for a component that ended by itself."""
@@ -248,6 +255,18 @@ class Cluster:
         log = self.directory / f"{program}.log"
         component = self.components[program] = Component(program, [self.bin / program, *flags], log)
         component.start()
+
+    def _describe(self, error: Exception) -> None:
+        """Add what there is to an error that nobody can look into later."""
+        kinds = "lmcacheclusters,statefulsets,pods,poddisruptionbudgets"
+        columns = "N:.metadata.namespace,KIND:.kind,NAME:.metadata.name,GOES:.metadata.deletionTimestamp,"
+        columns += "STATUS:.status"
+        for argv in (
+            ("get", kinds, "--output", f"custom-columns={columns}"),
+            ("get", "events", "--sort-by", ".lastTimestamp"),
+        ):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                error.add_note(self.kubectl(*argv, "--all-namespaces", "--ignore-not-found")[-_NOTE_CHARS:])
 
     def _run(self, program: str, *argv: str | Path, stdin: str = "") -> str:
         env = {**os.environ, "KUBECONFIG": str(self.kubeconfig()), "HOME": str(self.directory)}

@@ -55,7 +55,7 @@ def outcome(made: Object) -> str | None:
 def wait_until_it_acts(plane: Cluster, namespace: str) -> None:
     """The API server reads policies and their parameters by watches."""
     found = pod_with({"name": "another"})
-    plane.wait(lambda: has_cache(try_out(plane, namespace, found)), 120)
+    plane.wait(lambda: has_cache(try_out(plane, namespace, found)))
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_restricted_pod_stays_restricted(plane, home):
         with pytest.raises(ApiError, match="restricted"):
             try_out(plane, namespace, pod())
         found = pod(securityContext=RESTRICTED)
-        plane.wait(lambda: has_cache(try_out(plane, namespace, found)), 120)
+        plane.wait(lambda: has_cache(try_out(plane, namespace, found)))
         whole = pod_with(
             securityContext={"runAsNonRoot": True, "runAsUser": 7}, containers=found["spec"]["containers"]
         )
@@ -197,9 +197,9 @@ def test_a_changed_cluster_changes_what_new_pods_get(plane, home, namespace):
 
     assert size() == "1Gi"
     plane.api.patch(CLUSTERS, NAME, {"spec": {"tiers": {"memory": {"size": "2Gi"}}}}, namespace)
-    plane.wait(lambda: size() == "2Gi", 120)
+    plane.wait(lambda: size() == "2Gi")
     plane.api.delete(CLUSTERS, NAME, namespace)
-    plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())), 120)
+    plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())))
 
 
 def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operator, namespace):
@@ -212,7 +212,7 @@ def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operato
         found: Object = conditions.get("Degraded", {})
         return found
 
-    plane.wait(lambda: degraded().get("reason") == "PodsWithoutCache", 120)
+    plane.wait(lambda: degraded().get("reason") == "PodsWithoutCache")
     message = degraded()["message"]
     assert message.startswith(
         f"1 of 1 pods labelled {INJECT_LABEL}={NAME} have no cache: pod llm: it is older"
@@ -222,7 +222,7 @@ def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operato
     plane.wait(lambda: plane.api.find("v1/pods", "llm", namespace) is None)
     plane.api.create("v1/pods", pod(), namespace)
     plane.api.patch(CLUSTERS, NAME, {"metadata": {"annotations": {"look": "again"}}}, namespace)
-    plane.wait(lambda: degraded().get("status") == "False", 120)
+    plane.wait(lambda: degraded().get("status") == "False")
 
 
 def test_a_chart_that_is_installed_again_injects_again(plane, home, operator_process):
@@ -230,11 +230,11 @@ def test_a_chart_that_is_installed_again_injects_again(plane, home, operator_pro
     if operator_process.is_running:
         operator_process.terminate()
     plane.helm("uninstall", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--wait")
-    plane.wait(lambda: not has_cache(try_out(plane, home, pod())), 120)
+    plane.wait(lambda: not has_cache(try_out(plane, home, pod())))
     install(plane)
     operator_process.start()
     with new_namespace(plane, "again") as namespace:
         plane.api.create(CLUSTERS, profile_only(), namespace)
         wait_until_it_acts(plane, namespace)
         plane.api.delete(CLUSTERS, NAME, namespace)
-        plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())), 120)
+        plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())))

@@ -23,7 +23,7 @@ NUM_SPECS = int(os.environ.get("NUM_SPECS", "200"))
 MAX_WRITES = 5
 """Of one spec, beyond the one that makes each of its children."""
 FIELD = re.compile(r"\bspec\b")
-SECONDS = 120 + NUM_SPECS
+SECONDS = 300 + NUM_SPECS
 """On an idle machine a tenth of it."""
 
 

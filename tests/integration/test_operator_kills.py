@@ -31,7 +31,7 @@ from tests.harness.autoscaling import GIB
 from tests.harness.devices import DEVICE_CLASS, published
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, is_since, new_namespace
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.kube
 T = TypeVar("T")
 
 SECONDS = 300.0

@@ -20,7 +20,7 @@ from testing.kube.cluster import Cluster
 from testing.kube.operator import SYSTEM_NAMESPACE, chart_flags
 from tests.harness.kube import CLUSTERS, NAME, SERVICE_ACCOUNT, Operator, example, new_namespace
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.kube
 
 LEASES = "coordination.k8s.io/v1/leases"
 LEASE = SERVICE_ACCOUNT

@@ -12,8 +12,6 @@ from tests.harness.kube import CLUSTERS, NAME, example
 
 pytestmark = pytest.mark.kube
 
-PATIENCE = 120.0
-
 
 def lose(plane, node: str, namespace: str, pod: str, minutes: float) -> None:
     """What controllers write of a node that was last heard of so long ago, and of a pod there."""
@@ -52,7 +50,7 @@ def test_a_pod_on_a_lost_node_is_told_and_replaced_once_it_is_to_go(plane, opera
             ready = condition(plane, namespace, "Ready")
             return str(ready["message"]) if ready["reason"] == "NodeLost" else ""
 
-        assert f"its node {node} has not been ready" in plane.wait(told, PATIENCE)
+        assert f"its node {node} has not been ready" in plane.wait(told)
         # Nobody has said that it is to go: its kubelet may come back, and it with it.
         assert uid in pods(plane, namespace)
         plane.api.delete("v1/pods", name, namespace)
@@ -63,9 +61,9 @@ def test_a_pod_on_a_lost_node_is_told_and_replaced_once_it_is_to_go(plane, opera
             lose(plane, node, namespace, name, minutes=10)  # whoever plays the kubelet may have come back
             return False
 
-        plane.wait(is_gone, PATIENCE)
+        plane.wait(is_gone)
         # The operator says so once that is done.
-        plane.wait(lambda: is_said(plane, namespace, "NodeLost", f"deleted pod {name} by force"), PATIENCE)
+        plane.wait(lambda: is_said(plane, namespace, "NodeLost", f"deleted pod {name} by force"))
         writes = written(plane, operator, mark, namespace)
         assert [w.code for w in writes if (w.verb, w.name) == ("delete", name)] == [200]
     finally:

@@ -84,7 +84,7 @@ def writes_when_touched(plane: Cluster, operator: Operator, namespace: str) -> l
     poke = {"metadata": {"annotations": {"test/poke": str(before)}}}
     for number in range(NUM_ODD):
         plane.api.patch(CLUSTERS, f"odd-{number}", poke, namespace)
-    plane.wait(lambda: operator.num_reconciliations() >= before + NUM_ODD, 120)
+    plane.wait(lambda: operator.num_reconciliations() >= before + NUM_ODD)
     return written(plane, operator, mark, namespace)
 
 
@@ -92,7 +92,7 @@ def test_odd_but_valid_templates_come_to_rest(plane, operator, namespace):
     for number in range(NUM_ODD):
         template = odd_template(random.Random(number))
         plane.api.create(CLUSTERS, odd_cluster(f"odd-{number}", template), namespace)
-    told = plane.wait(lambda: reasons(plane, namespace, NUM_ODD), 120)
+    told = plane.wait(lambda: reasons(plane, namespace, NUM_ODD))
     assert set(told.values()) == {"AsDeclared"}, told
     # What is never at rest wakes itself: it is written in every round. One round may also see the last Events
     # of the beginning, and the operator looks at clusters of earlier tests meanwhile.
@@ -160,7 +160,7 @@ def test_broken_objects_stop_no_other(plane, operator, namespace):
     assert told["broken-types"] == told["broken-deep"] == "InvalidSpec", told
     assert told["broken-large"] == told["broken-env"] == "AsDeclared", told
     plane.api.create(CLUSTERS, example(), namespace)
-    plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True", 180)
+    plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True")
 
 
 def reasons(plane: Cluster, namespace: str, number: int) -> dict[str, str]:

@@ -9,7 +9,6 @@ from tests.harness.kube import CLUSTERS, NAME, Operator, example
 
 pytestmark = pytest.mark.kube
 
-SECONDS = 60
 LAST_LINES = "INFO loading\nValueError: unknown quantization\n"
 
 
@@ -19,7 +18,7 @@ def held(plane: Cluster, namespace: str, **spec: object) -> str:
     template = {"metadata": {"annotations": {"test/hold": "true"}}}
     resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
     plane.api.create(CLUSTERS, resource, namespace)
-    ((_, pod),) = plane.wait(lambda: pods(plane, namespace).items(), SECONDS)
+    ((_, pod),) = plane.wait(lambda: pods(plane, namespace).items())
     return str(pod["metadata"]["name"])
 
 
@@ -31,8 +30,8 @@ def events(plane: Cluster, namespace: str) -> dict[str, Object]:
 
 
 def wait_told(plane: Cluster, namespace: str, reason: str, count: int) -> None:
-    plane.wait(lambda: condition(plane, namespace, "Degraded")["reason"] == reason, SECONDS)
-    plane.wait(lambda: events(plane, namespace).get(reason, {}).get("count") == count, SECONDS)
+    plane.wait(lambda: condition(plane, namespace, "Degraded")["reason"] == reason)
+    plane.wait(lambda: events(plane, namespace).get(reason, {}).get("count") == count)
 
 
 def play(plane: Cluster, operator: Operator, namespace: str, pod: str, engine: Object) -> None:
@@ -50,11 +49,9 @@ def test_a_crash_loop_is_told_once_and_with_its_last_lines(plane, operator, name
         for state in (waiting, {"running": {}}):
             engine = {"state": state, "lastState": ended, "restartCount": round_ + (state != waiting)}
             play(plane, operator, namespace, pod, engine)
-            plane.wait(
-                lambda: condition(plane, namespace, "Degraded").get("reason") == "CrashLoopBackOff", SECONDS
-            )
+            plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "CrashLoopBackOff")
     assert "ValueError: unknown quantization" in condition(plane, namespace, "Ready")["message"]
-    told = plane.wait(lambda: events(plane, namespace).get("CrashLoopBackOff"), SECONDS)
+    told = plane.wait(lambda: events(plane, namespace).get("CrashLoopBackOff"))
     assert (told["type"], told["count"]) == ("Warning", 1)
     template = plane.api.get("v1/pods", pod, namespace)["spec"]
     containers = [*template["initContainers"], *template["containers"]]
@@ -80,7 +77,7 @@ def test_a_claim_that_is_never_bound_is_told_in_the_words_of_its_controller(plan
     plane.api.create("v1/persistentvolumeclaims", {"metadata": {"name": "models"}, "spec": claim}, namespace)
     model = {"name": "a/model", "volume": {"persistentVolumeClaim": {"claimName": "models"}}}
     plane.api.create(CLUSTERS, example(model=model), namespace)
-    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "FailedBinding", SECONDS)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "FailedBinding")
     assert (
         'claim models: storageclass.storage.k8s.io "none"' in condition(plane, namespace, "Ready")["message"]
     )

@@ -18,7 +18,7 @@ from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, since
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(900), since("1.35")]
+pytestmark = [pytest.mark.kube, since("1.35")]
 
 SECONDS = 300.0
 GIB = 2**30
