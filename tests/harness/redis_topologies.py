@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import redis
 
-from testing.child_process import free_port
+from testing.child_process import free_port, wait_until
 from testing.processes import BINARY, RedisProcess
-from tests.harness.remote_objects import until
 
 SERVICE = "kv-cache"
 
@@ -32,7 +31,7 @@ class Sentinel:
         )
         with (master.folder / "sentinel.log").open("ab") as log:
             self._process = subprocess.Popen([BINARY, config, "--sentinel"], stdout=log, stderr=log)
-        until(self._knows_a_replica)
+        wait_until(self._knows_a_replica)
 
     def _knows_a_replica(self) -> bool:
         with contextlib.suppress(redis.ConnectionError):
@@ -55,7 +54,7 @@ def sentinel_set(password: str = "") -> Iterator[tuple[Sentinel, RedisProcess, R
         RedisProcess(password=password, **options) as replica,
     ):
         replica.client.replicaof("127.0.0.1", master.port)
-        until(lambda: replica.client.info("replication")["master_link_status"] == "up")
+        wait_until(lambda: replica.client.info("replication")["master_link_status"] == "up")
         with contextlib.closing(Sentinel(master, password=password)) as sentinel:
             yield sentinel, master, replica
 
@@ -72,10 +71,10 @@ class Cluster:
             )
             if index < 3:
                 node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
-        until(lambda: all(self._is_complete(node) for node in nodes))
+        wait_until(lambda: all(self._is_complete(node) for node in nodes))
         nodes[3].client.execute_command("CLUSTER", "REPLICATE", self.id_of(0))
-        until(lambda: nodes[3].client.info("replication").get("master_link_status") == "up")
-        until(lambda: all("slave" in str(node.client.execute_command("CLUSTER NODES")) for node in nodes))
+        wait_until(lambda: nodes[3].client.info("replication").get("master_link_status") == "up")
+        wait_until(lambda: all("slave" in self._view(node) for node in nodes))
 
     @property
     def url(self) -> str:
@@ -89,6 +88,10 @@ class Cluster:
 
     def owner_of(self, slot: int) -> int:
         return next(index for index, last in enumerate((5460, 10922, 16383)) if slot <= last)
+
+    @staticmethod
+    def _view(node: RedisProcess) -> str:
+        return str(node.client.execute_command("CLUSTER NODES"))
 
     @staticmethod
     def _is_complete(node: RedisProcess) -> bool:

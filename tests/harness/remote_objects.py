@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.remote.address import DEFAULT_PREFIX
+from lmcache.tiers.remote.address import DEFAULT_PREFIX, Address
 from lmcache.tiers.remote.objects import redis_name
 from lmcache.tiers.remote.tier import RemoteTier
-from testing.child_process import wait_until
 
 KEY = b"n" * 32 + b"k" * 32
 
@@ -23,17 +19,15 @@ def part_name(key: bytes, column: int, part: int) -> str:
     return redis_name(DEFAULT_PREFIX, ObjectId(key, column), part)
 
 
+def tier_of(url: str, timeout_seconds: float = 60.0) -> RemoteTier:
+    """With time enough for a machine that stands still for a while, unless a test is about the deadline."""
+    return RemoteTier(Address.parse(url), timeout_seconds=timeout_seconds)
+
+
 def load(remote: RemoteTier, column: int = 0, room: int = 3 * PART_BYTES, key: bytes = KEY) -> bytes | None:
     into = memoryview(bytearray(room))
     loaded = remote.load(ObjectId(key, column), into)
     return None if loaded is None else bytes(into[: loaded.length])
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> float:
-    """Poll; return how long it took."""
-    start = time.monotonic()
-    wait_until(condition, timeout=seconds)
-    return time.monotonic() - start
 
 
 def probe(remote: RemoteTier) -> bool:

@@ -9,13 +9,12 @@ import pytest
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.objects import hash_tag
 from lmcache.tiers.remote.tier import RemoteTier
-from testing.child_process import free_port
+from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
 from tests.harness.redis_topologies import Cluster, cluster
-from tests.harness.remote_objects import is_available, load, part_name, pattern, probe, until
+from tests.harness.remote_objects import is_available, load, part_name, pattern, probe, tier_of
 
 pytestmark = pytest.mark.redis
 
@@ -31,8 +30,13 @@ def servers():
 
 
 @pytest.fixture
-def remote(servers):
-    tier = RemoteTier(Address.parse(servers.url))
+def deadline():
+    return 60.0
+
+
+@pytest.fixture
+def remote(servers, deadline):
+    tier = tier_of(servers.url, deadline)
     yield tier
     tier.close()
 
@@ -64,16 +68,14 @@ def test_objects_are_spread_and_found_again(remote, servers):
 def test_servers_that_announce_names_beside_their_addresses(remote, servers):
     for node in servers.nodes:
         node.client.config_set("cluster-announce-hostname", "node.example")
-    until(lambda: "node.example" in str(servers.nodes[1].client.execute_command("CLUSTER NODES")))
+    wait_until(lambda: "node.example" in str(servers.nodes[1].client.execute_command("CLUSTER NODES")))
     fill(remote)
     assert remote.probe(KEYS, 2) == len(KEYS)
 
 
 def test_a_seed_that_is_in_no_cluster_any_more_is_passed_over(servers):
     with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as stranger:
-        remote = RemoteTier(
-            Address.parse(f"redis-cluster://127.0.0.1:{stranger.port},127.0.0.1:{servers.nodes[0].port}")
-        )
+        remote = tier_of(f"redis-cluster://127.0.0.1:{stranger.port},127.0.0.1:{servers.nodes[0].port}")
         fill(remote)
         assert remote.probe(KEYS, 2) == len(KEYS)
         remote.close()
@@ -122,7 +124,7 @@ def test_each_operation_follows_a_moved_slot(remote, servers, operation):
     if operation == "store":
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     else:
-        other = RemoteTier(Address.parse(servers.url))
+        other = tier_of(servers.url)
         assert other.store(ObjectId(KEY, 0), memoryview(b"x"))
         other.close()
     if operation == "probe":
@@ -135,16 +137,17 @@ def test_each_operation_follows_a_moved_slot(remote, servers, operation):
 
 def test_a_dead_master_s_replica_is_found(remote, servers):
     fill(remote)
-    until(lambda: servers.nodes[3].client.dbsize() == servers.nodes[0].client.dbsize())
+    wait_until(lambda: servers.nodes[3].client.dbsize() == servers.nodes[0].client.dbsize())
     servers.nodes[0].kill()
     hits = [load(remote, key=key) is not None for key in KEYS]
     assert 0 < hits.count(True) < len(KEYS)
     assert not remote.health.is_open
-    until(lambda: remote.probe(KEYS, 2) == len(KEYS), 20)
+    wait_until(lambda: remote.probe(KEYS, 2) == len(KEYS))
     assert all(load(remote, key=key) for key in KEYS)
     assert all(remote.store(ObjectId(key, 5), memoryview(b"x")) for key in KEYS)
 
 
+@pytest.mark.parametrize("deadline", [2.0])
 def test_the_whole_cluster_away_and_back(remote, servers):
     fill(remote)
     for node in servers.nodes:
@@ -156,12 +159,12 @@ def test_the_whole_cluster_away_and_back(remote, servers):
     for node in servers.nodes:
         node.thaw()
 
-    until(lambda: is_available(remote))
-    until(lambda: remote.probe(KEYS, 2) == len(KEYS))
+    wait_until(lambda: is_available(remote))
+    wait_until(lambda: remote.probe(KEYS, 2) == len(KEYS))
 
 
 def test_nobody_there():
-    remote = RemoteTier(Address.parse("redis-cluster://127.0.0.1:1,127.0.0.1:2"))
+    remote = tier_of("redis-cluster://127.0.0.1:1,127.0.0.1:2")
     for _ in range(2):
         with pytest.raises(TierUnavailableError):
             load(remote)

@@ -8,12 +8,10 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.tier import RemoteTier
-from testing.child_process import free_port
+from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
 from tests.harness.redis_topologies import SERVICE, sentinel_set
-from tests.harness.remote_objects import KEY, is_available, load, until
+from tests.harness.remote_objects import KEY, is_available, load, tier_of
 
 pytestmark = pytest.mark.redis
 
@@ -33,9 +31,7 @@ def servers(password):
 def remote(servers, password):
     userinfo = f":{password}@" if password else ""
     nobody = f"127.0.0.1:{free_port()}"
-    tier = RemoteTier(
-        Address.parse(f"redis-sentinel://{userinfo}{nobody},127.0.0.1:{servers[0].port}/{SERVICE}/2")
-    )
+    tier = tier_of(f"redis-sentinel://{userinfo}{nobody},127.0.0.1:{servers[0].port}/{SERVICE}/2")
     yield tier
     tier.close()
 
@@ -59,12 +55,12 @@ def test_reads_and_writes_go_to_the_master(remote, servers):
 def test_the_new_master_is_found_after_the_old_one_died(remote, servers):
     _, master, replica = servers
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-    until(lambda: num_objects(replica) == 1)
+    wait_until(lambda: num_objects(replica) == 1)
     master.kill()
     with pytest.raises(TierUnavailableError):
         load(remote)
 
-    until(lambda: is_available(remote), 20)
+    wait_until(lambda: is_available(remote))
     assert load(remote) == b"x"
     assert remote.store(ObjectId(KEY[::-1], 0), memoryview(b"y"))
     assert num_objects(replica) == 2
@@ -74,9 +70,9 @@ def test_a_master_that_was_made_a_replica_is_left(remote, servers):
     """As after a failover that did not kill it: it may go on answering, and is read-only."""
     sentinel, master, replica = servers
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-    until(lambda: num_objects(replica) == 1)
+    wait_until(lambda: num_objects(replica) == 1)
     sentinel.client.execute_command("SENTINEL", "FAILOVER", SERVICE)
-    until(lambda: replica.client.role()[0] == b"master", 20)
+    wait_until(lambda: replica.client.role()[0] == b"master")
     master.client.replicaof("127.0.0.1", replica.port)  # as the Sentinel does, within ten seconds
 
     def is_stored() -> bool:
@@ -84,7 +80,7 @@ def test_a_master_that_was_made_a_replica_is_left(remote, servers):
             return remote.store(ObjectId(KEY[::-1], 0), memoryview(b"y"))
         return False
 
-    until(is_stored)
+    wait_until(is_stored)
     assert num_objects(replica) == 2
 
 
@@ -102,18 +98,14 @@ def test_no_connection_to_a_read_only_master_is_kept(remote, servers):
 
 
 def test_a_service_that_no_sentinel_knows(servers):
-    remote = RemoteTier(
-        Address.parse(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense"), timeout_seconds=60
-    )
+    remote = tier_of(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense")
     with pytest.raises(TierUnavailableError, match="knows no service 'nonsense'"):
         load(remote)
     remote.close()
 
 
 def test_no_sentinel_at_all():
-    remote = RemoteTier(
-        Address.parse(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}"), timeout_seconds=60
-    )
+    remote = tier_of(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}")
     with pytest.raises(TierUnavailableError, match=r"no Sentinel names a master: .*refused"):
         load(remote)
     remote.close()

@@ -6,10 +6,10 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, Header, checksum, digests
-from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
+from testing.child_process import wait_until
 from testing.processes import RedisProcess
-from tests.harness.remote_objects import KEY, load, part_name, pattern, until
+from tests.harness.remote_objects import KEY, load, part_name, pattern, tier_of
 
 pytestmark = pytest.mark.redis
 
@@ -29,7 +29,7 @@ def server(shared_server):
 @pytest.fixture(params=["unix", "tcp"])
 def remote(request, server):
     url = server.unix_url if request.param == "unix" else server.url
-    tier = RemoteTier(Address.parse(url))
+    tier = tier_of(url)
     yield tier
     tier.close()
 
@@ -98,7 +98,7 @@ class TestObjects:
         def idle_seconds() -> list[int]:
             return [server.client.object("idletime", name) for name in names]
 
-        until(lambda: min(idle_seconds()) >= 1)
+        wait_until(lambda: min(idle_seconds()) >= 1)
         assert remote.touch([KEY[::-1], KEY], 2, [length, length]) == {KEY[::-1]}
         assert idle_seconds() == [0, 0, 0, 0]
         server.client.delete(names[-1])
@@ -122,7 +122,7 @@ class TestObjects:
         assert remote.load(ObjectId(KEY, 0), into, expected).length == expected
 
     def test_prefix(self, remote, server):
-        other = RemoteTier(Address.parse(f"{server.url}?prefix=team-a"))
+        other = tier_of(f"{server.url}?prefix=team-a")
         other.store(ObjectId(KEY, 0), memoryview(b"theirs"))
         assert server.client.keys() == [part_name(KEY, 0, 0).replace("lmc1", "team-a").encode()]
         assert load(remote) is None
@@ -132,7 +132,7 @@ class TestObjects:
         other.close()
 
     def test_database_number(self, server):
-        remote = RemoteTier(Address.parse(server.url.removesuffix("/0") + "/5"))
+        remote = tier_of(server.url.removesuffix("/0") + "/5")
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert server.client.dbsize() == 0
         assert server.client.execute_command("INFO", "keyspace")["db5"]["keys"] == 1

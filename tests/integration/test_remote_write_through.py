@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,16 +11,14 @@ import pytest
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import RedisProcess
 from tests.harness.chains import one_chain
+from tests.harness.remote_objects import tier_of
 from tests.harness.tiered_world import slots_of
 
 pytestmark = pytest.mark.redis
 
-DEADLINE = 1.0
 NAMESPACE = b"n" * 32
 CHAIN = [NAMESPACE + bytes([number]) * 32 for number in range(4)]
 LEASE = (b"e" * 16, "request")
@@ -29,9 +26,11 @@ PAYLOAD_BYTES = PART_BYTES + 4096
 
 
 @contextlib.asynccontextmanager
-async def store_of(server: RedisProcess) -> AsyncIterator[tuple[TieredStore, PrivateArena]]:
+async def store_of(
+    server: RedisProcess, deadline: float = 60.0
+) -> AsyncIterator[tuple[TieredStore, PrivateArena]]:
     arena = PrivateArena(Geometry(2 * PART_BYTES, 2), 16)
-    remote = RemoteTier(Address.parse(server.url), timeout_seconds=DEADLINE)
+    remote = tier_of(server.url, deadline)
     store = TieredStore(arena, {"remote": remote})
     await store.adopt()
     store.register(NAMESPACE, label=b"model")
@@ -53,13 +52,19 @@ def put(store: TieredStore, arena: PrivateArena) -> None:
 
 
 async def brought(store: TieredStore, arena: PrivateArena) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         # Engines ask like this: what is waited for has no event of its own.
         while store.lookup(LEASE, one_chain(CHAIN, PAYLOAD_BYTES)).num_resident < len(CHAIN):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     for key, slot in zip(CHAIN, slots_of(store, CHAIN), strict=True):
         for column in range(2):
             assert bytes(arena.view(slot.row, column)[:PAYLOAD_BYTES]) == payload_of(key, column)
+
+
+async def unhealthy(store: TieredStore) -> None:
+    async with asyncio.timeout(60):
+        while store.lower["remote"].is_healthy:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 class TestTieredStore:
@@ -70,7 +75,7 @@ class TestTieredStore:
             with RedisProcess() as server:
                 async with store_of(server) as (store, arena):
                     put(store, arena)
-                    assert await store.drain(20)
+                    assert await store.drain(60)
                 async with store_of(server) as (store, arena):
                     await brought(store, arena)
                     assert store.lower["remote"].stats.promoted == len(CHAIN)
@@ -80,18 +85,16 @@ class TestTieredStore:
     def test_frozen_server_costs_lookups_nothing_and_writes_resume(self):
         async def main() -> None:
             with RedisProcess() as server:
-                async with store_of(server) as (store, arena):
+                async with store_of(server, deadline=1.0) as (store, arena):
                     server.freeze()
                     put(store, arena)
                     assert store.lookup(LEASE, one_chain(CHAIN, PAYLOAD_BYTES)).num_resident == len(CHAIN)
-                    assert not await store.drain(2 * DEADLINE)
-                    assert not store.lower["remote"].is_healthy
+                    await unhealthy(store)
+                    assert not await store.drain(0.2)
                     missing = [NAMESPACE + bytes([99]) * 32]
                     assert not store.lookup((b"e" * 16, "other"), one_chain(missing, 1)).is_probing
                     server.thaw()
-                    start = time.monotonic()
-                    assert await store.drain(20)
-                    assert time.monotonic() - start < 2
+                    assert await store.drain(60)
                 async with store_of(server) as (store, arena):
                     await brought(store, arena)
 
@@ -105,9 +108,7 @@ class TestTieredStore:
                     put(store, arena)
                     assert not await store.drain(0.2)
                     server.start()
-                    start = time.monotonic()
-                    assert await store.drain(20)
-                    assert time.monotonic() - start < 2
+                    assert await store.drain(60)
                     assert store.lower["remote"].stats.written == len(CHAIN)
 
         asyncio.run(main())
