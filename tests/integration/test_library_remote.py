@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 
 import pytest
 import redis
@@ -133,19 +132,17 @@ def test_defect_12_a_killed_server_is_misses_and_is_used_again(pipelined):
     ):
         engine.store(tokens, kv)
         server.kill()
-        start = time.monotonic()
         assert engine.retrieve(tokens)[0] == ()
         assert engine.lookup(tokens) == 0
         engine.store(tokens, kv)
         engine.store(tokens, kv, blocking=False)
-        assert time.monotonic() - start < 10, "no hang; the figure is far from any time-out's sum"
         server.start()
         wait_until(lambda: engine.store(tokens, kv) or engine.lookup(tokens) == len(tokens))
         assert is_same(engine.retrieve(tokens)[0], kv)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_defect_09_a_frozen_server_costs_one_deadline(redis_server, pipelined):
+def test_defect_09_a_frozen_server_costs_one_deadline(redis_server, pipelined, monkeypatch):
     with redis_server.client as client:
         client.flushall()
     tokens, kv = make_tokens(8 * CHUNK), make_kv(8 * CHUNK)
@@ -155,14 +152,18 @@ def test_defect_09_a_frozen_server_costs_one_deadline(redis_server, pipelined):
         redis_server.freeze()
         try:
             engine.retrieve(tokens)  # waits for one time-out of the connector, not for six
-            start = time.monotonic()
-            for _ in range(50):
-                assert is_same(engine.retrieve(tokens)[0], cut(kv, "vllm", 0, 2 * CHUNK))
-                assert engine.lookup(tokens) == 2 * CHUNK
-            assert time.monotonic() - start < 5, "nothing more is asked"
+            remote = engine.engine_.remote_store
+            with monkeypatch.context() as patch:
+                asked: list[object] = []
+                for question in ("get", "get_many", "exists_many"):
+                    patch.setattr(remote._connector, question, asked.append)
+                for _ in range(50):
+                    assert is_same(engine.retrieve(tokens)[0], cut(kv, "vllm", 0, 2 * CHUNK))
+                    assert engine.lookup(tokens) == 2 * CHUNK
+                assert asked == []
         finally:
             redis_server.thaw()
-        wait_until(lambda: not engine.engine_.remote_store._guard._circuit.is_open)
+        wait_until(lambda: not remote._guard._circuit.is_open)
 
 
 def test_what_is_queued_reaches_the_server_before_an_engine_is_closed(url):

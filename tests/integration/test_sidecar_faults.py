@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import numpy as np
 import pytest
@@ -77,10 +76,8 @@ def test_a_frozen_sidecar_costs_a_deadline_and_recovers(sidecar, connect):
     usable(sidecar)
     store(session, 1)
     sidecar.freeze()
-    started = time.monotonic()
     with pytest.raises(SidecarUnavailableError, match=r"within 0\.2 s"):
         session.lookup("r", [(0, make_keys(1))], timeout=0.2)
-    assert time.monotonic() - started < 1.5
     late = SidecarClient(sidecar.socket_path, make_hello())
     late.start()
     wait_until(lambda: "did not answer within 2 s: is it frozen?" in late.detached_reason)
