@@ -104,19 +104,20 @@ class Sizing:
         self._memory = _Sized(State(), saved.memory if saved else None)
         self._remote = _Sized(State(usable=_SHARD_USABLE), saved.shards if saved else None)
         traffic: Mapping[str, Any] = {}
+        self._state_basis: object = None
+        self._state_text = ""
         # What another version wrote is left: all begins anew, with the sizes that were chosen.
         with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
             if saved and saved.state:
                 found = json.loads(saved.state)
                 memory, remote = (State.from_json(found[name]) for name in ("memory", "remote"))
                 self._memory.state, self._remote.state, traffic = memory, remote, found["traffic"]
+                self._state_text = saved.state
         self.intake = Intake(traffic)
         """To be given what sidecars say."""
         self._decided = -math.inf
         self._change = (0, 0, 0.0)
         """The size that pods are brought to, how many have it, and since when so many."""
-        self._state_basis: object = None
-        self._state_text = ""
 
     def is_due(self, now: float, situation: Situation) -> bool:
         """Whether it is time to decide: every 15 minutes, and when a size has changed."""
@@ -289,14 +290,12 @@ class Sizing:
         )
 
     def _state(self) -> str:
-        """The same as long as nothing is looked up, or chosen: it is written where it is another."""
-        if not (self.intake.traffic or self._memory.chosen or self._remote.chosen):
-            return ""  # nothing was looked up, and there is nothing to keep
+        """The same as long as nothing is looked up, or chosen: it is written where it is another. Until
+        anything was looked up, what was saved."""
         basis = (self.intake.num_samples, self._memory.chosen, self._remote.chosen)
-        if basis != self._state_basis:
+        if self.intake.traffic and basis != self._state_basis:
             found = {"memory": self._memory.state.as_json(), "remote": self._remote.state.as_json()}
-            traffic = self.intake.traffic.state() if self.intake.traffic else {}
-            text = json.dumps(found | {"traffic": traffic})
+            text = json.dumps(found | {"traffic": self.intake.traffic.state()})
             if len(text) > MAX_STATE_BYTES:
                 text = json.dumps(found | {"traffic": {}})
             self._state_basis, self._state_text = basis, text

@@ -85,6 +85,21 @@ def test_a_restart_of_the_operator_goes_on_where_it_was():
     assert again.num_keys > 100
 
 
+@pytest.mark.parametrize("settings", [AUTO, AUTO._replace(is_memory_auto=False)])
+def test_what_was_saved_is_kept_until_there_is_something_else(settings):
+    """No pod runs when the operator starts again, or they have nothing to do; then it starts once more."""
+    loop = Loop()
+    loop.run(2.5)
+    saved = restore(save(loop.report))
+    for uids in ({}, {"uid-0": "pod-0"}):
+        again = Sizing(saved)
+        said = {uid: NoAnswer("it does not answer") for uid in uids}
+        assert list(again.intake.take(loop.now, uids, (1.0, 2.0), said, 1000)) == []
+        report = again.decide(loop.now + 900, Situation(settings, uids))
+        assert report.state == saved.state
+        assert report.memory == (saved.memory if settings.is_memory_auto else None)
+
+
 @pytest.mark.parametrize(
     "state", ["", "{", "[]", "{}", '{"memory": {}}', '{"memory": 1, "remote": 2, "traffic": 3}']
 )
