@@ -26,7 +26,7 @@ misses are samples, too.
 """
 
 from lmcache.curves.curve import MissRatioCurve
-from lmcache.curves.samples import HASHES, Kept, Lookup, Sampler, merged
+from lmcache.curves.samples import HASHES, Kept, Lookup, Sampler, merged, threshold_of
 from lmcache.curves.stack import RecencyStack, stack_distances
 from lmcache.curves.window import Difference, Estimate, Window
 
@@ -42,4 +42,5 @@ __all__ = [
     "Window",
     "merged",
     "stack_distances",
+    "threshold_of",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 
 from lmcache.curves.samples import HASHES, Lookup, threshold_of
 from lmcache.curves.stack import UNTRACKED, RecencyStack
@@ -13,6 +15,8 @@ _NUM_HEAVY = 128  # candidates for hot keys: those of more than 1/128 of the acc
 _HOT_AFTER = 64  # accesses
 _MAX_HOT = 64
 _AT_ONCE = 5.0  # seconds: of a half-life of an hour, a thousandth
+_MORE = 2  # times as many keys, or nothing is changed
+_LEARNED_AFTER = 3600.0  # seconds: what comes back later is hardly worth its place in a cache
 
 
 class _Batch:
@@ -27,13 +31,24 @@ class _Batch:
         """Distances in the shared one, if there is one."""
 
 
+@dataclass(frozen=True)
+class _Weightless:
+    """Hot keys, and those of which it is only learned in which order they come."""
+
+    hot: set[int]
+    threshold: int
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.hot or (isinstance(key, int) and key >= self.threshold)
+
+
 class MissRatioCurve:
     """The curve of caches of one size each, every stream of lookups its own; not thread-safe.
 
     ``rate`` is that of the samplers; ``max_keys`` bounds what is tracked (about 200 bytes each, once for its
     own cache and once for the shared one). There is a window per half-life, in seconds. Keys that a cache of
-    ``largest_bytes`` would have evicted are forgotten. A threshold that came down stays down: after a rare
-    peak start a new curve from the latest samples.
+    ``largest_bytes`` would have evicted are forgotten. A threshold that came down rises again when samplers
+    offer more, and there is room: keys above it are tracked for an hour before they count.
 
     With ``shared``, what a cache that all streams share would hit *behind* their own is counted as well.
     """
@@ -52,7 +67,8 @@ class MissRatioCurve:
         if max_keys < 1 or not half_lives:
             raise ValueError("max_keys must be positive, and a half-life given")
         self._max_keys, self._largest = max_keys, largest_bytes
-        self._threshold = threshold_of(rate)
+        self._threshold = self._tracked = threshold_of(rate)
+        self._tracked_since: float | None = None  # those from the threshold on
         self._stacks: dict[Hashable, RecencyStack] = {}
         self._shared = RecencyStack() if shared else None
         self.windows = [Window(seconds, smallest_bytes, largest_bytes) for seconds in half_lives]
@@ -86,6 +102,12 @@ class MissRatioCurve:
         """Share of all keys that is tracked now."""
         return self._threshold / HASHES
 
+    @property
+    def wanted_rate(self) -> float:
+        """What samplers should be asked for: as many keys as half of the room is enough for."""
+        room = self._max_keys / (2 * self.num_keys + 1)
+        return max(self._tracked / HASHES, min(1.0, self.rate * room) if room >= _MORE else 0.0)
+
     def count_accesses(self, num_accesses: int, time: float = 0.0) -> None:
         """Tell all windows how many accesses there were, sampled or not, about ``time``."""
         for window in self.all_windows:
@@ -101,7 +123,11 @@ class MissRatioCurve:
         for time, keys, num_bytes, stream in lookups:
             if self._threshold < HASHES:
                 self._note_heavy(keys)
-            threshold, hot = self._threshold, self._hot
+            if self._tracked > self._threshold and self._is_learned(time):
+                self._count(batch)
+                batch = _Batch()
+                self._raise_threshold()
+            threshold, hot = self._tracked, self._hot
             kept = [key for key in keys if key < threshold or key in hot]
             if not kept:
                 continue
@@ -110,6 +136,11 @@ class MissRatioCurve:
                 own = self._stacks[stream] = RecencyStack()
             own_distances = self._look_up(own, kept, num_bytes)
             shared = self._look_up(self._shared, kept, num_bytes) if self._shared is not None else ()
+            if self._tracked > self._threshold:
+                counts = [key < self._threshold or key in hot for key in kept]
+                kept, own_distances, shared = (
+                    list(compress(values, counts)) for values in (kept, own_distances, shared)
+                )
             if time > self.counts_from:
                 if num_bytes != batch.num_bytes or not -_AT_ONCE < time - batch.time < _AT_ONCE:
                     self._count(batch)
@@ -124,12 +155,16 @@ class MissRatioCurve:
         self._count(batch)
 
     def limit(self, rate: float, max_keys: int) -> None:
-        """Count no more keys than samplers with this ``rate`` keep, and track no more than ``max_keys``."""
+        """Count no more keys than samplers with this ``rate`` keep, and track no more than ``max_keys``; more
+        than now if both allow it."""
         self._max_keys = max_keys
-        if (threshold := threshold_of(rate)) < self._threshold:
-            self._lower_threshold(threshold)
+        offered = min(threshold_of(rate), threshold_of(self.wanted_rate))
+        if offered < self._tracked:
+            self._lower_threshold(min(offered, self._threshold))
         elif self.num_keys > max_keys:
             self._lower_threshold()
+        elif self._tracked == self._threshold and offered >= _MORE * self._threshold:
+            self._tracked, self._tracked_since = offered, None
 
     def forget(self, stream: Hashable) -> None:
         """A cache is gone: what it held is new to its successor."""
@@ -137,7 +172,9 @@ class MissRatioCurve:
 
     def _look_up(self, stack: RecencyStack, keys: Sequence[int], num_bytes: int) -> list[int]:
         """The distances of all keys, before any of them is touched."""
-        distances = stack.access(keys, num_bytes, self._hot)
+        is_raised = self._tracked == self._threshold
+        weightless: Container[int] = self._hot if is_raised else _Weightless(self._hot, self._threshold)
+        distances = stack.access(keys, num_bytes, weightless)
         self.num_keys += distances.count(UNTRACKED)
         if stack.num_bytes > self._most_bytes:
             self.num_keys -= stack.forget_beyond(self._most_bytes)
@@ -183,7 +220,7 @@ class MissRatioCurve:
 
     def _lower_threshold(self, threshold: int | None = None) -> None:
         """Sample fewer keys, and forget the others."""
-        stacks = [*self._stacks.values(), *([] if self._shared is None else [self._shared])]
+        stacks = self._all_stacks()
         self._threshold = threshold or self._threshold - max(1, self._threshold >> 3)
         while True:
             for stack in stacks:
@@ -193,7 +230,27 @@ class MissRatioCurve:
             if self.num_keys <= self._max_keys or self._threshold <= 1:
                 break
             self._threshold -= max(1, self._threshold >> 3)
+        self._tracked = self._threshold
         self._tell_windows(self.windows[0].row_bytes)
+
+    def _is_learned(self, time: float) -> bool:
+        """Whether keys from the threshold on were tracked for long enough."""
+        if self._tracked_since is None and time > -math.inf:
+            self._tracked_since = time
+        return self._tracked_since is not None and time - self._tracked_since >= _LEARNED_AFTER
+
+    def _raise_threshold(self) -> None:
+        """Count all keys that are tracked."""
+        self._threshold = self._tracked
+        if self._threshold == HASHES:
+            self._hot.clear()
+        row_bytes = self.windows[0].row_bytes
+        for stack in self._all_stacks():
+            stack.weigh(int(row_bytes), self._hot)
+        self._tell_windows(row_bytes)
+
+    def _all_stacks(self) -> list[RecencyStack]:
+        return [*self._stacks.values(), *([] if self._shared is None else [self._shared])]
 
     def _tell_windows(self, row_bytes: float) -> None:
         self._most_bytes = self._largest * self.rate

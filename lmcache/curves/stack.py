@@ -83,6 +83,14 @@ class RecencyStack:
             self._oldest += 1
         return before - len(self)
 
+    def weigh(self, num_bytes: int, weightless: Container[int] = ()) -> None:
+        """Let all keys take ``num_bytes`` from now on, or 0 if ``weightless``."""
+        self._move_together()
+        keys = self._keys[: self._next]
+        sizes = [0 if key in weightless else num_bytes for key in keys]
+        self._allocate(keys, sizes)
+        self.num_bytes = sum(sizes)
+
     def _take_out(self, at: int) -> None:
         num_bytes = self._bytes[at]
         self._bytes[at] = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from lmcache.curves import HASHES, Lookup, Window
+from lmcache.curves import HASHES, Lookup, Window, threshold_of
 from lmcache_operator.autoscaling.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
 from lmcache_operator.autoscaling.traffic import Traffic
 from lmcache_operator.scaling.answers import NOTHING, Counts, Figures, Samples
@@ -75,12 +75,10 @@ class Intake:
         self._saved_traffic = saved_traffic
 
     def question(self, uid: str) -> dict[str, int]:
-        """The parameters of ``/samples`` for a pod: no more keys than are counted."""
+        """The parameters of ``/samples`` for a pod: no more keys than could be counted."""
         since = self.pods[uid].next if uid in self.pods else 0
-        return {
-            "since": since,
-            "below": max(1, int(self.traffic.curve.rate * HASHES)) if self.traffic else HASHES,
-        }
+        below = threshold_of(self.traffic.curve.wanted_rate) if self.traffic else HASHES
+        return {"since": since, "below": below}
 
     def take(
         self,
@@ -171,7 +169,8 @@ class Intake:
                 self.is_new = True
             self._saved_traffic = {}
         rates = [found.rate for found in samples if found.namespace == present.namespace]
-        present.curve.limit(min(rates, default=1.0), max_keys)
+        if rates:
+            present.curve.limit(min(rates), max_keys)
 
     def _count(self, now: float, seconds: float, grown: Counts) -> None:
         """Of all pods together, since they were counted last."""

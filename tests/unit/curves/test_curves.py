@@ -75,6 +75,9 @@ def test_a_stack_outlives_its_positions(num_keys, most):
     assert set(stack) == set(model)
 
 
+RATES = st.sampled_from([0.01, 0.1, 0.5, 1.0])
+
+
 @given(REQUESTS)
 def test_a_curve_that_tracks_all_keys_is_exact(requests):
     curve = MissRatioCurve(max_keys=13)
@@ -99,6 +102,48 @@ def test_what_is_tracked_stays_within_its_bound(keys, max_keys, shared):
     for stream in range(3):
         curve.forget(stream)
     assert curve.num_keys == (len(curve._shared) if shared else 0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(KEYS, min_size=1, max_size=5, unique=True), st.integers(0, 2000), RATES),
+        min_size=1, max_size=30,
+    ),
+    st.integers(1, 40),
+)  # fmt: skip
+def test_a_threshold_follows_what_is_offered_within_its_bound(steps, max_keys):
+    curve, time = MissRatioCurve(max_keys, shared=True), 0.0
+    for keys, seconds, rate in steps:
+        time += seconds
+        curve.feed([Lookup(time, [key_hash(key) for key in keys], 10, len(keys) % 2)])
+        curve.limit(rate, max_keys)
+        stacks = curve._all_stacks()
+        assert curve.num_keys == sum(map(len, stacks)) <= max_keys + 4 * len(curve._hot)
+        assert curve.rate <= rate
+        assert curve.rate <= curve.wanted_rate <= 1
+        for stack in stacks:
+            weighty = [key for key in stack if key < curve._threshold and key not in curve._hot]
+            assert stack.num_bytes == 10 * len(weighty)
+
+
+def test_a_threshold_that_rises_again_tells_the_same():
+    """As if all keys had been tracked all the time, though for two hours one in ten was."""
+    lookups = [lookup._replace(time=lookup.time * 10) for lookup in zipf(14_000, 3)]
+    curve, low, exact = (MissRatioCurve(200_000, half_lives=[math.inf]) for _ in range(3))
+    for start in range(0, len(lookups), 100):
+        for one in (curve, low, exact):
+            one.feed(lookups[start : start + 100])
+        curve.limit(0.1 if start < 7000 else 1.0, 200_000)
+        low.limit(0.1, 200_000)
+        if start == 10_900:  # an hour later
+            assert curve.rate == 1
+            for one in (curve, exact):
+                one.windows[0].restart(-math.inf)
+        elif start < 10_500:  # nothing is counted yet of what is learned
+            assert curve.rate == low.rate == pytest.approx(0.1)
+            assert curve.hit_ratio(100_000) == low.hit_ratio(100_000)
+    for size in (10_000, 100_000, 1_000_000, 4_000_000):
+        assert curve.hit_ratio(size).hit_ratio == pytest.approx(exact.hit_ratio(size).hit_ratio, abs=0.005)
 
 
 def test_ghosts_beyond_the_largest_size_are_forgotten():

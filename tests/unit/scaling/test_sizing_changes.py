@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 from lmcache_operator.autoscaling.report import Choice
 from lmcache_operator.scaling.sizing import Refused, Situation
 
-from tests.harness.sizing_loop import AUTO, PODS, SIZE, Loop
+from lmcache.units import parse_quantity
+from testing.workloads.requests import Request, Workload, chat
+from tests.harness.sizing_loop import AUTO, PODS, SIZE, START, Loop
 
 
 def test_no_size_is_chosen_that_running_pods_can_not_have():
@@ -86,3 +89,43 @@ def test_memory_is_paid_for_as_many_pods_as_there_were():
     for hour in range(4):
         alone.count(loop.now + 3600 * (hour + 1), 3600.0, 1000.0, 0.0, num_pods=8)
     assert 2.5 < alone.num_pods < 7.5
+
+
+class Sampled(Loop):
+    """Sidecars keep as many keys as let 1,600 of them be in memory, or all."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(workload=dense())
+        self.settings = AUTO._replace(memory=size, is_memory_auto=False)
+        self.situation = Situation(self.settings, PODS)
+        self.resize(size)
+
+    def resize(self, size: int) -> None:
+        super().resize(size)
+        for told in self.sidecars.told:
+            told.sampler.rate = min(1.0, 1600 / self.workload.rows(size))
+
+
+@cache
+def dense() -> Workload:
+    """With four times as many rows of a quarter."""
+    found = chat(5, 0.2, scale=1)
+    moved = [Request(one.time + START, one.session, one.keys) for one in found.requests]
+    return Workload(moved, found.scale)
+
+
+def test_a_size_that_comes_down_brings_the_keys_back():
+    """Of 512Gi a fifth of the keys was enough; of 64Gi that is too little to tell sizes apart."""
+    large, always = Sampled(512 << 30), Sampled(64 << 30)
+    large.run(1.0)
+    assert large.sizing.intake.traffic.curve.rate == pytest.approx(0.2, abs=0.01)
+    large.resize(64 << 30)
+    large.poll()
+    before = large.told()["keysInSize"]
+    always.run(1.0)
+    always.poll()
+    for loop in (large, always):
+        loop.run(2.0)
+    assert (before, large.told()["keysInSize"]) == (200, 1024)
+    sizes = [float(parse_quantity(loop.told()["recommended"])) for loop in (large, always)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
