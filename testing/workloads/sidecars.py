@@ -33,7 +33,7 @@ class Sidecars:
 
     def __init__(self, workload: Workload, pods: Service, num_pods: int, size_bytes: int) -> None:
         self.workload, self.pods, self.size_bytes = workload, pods, size_bytes
-        self.namespace = NAMESPACE
+        self.namespace, self.load_bytes_per_second = NAMESPACE, 3e9
         self.told = [Told() for _ in range(num_pods)]
 
     def serve(self, pod: int, request: Request) -> None:
@@ -76,7 +76,11 @@ class Sidecars:
         shards = self.pods.remote
         # What all pods move is told by the first one.
         moved = shards.num_moved if shards and not pod else 0
-        remote = {"written": moved, "load_bytes_per_second": 3e9} if shards else None
+        remote = (
+            {"written": moved, "stored": moved, "load_bytes_per_second": self.load_bytes_per_second}
+            if shards
+            else None
+        )
         return {
             "remote": remote,
             "memory": {"size_bytes": self.size_bytes},

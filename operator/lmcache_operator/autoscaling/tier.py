@@ -57,6 +57,8 @@ class Service:
     """Of one pod's own prefix cache, which is asked first."""
     load_bytes_per_second: float = 0.0
     """From this tier; 0: not measured yet."""
+    spared: float = 0.0
+    """Share of what this tier misses that a lower one saves all the same."""
     moved_bytes_per_second: float = 0.0
     """Written to the remote tier and read from it by all pods together, on average of an hour or so."""
 
@@ -78,11 +80,15 @@ class Service:
         """Of one token that is loaded, and not computed; NaN if that can't be told."""
         if not self.is_known():
             return math.nan
-        compute = self.gpus * prices.gpu_hour / 3600 / self.prefill_tokens_per_second
+        return self.gpus * prices.gpu_hour / 3600 / self.prefill_tokens_per_second * self.worth
+
+    @property
+    def worth(self) -> float:
+        """What a hit saves of the time to compute a token."""
         if not self.load_bytes_per_second:
-            return compute
+            return 1.0
         ratio = self.kv_bytes_per_token / self.load_bytes_per_second * self.prefill_tokens_per_second
-        return compute * (1 - ratio) if ratio < _NOT_WORTH else 0.0
+        return 1 - ratio if ratio < _NOT_WORTH else 0.0
 
     def break_even_seconds(self, prices: Prices) -> float:
         """A token that comes back later than this costs more memory than it saves."""
@@ -175,7 +181,7 @@ def memory_tier(smallest: float, largest: float, service: Service, prices: Price
     sizes = sorted({smallest, largest, *(size for size in grid if smallest < size < largest)})
     return Tier(
         sizes=tuple(sizes),
-        usd_per_access=service.usd_per_token(prices) * service.tokens_per_access,
+        usd_per_access=service.usd_per_token(prices) * service.tokens_per_access * (1 - service.spared),
         usd_per_byte_hour=(service.paid_pods or service.num_pods) * prices.memory_gib_hour / GIB,
         nearer_bytes=service.engine_cache_bytes,
         factors=(_STEP_DOWN, _STEP_UP),

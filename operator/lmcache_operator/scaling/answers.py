@@ -19,6 +19,7 @@ _VERSION = 1
 _LARGEST = 1 << 63
 _LEAST_BELOW = HASHES >> 20
 """No tier is so large; a curve that was sampled by so little would know nothing for ever."""
+_LOADING = "load_bytes_per_second"
 _FUTURE_SECONDS = 1.0
 """By which a request may be later than the answer that tells of it."""
 _PAST_SECONDS = 7 * 86400.0
@@ -57,8 +58,14 @@ class Counts(NamedTuple):
     memory: int = 0
     disk: int = 0
     remote: int = 0
-    moved_rows: int = 0
-    """Rows written to the remote tier, or read from it."""
+    written: int = 0
+    """Rows that the remote tier has, or had already."""
+    stored: int = 0
+    """Parts of these that were sent to it."""
+    touched: int = 0
+    """Parts that it had already."""
+    promoted: int = 0
+    """Rows read from the remote tier."""
 
 
 class Figures(NamedTuple):
@@ -73,11 +80,12 @@ class Figures(NamedTuple):
     """Over all ranks."""
     engine_bytes: float
     """Of the engines' own prefix caches."""
-    remote_bytes_per_second: float
+    remote_bytes_per_second: float = 0.0
     """That it loads from the remote tier."""
+    disk_bytes_per_second: float = 0.0
 
 
-NOTHING = Figures(Counts(), 0, 0, 0, 0, 0, 0)
+NOTHING = Figures(Counts(), 0, 0, 0, 0, 0)
 """Of a sidecar that was not asked yet."""
 
 
@@ -131,20 +139,19 @@ def figures(answer: Any) -> Figures:
     """Raises RefusedAnswerError."""
     values = _object(answer, "an answer")
     memory, lookups = (_object(values.get(name), name) for name in ("memory", "lookups"))
-    remote = _object(values.get("remote") or {}, "remote")
+    remote, disk = (_object(values.get(name) or {}, name) for name in ("remote", "disk"))
     hits = _object(lookups.get("hit_tokens"), "hit_tokens")  # of tiers in which something was found
-    names = ("engine", "memory", "disk", "remote")
-    engine, near, disk, far = (int(_number(hits, name)) if name in hits else 0 for name in names)
+    found = [int(_number({name: 0, **hits}, name)) for name in ("engine", "memory", "disk", "remote")]
     looked_up = int(_number(lookups, "lookup_tokens"))
-    if engine + near + disk + far > looked_up:
+    if sum(found) > looked_up:
         raise RefusedAnswerError("more tokens were found than looked up")
-    moved = sum(int(_number(remote, name)) for name in ("written", "promoted") if name in remote)
+    moved = [int(_number({name: 0, **remote}, name)) for name in Counts._fields[5:]]
     rates = ("gpus", "prefill_tokens_per_second", "kv_bytes_per_token", "engine_kv_bytes")
-    gpus, prefill, kv_bytes, engine_bytes = (_number(lookups, name) for name in rates)
-    loading = _number(remote, "load_bytes_per_second") if "load_bytes_per_second" in remote else 0.0
-    counts = Counts(looked_up, engine, near, disk, far, moved)
-    size = int(_number(memory, "size_bytes"))
-    return Figures(counts, size, gpus, prefill, kv_bytes, engine_bytes, loading)
+    measured = [_number(lookups, name) for name in rates]
+    measured += [_number({_LOADING: 0, **tier}, _LOADING) for tier in (remote, disk)]
+    return Figures(
+        Counts(looked_up, *found, *moved), int(_number(memory, "size_bytes", _LARGEST / 4)), *measured
+    )
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:

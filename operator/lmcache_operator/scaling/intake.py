@@ -20,6 +20,7 @@ from lmcache_operator.scaling.answers import NOTHING, Counts, Figures, Samples
 
 _CLOCK_SECONDS = 2.0
 """A pod's clock is taken to be another where it is off by so much more: answers take time."""
+_KEPT = ("remote_bytes_per_second", "disk_bytes_per_second")
 _KEYS_AT_ONCE = 1000
 """Fed in one go: about 7 ms."""
 
@@ -68,6 +69,8 @@ class Intake:
         """Whether ``traffic`` knows nothing of what was before; to be set back by who has seen it."""
         self.engine = Window(DAY_HALF_LIFE, 1.0, 2.0)
         """Tokens, and of them those that engines hit in their own caches."""
+        self.lower = Window(DAY_HALF_LIFE, 1.0, 2.0)
+        """Tokens that were not hit in memory or nearer, and of them those that a lower tier had."""
         self.moved = Window(FAST_HALF_LIFE, 1.0, 2.0)
         """Bytes to and from the remote tier."""
         self.num_samples = self.row_bytes = self.chunk_tokens = 0
@@ -105,11 +108,12 @@ class Intake:
                 if one.next is not None:
                     pod.next, pod.started = one.next, None
         known = {uid: self.pods[uid].started == one.samples.started for uid, one in answers.items()}
-        grown = [self._note(now, self.pods[uid], one) for uid, one in answers.items()]
-        self._enter_namespace(bounds, [one.samples for one in answers.values()], max_keys)
-        if answers:
+        grown = [(self._note(now, self.pods[uid], one), one.samples) for uid, one in answers.items()]
+        self._enter_namespace(bounds, [samples for _, samples in grown], max_keys)
+        if self.traffic and grown:
             seconds, self._counted = now - self._counted, now
-            self._count(now, seconds, Counts(*(sum(counts) for counts in zip(*grown, strict=True))))
+            own = [counts for counts, samples in grown if samples.namespace == self.traffic.namespace]
+            self._count(now, seconds, Counts(*(sum(counts) for counts in zip(Counts(), *own, strict=True))))
         batch: list[Lookup] = []
         num_keys = 0
         streams = (self._lookups(uid, one, known[uid]) for uid, one in answers.items())
@@ -134,9 +138,9 @@ class Intake:
             pod.lost = now
         if abs((offset := one.time - found.now) - pod.offset) > _CLOCK_SECONDS:
             pod.offset = offset
-        pod.answered, pod.figures, pod.problem = now, one.figures, ""
-        if found.namespace:
-            self.row_bytes, self.chunk_tokens = found.row_bytes, found.chunk_tokens
+        # How fast it loads is not known while it loads nothing.
+        rates = {name: getattr(one.figures, name) or getattr(pod.figures, name) for name in _KEPT}
+        pod.answered, pod.figures, pod.problem = now, one.figures._replace(**rates), ""
         grown = [new - old for new, old in zip(one.figures.counts, former, strict=True)]
         return Counts(*grown) if is_known and min(grown) >= 0 else Counts()
 
@@ -168,9 +172,10 @@ class Intake:
             except ValueError:  # there is none, or it is of other keys or bounds: all begins anew
                 self.is_new = True
             self._saved_traffic = {}
-        rates = [found.rate for found in samples if found.namespace == present.namespace]
-        if rates:
-            present.curve.limit(min(rates), max_keys)
+        own = [found for found in samples if found.namespace == present.namespace]
+        if own:
+            self.row_bytes, self.chunk_tokens = own[0].row_bytes, own[0].chunk_tokens
+            present.curve.limit(min(found.rate for found in own), max_keys)
 
     def _count(self, now: float, seconds: float, grown: Counts) -> None:
         """Of all pods together, since they were counted last."""
@@ -188,4 +193,6 @@ class Intake:
             num_pods=len(self.pods),
         )
         self.engine.count(now, grown.looked_up, grown.engine, seconds)
-        self.moved.count(now, grown.moved_rows * self.row_bytes, 0.0, seconds)
+        self.lower.count(now, grown.looked_up - near, grown.disk + grown.remote, seconds)
+        stored = grown.written * grown.stored / max(1, grown.stored + grown.touched)
+        self.moved.count(now, (stored + grown.promoted) * self.row_bytes, 0.0, seconds)

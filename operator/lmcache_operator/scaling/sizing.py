@@ -152,18 +152,29 @@ class Sizing:
             size = self._agreed(situation) or settings.memory
             status["memory"] = tier_status(Decision(size, size, size, size, reason, limited_by), ())
         else:
-            status |= self._decide_memory(now, situation, service, obstacle)
+            status |= self._decide_memory(now, situation, service, pods, obstacle)
             if settings.shards:
                 status["remote"] = self._decide_shards(now, situation, service, pods, obstacle)
         return Report(status, self._memory.chosen, self._remote.chosen, self._state())
 
+    def _spared(self, service: Service, pods: Sequence[Pod]) -> float:
+        """What more hits in memory would save is less by what lower tiers save today."""
+        remote = _middle(pod.figures.remote_bytes_per_second for pod in pods)
+        disk = _middle(pod.figures.disk_bytes_per_second for pod in pods)
+        return self.intake.lower.measured_hits * replace(service, load_bytes_per_second=remote or disk).worth
+
     def _decide_memory(
-        self, now: float, situation: Situation, service: Service, obstacle: Obstacle | None
+        self,
+        now: float,
+        situation: Situation,
+        service: Service,
+        pods: Sequence[Pod],
+        obstacle: Obstacle | None,
     ) -> dict[str, Any]:
         assert self.intake.traffic is not None
         settings, own, size = situation.settings, self._memory, self._agreed(situation)
         # Demand is that of a day, so the price is that of as many pods as there were.
-        service = replace(service, paid_pods=self.intake.traffic.num_pods)
+        service = replace(service, paid_pods=self.intake.traffic.num_pods, spared=self._spared(service, pods))
         tier = memory_tier(*situation.memory_bounds, service, settings.prices)
         held = obstacle or self._under_way(now, situation, size)
         if self._remote.is_verifying():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -76,6 +77,66 @@ class IntakeModel(RuleBasedStateMachine):
         assert self.intake.num_samples <= self.served
         if self.intake.traffic:
             assert self.intake.traffic.curve.windows[0].num_accesses <= self.served + 1e-6
+
+
+class Said:
+    """What two pods say, minute after minute."""
+
+    def __init__(self) -> None:
+        self.intake, self.now = Intake({}), START
+        self.pods = {uid: {"rows": 0, "written": 0, "stored": 0, "touched": 0, "promoted": 0} for uid in "ab"}
+        self.namespaces = dict.fromkeys("ab", "5f" * 32)
+        self.row_bytes = dict.fromkeys("ab", 1 << 20)
+        self.loading = 3e9
+
+    def poll(self) -> None:
+        self.now += 60.0
+        said = {}
+        for uid, counts in self.pods.items():
+            rows, remote = counts["rows"], {name: counts[name] for name in answers.Counts._fields[5:]}
+            lookups = {"lookup_tokens": 100 * rows, "hit_tokens": {"memory": 40 * rows, "remote": 30 * rows}}
+            measured = dict.fromkeys(
+                ("gpus", "prefill_tokens_per_second", "kv_bytes_per_token", "engine_kv_bytes"), 1
+            )
+            told = {"memory": {"size_bytes": 1 << 30}, "lookups": lookups | measured}
+            told["remote"] = remote | {"load_bytes_per_second": self.loading}
+            samples = answers.Samples(
+                self.now, START, self.namespaces[uid], 1.0, rows, 0, self.row_bytes[uid], 100, []
+            )
+            said[uid] = Answer(self.now, samples, answers.figures(told))
+        for _ in self.intake.take(self.now, list(said), (1.0, 2.0**40), said, 1000):
+            pass
+
+
+def test_what_shards_had_already_was_not_moved_to_them():
+    """Each of two columns of 100 rows; three of four were there, written by other pods."""
+    said = Said()
+    said.poll()
+    said.pods["a"] |= {"rows": 1, "written": 100, "stored": 50, "touched": 150, "promoted": 10}
+    said.poll()
+    assert said.intake.moved.accesses_per_hour == pytest.approx(60 * (25 + 10) * 2**20)
+
+
+def test_pods_of_another_namespace_are_not_counted():
+    said = Said()
+    said.namespaces["c"] = said.namespaces["a"]
+    said.row_bytes["c"], said.pods["c"] = 1 << 20, dict(said.pods["a"])
+    said.namespaces["b"], said.row_bytes["b"] = "77" * 32, 5
+    said.poll()
+    said.pods["a"]["rows"] = said.pods["b"]["rows"] = 6
+    said.poll()
+    assert said.intake.row_bytes == 1 << 20
+    assert said.intake.traffic.curve.windows[0].accesses_per_hour == pytest.approx(60 * 6)
+    assert said.intake.lower.measured_hits == pytest.approx(0.5)
+    assert said.intake.traffic.num_pods == pytest.approx(3), "all have memory"
+
+
+def test_how_fast_a_tier_loads_is_known_while_nothing_is_loaded():
+    said = Said()
+    said.poll()
+    said.loading = 0
+    said.poll()
+    assert said.intake.pods["a"].figures.remote_bytes_per_second == 3e9
 
 
 TestIntakeModel = IntakeModel.TestCase

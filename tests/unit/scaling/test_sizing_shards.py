@@ -9,6 +9,7 @@ from lmcache_operator.autoscaling.state import Obstacle, Step
 from lmcache_operator.autoscaling.tier import GIB, Prices
 from lmcache_operator.scaling.sizing import Settings, Situation, Sizing
 
+from lmcache.units import format_size
 from testing.workloads.closed_loop import scattered
 from testing.workloads.remote_loop import RemoteSetup
 from testing.workloads.requests import Request, Workload, chat
@@ -56,10 +57,13 @@ class ShardLoop(Loop):
         self.situation = self.situation._replace(shards_obstacle=busy if self.now < self.until else None)
 
 
-def constant(count: int) -> float:
-    """USD per hour with so many shards all the time."""
-    setup = RemoteSetup(chat(12, 0.4, scale=16), num_pods=4, route=scattered, start=MEMORY / GIB)
-    return setup.with_shards(count)
+def constant(count: int, memory: int = MEMORY, load_bytes_per_second: float = 3e9) -> float:
+    """USD per hour with so many shards, and so much memory, all the time."""
+    setup = RemoteSetup(
+        chat(12, 0.4, scale=16), num_pods=4, route=scattered, start=memory / GIB,
+        load_bytes_per_second=load_bytes_per_second,
+    )  # fmt: skip
+    return setup.with_shards(count) + setup.usd_per_gib_hour * setup.start
 
 
 def test_what_pods_say_brings_the_best_number_of_shards():
@@ -74,6 +78,21 @@ def test_what_pods_say_brings_the_best_number_of_shards():
     day = loop.sizing.intake.traffic.curve.shared_windows[0]
     said = day.hit_ratio(0.95 * loop.changes[-1] * SHARD).hit_ratio
     assert abs(said - day.measured_hits) < 0.05
+
+
+def test_both_tiers_together_come_close_to_the_best_pair():
+    """What memory hits more, the shards would have had, and soon: it is worth only the time to load it."""
+    loop = ShardLoop(2)
+    loop.sidecars.load_bytes_per_second = rate = 12e9
+    loop.settings = loop.settings._replace(is_memory_auto=True)
+    loop.situation = loop.situation._replace(settings=loop.settings)
+    loop.run(11.0)
+    memory, count = loop.sidecars.size_bytes, loop.situation.num_shards
+    pairs = [(size << 30, number) for size in (8, 16, 32) for number in (4, 6, 8)]
+    best = min(constant(number, size, rate) for size, number in pairs)
+    assert constant(count, memory, rate) <= 1.03 * best
+    assert loop.report.status["memory"]["current"] == format_size(memory)
+    assert len(loop.changes) <= 6
 
 
 def test_while_one_tier_is_judged_the_other_waits():
