@@ -67,11 +67,11 @@ class ChildProcess:
         self._process = None
         return status
 
-    def terminate(self, *, timeout: float = 30.0) -> int:
+    def terminate(self, *, timeout: float = 60.0) -> int:
         """SIGTERM, after ``timeout`` seconds SIGKILL; the exit status."""
         return self._end(signal.SIGTERM, timeout)
 
-    def interrupt(self, *, timeout: float = 20.0) -> int:
+    def interrupt(self, *, timeout: float = 60.0) -> int:
         """SIGINT, after ``timeout`` seconds SIGKILL; the exit status."""
         return self._end(signal.SIGINT, timeout)
 

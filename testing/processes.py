@@ -92,7 +92,7 @@ class RedisProcess(Server):
         """A fresh redis-py client, for looking at what the code under test did."""
         return redis.Redis(unix_socket_path=str(self.socket_path), password=self.password or None)
 
-    def start(self, *, timeout: float = 20.0) -> None:
+    def start(self, *, timeout: float = 60.0) -> None:
         # A free port may be taken by somebody else before redis binds it: then try the next one.
         for _ in range(5):
             self._spawn()
@@ -164,7 +164,7 @@ class SidecarProcess(Server):
         """What the present process wrote."""
         return self.log_path.read_bytes()[self._log_start :].decode() if self.log_path.exists() else ""
 
-    def start(self, *, timeout: float = 20.0) -> None:
+    def start(self, *, timeout: float = 60.0) -> None:
         options = {"socket": self.socket_path, "arena": self.arena_path} | self.options
         flags = [
             part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))

@@ -105,7 +105,7 @@ class Operator(ChildProcess):
 
     def metric(self, name: str) -> float:
         """A sample of its /metrics, the label sets added up."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
@@ -129,5 +129,5 @@ class Operator(ChildProcess):
 
     def _is_healthy(self) -> bool:
         self.check()
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._health_port}/healthz", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._health_port}/healthz", timeout=60) as answer:
             return bool(answer.status == 200)

@@ -26,7 +26,7 @@ def head(command, name="", length=0):
 
 @contextlib.contextmanager
 def serving(device="cpu", port=0, **options):
-    server = LMCacheServer(HOST, port, device, **{"max_size_gb": 0.1, "timeout_seconds": 0.5, **options})
+    server = LMCacheServer(HOST, port, device, **{"max_size_gb": 0.1, "timeout_seconds": 60, **options})
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -38,7 +38,7 @@ def serving(device="cpu", port=0, **options):
 
 
 @contextlib.contextmanager
-def connected(server, timeout_seconds=5.0):
+def connected(server, timeout_seconds=60.0):
     connector = LMCServerConnector(HOST, server.port, timeout_seconds)
     try:
         yield connector

@@ -60,11 +60,11 @@ class TestObjects:
         server.client.config_set("notify-keyspace-events", "E$")
         with server.client.pubsub(ignore_subscribe_messages=True) as events:
             events.subscribe("__keyevent@0__:set")
-            events.get_message(timeout=5)  # subscribed
+            events.get_message(timeout=60)  # subscribed
             remote.store(ObjectId(KEY, 0), memoryview(pattern(2 * PART_BYTES + 1)))
             names = []
             while len(names) < 3:
-                message = events.get_message(timeout=5)
+                message = events.get_message(timeout=60)
                 names += [message["data"].decode()] if message else []
         assert names == [part_name(KEY, 0, part) for part in (1, 2, 0)]
 

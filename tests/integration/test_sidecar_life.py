@@ -53,7 +53,7 @@ def run_to_the_end(**options) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "lmcache_sidecar", "serve", "--http-port", "0", *flags],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
     )

@@ -29,7 +29,7 @@ from tests.harness.wire import RawClient
 
 
 def readyz(sidecar: SidecarProcess) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", sidecar.http_port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", sidecar.http_port, timeout=60)
     connection.request("GET", "/readyz")
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
@@ -165,7 +165,7 @@ def test_one_that_dies_before_it_listens_answers_its_probe(tmp_path):
     parent = subprocess.Popen([sys.executable, "-m", "lmcache_sidecar", "serve"], env=environment)
 
     def answer(path: str) -> tuple[int, str] | None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
             connection.request("GET", path)
             found = connection.getresponse()
@@ -219,10 +219,10 @@ def test_bytes_that_are_no_message_are_an_invalid_argument_and_few_lines(sidecar
         stream = channel.stream_stream(service.ATTACH_PATH)
         for call in calls * 40:
             with pytest.raises(grpc.RpcError) as caught:
-                call(b"\xff\xff\xff", timeout=5)
+                call(b"\xff\xff\xff", timeout=60)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.RpcError) as caught:
-            next(stream(iter([b"\xff\xff\xff"]), timeout=5))
+            next(stream(iter([b"\xff\xff\xff"]), timeout=60))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         channel.close()
         assert 'code="INVALID_ARGUMENT",method="Lookup"} 40.0' in sidecar.get("/metrics")
@@ -324,7 +324,7 @@ def test_sigterm_ends_it_whatever_hangs(tmp_path, what, status):
     with hanging(tmp_path, what) as process:
         wait_for_port(process)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == status
     assert ("Something hangs" in said) == (status == 0)
 
@@ -346,10 +346,10 @@ def wait_for_port(process: subprocess.Popen[str]) -> int:
 def test_probes_are_answered_while_its_files_hang(tmp_path):
     with hanging(tmp_path, "open") as process:
         url = f"http://127.0.0.1:{wait_for_port(process)}"
-        with urllib.request.urlopen(f"{url}/healthz", timeout=5) as answer:
+        with urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:
             assert answer.read() == b"ok\n"
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{url}/readyz", timeout=5)
+            urllib.request.urlopen(f"{url}/readyz", timeout=60)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert process.returncode == 0

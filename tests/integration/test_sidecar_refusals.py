@@ -281,7 +281,7 @@ def test_rubbish_is_answered_with_a_status(busy_client):
     channel = grpc.insecure_channel(f"unix:{busy_client.sidecar.socket_path}")
     for path in (LOOKUP.path, f"/{service.SERVICE}/Nothing"):
         with pytest.raises(grpc.RpcError):
-            channel.unary_unary(path)(b"\xff\xff\xff", timeout=5)
+            channel.unary_unary(path)(b"\xff\xff\xff", timeout=60)
     channel.close()
     assert busy_client.sidecar.stats()["clients"][0]["is_attached"]
 

@@ -263,7 +263,7 @@ def test_a_sidecar_that_fails_in_the_middle_costs_only_computing(small_engine, l
     wait_attached(small_engine, late_sidecar)
     # Back again without a restart of the engine.
     prompt = make_prompt(600, fault)
-    wait_until(lambda: small_engine.generate(prompt)[0].num_cached_tokens == 512, timeout=30)
+    wait_until(lambda: small_engine.generate(prompt)[0].num_cached_tokens == 512)
     late_sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
 
 

@@ -188,10 +188,11 @@ def test_keys_with_odd_bytes_are_keys(connector):
         assert connector.get(name) == name.encode()
 
 
-def test_half_a_request_ends_after_its_time_and_holds_nobody(server, connector):
-    with dialled(server.port) as peer:
+def test_half_a_request_ends_after_its_time_and_holds_nobody(device):
+    with serving(device, timeout_seconds=0.5) as server, dialled(server.port) as peer:
         peer.sendall(head(GET, "k")[:100])
-        assert not connector.exists(key(1))
+        with connected(server) as connector:
+            assert not connector.exists(key(1))
         assert received(peer, 1) == b""
 
 

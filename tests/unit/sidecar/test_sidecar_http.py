@@ -8,6 +8,7 @@ import http.client
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
+from secrets import token_hex
 from typing import TypeVar
 
 import pytest
@@ -114,13 +115,20 @@ def test_a_connection_has_its_time(monkeypatch):
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1", "::", "0.0.0.0", "localhost"])
 def test_it_listens_where_it_is_told_and_else_everywhere(host):
+    word = token_hex().encode()  # somebody else may have the other protocol's port of that number
+
+    async def page(_: str) -> Page:
+        return Page(HTTPStatus.OK, word)
+
     async def run() -> list[str]:
-        server, answering = HttpServer({}), []
+        server, answering = HttpServer({"/": page}), []
         port = server.start(host, 0)
         for address in ("127.0.0.1", "::1"):
             with contextlib.suppress(ConnectionRefusedError):
-                _, writer = await asyncio.open_connection(address, port)
-                answering.append(address)
+                reader, writer = await asyncio.open_connection(address, port)
+                writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+                if (await reader.read()).endswith(word):
+                    answering.append(address)
                 writer.close()
         await server.stop()
         return answering

@@ -118,7 +118,7 @@ def hashed(finder, asked):
     """The extra keys as soon as all files are hashed."""
     finder.extra_keys(asked, CHUNK)
     for hashing in finder._adapters.values():
-        hashing.result(10)
+        hashing.result(60)
     return finder.extra_keys(asked, CHUNK)
 
 
