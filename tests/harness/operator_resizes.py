@@ -66,8 +66,10 @@ class Sidecar:
 class Node:
     """A world of running pods, an operator that may die after any write, and time."""
 
-    def __init__(self, replicas: int = 1, size: str = "1Gi", **engine: Any) -> None:
-        self.world: World = settled_world(
+    def __init__(
+        self, replicas: int = 1, size: str = "1Gi", world: World | None = None, **engine: Any
+    ) -> None:
+        self.world: World = world or settled_world(
             engine={"replicas": replicas, **engine}, tiers={"memory": {"size": size}}
         )
         self.sidecars: dict[str, Sidecar] = {}
@@ -132,7 +134,7 @@ class Node:
         observed = observe(self.world, now=self.world.now)
         due = plan(observed, IMAGES)
         mark = _Mortal(self.world, dies_after)
-        applier = Applier(mark, ClusterKey(NAMESPACE, NAME, UID), ContestLog(), 0.0, self._ask)  # type: ignore[arg-type]
+        applier = Applier(mark, ClusterKey(NAMESPACE, NAME, UID), ContestLog(), 0.0, self.ask)  # type: ignore[arg-type]
         with contextlib.suppress(KilledError):
             asyncio.run(applier.carry_out(due, observed))
         assert not applier.problems
@@ -155,7 +157,7 @@ class Node:
     def status(self) -> Object:
         return status_of(self.world, now=self.world.now)
 
-    async def _ask(self, address: str) -> Any:
+    async def ask(self, address: str) -> Any:
         found = (s for s in self.sidecars.values() if s.pod["status"]["podIP"] == address)
         return next(found).answer()
 

@@ -19,6 +19,7 @@ from prometheus_client import Gauge
 
 from tests.harness.operator_bench import KEY, Bench
 from tests.harness.operator_model import NAME
+from tests.harness.operator_resizes import Node
 
 GIB = 1 << 30
 BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}
@@ -48,11 +49,11 @@ class Watcher:
 
 
 class Rig(Bench):
-    """A cluster of 64 GiB, and what is told of it."""
+    """A cluster, and what is told of it."""
 
-    def __init__(self, **autoscaling: Any) -> None:
+    def __init__(self, size: str = "64Gi", **autoscaling: Any) -> None:
         self.autoscaler = self.watcher = Watcher()
-        super().__init__(tiers={"memory": {"size": "64Gi"}}, autoscaling=autoscaling)
+        super().__init__(tiers={"memory": {"size": size}}, autoscaling=autoscaling)
         self.settle()
 
     def say(self, decision: Decision, **more: Any) -> list[str]:
@@ -181,20 +182,28 @@ def test_two_operators_that_choose_different_sizes_do_not_write_for_ever(
 ) -> None:
     """By mistake: without a Lease. Each leaves alone what the other keeps changing, and says so."""
     monkeypatch.setattr(reconciler, "datetime", AdvancingTime)
-    rig = Rig(mode="Auto", memory=BOUNDS)
+    rig = Rig("1Gi", mode="Auto", memory={"maxSize": "4Gi"})
     before = {uid_of(pod) for pod in rig.world.pods.values()}
-    operators = [(rig.watcher, rig.reconciler)]
-    rig.autoscaler = other = Watcher()
-    rig.restart()
-    operators.append((other, rig.reconciler))
-    for (watcher, _), size in zip(operators, (108, 128), strict=True):
-        watcher.say(GROW, memory=Choice(size * GIB, 64 * GIB), state=f"{size}")
+    node = Node(world=rig.world)
+    rig.world.ask = node.ask  # type: ignore[method-assign]
+    operators = []
+    for size in (2, 3):
+        rig.autoscaler = watcher = Watcher()
+        rig.restart()
+        operators.append(rig.reconciler)
+        watcher.say(GROW, memory=Choice(size * GIB, GIB), state=f"{size}")
     written = []
     for _ in range(14):
-        for _, rig.reconciler in operators:
+        for rig.reconciler in operators:
             rig.clock.now += 1
             rig.reconcile()
             written.append(list(rig.writes))
-    assert not any(write.startswith("apply") for writes in written[-4:] for write in writes)
+            for name in node.sidecars:
+                node.settle(name)
+    last = [write for writes in written[-4:] for write in writes]
+    assert not any(write.startswith(("apply", "resize", "annotate")) for write in last)
     assert ("Warning", "FieldContested") in rig.world.told
     assert {uid_of(pod) for pod in rig.world.pods.values()} == before
+    sizes = {sidecar.size for sidecar in node.sidecars.values()}
+    assert len(sizes) == 1
+    assert sizes < {2 * GIB, 3 * GIB}, "one of both, and pods have it"

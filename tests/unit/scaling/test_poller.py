@@ -106,6 +106,23 @@ async def test_the_reconciler_is_told_by_what_it_knows_of_pods() -> None:
 
 
 @in_a_loop
+async def test_no_size_is_chosen_beyond_what_each_running_pod_can_have() -> None:
+    async with rig() as found:
+        scaling = {"mode": "Auto", "memory": {"minSize": "32Gi", "maxSize": "512Gi"}}
+        observed = found.observed(autoscaling=scaling)
+        for pod, most in zip(observed["engine"].pods, (256, 128), strict=True):
+            (sidecar,) = pod["spec"]["initContainers"]
+            sidecar["args"] = [f"--memory-size={64 << 30}"]
+            sidecar["env"] = [{"name": "LMCACHE_MEMORY_MAX_SIZE", "value": f"{most << 30}"}]
+        found.poller.report(ClusterKey("default", "demo", "cluster-0"), observed)
+        situation = found.poller._watched["cluster-0"].situation
+        assert (situation.reach, situation.memory_bounds) == (128 << 30, (32 << 30, 128 << 30))
+        # What is recommended only may need other pods.
+        found.report(autoscaling=scaling | {"mode": "Recommend"})
+        assert found.poller._watched["cluster-0"].situation.memory_bounds == (32 << 30, 512 << 30)
+
+
+@in_a_loop
 async def test_a_pod_that_is_gone_is_forgotten() -> None:
     async with rig() as found:
         serve(found.pods, 1, 5)
