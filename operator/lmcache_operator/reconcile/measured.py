@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
+from prometheus_client import Gauge
+
 from lmcache.units import parse_quantity
 from lmcache_operator import metrics
 from lmcache_operator.autoscaling.tier import LimitedBy
@@ -16,33 +18,36 @@ _SIZES = ("current", "recommended")
 
 
 def measure(key: ClusterKey, status: Object) -> None:
-    """As the status has them now."""
+    """As the status has them now; what is as it was is never missing for a moment."""
     for condition in status.get("conditions") or ():
         if condition["type"] in _CONDITIONS:
-            measured = metrics.CONDITION.labels(key.namespace, key.name, condition["type"])
-            measured.set(metrics.CONDITION_VALUES[condition["status"]])
-    _unmeasure_sizes(key)
-    for tier, gauge in _TIERS.items():
-        told = (status.get("autoscaling") or {}).get(tier) or {}
-        for size in told.keys() & _SIZES:
-            gauge.labels(key.namespace, key.name, size).set(float(parse_quantity(told[size])))
-        if limit := told.get("limitedBy"):
-            saved = (told.get("saving") or {}).get("usdPerHour", 0)
-            metrics.SAVING.labels(key.namespace, key.name, tier).set(float(saved))
-            metrics.LIMITED.labels(key.namespace, key.name, tier, limit).set(1)
+            value = metrics.CONDITION_VALUES[condition["status"]]
+            _set(metrics.CONDITION, key, (condition["type"],), value)
+    _measure_sizes(key, status.get("autoscaling") or {})
 
 
 def unmeasure(key: ClusterKey) -> None:
     """The cluster is gone."""
     for kind in _CONDITIONS:
-        metrics.CONDITION.remove(key.namespace, key.name, kind)
-    _unmeasure_sizes(key)
+        _set(metrics.CONDITION, key, (kind,), None)
+    _measure_sizes(key, {})
 
 
-def _unmeasure_sizes(key: ClusterKey) -> None:
+def _measure_sizes(key: ClusterKey, scaling: Object) -> None:
     for tier, gauge in _TIERS.items():
+        told = scaling.get(tier) or {}
+        limit = told.get("limitedBy")
         for size in _SIZES:
-            gauge.remove(key.namespace, key.name, size)
-        metrics.SAVING.remove(key.namespace, key.name, tier)
-        for limit in get_args(LimitedBy):
-            metrics.LIMITED.remove(key.namespace, key.name, tier, limit)
+            _set(gauge, key, (size,), float(parse_quantity(told[size])) if size in told else None)
+        saving = float((told.get("saving") or {}).get("usdPerHour", 0))
+        _set(metrics.SAVING, key, (tier,), saving if limit else None)
+        for one in get_args(LimitedBy):
+            _set(metrics.LIMITED, key, (tier, one), 1 if one == limit else None)
+
+
+def _set(gauge: Gauge, key: ClusterKey, labels: tuple[str, ...], value: float | None) -> None:
+    """None: there is none."""
+    if value is None:
+        gauge.remove(key.namespace, key.name, *labels)
+    else:
+        gauge.labels(key.namespace, key.name, *labels).set(value)
