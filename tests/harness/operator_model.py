@@ -116,6 +116,8 @@ class World:
         if kind == CLUSTER:
             own = [found for ref, found in self.objects.items() if ref.kind == CLUSTER.kind]
             return copy.deepcopy([self.resource, *own])
+        if name := fieldSelector.removeprefix("metadata.name="):
+            return copy.deepcopy([pod for own, pod in self.pods.items() if own == name])
         labels = dict(pair.split("=") for pair in labelSelector.split(","))
         found = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
         return copy.deepcopy(found)

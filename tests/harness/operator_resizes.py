@@ -137,7 +137,7 @@ class Node:
         applier = Applier(mark, ClusterKey(NAMESPACE, NAME, UID), ContestLog(), 0.0, self.ask)  # type: ignore[arg-type]
         with contextlib.suppress(KilledError):
             asyncio.run(applier.carry_out(due, observed))
-        assert not applier.problems
+        assert not applier.problems, applier.problems
         return self.world.writes[before:]
 
     def due(self) -> Plan:

@@ -83,10 +83,21 @@ class Applier:
             if step.is_start and not num_starts:
                 continue
             if await self._attempt(
-                "resize", Ref("pod", step.pod["metadata"]["name"]), self._resize(step, now)
+                "resize", Ref("pod", step.pod["metadata"]["name"]), self._unless_gone(step, now)
             ):
                 self.num_resized += 1
                 num_starts -= step.is_start
+
+    async def _unless_gone(self, step: Resize, now: datetime) -> bool:
+        """Of a pod that somebody deleted meanwhile anything is refused."""
+        try:
+            return await self._resize(step, now)
+        except RefusedError:
+            selector = f"metadata.name={step.pod['metadata']['name']}"
+            pods = await self.api.find(POD, self.key.namespace, fieldSelector=selector)
+            if any(pod["metadata"]["uid"] == step.pod["metadata"]["uid"] for pod in pods):
+                raise
+            return False
 
     async def _resize(self, step: Resize, now: datetime) -> bool:
         """False: its sidecar is not that far. What is refused is noted on the pod, and taken back then."""

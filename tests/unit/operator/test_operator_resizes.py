@@ -239,6 +239,27 @@ def test_an_edited_refusal_is_none(edited: str) -> None:
     assert node.operate()[1:] == [f"resize {POD}"]
 
 
+@pytest.mark.parametrize(("before", "after"), [("2Gi", "1Gi"), ("1Gi", "2Gi")])
+def test_a_pod_that_is_deleted_meanwhile_is_no_problem(monkeypatch: pytest.MonkeyPatch, before, after):
+    """An autoscaler takes pods away at any time; one that is there and may not be changed is one."""
+    node = Node(size=before)
+    apply = node.world.apply
+
+    async def apply_late(wanted: Any, uid: str | None) -> None:
+        await apply(wanted, uid)
+        node.replace(POD)
+
+    monkeypatch.setattr(node.world, "apply", apply_late)
+    node.declare(after)
+    assert node.operate() == ["apply StatefulSet demo-engine"]
+    monkeypatch.undo()
+    node.declare(before)
+    node.world.failures["annotate"] = refused_by("no")
+    node.world.failures["resize"] = refused_by("no")
+    with pytest.raises(AssertionError, match="no"):
+        node.operate()
+
+
 def test_an_upgrade_of_the_operator_resizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rule for what a sidecar needs reaches pods that get another size, and no others."""
     node = Node()
