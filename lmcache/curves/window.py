@@ -71,7 +71,7 @@ class Window:
         self._counted = self._counted_hits = self._seconds = 0.0
         self._origin: float | None = None  # when the weight of an access was 1
         self._latest = time
-        self._below: list[list[float]] | None = None  # hits up to each step, by group; None: to be summed
+        self._below: list[array[float]] | None = None  # hits up to each step, by group; None: to be summed
 
     def steps(self, distances: Iterable[int], weight: float, num_bytes: int) -> list[int]:
         """The step that each distance in sampled bytes is counted in, or MISS: of all keys as many are nearer
@@ -175,7 +175,7 @@ class Window:
         """Hits of a cache of that size, by group; linear within a step."""
         if self._below is None:
             rows = (self._hits[i : i + self.num_steps] for i in range(0, len(self._hits), self.num_steps))
-            self._below = [list(accumulate(row, initial=0.0)) for row in rows]
+            self._below = [array("d", accumulate(row, initial=0.0)) for row in rows]
         position = math.log2(size_bytes) * _STEPS - self._first if size_bytes > 0 else 0.0
         position = min(max(position, 0.0), self.num_steps)
         step = min(int(position), self.num_steps - 1)

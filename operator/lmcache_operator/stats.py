@@ -42,16 +42,20 @@ class StatsClient:
 
     async def read(self, address: str) -> Any:
         """The JSON value of the sidecar at an IP address; None if no answer comes in time."""
-        return await self._get(address, "/stats", {}, _MAX_BYTES)
+        return await self._get(address, "/stats", {}, _MAX_BYTES, None)
 
     async def samples(self, address: str, question: Mapping[str, int]) -> Any:
-        """What its requests looked up; None if no answer comes in time."""
-        return await self._get(address, "/samples", question, _MAX_SAMPLES_BYTES)
+        """What its requests looked up, empty if it never tells; None if no answer comes in time."""
+        return await self._get(address, "/samples", question, _MAX_SAMPLES_BYTES, {})
 
-    async def _get(self, address: str, path: str, query: Mapping[str, int], max_bytes: int) -> Any:
+    async def _get(
+        self, address: str, path: str, query: Mapping[str, int], max_bytes: int, unknown: Any
+    ) -> Any:
         try:
             url = URL.build(scheme="http", host=address, port=self._port, path=path, query=query)
             async with self._session.get(url, allow_redirects=False, timeout=self._timeout) as answer:
+                if answer.status == HTTPStatus.NOT_FOUND:
+                    return unknown
                 body = bytearray()
                 async for chunk in answer.content.iter_any():
                     body += chunk

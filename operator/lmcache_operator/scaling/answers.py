@@ -93,6 +93,8 @@ def samples(answer: Any, most: int = _LARGEST) -> Samples:
     """Of the latest requests, with no more than ``most`` keys together: the others are lost. Raises
     RefusedAnswerError."""
     values = _object(answer, "an answer")
+    if not values:
+        raise RefusedAnswerError("its image is of before sidecars told what is looked up")
     if (version := values.get("version")) != _VERSION:
         raise RefusedAnswerError(f"version {version!r} of samples, not {_VERSION}")
     now, started, t0 = (_number(values, name) for name in ("now", "started", "t0"))

@@ -84,13 +84,9 @@ class Intake:
         return {"since": since, "below": below}
 
     def take(
-        self,
-        now: float,
-        pods: Collection[str],
-        bounds: tuple[float, float],
-        said: Mapping[str, Answer | NoAnswer],
-        max_keys: int,
-    ) -> Iterator[None]:
+        self, now: float, pods: Collection[str], bounds: tuple[float, float],
+        said: Mapping[str, Answer | NoAnswer], max_keys: int,
+    ) -> Iterator[None]:  # fmt: skip
         """Count what pods say, a slice of it at each step; ``max_keys`` bounds what is remembered of keys.
 
         What a pod says the first time tells what it was asked for last, and is not counted: of how many
@@ -183,15 +179,9 @@ class Intake:
             return  # nothing to be counted, the first time, or the clock was set
         tokens, near = max(1, self.chunk_tokens), grown.engine + grown.memory
         missed = max(0, grown.looked_up - near) / tokens
-        self.traffic.count(
-            now,
-            seconds,
-            grown.looked_up / tokens,
-            near / tokens,
-            grown.remote / tokens,
-            missed * self.row_bytes,
-            num_pods=len(self.pods),
-        )
+        accesses, hits, far = (count / tokens for count in (grown.looked_up, near, grown.remote))
+        filled, number = missed * self.row_bytes, len(self.pods)
+        self.traffic.count(now, seconds, accesses, hits, far, filled, num_pods=number)
         self.engine.count(now, grown.looked_up, grown.engine, seconds)
         self.lower.count(now, grown.looked_up - near, grown.disk + grown.remote, seconds)
         stored = grown.written * grown.stored / max(1, grown.stored + grown.touched)

@@ -164,13 +164,9 @@ class Sizing:
         return self.intake.lower.measured_hits * replace(service, load_bytes_per_second=remote or disk).worth
 
     def _decide_memory(
-        self,
-        now: float,
-        situation: Situation,
-        service: Service,
-        pods: Sequence[Pod],
+        self, now: float, situation: Situation, service: Service, pods: Sequence[Pod],
         obstacle: Obstacle | None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         assert self.intake.traffic is not None
         settings, own, size = situation.settings, self._memory, self._agreed(situation)
         # Demand is that of a day, so the price is that of as many pods as there were.
@@ -203,13 +199,9 @@ class Sizing:
         return status
 
     def _decide_shards(
-        self,
-        now: float,
-        situation: Situation,
-        service: Service,
-        pods: Sequence[Pod],
+        self, now: float, situation: Situation, service: Service, pods: Sequence[Pod],
         obstacle: Obstacle | None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         assert self.intake.traffic is not None
         settings, own = situation.settings, self._remote
         day, (least, most) = self.intake.traffic.curve.shared_windows[0], settings.shard_bounds

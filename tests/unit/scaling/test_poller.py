@@ -55,6 +55,10 @@ async def swell(request: web.Request) -> web.StreamResponse:
     return web.Response(text='{"key": [' + "[]," * 340_000 + "[]]}", content_type="application/json")
 
 
+async def know_no_samples(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=404, text="404: Not Found")
+
+
 async def refuse(request: web.Request) -> web.StreamResponse:
     return web.Response(status=503, text="{}")
 
@@ -63,6 +67,7 @@ async def refuse(request: web.Request) -> web.StreamResponse:
     ("odd", "why"),
     [(hang, "it does not answer"), (flood, "it does not answer"), (refuse, "it does not answer"),
      (swell, "it does not answer"),
+     (know_no_samples, "its image is of before sidecars told what is looked up"),
      (nonsense, "now is 'soon'")],
 )  # fmt: skip
 @in_a_loop
