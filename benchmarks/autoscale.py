@@ -40,7 +40,8 @@ from testing.kube.pod_processes import PodProcesses
 from testing.kube.shards import PodShards
 from testing.kube.sidecars import PodSidecars
 from testing.processes import SidecarProcess
-from testing.workloads.replay import Clock, Replay, Served
+from testing.workloads.clock import Clock
+from testing.workloads.replay import Replay, Served
 from testing.workloads.requests import HOUR
 
 TIERS: dict[str, type[SizedTier]] = {"memory": MemorySize, "remote": ShardCount}

@@ -2,9 +2,10 @@
 
     python -m testing.kube.fast_operator ORIGIN FACTOR SCALE run ...
 
-The clock is `testing.workloads.replay.Clock`'s. Sidecars live in real time, and have SCALE times less
+The clock is `testing.workloads.clock.Clock`'s. Sidecars live in real time, and have SCALE times less
 memory than the operator thinks: what they say of times and of bytes is put into its world. Former shards are
-read for less time by as much. All else is the operator as it is. Each decision is a line of the log.
+read for less time by as much; a kubelet has as long as ever. All else is the operator as it is. Each decision
+is a line of the log.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lmcache_operator.autoscaling.tier import Tier
 from lmcache_operator.components.remote import remote, shards
 from lmcache_operator.scaling import sizing
 
-from testing.workloads.replay import Clock
+from testing.workloads.clock import Clock
 
 MARK = "DECISION "
 """What a line of the log that holds a decision begins with; the rest is JSON."""
@@ -89,6 +90,7 @@ def run(argv: list[str]) -> int:
     for module, name, value in (
         (app, "StatsClient", Sidecars), (app, "Poller", fast), (sizing, "decide", decide),
         (shards, "WINDOW", window), (remote, "WINDOW", window),
+        (sizing, "_CHANGE_SECONDS", clock.factor * sizing._CHANGE_SECONDS),
     ):  # fmt: skip
         if not hasattr(module, name):
             raise RuntimeError(f"{module.__name__} has no {name} any more: what is to be faster?")

@@ -139,16 +139,10 @@ class PodShards(PodProcesses[ShardProcess]):
             config = self.api.get("v1/configmaps", self._name, self.namespace)
         except (ApiError, OSError):
             return
-        text, shards = (
-            config["data"][paths.SHARDS_FILE],
-            Shards.parse(names.annotations_of(config)[_ANNOTATION]),
-        )
-        here = self.addresses
-        if (
-            shards is None
-            or text == self._list
-            or not {m[1] for m in _ENDPOINT.finditer(text)} <= here.keys()
-        ):
+        text, here = config["data"][paths.SHARDS_FILE], self.addresses
+        shards = Shards.parse(names.annotations_of(config)[_ANNOTATION])
+        is_there = {found[1] for found in _ENDPOINT.finditer(text)} <= here.keys()
+        if shards is None or text == self._list or not is_there:
             return
         file = self._folder / paths.SHARDS_FILE
         file.with_suffix(".new").write_text(_ENDPOINT.sub(lambda match: here[match[1]], text))

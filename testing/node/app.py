@@ -57,7 +57,7 @@ def prepare(node: NodeCluster, references: Mapping[str, str]) -> None:
     for file in model.iterdir():
         file.chmod(0o644)  # weights are written for their owner alone, and the engine is another user
     for name, path in {**_HOST_DIRECTORIES, _MODELS: model}.items():
-        _offer(node, name, path)
+        offer(node, name, path)
     node.api.create("v1/pods", _redis(references["redis"]), REDIS_NAMESPACE)
     service = {"metadata": {"name": "kv"}, "spec": {"selector": {"app": "kv"}, "ports": [{"port": 6379}]}}
     node.api.create("v1/services", service, REDIS_NAMESPACE)
@@ -171,19 +171,19 @@ def _is_available(deployment: Object) -> bool:
     return bool(is_seen and status.get("availableReplicas") == status.get("updatedReplicas") == wanted)
 
 
-def _offer(node: NodeCluster, name: str, path: Path) -> None:
-    """A claim in `NAMESPACE` for a directory of this machine: pods there may not name it themselves."""
+def offer(node: NodeCluster, name: str, path: Path, namespace: str = NAMESPACE) -> None:
+    """A claim for a directory of this machine: pods of the namespace may not name it themselves."""
     size = {"storage": "1Gi"}
     volume = {
         "capacity": size, "accessModes": ["ReadOnlyMany"], "hostPath": {"path": str(path)},
-        "claimRef": {"namespace": NAMESPACE, "name": name}, "persistentVolumeReclaimPolicy": "Retain",
+        "claimRef": {"namespace": namespace, "name": name}, "persistentVolumeReclaimPolicy": "Retain",
     }  # fmt: skip
     node.api.create("v1/persistentvolumes", {"metadata": {"name": name}, "spec": volume})
     claim = {
         "accessModes": ["ReadOnlyMany"], "storageClassName": "", "volumeName": name,
         "resources": {"requests": size},
     }  # fmt: skip
-    node.api.create("v1/persistentvolumeclaims", {"metadata": {"name": name}, "spec": claim}, NAMESPACE)
+    node.api.create("v1/persistentvolumeclaims", {"metadata": {"name": name}, "spec": claim}, namespace)
 
 
 def _claimed(name: str) -> Object:

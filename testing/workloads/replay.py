@@ -17,6 +17,7 @@ from lmcache.rpc.client import ClientHello, KVGroup, Role, Scheduled, Session, S
 from lmcache.tiers.base import ROW_KEY_BYTES
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
+from testing.workloads.clock import Clock
 from testing.workloads.closed_loop import Routing, sticky
 from testing.workloads.requests import HOUR, TOKENS, Workload
 
@@ -25,25 +26,6 @@ PREFILL_TOKENS_PER_SECOND = 10_000.0
 _RPC_SECONDS = 60.0
 _ASK_SECONDS = 0.002
 """How often to ask for rows that are on their way; a scheduler does so at every step."""
-
-
-class Clock(NamedTuple):
-    """The workload's time, while it is replayed: ``factor`` times as fast as real time since ``origin``."""
-
-    origin: float
-    """Seconds since 1970; both times are the same there."""
-    factor: float
-
-    def at(self, real: float) -> float:
-        """The workload's time at a real time; both in seconds since 1970."""
-        return self.origin + (real - self.origin) * self.factor
-
-    def now(self) -> float:
-        return self.at(time.time())
-
-    def wait_until(self, moment: float, stop: threading.Event) -> None:
-        """Until it is so late in the workload's time, or ``stop`` is set."""
-        stop.wait(max(0.0, (moment - self.now()) / self.factor))
 
 
 class Served(NamedTuple):
@@ -66,8 +48,15 @@ def _digest(key: int) -> bytes:
 class Engine:
     """What an engine does with its sidecar for each request, but compute and copy."""
 
-    def __init__(self, sidecar: SidecarProcess, namespace: bytes, row_bytes: int) -> None:
-        self._namespace = namespace
+    def __init__(
+        self,
+        sidecar: SidecarProcess,
+        namespace: bytes,
+        row_bytes: int,
+        prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND,
+    ) -> None:
+        """``prefill_tokens_per_second``: what is brought slower than that is not brought."""
+        self._namespace, self._prefill = namespace, prefill_tokens_per_second
         uid, group = uuid.uuid4().bytes, KVGroup(group=0, block_tokens=16, chunk_bytes=row_bytes)
         self._clients = [
             SidecarClient(sidecar.socket_path, ClientHello(role, uid, namespace, TOKENS, (group,)))
@@ -91,7 +80,7 @@ class Engine:
         names = b"".join(self._namespace + _digest(key) for key in keys)
         look_up = partial(
             scheduler.lookup, name,
-            prefill_tokens_per_second=PREFILL_TOKENS_PER_SECOND, timeout=_RPC_SECONDS,
+            prefill_tokens_per_second=self._prefill, timeout=_RPC_SECONDS,
         )  # fmt: skip
         in_memory = num_hits = _num_leading(scheduler, names)
         if not scheduler.memory_only and num_hits < len(keys):
@@ -129,11 +118,13 @@ class Replay:
         clock: Clock,
         name: str = "",
         route: Callable[[int], Routing] = sticky,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
+        """``before``: called before each request."""
         self.namespace = hashlib.sha256(name.encode()).digest()
         """Of its keys."""
         self._workload, self._row_bytes, self._clock = workload, row_bytes, clock
-        self._route = route
+        self._route, self._before = route, before
         self._engines: list[Engine] = []
         self._failure: BaseException | None = None
         self._stop = threading.Event()
@@ -178,6 +169,7 @@ class Replay:
                 if self._stop.is_set():
                     return
                 self.longest_lag = max(self.longest_lag, self._clock.now() - due)
+                self._before()
                 hits = self._engines[route(request)].serve(f"request-{number}", request.keys)
                 self.served.append(Served(request.time / HOUR, len(request.keys), *hits))
         except BaseException as error:

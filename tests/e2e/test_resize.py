@@ -6,12 +6,10 @@ import random
 import threading
 
 import pytest
-from lmcache_operator.components.resize import sidecar_memory
-from lmcache_operator.specs.names import MEMORY_SIZE
 
 from testing.node import groups
-from testing.node.app import App
 from testing.node.pods import Pod
+from tests.harness.pods import has_size, sidecar_limit
 
 SECONDS = 180
 PROMPT = [token + 4 for token in random.Random(11).choices(range(256), k=2048)]
@@ -139,21 +137,3 @@ def test_a_node_without_room_is_told_and_nothing_stays_asked_for(make_app):
     assert after.uid == before.uid
     assert after.container("sidecar")["restartCount"] == 0
     app.delete()
-
-
-def sidecar_limit(pod: Pod) -> str:
-    (sidecar,) = (c for c in pod.object["spec"]["initContainers"] if c["name"] == "sidecar")
-    return str(sidecar["resources"]["limits"]["memory"])
-
-
-def has_size(app: App, num_bytes: int) -> bool:
-    """Whether annotation, request, cgroup and sidecar have it."""
-    pod = app.pod()
-    memory = pod.stats()["memory"]
-    mebibytes = sidecar_memory(num_bytes) >> 20
-    return (
-        pod.object["metadata"]["annotations"][MEMORY_SIZE] == str(num_bytes)
-        and memory["target_bytes"] == memory["size_bytes"] == num_bytes
-        and sidecar_limit(pod) == f"{mebibytes}Mi"
-        and groups.memory_limit(pod.group("sidecar")) == mebibytes << 20
-    )

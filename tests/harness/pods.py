@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 
+from lmcache_operator.components.resize import sidecar_memory
+from lmcache_operator.specs.names import MEMORY_SIZE
+
 from testing.kube.api import ApiError
-from testing.node.app import NAMESPACE
-from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
+from testing.node import groups
+from testing.node.app import NAMESPACE, App
+from testing.node.pods import ENGINE_PORT, SIDECAR_PORT, Pod
 
 _CHUNK = 256
 
@@ -99,4 +103,22 @@ def no_restart_between(before, after) -> bool:
     return all(
         before.container(name)["restartCount"] == after.container(name)["restartCount"]
         for name in ("sidecar", "engine")
+    )
+
+
+def sidecar_limit(pod: Pod) -> str:
+    (sidecar,) = (c for c in pod.object["spec"]["initContainers"] if c["name"] == "sidecar")
+    return str(sidecar["resources"]["limits"]["memory"])
+
+
+def has_size(app: App, num_bytes: int) -> bool:
+    """Whether annotation, request, cgroup and sidecar have it."""
+    pod = app.pod()
+    memory = pod.stats()["memory"]
+    mebibytes = sidecar_memory(num_bytes) >> 20
+    return (
+        pod.object["metadata"]["annotations"][MEMORY_SIZE] == str(num_bytes)
+        and memory["target_bytes"] == memory["size_bytes"] == num_bytes
+        and sidecar_limit(pod) == f"{mebibytes}Mi"
+        and groups.memory_limit(pod.group("sidecar")) == mebibytes << 20
     )

@@ -1,23 +1,30 @@
 """A workload that is replayed against a real sidecar is to it what it is to an exact tier."""
 
+import contextlib
 import time
 
 import pytest
 
 from testing.child_process import wait_until
-from testing.processes import SidecarProcess
-from testing.workloads.replay import Clock, Replay
+from testing.processes import RedisProcess, SidecarProcess
+from testing.workloads.clock import Clock
+from testing.workloads.replay import Engine, Replay
 from testing.workloads.requests import HOUR, TOKENS, Request, Workload, chat
 from testing.workloads.tiers import Service
 
 ROW_BYTES = 256 << 10
 
 
+def settle(sidecar: SidecarProcess) -> None:
+    """Until all is checksummed and written that was stored: a row is not evicted before."""
+    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+
+
 def test_the_sidecar_hits_what_an_exact_tier_would():
-    workload = chat(0.5, 0.1, scale=1, systems=3, first=3)
+    workload = chat(0.3, 0.1, scale=1, systems=3, first=3)
     with (
         SidecarProcess(memory_size="64Mi") as sidecar,
-        Replay(workload, ROW_BYTES, Clock(time.time(), 1e9)) as replay,
+        Replay(workload, ROW_BYTES, Clock(time.time(), 1e9), before=lambda: settle(sidecar)) as replay,
     ):
         replay.start([sidecar])
         wait_until(lambda: replay.is_over, timeout=240)
@@ -47,3 +54,26 @@ def test_no_request_is_served_before_its_time():
     assert took >= 1.9
     assert len(replay.served) == 20
     assert clock.at(clock.origin + 2) == pytest.approx(clock.origin + 2 * HOUR)
+
+
+@pytest.mark.redis
+def test_what_one_pod_stored_is_brought_to_another():
+    num_rows, keys = 20, [tuple(range(start, start + 20)) for start in range(0, 400, 20)]
+    assert len(keys) * num_rows * ROW_BYTES > 64 << 20
+    with RedisProcess() as redis, contextlib.ExitStack() as stack:
+        sidecars = [stack.enter_context(SidecarProcess(remote_url=redis.url)) for _ in range(2)]
+        # However slow the machine is, nothing is computed instead.
+        one, other = (
+            stack.enter_context(contextlib.closing(Engine(sidecar, bytes(32), ROW_BYTES, 1e-3)))
+            for sidecar in sidecars
+        )
+        for number, request in enumerate(keys):
+            assert one.serve(f"first-{number}", request) == (0, 0)
+            settle(sidecars[0])
+        for number, request in enumerate(keys):
+            assert other.serve(f"second-{number}", request) == (0, num_rows)
+        assert other.serve("third", keys[-1]) == (num_rows, 0)
+        assert one.serve("fourth", keys[0]) == (0, num_rows), "it was evicted, and comes back"
+        hits = [sidecar.stats()["lookups"]["hit_tokens"] for sidecar in sidecars]
+    assert hits[1] == {"remote": len(keys) * num_rows * TOKENS, "memory": num_rows * TOKENS}
+    assert hits[0] == {"remote": num_rows * TOKENS}

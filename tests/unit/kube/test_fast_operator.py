@@ -4,7 +4,7 @@ import pytest
 from lmcache_operator.scaling import answers
 
 from testing.kube.fast_operator import sped_up
-from testing.workloads.replay import Clock
+from testing.workloads.clock import Clock
 
 CLOCK = Clock(1_700_000_000.0, 60.0)
 ANSWER = {
