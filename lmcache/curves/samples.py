@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 HASHES = 1 << 64
@@ -60,6 +62,7 @@ class Sampler:
         self.position = 0
         """Of the next request."""
         self._ring: deque[Kept] = deque()
+        self._starts: deque[int] = deque()  # their positions
         self._max_samples, self._kept_seconds = max_samples, kept_seconds
         self._share = 1.0  # of the rate that was asked for
         self.rate = rate
@@ -80,9 +83,10 @@ class Sampler:
             return
         kept, tiers = _below(self.bound, keys, tiers)
         self._ring.append(Kept(time, self.bound, kept, tiers))
+        self._starts.append(self.position)
         self.position += len(tiers)
         while self.position - self.num_dropped > self._max_samples:
-            oldest = self._ring.popleft()
+            oldest, _ = self._ring.popleft(), self._starts.popleft()
             self.num_dropped += len(oldest.tiers)
             # Those that were kept by another bound tell nothing of this one.
             if self._kept_seconds and oldest.bound == self.bound:
@@ -97,13 +101,10 @@ class Sampler:
 
     def since(self, position: int) -> tuple[int, list[Kept]]:
         """Return the position of the first request from ``position`` on, and what is kept of all of them."""
-        first, kept = self.position, []
-        for request in reversed(self._ring):  # mostly few are asked for
-            if first - len(request.tiers) < position:
-                break
-            first -= len(request.tiers)
-            kept.append(request)
-        return first, kept[::-1]
+        at = bisect_left(self._starts, position)
+        num_kept = len(self._starts) - at
+        first = self._starts[at] if num_kept else self.position
+        return first, list(islice(reversed(self._ring), num_kept))[::-1]  # mostly few are asked for
 
 
 def _below(bound: int, keys: bytes, tiers: bytes) -> tuple[bytes, bytes]:

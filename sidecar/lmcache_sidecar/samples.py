@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import product
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -33,7 +33,7 @@ _SAMPLED_ROWS = 1600
 _KEPT_SECONDS = 240.0
 """That samples stay in the ring at least: who asks once a minute misses none."""
 
-_LOWER = {"disk": ord("d"), "remote": ord("r")}
+_LOWER, _MEMORY = {"disk": ord("d"), "remote": ord("r")}, ord("m")
 _SLICE = 256  # requests that are rendered before others have their turn
 
 
@@ -99,8 +99,9 @@ class Samples:
         brought: dict[str, int] = {}
         if origins:
             letters = bytearray(tiers)
-            for at in range(num_held, num_hit):
-                if (name := origins.pop(keys[at], "")) in _LOWER:
+            for of_group, at in product(chains.keys, range(num_held, num_hit)):
+                name = origins.pop(of_group[at], "")
+                if name in _LOWER and letters[-1 - at] == _MEMORY:  # a chunk counts once
                     letters[-1 - at] = _LOWER[name]
                     brought[name] = brought.get(name, 0) + 1
             tiers = bytes(letters)
@@ -164,21 +165,27 @@ class Samples:
             "namespace": self.namespace, "chunk_tokens": self.chunk_tokens, "row_bytes": self.row_bytes,
         }  # fmt: skip
         first, kept = sampler.since(since)
-        bound = min([below, sampler.bound, *(request.bound for request in kept)])
-        start = kept[0].time if kept else 0.0
+        slices = [kept[at : at + _SLICE] for at in range(0, len(kept), _SLICE)]
+        bound, start = min(below, sampler.bound), kept[0].time if kept else 0.0
+        for part in slices:
+            bound = min(bound, *(request.bound for request in part))
+            await asyncio.sleep(0)
         head |= {
             "below": bound, "since": first, "next": sampler.position, "dropped": first - min(since, first),
             "t0": start,
         }  # fmt: skip
-        ms, num, keys, tiers, rest = [], [], [], [], iter(kept)
-        while part := [request.below(bound) for request in islice(rest, _SLICE)]:
-            ms += [round((request.time - start) * 1000) for request in part]
-            num += [len(request.tiers) for request in part]
-            keys.append(b"".join(request.keys for request in part).hex())
-            tiers.append(b"".join(request.tiers for request in part).decode())
+        ms, num, keys, tiers = [], [], [], []  # as JSON writes them, slice by slice
+        for part in slices:
+            told = [request.below(bound) for request in part]
+            ms.append(",".join([str(round((request.time - start) * 1000)) for request in told]))
+            num.append(",".join([str(len(request.tiers)) for request in told]))
+            keys.append(b"".join(request.keys for request in told).hex())
+            tiers.append(b"".join(request.tiers for request in told).decode())
             await asyncio.sleep(0)
-        columns = {"ms": ms, "num": num, "key": "".join(keys), "tier": "".join(tiers)}
-        return json.dumps(head | columns, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(head, separators=(",", ":"))[:-1]
+        text += f',"ms":[{",".join(ms)}],"num":[{",".join(num)}]'
+        text += f',"key":"{"".join(keys)}","tier":"{"".join(tiers)}"}}\n'
+        return text.encode()
 
 
 def _parse_query(query: str) -> tuple[int, int]:

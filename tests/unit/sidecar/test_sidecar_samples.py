@@ -55,9 +55,8 @@ class Ring:
     def note(self, tails: list[int], held: int = 0, hit: int = 0, loaded: int = 0, **fields) -> None:
         peer, usable = fields.get("peer", self.peer), fields.get("usable", 100)
         namespace = fields.get("namespace", peer.hello.namespace)
-        rows = tuple(
-            [namespace + bytes(24) + tail.to_bytes(8, "big") for tail in tails] for _ in peer.storing
-        )
+        groups = range(len(peer.storing))
+        rows = tuple([row_key(tail, group, namespace) for tail in tails] for group in groups)
         chains = Chains(256, tuple(peer.groups.values()), rows)
         scheduled = pb.Scheduled(num_engine_chunks=held, num_hit_chunks=hit, num_loaded_tokens=loaded)
         self.samples.note(peer, chains, scheduled, usable, self.origins)
@@ -68,8 +67,8 @@ def ring(tmp_path):
     return Ring(tmp_path)
 
 
-def row_key(tail: int) -> bytes:
-    return NAMESPACE + bytes(24) + tail.to_bytes(8, "big")
+def row_key(tail: int, group: int = 0, namespace: bytes = NAMESPACE) -> bytes:
+    return namespace + group.to_bytes(24, "big") + tail.to_bytes(8, "big")
 
 
 def test_before_the_first_request_there_is_nothing(ring):
@@ -98,6 +97,15 @@ def test_a_request_is_told_tail_first_with_where_each_chunk_was_found(ring):
     assert stats.loaded_tokens == {"remote": 256, "disk": 256, "memory": 188}
     assert stats.miss_bytes == ring.samples.row_bytes
     assert ring.origins == {row_key(9): "disk"}
+
+
+def test_a_chunk_counts_once_whichever_of_its_rows_were_brought(tmp_path):
+    ring = Ring(tmp_path, groups=(KVGroup(0, 16, 100_000), KVGroup(1, 16, 50_000)))
+    ring.origins = {row_key(1): "disk", row_key(1, group=1): "remote", row_key(2, group=1): "remote"}
+    ring.note([1, 2, 3], hit=3)
+    assert answer(ring.samples)["tier"] == "mrd"
+    assert ring.samples.stats.hit_tokens == {"disk": 256, "remote": 256, "memory": 256}
+    assert not ring.origins
 
 
 def test_a_client_can_claim_no_more_than_it_asked_for(ring):
@@ -152,6 +160,21 @@ def test_an_answer_goes_on_where_the_last_one_ended_and_says_what_is_lost(ring):
     told = answer(ring.samples, "since=4")
     assert (told["since"], told["next"], told["dropped"], told["num"]) == (6, 65_541, 2, [65_535])
     assert ring.samples.num_dropped == 6
+
+
+def test_others_have_their_turns_while_a_full_ring_is_told(ring):
+    for number in range(1 << 16):
+        ring.note([number])
+
+    async def turns() -> int:
+        told, number = asyncio.create_task(ring.samples.answer("")), 0
+        while not told.done():
+            number += 1
+            await asyncio.sleep(0)
+        assert len(json.loads(await told)["num"]) == 1 << 16
+        return number
+
+    assert asyncio.run(turns()) > 2 * (1 << 16) // 256
 
 
 def test_a_full_ring_is_told_in_two_mebibytes(ring):
