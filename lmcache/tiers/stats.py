@@ -94,7 +94,9 @@ class Removal(enum.Enum):
 class MemoryStats:
     """Of rows. A key counts once per request, by the first answer about it."""
 
-    hits: int = counter("Rows, or chunks of several KV groups, that lookups found in memory")
+    hits: int = counter(
+        "Rows, or chunks of several KV groups, that lookups found in memory, the engine's own included"
+    )
     misses: int = counter("Rows that lookups did not find there, whatever was brought afterwards")
     refused: int = counter("Reservations refused because no row could be freed")
     removed: Counter[Removal] = counters(
