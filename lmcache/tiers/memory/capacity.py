@@ -14,11 +14,8 @@ from lmcache.units import format_size
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
-# What the process itself needs beside its arena: interpreter, gRPC buffers, index.
+# Beside the arena: what interpreter, gRPC buffers and index take, and may come to take while it grows.
 _PROCESS_BYTES = 64 << 20
-
-# What it may come to need while some more of the arena is taken.
-_SPARE_BYTES = 16 << 20
 
 
 class _Files(NamedTuple):
@@ -67,10 +64,10 @@ def volume_bytes(path: Path) -> int:
 def check_room(num_bytes: int) -> None:
     """Raise ArenaError when the process can't take so much more without being killed for it."""
     room = memory_room()
-    if room is not None and num_bytes + _SPARE_BYTES > room:
+    if room is not None and num_bytes + _PROCESS_BYTES > room:
         raise ArenaError(
             f"no room for {format_size(num_bytes)} more of the arena: the memory limit of this container "
-            f"leaves {format_size(max(0, room))}, of which {format_size(_SPARE_BYTES)} stay free; raise it"
+            f"leaves {format_size(max(0, room))}, of which {format_size(_PROCESS_BYTES)} stay free; raise it"
         )
 
 

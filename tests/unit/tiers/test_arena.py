@@ -366,9 +366,9 @@ class TestRoom:
 
     def test_some_is_kept_free(self, monkeypatch):
         monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: 100 * MIB)
-        check_room(84 * MIB)
-        with pytest.raises(ArenaError, match="leaves 100Mi, of which 16Mi stay free"):
-            check_room(85 * MIB)
+        check_room(36 * MIB)
+        with pytest.raises(ArenaError, match="leaves 100Mi, of which 64Mi stay free"):
+            check_room(37 * MIB)
 
 
 def test_engines_of_the_same_group_can_map_it(opened, path):

@@ -285,17 +285,17 @@ class TestSmallerThanItsFile:
         assert arena._filled < arena.num_rows // 2
 
     def test_it_waits_for_room_and_says_so(self, growing, monkeypatch, caplog):
-        arena, room = growing.arena, [20 * MIB]
+        arena, room = growing.arena, [128 * MIB]
         monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: room[0])
         monkeypatch.setattr("lmcache.tiers.memory.arena._STEP_BYTES", MIB)
         monkeypatch.setattr("lmcache.tiers.memory.arena._RETRY_SECONDS", 0.01)
         arena.format(GEOMETRY)
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
-        room[0] = 16 * MIB
+        room[0] = 64 * MIB
         arena.resize(CAPACITY)
         growing.wait_for(lambda: arena.growth_error is not None)
-        assert "the memory limit of this container leaves 16Mi, of which 16Mi" in arena.growth_error
+        assert "the memory limit of this container leaves 64Mi, of which 64Mi" in arena.growth_error
         assert arena.ready_rows == arena.rows_within(CAPACITY // 4)
         assert growing.taken_bytes() <= CAPACITY // 4
         room[0] = 1 << 40
