@@ -17,12 +17,15 @@ end, at any time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from lmcache.units import format_size
 from lmcache_sidecar.copiers.copier import SidecarCopier
 from lmcache_sidecar.followed import SizeFile
 from lmcache_sidecar.sessions import Sessions
+
+logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 128
 """Evicted in about 1 ms."""
@@ -73,6 +76,13 @@ class Resizer:
             self._end_round()
             return False
         return self._shrink(wanted)
+
+    def note_bug(self, error: Exception) -> None:
+        """A step ended with it: the next one tries again."""
+        problem = f"the sidecar has a bug, see its log, and tries again: {error!r}"
+        if problem != self._wait:
+            logger.error("The memory tier does not get to its size", exc_info=error)
+        self._wait = problem
 
     def _shrink(self, wanted: int) -> bool:
         sessions, arena = self._sessions, self._arena

@@ -121,12 +121,15 @@ class Sidecar:
 
     async def _keep_size(self) -> None:
         while True:
-            await asyncio.to_thread(self._size.follow)
-            is_going_on = True
-            while is_going_on:
-                async with self._sessions.forming:
-                    is_going_on = self._resizer.step()
-                await asyncio.sleep(0)
+            try:
+                await asyncio.to_thread(self._size.follow)
+                is_going_on = True
+                while is_going_on:
+                    async with self._sessions.forming:
+                        is_going_on = self._resizer.step()
+                    await asyncio.sleep(0)
+            except Exception as error:
+                self._resizer.note_bug(error)
             await asyncio.sleep(_RESIZE_SECONDS)
 
     def _make_store(self) -> TieredStore:

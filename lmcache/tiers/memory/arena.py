@@ -288,10 +288,12 @@ class ArenaFile:
             error, is_done = None, False
             try:
                 is_done = (self._take if is_wanted else self._give_back)(layout, rows)
-            except ArenaError as caught:
-                error = f"{caught}; the arena {self.path} stays at {rows.start * layout.row_bytes} bytes"
+            except Exception as caught:  # whatever it is: nobody else would grow or shrink it
+                bug = None if isinstance(caught, ArenaError) else caught
+                error = f"{bug!r}" if bug else f"{caught}"
+                error += f"; the arena {self.path} stays at {rows.start * layout.row_bytes} bytes"
                 if self.growth_error is None:
-                    logger.error("%s", error)
+                    logger.error("%s", error, exc_info=bug)
             with self._changed:
                 if self._closing:
                     return

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
+from lmcache_sidecar.config import Config
+from lmcache_sidecar.resizing import Resizer
+from lmcache_sidecar.sidecar import Sidecar
+from lmcache_sidecar.stats import CallStats, document
 
+from testing.child_process import wait_until
 from tests.unit.sidecar.test_resizing_model import CAPACITY, SIZES, ResizingModel, Worker
 
 
@@ -156,3 +162,37 @@ def test_one_that_is_to_grow_meanwhile(scenario):
     scenario.assert_waits("to let go of it")
     scenario.everybody_works()
     scenario.assert_is_done()
+
+
+BUG = "the sidecar has a bug, see its log, and tries again: ValueError('a bug')"
+
+
+def test_an_error_that_nobody_expects_is_told_and_not_the_end(tmp_path, monkeypatch, caplog):
+    step, bugs = Resizer.step, [ValueError("a bug")]
+
+    def broken(resizer: Resizer) -> bool:
+        if bugs:
+            raise bugs[0]
+        return step(resizer)
+
+    async def wait_problem(sidecar: Sidecar, text: str) -> None:
+        def is_told() -> bool:
+            return document(sidecar.stats())["memory"]["resize_problem"] == text
+
+        await asyncio.to_thread(wait_until, is_told, timeout=60)
+
+    async def run() -> None:
+        sidecar = Sidecar(
+            Config(socket=str(tmp_path / "socket"), memory_size=8 << 20, http_port=0), CallStats()
+        )
+        await sidecar.start()
+        try:
+            await wait_problem(sidecar, BUG)
+            bugs.clear()
+            await wait_problem(sidecar, "")
+        finally:
+            await sidecar.stop()
+
+    monkeypatch.setattr(Resizer, "step", broken)
+    asyncio.run(run())
+    assert caplog.text.count("Traceback") == 1

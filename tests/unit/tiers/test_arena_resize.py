@@ -303,6 +303,22 @@ class TestSmallerThanItsFile:
         growing.wait_for(lambda: arena.growth_error is None)
         assert caplog.text.count("no room") == 1
 
+    def test_an_error_that_nobody_expects_is_told_and_not_the_end(self, growing, monkeypatch, caplog):
+        arena, bugs = growing.arena, [ValueError("a bug")]
+
+        def room(num_bytes: int) -> None:
+            if bugs:
+                raise bugs[0]
+
+        monkeypatch.setattr("lmcache.tiers.memory.arena.check_room", room)
+        monkeypatch.setattr("lmcache.tiers.memory.arena._RETRY_SECONDS", 0.01)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.growth_error is not None)
+        assert "ValueError('a bug'); the arena" in arena.growth_error
+        bugs.clear()
+        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        assert caplog.text.count("Traceback") == 1
+
     def test_what_is_populated_already_needs_no_room(self, growing, monkeypatch):
         arena = growing.arena
         arena.format(GEOMETRY)
