@@ -31,7 +31,6 @@ from lmcache.units import ceil_div
 
 # Ranks of one engine store a chunk within one step: by then missing columns will not come any more.
 INCOMPLETE_SECONDS = 30.0
-
 _MAX_DEPTH = (1 << 32) - 1  # that fits a number of 32 bits
 _MAX_EVICTIONS = 64  # per row needed: bounds the time of one call
 
@@ -80,6 +79,7 @@ class Rows:
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row nobody writes -> since when
         self.dropped: dict[int, None] = {}  # adopted rows of no use: not free while adopted rows are held
         self._limit: int | None = None
+        self._hidden: set[int] = set()  # rows beyond it, as long as it holds
 
     @property
     def usable_slots(self) -> int:
@@ -89,6 +89,10 @@ class Rows:
     @usable_slots.setter
     def usable_slots(self, number: int | None) -> None:
         self._limit = number
+        while number is None and self._hidden:
+            row = self._hidden.pop()
+            if self.is_visible(self.slot(row)):
+                self.is_readable(row)
 
     @property
     def _usable_frames(self) -> int:
@@ -164,13 +168,11 @@ class Rows:
         """Do readers find the visible row? It is shown to them again if it was not; False: somebody wrote
         over what the slot table says of it, and maybe over its bytes."""
         key, generation, table = self._keys[number], self._generations[number], self.table
-        if table.key(number) != key:
-            return False
-        if not all(table.is_committed(number, generation, column) for column in range(table.num_columns)):
-            return False
-        if not self.unverified[number]:
+        columns = range(table.num_columns)
+        is_so = table.key(number) == key and all(table.is_committed(number, generation, at) for at in columns)
+        if is_so and not self.unverified[number]:
             self._publish_key(key, number)
-        return True
+        return is_so
 
     # ---- from reserved to visible ----
 
@@ -213,9 +215,8 @@ class Rows:
     def mark_verified(self, number: int) -> None:
         """An adopted row is intact."""
         self.unverified[number] = 0
-        key = self._keys[number]
-        if self.row_by_key.get(key) == number and number not in self.open_rows:
-            self._publish_key(key, number)
+        if self.is_visible(self.slot(number)):
+            self._publish_key(self._keys[number], number)
 
     def remove(self, key: RowKey) -> None:
         """Take a visible row out; it is free when its last reader ends."""
@@ -225,9 +226,7 @@ class Rows:
 
     def invalidate(self, number: int) -> OpenRow:
         """Take the row out of the index: whoever asks for its key gets another one."""
-        row = self.open_rows.get(number)
-        if row is None:
-            row = self.open_rows[number] = OpenRow(self._keys[number], self.slot(number))
+        row = self.open_rows.setdefault(number, OpenRow(self._keys[number], self.slot(number)))
         self._unindex(row.key, number)
         self.policy.remove(number)
         row.is_invalid = True
@@ -309,6 +308,7 @@ class Rows:
                     blocked[user] += 1
                     if self._shared is not None:
                         self._shared.remove(self._keys[number], number)
+                        self._hidden.add(number)
         return VacateResult(num_evicted, dict(blocked))
 
     def _user(self, number: int) -> str | None:

@@ -12,7 +12,7 @@ from lmcache_sidecar.sidecar import Sidecar
 from lmcache_sidecar.stats import CallStats, document
 
 from testing.child_process import wait_until
-from tests.unit.sidecar.test_resizing_model import CAPACITY, SIZES, ResizingModel, Worker
+from tests.unit.sidecar.test_resizing_model import CAPACITY, SIZES, ResizingModel, Worker, name
 
 
 class First:
@@ -73,6 +73,17 @@ def test_rows_that_are_leased(scenario):
     scenario.step()
     scenario.everybody_works()
     scenario.assert_is_done()
+
+
+def test_rows_in_use_are_shown_again_when_they_stay(scenario):
+    last, key = scenario.last_row()
+    scenario.lease()
+    scenario.shrink()
+    scenario.assert_waits("in use: 1 leased")
+    scenario.release()
+    scenario.ask(CAPACITY)
+    assert scenario.memory._rows.find(name(key)) == last.row
+    scenario.what_is_found_is_shown_to_engines()
 
 
 def test_nothing_beyond_is_given_out_meanwhile(scenario):

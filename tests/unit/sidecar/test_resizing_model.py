@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import shutil
 import tempfile
@@ -34,7 +35,7 @@ from lmcache.rpc.session import Copies
 from lmcache.tiers.memory import arena as arenas
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.memory.mapping import MappedColumn
+from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from tests.harness.pinning import Device
 from tests.harness.world import FakeLock, FakeStore
 
@@ -373,6 +374,16 @@ class ResizingModel(RuleBasedStateMachine):
             for device in self.seen_by(worker):
                 assert device.page(number).tobytes() == payload(key)
 
+    @invariant()
+    def what_is_found_is_shown_to_engines(self):
+        arena = self.arena
+        index = MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
+        for key in KEYS:
+            if (number := self.memory._rows.find(name(key))) is not None:
+                shown = index.find_each(np.frombuffer(name(key), "<u8").reshape(1, -1))
+                assert bool(shown.is_there[0]), "it was hidden, and is not any more"
+                assert shown.rows[0] == number
+
     def seen_by(self, worker: Worker) -> Iterator[Device]:
         """Through which it would load now."""
         if worker.is_attached and worker.device is not None and worker.device.slots is worker.column.slots:
@@ -385,7 +396,7 @@ class ResizingModel(RuleBasedStateMachine):
 
 
 def name(key: int) -> bytes:
-    return bytes([key]) * 64
+    return hashlib.sha512(bytes([key])).digest()  # places in the index follow from it
 
 
 TestResizing = ResizingModel.TestCase
