@@ -143,7 +143,7 @@ class Intake:
     def _lookups(self, uid: str, one: Answer, is_counted: bool) -> Iterator[tuple[float, Lookup]]:
         samples, pod = one.samples, self.pods[uid]
         if self.traffic and samples.namespace == self.traffic.namespace and pod.started is not None:
-            for time, keys in samples.requests:
+            for time, keys in samples.requests():
                 at = min(time + pod.offset, one.time)
                 yield at, Lookup(at if is_counted else -math.inf, keys, samples.row_bytes, uid)
 

@@ -44,7 +44,7 @@ def test_what_was_told_is_read(requests, since, below):
             kept = [key for key in keys[:0:-1] if key < below] + [keys[0]]
             expected.append((time + 1000.25, tuple(kept)))
         position += len(keys)
-    assert told.requests == expected
+    assert list(told.requests()) == expected
     assert told.next == position
     assert told.rate == pytest.approx(below / HASHES)
 
@@ -53,10 +53,11 @@ def test_what_was_told_is_read(requests, since, below):
 def test_of_many_requests_the_latest_are_read(requests, most):
     answer = sidecars(requests).samples(0, 2000.0)
     whole, part = samples(answer), samples(answer, most)
-    assert sum(len(keys) for _, keys in part.requests) <= most
-    assert part.requests == whole.requests[len(whole.requests) - len(part.requests) :]
-    num_left = sum(len(keys) for _, keys in whole.requests) - sum(len(keys) for _, keys in part.requests)
-    assert part == whole._replace(requests=part.requests, num_lost=num_left)
+    told, left = list(part.requests()), list(whole.requests())
+    assert len(part.keys) <= most
+    assert told == left[len(left) - len(told) :]
+    columns = {name: getattr(part, name) for name in ("times", "sizes", "keys")}
+    assert part == whole._replace(num_lost=len(whole.keys) - len(part.keys), **columns)
 
 
 @given(REQUESTS)
@@ -92,7 +93,7 @@ def test_whatever_else_is_told_is_refused_or_read_and_never_more(answer):
         ("below", 0), ("below", 1), ("row_bytes", 0), ("row_bytes", -5), ("chunk_tokens", 0),
         ("namespace", ""), ("namespace", "x" * 200), ("num", [3]), ("num", [3, 2]), ("num", [4, 0]),
         ("num", [5, -1]), ("ms", [0, 10**9]), ("key", "0" * 63), ("key", "0" * 63 + "g"), ("next", 1),
-        ("key", "é" * 64),
+        ("key", "é" * 64), ("key", "0" * 48 + " " * 16), ("key", "0" * 60 + "    "),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(field, value):
@@ -100,6 +101,12 @@ def test_what_makes_no_sense_is_refused(field, value):
     samples(whole)
     with pytest.raises(RefusedAnswerError):
         samples(whole | {field: value})
+
+
+def test_a_size_of_memory_is_one_that_a_status_can_hold():
+    whole = sidecars([[1, 2]]).stats(0)
+    with pytest.raises(RefusedAnswerError, match="size_bytes"):
+        figures(whole | {"memory": {"size_bytes": 1 << 62}})
 
 
 def test_more_hits_than_lookups_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -101,7 +103,15 @@ class Said:
             told = {"memory": {"size_bytes": 1 << 30}, "lookups": lookups | measured}
             told["remote"] = remote | {"load_bytes_per_second": self.loading}
             samples = answers.Samples(
-                self.now, START, self.namespaces[uid], 1.0, rows, 0, self.row_bytes[uid], 100, []
+                self.now,
+                START,
+                self.namespaces[uid],
+                1.0,
+                rows,
+                0,
+                self.row_bytes[uid],
+                100,
+                *(array(code) for code in "dlQ"),
             )
             said[uid] = Answer(self.now, samples, answers.figures(told))
         for _ in self.intake.take(self.now, list(said), (1.0, 2.0**40), said, 1000):
