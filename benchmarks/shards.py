@@ -102,10 +102,33 @@ def loss(servers: list[RedisProcess]) -> tuple[float, float, float, float]:
         servers[0].kill()
         away = traffic.hits(WINDOW)
         servers[0].start()
-        wait_until(lambda: all(not server.circuit.is_open for server in tier._topology.servers()), timeout=60)
+        _wait_for_all(tier)
         gone = str(endpoints(servers)[0])
         concerned = share(name == gone for name in owned)
         return concerned, before, away, traffic.hits(WINDOW)
+
+
+def refitted(servers: list[RedisProcess]) -> Iterator[tuple[float, float, float]]:
+    """Three servers get twice the memory, one after the other: of each the share of requests that it answers,
+    hits in the window before it is replaced, and in that after, a tenth of which it is away."""
+    with tier_of(servers, 3) as (tier, traffic):
+        traffic.hits(WARM_UP)
+        owned = owners(tier)
+        for server in servers[:3]:
+            before = traffic.hits(WINDOW)
+            server.kill()
+            away = traffic.hits(WINDOW // 10)
+            server.start()
+            server.client.config_set("maxmemory", 2 * SHARD_BYTES)
+            _wait_for_all(tier)
+            after = (away + 9 * traffic.hits(WINDOW - WINDOW // 10)) / 10
+            yield share(name == f"127.0.0.1:{server.port}" for name in owned), before, after
+    for server in servers[:3]:
+        server.client.config_set("maxmemory", SHARD_BYTES)
+
+
+def _wait_for_all(tier: RemoteTier) -> None:
+    wait_until(lambda: all(not server.circuit.is_open for server in tier._topology.servers()), timeout=60)
 
 
 def lost(before: float, after: float) -> float:
@@ -143,6 +166,9 @@ def run() -> Report:
             ),
             Figure("one of 3 lost: when it is back, empty", lost(before, back), "%"),
         ]
+        for number, (concerned, before, filling) in enumerate(refitted(servers), 1):
+            name = f"memory of 3 doubled, one by one: hits lost in the window of number {number}"
+            figures.append(at_most(name, lost(before, filling), "%", concerned + NOISE_POINTS))
     conditions = (
         f"{NUM_ROWS} rows, shards of {SHARD_BYTES >> 20} MiB that evict, windows of {WINDOW} requests"
     )
