@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -124,6 +125,21 @@ def test_a_list_that_somebody_spoiled_is_written_anew():
     rig.world.edit(LIST, "metadata", "annotations", value={})
     rig.settle()
     assert rig.list == (3, 0)
+    until = (rig.now + WINDOW).isoformat()
+    for state in ("64", f"3 from 64 until {until}", "64 from 3 until 2001-01-01T00:00:00Z"):
+        rig.world.edit(LIST, "metadata", "annotations", value={"lmcache.io/shards": state})
+        rig.settle()
+        assert (rig.num_servers, rig.list) == (3, (3, 0)), "nobody makes servers by a ConfigMap"
+
+
+def test_a_pod_that_somebody_gave_to_the_servers_is_none_of_them():
+    rig = Rig(shards=2)
+    rig.settle()
+    pod = copy.deepcopy(rig.world.pods["demo-remote-1"])
+    pod["metadata"]["name"] = "demo-remote-other"
+    rig.world.pods["demo-remote-other"] = pod
+    assert rig.run() == []
+    assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
 
 
 def ready_at(rig: Rig, name: str, time: datetime) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 
 from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN
 from lmcache_operator.api.parse import Cluster, declared
-from lmcache_operator.api.tiers import ManagedRemote
+from lmcache_operator.api.tiers import MAX_SHARDS, ManagedRemote
 from lmcache_operator.components.base import (
     Component,
     Condition,
@@ -81,6 +81,8 @@ class Remote(Component):
             return differences([], observed)
         *_, live = map(observed.children.get, self.refs(cluster.name))
         former = listed_shards(observed)
+        if former and live and max(former.current, former.previous) > live["spec"].get("replicas", 0):
+            former = None  # no such list was written here: a number in it would make as many servers
         pods = {_number(pod): pod for pod in observed.pods}
         ready = {number for number, pod in pods.items() if is_ready(pod)}
         shards = next_shards(former, cluster.num_shards, ready, observed.now)
@@ -198,7 +200,9 @@ def _former_status(observed: Observed) -> Status:
 
 
 def _number(pod: Object) -> int:
-    return int(pod["metadata"]["name"].rpartition("-")[2])
+    """Beyond all of ours for a pod that somebody else gave to the StatefulSet."""
+    number = pod["metadata"]["name"].rpartition("-")[2]
+    return int(number) if number.isdecimal() else MAX_SHARDS
 
 
 def _num_servers(cluster: Cluster, shards: Shards) -> int:
