@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import compress
 
 from lmcache.curves.samples import HASHES, Lookup, threshold_of
@@ -29,17 +28,6 @@ class _Batch:
         """Distances in the streams' own caches."""
         self.far: list[int] = []
         """Distances in the shared one, if there is one."""
-
-
-@dataclass(frozen=True)
-class _Weightless:
-    """Hot keys, and those of which it is only learned in which order they come."""
-
-    hot: set[int]
-    threshold: int
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.hot or (isinstance(key, int) and key >= self.threshold)
 
 
 class MissRatioCurve:
@@ -172,8 +160,9 @@ class MissRatioCurve:
 
     def _look_up(self, stack: RecencyStack, keys: Sequence[int], num_bytes: int) -> list[int]:
         """The distances of all keys, before any of them is touched."""
-        is_raised = self._tracked == self._threshold
-        weightless: Container[int] = self._hot if is_raised else _Weightless(self._hot, self._threshold)
+        weightless = self._hot
+        if self._tracked > self._threshold:  # of some it is only learned in which order they come
+            weightless = weightless.union(key for key in keys if key >= self._threshold)
         distances = stack.access(keys, num_bytes, weightless)
         self.num_keys += distances.count(UNTRACKED)
         if stack.num_bytes > self._most_bytes:

@@ -69,11 +69,8 @@ class Service:
             self.kv_bytes_per_token, self.tokens_per_access,
         )  # fmt: skip
         others = (
-            self.paid_pods,
-            self.engine_cache_bytes,
-            self.load_bytes_per_second,
-            self.moved_bytes_per_second,
-        )
+            self.paid_pods, self.engine_cache_bytes, self.load_bytes_per_second, self.moved_bytes_per_second,
+        )  # fmt: skip
         return all(0 < x < math.inf for x in needed) and all(0 <= x < math.inf for x in others)
 
     def usd_per_token(self, prices: Prices) -> float:
@@ -166,10 +163,8 @@ class Tier:
         """How far to go at once: it cost more than it saved in simulations, and guards against the rest."""
         low, high = min(present, target), max(present, target)
         if self.factors is not None:
-            return min(
-                high,
-                max(low, rounded(min(max(target, present * self.factors[0]), present * self.factors[1]))),
-            )
+            size = rounded(min(max(target, present * self.factors[0]), present * self.factors[1]))
+            return min(high, max(low, size))
         between = [size for size in self.sizes if low < size < high]
         return (between[0] if target > present else between[-1]) if between else target
 

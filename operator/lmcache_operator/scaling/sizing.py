@@ -132,10 +132,8 @@ class Sizing:
         """What would be best now, and what to do."""
         settings, pods = situation.settings, [self.intake.pods.get(uid, Pod()) for uid in situation.pods]
         service = self._service(pods)
-        for tier, is_auto in (
-            (self._memory, settings.is_memory_auto),
-            (self._remote, settings.are_shards_auto),
-        ):
+        autos = settings.is_memory_auto, settings.are_shards_auto
+        for tier, is_auto in zip((self._memory, self._remote), autos, strict=True):
             tier.chosen = tier.chosen if is_auto else None
             if self.intake.is_new:
                 tier.state = replace(tier.state, namespace=None)
@@ -190,10 +188,8 @@ class Sizing:
         status["engineHit"] = f"{self.intake.engine.measured_hits:.2f}"
         if service.is_known():
             lost = seen.locality_loss * seen.day.accesses_per_hour * tier.usd_per_access
-            status["localityLoss"] = {
-                "points": f"{100 * seen.locality_loss:.1f}",
-                "usdPerHour": f"{lost:.2f}",
-            }
+            points_lost = f"{100 * seen.locality_loss:.1f}"
+            status["localityLoss"] = {"points": points_lost, "usdPerHour": f"{lost:.2f}"}
             if (age := service.break_even_seconds(settings.prices)) < math.inf:
                 status["breakEvenAge"] = f"{age:.0f}s"
         return status
