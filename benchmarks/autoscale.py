@@ -68,6 +68,8 @@ class Cloud:
     sidecars: dict[str, SidecarProcess]
     """By pod."""
     decisions: list[dict[str, Any]] = field(default_factory=list)
+    stats: list[dict[str, Any]] = field(default_factory=list)
+    """What sidecars say of themselves in the end."""
 
     @property
     def sizes(self) -> list[tuple[float, float]]:
@@ -121,7 +123,8 @@ def run() -> Report:
     series: dict[str, object] = {
         cloud.name: {
             "sizes": cloud.sizes, "realised": cloud.realised(), "decisions": cloud.decisions,
-            "changes": cloud.changes, "status": resource.get("status", {}).get("autoscaling"),
+            "changes": cloud.changes, "stats": cloud.stats,
+            "status": resource.get("status", {}).get("autoscaling"),
         }
         for cloud, resource in clouds
     }  # fmt: skip
@@ -152,6 +155,8 @@ def replayed(tier: SizedTier) -> list[tuple[Cloud, Object]]:
                 for pods in one.pods:
                     pods.check()
             time.sleep(1)
+        for one in clouds:
+            one.stats += [sidecar.stats() for sidecar in one.sidecars.values()]
         found = [(one, plane.api.get(kube.CLUSTERS, one.name, "default")) for one in clouds]
         note_decisions(operator.log, clouds)
         if kept := os.environ.get("OPERATOR_LOG"):

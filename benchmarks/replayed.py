@@ -1,6 +1,7 @@
 """Tiers that are sized in a replay: what is declared of them, and what sizes that never change are worth.
 
-A trace is an hour of conversations, repeated with a tenth of its sessions each time and keys of their own.
+A trace is an hour of conversations. A tenth of its sessions is repeated hour after hour, with other keys each
+time: traffic that goes on as it was, which is what a prediction is about.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class SizedTier(ABC):
     """Of a pod's memory."""
 
     def __init__(self, hours: int) -> None:
-        trace = mooncake(TRACES / "mooncake_conversation_trace.jsonl.gz")
-        self.workload = repeated(trace, hours, share=SHARE)
+        trace = mooncake(TRACES / "mooncake_conversation_trace.jsonl.gz", share=SHARE)
+        self.workload = repeated(trace, hours)
         prices = Prices(2.50, self.usd_per_gib_hour)
         self.setup = Setup(self.workload, NUM_PODS, self.route(), bounds=self.bounds_gib, prices=prices)
         self._served: dict[float, list[Served]] = {}

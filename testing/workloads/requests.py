@@ -196,9 +196,8 @@ def mooncake(path: Path, *, share: float = 1.0) -> Workload:
     return Workload(requests, 1.0)
 
 
-def repeated(workload: Workload, hours: int, *, share: float = 1.0) -> Workload:
-    """A workload of about an hour, hour after hour: each time other sessions of it, a ``share`` of them, with
-    keys of their own."""
+def repeated(workload: Workload, hours: int) -> Workload:
+    """A workload of about an hour, hour after hour: each time other sessions, with keys of their own."""
     requests = []
     for number in range(hours):
         salt = row_hash(9, number)
@@ -209,6 +208,5 @@ def repeated(workload: Workload, hours: int, *, share: float = 1.0) -> Workload:
                 tuple(key ^ salt for key in request.keys),
             )
             for request in workload.requests
-            if row_hash(7, request.session, number) < share * 2**64
         ]
     return Workload(sorted(requests, key=lambda request: request.time), workload.scale)
