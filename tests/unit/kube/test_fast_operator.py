@@ -1,9 +1,9 @@
-"""What sidecars say of times is put into a faster clock, and stays an answer."""
+"""What sidecars say of times and bytes is put into another world, and stays an answer."""
 
 import pytest
 from lmcache_operator.scaling import answers
 
-from testing.kube.fast_operator import sped_up
+from testing.kube.fast_operator import scaled, sped_up
 from testing.workloads.clock import Clock
 
 CLOCK = Clock(1_700_000_000.0, 60.0)
@@ -29,3 +29,12 @@ def test_nothing_looked_up_has_no_time():
 @pytest.mark.parametrize("answer", [None, [], "x"])
 def test_what_is_no_answer_stays_none(answer):
     assert sped_up(answer, CLOCK) == answer
+
+
+def test_all_that_is_bytes_is_more_and_nothing_else():
+    told = {"memory": {"size_bytes": 64, "used_rows": 3}, "lookups": {"kv_bytes_per_token": 1.5, "gpus": 1}}
+    assert scaled(told, 10) == {
+        "memory": {"size_bytes": 640, "used_rows": 3}, "lookups": {"kv_bytes_per_token": 15.0, "gpus": 1}
+    }  # fmt: skip
+    assert answers.samples(scaled(ANSWER, 1024)).row_bytes == 4 << 20
+    assert scaled(None, 10) is None
