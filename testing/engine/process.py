@@ -135,7 +135,7 @@ class EngineProcess(ChildProcess):
         self._received = b""
         self._is_ready = False
 
-    def wait_ready(self, timeout: float = 120) -> EngineProcess:
+    def wait_ready(self, timeout: float = 300) -> EngineProcess:
         """Wait until the engine takes requests."""
         if not self._is_ready:
             self._receive(timeout)
@@ -156,7 +156,7 @@ class EngineProcess(ChildProcess):
         requests = [{"prompt": prompt, "max_tokens": max_tokens, **options} for prompt in prompts]
         self._send(do="generate", requests=requests, reset_after=reset_after)
 
-    def finish_generate(self, timeout: float = 120) -> list[Generated]:
+    def finish_generate(self, timeout: float = 300) -> list[Generated]:
         """Wait for what ``start_generate`` started."""
         return [Generated(**result) for result in self._receive(timeout)]
 
@@ -207,7 +207,7 @@ class EngineProcess(ChildProcess):
 
     def _call(self, do: str) -> Any:
         self._send(do=do)
-        return self._receive(60)
+        return self._receive(300)
 
     def _send(self, **command: Any) -> None:
         self.wait_ready()
@@ -265,7 +265,7 @@ class ServedEngine(ChildProcess):
         self.spawn(command, cwd=REPOSITORY, env=variables, start_new_session=True)
         self._group = self.pid
 
-    def wait_ready(self, timeout: float = 180) -> ServedEngine:
+    def wait_ready(self, timeout: float = 300) -> ServedEngine:
         """Wait until it takes requests."""
         deadline = time.monotonic() + timeout
         while not self._is_healthy():
@@ -281,13 +281,13 @@ class ServedEngine(ChildProcess):
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             result: dict[str, Any] = json.load(answer)
         return result
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """GET /metrics; those whose names begin so, without their labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         return {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith(prefix)}
 

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from testing import cuda
 from testing.child_process import REPOSITORY
 
@@ -41,7 +39,6 @@ def test_the_simulated_driver_is_no_gpu(tmp_path):
     assert not report.exists()
 
 
-@pytest.mark.timeout(290)
 def test_every_part_of_the_check_runs(tmp_path):
     report = tmp_path / "facts.md"
     with cuda.node() as node:

@@ -24,10 +24,10 @@ from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, ServedEngine, connector_config
 from testing.processes import SidecarProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 BLOCK = 32
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 30.0
 """Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
 
 SALTS = map("salt {}".format, itertools.count())

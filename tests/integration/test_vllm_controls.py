@@ -12,7 +12,7 @@ from tests.harness.sim_world import make_tokens, world
 
 __all__ = ["world"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.vllm
 
 WRONG = "committed under a wrong name"
 SETTINGS = SimSettings(runner=2)

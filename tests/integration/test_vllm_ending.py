@@ -15,7 +15,7 @@ from testing.child_process import free_ports
 from testing.engine.process import ServedEngine
 from tests.harness.operator_model import cluster
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 NUM_TOKENS = 1500
 

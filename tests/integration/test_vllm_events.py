@@ -19,7 +19,7 @@ from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, wait_att
 
 __all__ = ["world"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 TOLD = SimSettings(has_events=True)
 

@@ -23,7 +23,7 @@ from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_scenario import Scenario, events
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 KINDS = {
     "mla": (SimGroup("mla"),),

@@ -8,7 +8,7 @@ from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.vllm
 
 SETTINGS = SimSettings(num_blocks=256, max_num_batched_tokens=1024, head_size=64)
 NUM_CHUNKS = 16

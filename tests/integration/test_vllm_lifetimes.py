@@ -16,7 +16,7 @@ from tests.harness.sim_world import assert_idle, make_tokens, world
 
 __all__ = ["world"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.vllm
 
 SHAPES = [
     pytest.param(

@@ -18,7 +18,7 @@ from testing.child_process import free_port, wait_until
 from testing.engine.process import EngineProcess, ServedEngine, connector_config
 from testing.processes import SidecarProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 BLOCK, CHUNK = 32, 256
 SALTS = map("salt {}".format, itertools.count())

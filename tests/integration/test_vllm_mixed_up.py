@@ -34,7 +34,7 @@ from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, world
 
 __all__ = ["world"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 LENGTH = 3 * CHUNK + 10
 MEDIUM_AT, HIDDEN = CHUNK + 6, 8

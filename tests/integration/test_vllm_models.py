@@ -18,10 +18,10 @@ from testing.engine.process import EngineProcess, Generated, connector_config
 from testing.engine.tiny_kinds import TinyKind
 from testing.processes import RedisProcess, SidecarProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 
 SALTS = map("salt {}".format, itertools.count())
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 30.0
 """Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
 
 

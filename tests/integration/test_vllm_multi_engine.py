@@ -11,9 +11,9 @@ from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config, example_config, multi_config
 from testing.processes import SidecarProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 30.0
 """Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
 
 BLOCK, CHUNK, NUM_TOKENS, NUM_CHUNKS = 32, 256, 1050, 4

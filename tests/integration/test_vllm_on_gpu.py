@@ -22,7 +22,7 @@ from tests.harness.gpu_engine import in_namespace
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 BLOCK, CHUNK = 32, 256
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 30.0
 SALTS = map("salt {}".format, itertools.count())
 OWN_PIDS = ["unshare", "--pid", "--fork", "--kill-child"]
 

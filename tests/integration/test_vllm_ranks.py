@@ -18,7 +18,7 @@ from tests.harness.fake_model import answer
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
 from tests.harness.sim_world import Gate, SimWorld, assert_idle, make_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.vllm
 
 SHAPES = {
     "tensor": SimSettings(tensor_parallel=2),

@@ -12,7 +12,7 @@ from tests.harness.sim_world import assert_idle, make_tokens, world
 
 __all__ = ["world"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.vllm
 
 NEW = b"new weights"
 every_runner = pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from testing.engine.process import EngineProcess, Generated, connector_config
 from testing.processes import SidecarProcess
 from tests.harness.sized import Sized
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 BLOCK, CHUNK = 32, 256  # a chunk's KV is 1 MiB
 NUM_HOT, NUM_PROMPTS, NUM_CHUNKS = 3, 18, 4

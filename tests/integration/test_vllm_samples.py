@@ -13,7 +13,7 @@ from tests.harness.samples import Watch
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, wait_attached
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.vllm
 
 CACHING = SimSettings(num_blocks=256, has_prefix_caching=True)
 

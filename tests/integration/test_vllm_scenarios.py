@@ -18,7 +18,7 @@ from tests.harness.sim_world import world
 
 __all__ = ["world"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 shapes = st.builds(
     SimSettings,

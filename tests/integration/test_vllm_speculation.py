@@ -14,7 +14,7 @@ import pytest
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import SidecarProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 BLOCK, CHUNK = 32, 64
 
@@ -22,7 +22,7 @@ BLOCK, CHUNK = 32, 64
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     with SidecarProcess(memory_size="256Mi") as sidecar:
-        config = connector_config(sidecar.socket_path, answer_seconds=1.0, chunk_tokens=CHUNK)
+        config = connector_config(sidecar.socket_path, answer_seconds=30.0, chunk_tokens=CHUNK)
         speculative = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
         log = tmp_path_factory.mktemp("speculation") / "log"
         with EngineProcess(

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 
 import vllm  # noqa: E402
 from vllm.v1.kv_offload.base import LookupResult  # noqa: E402

@@ -10,7 +10,7 @@ from testing.child_process import wait_until
 from testing.engine.process import EngineProcess
 from testing.engine.tiny_model import tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 BLOCK, BLOCKS_PER_CHUNK = 32, 8
 NUM_TOKENS, NUM_CHUNKS = 2100, 8

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
 

@@ -11,11 +11,11 @@ from testing.engine.process import EngineProcess, connector_config
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.samples import Watch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 
 BLOCK, CHUNK = 32, 256
 NUM_TOKENS, NUM_CHUNKS = 2100, 8
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 30.0
 """Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
 
 
