@@ -20,6 +20,9 @@ Object = dict[str, Any]
 FIELD_MANAGER = "tools-kube"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
+PATIENCE = 300.0
+"""Seconds. A pod that is back under its name before the disruption controller has seen that it was evicted
+counts as disrupted for two minutes more, and until then no other pod of its budget may be evicted."""
 _SECONDS = 120.0
 """For an answer. A machine that is short of processors, or stands still for a while, fails no test."""
 
@@ -37,7 +40,7 @@ def manifests(*paths: Path) -> list[Object]:
     return [obj for path in paths for obj in yaml.safe_load_all(path.read_text()) if obj]
 
 
-def wait_for(what: Callable[[], T | None], timeout: float = 120, interval: float = 0.02) -> T:
+def wait_for(what: Callable[[], T | None], timeout: float = PATIENCE, interval: float = 0.02) -> T:
     """Polls until ``what`` returns something true; `ApiError` 404, 5xx and no answer count as not yet.
 
     Raises TimeoutError with the last value or error.

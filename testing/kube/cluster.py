@@ -30,7 +30,7 @@ from typing import IO, Any, TypeVar
 
 from testing.child_process import free_ports
 from testing.kube import pki
-from testing.kube.api import Api, ApiError, Object, manifests, wait_for
+from testing.kube.api import PATIENCE, Api, ApiError, Object, manifests, wait_for
 from testing.kube.process import Component
 from tools.kube import binaries
 
@@ -38,9 +38,6 @@ HERE = Path(__file__).resolve().parent
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok", "kubectl", "helm")
 CRDS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 PREFIX = "lmcache-kube-"
-PATIENCE = 300.0
-"""Seconds. A pod that is back under its name before the disruption controller has seen that it was evicted
-counts as disrupted for two minutes more, and until then no other pod of its budget may be evicted."""
 _LOG_LINES, _NOTE_CHARS = 15, 20_000
 TOKEN_ID = "authentication.kubernetes.io/credential-id"
 FAKE_NODE = "kwok.x-k8s.io/node"

@@ -158,7 +158,7 @@ def test_pod_is_admitted_where_only_restricted_pods_are(plane):
             "deployment/strict-lmcache-operator",
             "--namespace",
             namespace,
-            "--timeout=120s",
+            "--timeout=300s",
         )
 
         # The Service finds the pod by its labels and its named port.

@@ -74,7 +74,7 @@ def test_example_gets_all_its_children_and_becomes_ready(plane, operator, namesp
     plane.kubectl("apply", "--namespace", namespace, "--filename", EXAMPLE)
     plane.wait(lambda: all(plane.api.find(kind, name, namespace) for kind, name in CHILDREN))
     plane.kubectl(
-        "wait", "--namespace", namespace, f"lmcluster/{NAME}", "--for=condition=Ready", "--timeout=120s"
+        "wait", "--namespace", namespace, f"lmcluster/{NAME}", "--for=condition=Ready", "--timeout=300s"
     )
     live = plane.api.get(CLUSTERS, NAME, namespace)
     assert live["status"]["replicas"] == 2
@@ -205,7 +205,7 @@ def test_delete_leaves_nothing(plane, operator, namespace, is_running):
     wait_ready(plane, namespace)
     if not is_running:
         operator.kill()
-    plane.kubectl("delete", "--namespace", namespace, f"lmcluster/{NAME}", "--timeout=120s")
+    plane.kubectl("delete", "--namespace", namespace, f"lmcluster/{NAME}", "--timeout=300s")
     selector = f"lmcache.io/cluster={NAME}"
     kinds = {kind for kind, _ in CHILDREN} | {"v1/pods"}
     plane.wait(lambda: not any(plane.api.objects(kind, namespace, selector) for kind in kinds))

@@ -98,7 +98,7 @@ class Rig:
         return _num_writes() - before
 
     async def settle(self) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while await self.reconcile() or not await asyncio.to_thread(self.is_seen):
                 pass
 

@@ -40,7 +40,7 @@ def reconcile_until(plane: Any, namespace: str, is_done: Callable[[], bool]) -> 
 
     async def work(api: KubeApi) -> None:
         reconciler = Reconciler(api, Context(STOCK_IMAGES), no_stats, components=(*COMPONENTS, Router()))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not await asyncio.to_thread(is_done):
                 with contextlib.suppress(UnavailableError):
                     await reconciler.reconcile(key)

@@ -38,7 +38,7 @@ def kubectl(plane, tmp_path):
 
     def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
         command = ["kubectl", "lmcache", "curve", *map(str, argv)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
     return run
 
