@@ -84,7 +84,7 @@ def late_sidecar():
 def start_small_engine(sidecar, folder):
     return EngineProcess(
         folder / "log",
-        connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
+        connector_config(sidecar.socket_path, answer_seconds=3.0),  # its sidecar is frozen, too
         max_model_len=2000,
         kv_cache_memory_bytes=12 << 20,  # 3,072 tokens
         max_num_batched_tokens=512,
