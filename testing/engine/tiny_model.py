@@ -34,6 +34,9 @@ def made_once(name: str, save_weights: Callable[[Path], None], *recipes: Path) -
             model = Path(scratch) / "model"
             _save_tokenizer(model)
             save_weights(model)
+            # They are written for their owner alone. Later it would be a change under engines that run.
+            for file in model.iterdir():
+                file.chmod(0o644)
             try:
                 model.rename(target)
             except OSError:  # another process was faster

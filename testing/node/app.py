@@ -53,10 +53,7 @@ def prepare(node: NodeCluster, references: Mapping[str, str]) -> None:
     for namespace in (NAMESPACE, REDIS_NAMESPACE):
         secret = {"metadata": {"name": REDIS_SECRET}, "stringData": {"password": PASSWORD}}
         node.api.create("v1/secrets", secret, namespace)
-    model = tiny_model()
-    for file in model.iterdir():
-        file.chmod(0o644)  # weights are written for their owner alone, and the engine is another user
-    for name, path in {**_HOST_DIRECTORIES, _MODELS: model}.items():
+    for name, path in {**_HOST_DIRECTORIES, _MODELS: tiny_model()}.items():
         offer(node, name, path)
     node.api.create("v1/pods", _redis(references["redis"]), REDIS_NAMESPACE)
     service = {"metadata": {"name": "kv"}, "spec": {"selector": {"app": "kv"}, "ports": [{"port": 6379}]}}
