@@ -20,7 +20,7 @@ from tests.harness.spec_fuzz import spec
 pytestmark = pytest.mark.kube
 
 NUM_SPECS = int(os.environ.get("NUM_SPECS", "200"))
-MAX_WRITES = 5
+MAX_WRITES = 15
 """Of one spec, beyond the one that makes each of its children."""
 FIELD = re.compile(r"\bspec\b")
 SECONDS = 300 + NUM_SPECS
