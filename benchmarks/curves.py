@@ -16,11 +16,11 @@ from lmcache_sidecar.samples import Samples
 
 from benchmarks.clients import row_keys
 from benchmarks.report import Figure, Report, at_most
-from lmcache.curves import HASHES, Lookup, MissRatioCurve, stack_distances
+from lmcache.curves import HASHES, Lookup, MissRatioCurve
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.attachment import hello_message
 from lmcache.rpc.client import ClientHello, KVGroup, Role
-from tools.simulate import Request, read_trace, tail_first
+from tools.simulate import Request, read_trace, stack_distances, tail_first
 
 TRACES = Path(__file__).parent / "traces"
 BLOCK_BYTES = 64 << 20

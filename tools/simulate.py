@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache.curves import Lookup, MissRatioCurve, stack_distances
+from lmcache.curves import Lookup, MissRatioCurve, RecencyStack
 from lmcache.tiers.policy import LRU
 from lmcache.units import format_size, parse_size
 
@@ -87,6 +87,17 @@ def simulate(requests: Iterable[Request], num_rows: int, policy: LRU) -> float:
             rows[block], blocks[row] = row, block
             policy.admit(row, request_id)
     return num_hits / max(1, num_accesses)
+
+
+def stack_distances(requests: Iterable[Sequence[int]]) -> list[int]:
+    """How many distinct keys were accessed since the last access to each, itself included; 0 for the first.
+
+    A request's keys are looked up before any of them is touched, in the order given: tail first.
+    """
+    stack, found = RecencyStack(), []
+    for keys in requests:
+        found += [max(0, distance) for distance in stack.access(keys, 1)]
+    return found
 
 
 def tail_first(requests: Iterable[Request]) -> list[tuple[int, ...]]:

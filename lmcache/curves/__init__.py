@@ -27,7 +27,7 @@ misses are samples, too.
 
 from lmcache.curves.curve import MissRatioCurve
 from lmcache.curves.samples import HASHES, Kept, Lookup, Sampler, merged, threshold_of
-from lmcache.curves.stack import RecencyStack, stack_distances
+from lmcache.curves.stack import RecencyStack
 from lmcache.curves.window import Difference, Estimate, Window
 
 __all__ = [
@@ -41,6 +41,5 @@ __all__ = [
     "Sampler",
     "Window",
     "merged",
-    "stack_distances",
     "threshold_of",
 ]

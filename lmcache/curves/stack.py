@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 UNTRACKED = -1
 """Instead of a distance: the key is not known."""
@@ -115,14 +115,3 @@ class RecencyStack:
 
 def _sums(numbers: Sequence[int], bits: int) -> list[int]:
     return [sum(numbers[i : i + (1 << bits)]) for i in range(0, len(numbers), 1 << bits)]
-
-
-def stack_distances(requests: Iterable[Sequence[int]]) -> list[int]:
-    """How many distinct keys were accessed since the last access to each, itself included; 0 for the first.
-
-    A request's keys are looked up before any of them is touched, in the order given: tail first.
-    """
-    stack, found = RecencyStack(), []
-    for keys in requests:
-        found += [max(0, distance) for distance in stack.access(keys, 1)]
-    return found

@@ -22,9 +22,8 @@ from lmcache.curves import (
     RecencyStack,
     Window,
     merged,
-    stack_distances,
 )
-from tools.simulate import key_hash
+from tools.simulate import key_hash, stack_distances
 
 KEYS = st.integers(0, 12)
 REQUESTS = st.lists(st.tuples(st.lists(KEYS, max_size=6, unique=True), st.integers(1, 5)), max_size=60)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.curves import stack_distances
 from lmcache.tiers.policy import LRU
 from tools.simulate import (
     NoEviction,
@@ -17,6 +16,7 @@ from tools.simulate import (
     main,
     read_trace,
     simulate,
+    stack_distances,
     tail_first,
 )
 
