@@ -7,7 +7,7 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class Window:
         self.begin = time
         self._hits = array("d", bytes(8 * self.num_steps * (NUM_GROUPS + 1)))  # by group and distance
         self._sampled = [0.0] * (NUM_GROUPS + 1)  # accesses as estimated from the samples
+        self._num_sampled = 0.0  # accesses to keys that are not KNOWN
         self._counted = self._counted_hits = self._seconds = 0.0
         self._origin: float | None = None  # when the weight of an access was 1
         self._latest = time
@@ -87,13 +88,14 @@ class Window:
             found.append(step)
         return found
 
-    def add(self, time: float, groups: Iterable[int], steps: Iterable[int], weight: float) -> None:
+    def add(self, time: float, groups: Sequence[int], steps: Iterable[int], weight: float) -> None:
         """Add accesses to keys, each of which stands for ``weight`` if its group is not KNOWN."""
         if time < self.begin:
             return
         known = 1.0 if self.half_life_seconds == math.inf else self._weight(time)
         weighted = known * weight
         sampled, hits, num_steps, self._below = self._sampled, self._hits, self.num_steps, None
+        self._num_sampled += known * (len(groups) - groups.count(KNOWN))
         for group, step in zip(groups, steps, strict=True):
             count = known if group == KNOWN else weighted
             sampled[group] += count
@@ -137,12 +139,13 @@ class Window:
         if not self._total():
             return Difference(0.0, 1.0)
         share, groups = self._difference(smaller_bytes, larger_bytes)
-        if self.rate >= 1:
+        rate = self._rate()
+        if rate >= 1:
             return Difference(share, 0.0)
         # A sample of nearly all is off by less, but not by as little as if all keys were alike.
-        missing = min(1.0, 2 * math.sqrt(1 - self.rate))
+        missing = min(1.0, 2 * math.sqrt(1 - rate))
         # What all groups share is one stack: its distances are off by as much as the number of keys in it is.
-        num_keys = self.rate * (smaller_bytes or larger_bytes) / self.row_bytes
+        num_keys = rate * (smaller_bytes or larger_bytes) / self.row_bytes
         off = min(0.5, 2 * missing / math.sqrt(max(num_keys, 1.0)))
         shifted = (
             self._difference(smaller_bytes * scale, larger_bytes * scale)[0] for scale in (1 - off, 1 + off)
@@ -167,6 +170,11 @@ class Window:
         corrected = sum(hits) - slope * (sum(sampled) - counted if counted > 0 else 0.0)
         total = self._total()
         return (known + corrected) / total, error / total
+
+    def _rate(self) -> float:
+        """Of what was counted, on average: it may have been less than now."""
+        estimated = sum(self._sampled[:NUM_GROUPS])
+        return min(self.rate, round(self._num_sampled / estimated, 6)) if estimated else self.rate
 
     def _total(self) -> float:
         return self._counted if self._counted > self._sampled[KNOWN] else sum(self._sampled)
@@ -202,7 +210,7 @@ class Window:
         self._hits = array("d", [count * factor for count in self._hits])
         self._sampled = [value * factor for value in self._sampled]
         self._counted, self._counted_hits = self._counted * factor, self._counted_hits * factor
-        self._seconds *= factor
+        self._seconds, self._num_sampled = self._seconds * factor, self._num_sampled * factor
         self._below = None
 
     def state(self) -> dict[str, Any]:
@@ -211,7 +219,7 @@ class Window:
         self._origin = self._latest
         unit = (max(self._hits) or 1.0) / _HALF_MAX
         packed = struct.pack(f"<{len(self._hits)}e", *(count / unit for count in self._hits))
-        sums = (self._counted, self._counted_hits, self._seconds, self.rate, self.row_bytes)
+        sums = (self._counted, self._counted_hits, self._seconds, self._rate(), self.row_bytes)
         return {
             "version": _STATE_VERSION,
             "shape": [self.half_life_seconds, self._first, self.num_steps],
@@ -243,3 +251,4 @@ class Window:
         self._counted, self._counted_hits, self._seconds = counted, counted_hits, seconds
         self.rate, self.row_bytes = rate, row_bytes
         self._latest = self._origin = latest
+        self._num_sampled = rate * sum(sampled[:NUM_GROUPS])

@@ -141,6 +141,10 @@ def test_a_threshold_that_rises_again_tells_the_same():
         elif start < 10_500:  # nothing is counted yet of what is learned
             assert curve.rate == low.rate == pytest.approx(0.1)
             assert curve.hit_ratio(100_000) == low.hit_ratio(100_000)
+        if start == 10_700:
+            assert curve.rate == 1
+            ratio, least, most = curve.hit_ratio(100_000)
+            assert least + 0.01 < ratio < most - 0.01, "most of that is from a sample"
     for size in (10_000, 100_000, 1_000_000, 4_000_000):
         assert curve.hit_ratio(size).hit_ratio == pytest.approx(exact.hit_ratio(size).hit_ratio, abs=0.005)
 
