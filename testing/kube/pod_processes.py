@@ -9,14 +9,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from http import HTTPStatus
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
-from testing.child_process import ChildProcess
 from testing.kube.api import Api, ApiError, Object
 
 _LOOK_SECONDS = 0.2
 
-P = TypeVar("P", bound=ChildProcess)
+
+class Startable(Protocol):
+    """A process that is not there yet; see ``testing.child_process``."""
+
+    def start(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=Startable)
 
 
 class PodProcesses(ABC, Generic[P]):
@@ -29,6 +39,7 @@ class PodProcesses(ABC, Generic[P]):
         self.processes: dict[str, P] = {}
         """By uid of the pod."""
         self._places: dict[str, tuple[str, str]] = {}
+        self._given: dict[str, str] = {}  # addresses by uid, of pods that have to wait, too
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"processes of {selector}")
@@ -46,8 +57,11 @@ class PodProcesses(ABC, Generic[P]):
             process.close()
 
     @abstractmethod
-    def start(self, pod: Object, address: str) -> P | None:
-        """Start a pod's process, in a thread, and return it when it listens; None: not yet, ask again."""
+    def make(self, pod: Object, address: str) -> P | None:
+        """A pod's process, which will listen when it was started; None: not yet, ask again."""
+
+    def started(self, pod: Object, process: P) -> None:
+        """It listens; called in a thread."""
 
     def follow(self, pod: Object) -> None:
         """Bring what a kubelet brings of a pod that has its process."""
@@ -87,7 +101,7 @@ class PodProcesses(ABC, Generic[P]):
             return
         found = {pod["metadata"]["uid"]: pod for pod in pods if "deletionTimestamp" not in pod["metadata"]}
         for uid in self.processes.keys() - found.keys():
-            del self._places[uid]
+            self._places.pop(uid)
             self.processes.pop(uid).close()
         for uid, pod in found.items():
             if pod.get("status", {}).get("phase") == "Running" and uid not in self.processes:
@@ -97,11 +111,16 @@ class PodProcesses(ABC, Generic[P]):
         self.look()
 
     def _begin(self, uid: str, pod: Object) -> None:
-        name, address = pod["metadata"]["name"], next(self._addresses)
-        process = self.start(pod, address)
+        name = pod["metadata"]["name"]
+        if uid not in self._given:
+            self._given[uid] = next(self._addresses)
+        address = self._given[uid]
+        process = self.make(pod, address)
         if process is None:
             return
         self.processes[uid] = process
+        process.start()
+        self.started(pod, process)
         self._places[uid] = name, address
         running = {"podIP": address, "podIPs": [{"ip": address}]}
         try:

@@ -116,7 +116,7 @@ class PodShards(PodProcesses[ShardProcess]):
             "remote_password_file": self._folder / "password",
         }
 
-    def start(self, pod: Object, address: str) -> ShardProcess:
+    def make(self, pod: Object, address: str) -> ShardProcess:
         """See ``PodProcesses``."""
         (container,) = pod["spec"]["containers"]
         (found,) = (match for word in container["args"] if (match := _MAX_MEMORY.search(word)))
@@ -125,12 +125,11 @@ class PodShards(PodProcesses[ShardProcess]):
             f"port {names.REMOTE_PORT}": f"port {names.REMOTE_PORT}\nbind {address}",
             "sleep 10": "sleep 1",
         }
-        server = _OwnFolder(Path(tempfile.mkdtemp(prefix="lmc-shard-")), container, replaced=replaced)
         secret = self.api.get("v1/secrets", self._name, self.namespace)["data"]["password"]
         password = base64.b64decode(secret).decode()
-        server.auth.write(password=password)
         (self._folder / "password").write_text(password)
-        server.start()
+        server = _OwnFolder(Path(tempfile.mkdtemp(prefix="lmc-shard-")), container, replaced=replaced)
+        server.auth.write(password=password)
         return server
 
     def look(self) -> None:

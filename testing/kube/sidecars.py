@@ -46,7 +46,7 @@ class PodSidecars(PodProcesses[SidecarProcess]):
         self.sizes: dict[str, list[tuple[float, str]]] = {}
         """By uid of a pod: what its annotation said, and since when (seconds since 1970)."""
 
-    def start(self, pod: Object, address: str) -> SidecarProcess | None:
+    def make(self, pod: Object, address: str) -> SidecarProcess | None:
         """See ``PodProcesses``."""
         containers = pod["spec"].get("initContainers", ())
         container = next((one for one in containers if one["name"] == names.SIDECAR), None)
@@ -63,9 +63,11 @@ class PodSidecars(PodProcesses[SidecarProcess]):
             sidecar.environment[_SIZE_VARIABLE] = str(sidecar.folder / _SIZE_FILE)
             sidecar.environment[_MOST_VARIABLE] = self._scaled(environment[_MOST_VARIABLE])
         self._hand_over(pod, sidecar)
-        sidecar.start()
-        self._started(pod["metadata"]["name"], sidecar)
         return sidecar
+
+    def started(self, pod: Object, process: SidecarProcess) -> None:
+        """See ``PodProcesses``."""
+        self._started(pod["metadata"]["name"], process)
 
     def follow(self, pod: Object) -> None:
         """See ``PodProcesses``."""

@@ -61,8 +61,9 @@ def test_what_one_pod_stored_is_brought_to_another():
     num_rows, keys = 20, [tuple(range(start, start + 20)) for start in range(0, 400, 20)]
     assert len(keys) * num_rows * ROW_BYTES > 64 << 20
     with RedisProcess() as redis, contextlib.ExitStack() as stack:
-        sidecars = [stack.enter_context(SidecarProcess(remote_url=redis.url)) for _ in range(2)]
-        # However slow the machine is, nothing is computed instead.
+        # However slow the machine is, nothing is given up, or computed instead.
+        made = [SidecarProcess(remote_url=redis.url, remote_timeout_seconds=60) for _ in range(2)]
+        sidecars = [stack.enter_context(sidecar) for sidecar in made]
         one, other = (
             stack.enter_context(contextlib.closing(Engine(sidecar, bytes(32), ROW_BYTES, 1e-3)))
             for sidecar in sidecars

@@ -1,0 +1,63 @@
+"""The operator's list of shards, real servers of their pods and real sidecars: what rows find where."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from testing.kube.shards import PodShards
+from testing.kube.sidecars import PodSidecars
+from testing.processes import SidecarProcess
+from testing.workloads.replay import Engine
+from tests.harness.kube import CLUSTERS, NAME, example
+
+pytestmark = [pytest.mark.kube, pytest.mark.redis]
+
+ROW_BYTES, NUM_PODS = 64 << 10, 3
+OLD, NEW = tuple(range(40)), tuple(range(100, 140))
+
+
+def test_a_shard_more_is_used_by_sidecars_that_run_and_nothing_is_lost(plane, operator, namespace, tmp_path):
+    addresses = (f"127.94.65.{number}" for number in range(1, 250))  # of no other test
+    resource, found = example(), dict[str, SidecarProcess]()
+    resource["spec"]["engine"]["replicas"] = NUM_PODS
+    managed = {"shards": 1, "memoryPerShard": "512Mi"}
+    resource["spec"]["tiers"] = {"memory": {"size": "64Mi"}, "remote": {"managed": managed}}
+    with contextlib.ExitStack() as stack:
+        shards = stack.enter_context(PodShards(plane.api, namespace, NAME, addresses, tmp_path))
+
+        def options():
+            given = shards.options()
+            return given and {**given, "remote_timeout_seconds": 60}  # the machine may be slow
+
+        pods = PodSidecars(plane.api, namespace, NAME, addresses, found.__setitem__, options=options)
+        stack.enter_context(pods)
+        plane.api.create(CLUSTERS, resource, namespace)
+        plane.wait(lambda: pods.num_running == NUM_PODS)
+        sidecars = [found[name] for name in sorted(found)]
+        # However slow the machine is, nothing is computed instead of brought.
+        one, two, three = (
+            stack.enter_context(contextlib.closing(Engine(sidecar, bytes(32), ROW_BYTES, 1e-3)))
+            for sidecar in sidecars
+        )
+
+        def store(engine: Engine, sidecar: SidecarProcess, keys: tuple[int, ...]) -> None:
+            assert engine.serve(f"store {keys[0]}", keys) == (0, 0)
+            sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+
+        store(one, sidecars[0], OLD)
+        assert two.serve("two", OLD) == (0, len(OLD))
+
+        more = {"spec": {"tiers": {"remote": {"managed": {"shards": 2}}}}}
+        plane.api.patch(CLUSTERS, NAME, more, namespace)
+        plane.wait(lambda: shards.check() or shards.numbers[-1][1] == 2)
+        for sidecar in sidecars:
+            sidecar.wait_until(lambda stats: stats["remote"]["address"].count(":6379") == 2)
+        # What is another server's now is found where it was.
+        assert three.serve("three", OLD) == (0, len(OLD))
+        store(one, sidecars[0], NEW)
+        assert two.serve("new", NEW) == (0, len(NEW))
+        assert [sidecar.stats()["remote"]["failures"] for sidecar in sidecars] == [0] * NUM_PODS
+        used = plane.api.get("v1/configmaps", f"{NAME}-remote", namespace)["metadata"]["annotations"]
+        assert used["lmcache.io/shards"].startswith("2 from 1 until ")
