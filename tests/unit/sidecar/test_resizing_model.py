@@ -15,7 +15,6 @@ import itertools
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -368,10 +367,9 @@ class ResizingModel(RuleBasedStateMachine):
     @invariant()
     def what_is_there_is_right_for_everybody(self):
         for key, worker in itertools.product(KEYS, self.workers):
-            number = self.memory._rows.find(name(key))
-            if number is None:
-                continue
-            for device in self.seen_by(worker):
+            number, device = self.memory._rows.find(name(key)), worker.device
+            loads = worker.is_attached and device is not None and device.slots is worker.column.slots
+            if loads and number is not None:
                 assert device.page(number).tobytes() == payload(key)
 
     @invariant()
@@ -383,11 +381,6 @@ class ResizingModel(RuleBasedStateMachine):
                 shown = index.find_each(np.frombuffer(name(key), "<u8").reshape(1, -1))
                 assert bool(shown.is_there[0]), "it was hidden, and is not any more"
                 assert shown.rows[0] == number
-
-    def seen_by(self, worker: Worker) -> Iterator[Device]:
-        """Through which it would load now."""
-        if worker.is_attached and worker.device is not None and worker.device.slots is worker.column.slots:
-            yield worker.device
 
     @invariant()
     def no_more_memory_is_taken_than_is_said(self):
