@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from lmcache_operator.components.base import Context
+from lmcache_operator.autoscaling.report import Choice, Report
+from lmcache_operator.components import resize
+from lmcache_operator.components.base import Context, Observed
 from lmcache_operator.components.resize import sidecar_memory
-from lmcache_operator.kube.client import connect
-from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.errors import ApiError as KubeError
+from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.reconcile.reconciler import Autoscaler, Reconciler
 from lmcache_operator.specs.kinds import POD, ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED, STOCK_IMAGES, annotations_of
 
-from testing.kube.api import Api, ApiError, Object
+from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, since
 
-pytestmark = [pytest.mark.kube, since("1.35")]
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(900), since("1.35")]
 
 SECONDS = 300.0
 GIB = 2**30
@@ -61,20 +67,38 @@ class Operated:
 
     async def _until(self, is_done: Callable[[], Any]) -> None:
         async with connect() as api, asyncio.timeout(SECONDS):
-
-            async def stats(address: str) -> Any:
-                found = await api.find(POD, self.namespace)
-                (pod,) = (pod for pod in found if pod["status"].get("podIP") == address)
-                size = int(annotations_of(pod)[MEMORY_SIZE])
-                memory = {"size_bytes": size, "target_bytes": size}
-                return {"is_ready": True, "num_clients": {"attached": 1}, "memory": memory}
-
-            reconciler = Reconciler(api, Context(STOCK_IMAGES), stats)
+            reconciler = self.reconciler(api)
             while True:
                 await reconciler.reconcile(self.key)
                 if await asyncio.to_thread(is_done):
                     return
                 await asyncio.sleep(0.2)
+
+    def reconciler(self, api: KubeApi, autoscaler: Autoscaler | None = None) -> Reconciler:
+        async def stats(address: str) -> Any:
+            found = await api.find(POD, self.namespace)
+            (pod,) = (pod for pod in found if pod["status"].get("podIP") == address)
+            size = int(annotations_of(pod)[MEMORY_SIZE])
+            memory = {"size_bytes": size, "target_bytes": size}
+            return {"is_ready": True, "num_clients": {"attached": 1}, "memory": memory}
+
+        # No pause ends in which something is left to another operator.
+        context = Context(STOCK_IMAGES)
+        return Reconciler(api, context, stats, autoscaler=autoscaler, monotonic=lambda: 0.0)
+
+    def keep_from_growing(self, annotation: str | None = "never") -> None:
+        """The kubelet does not answer, until it is None."""
+        patch = {"metadata": {"annotations": {"test/resize": annotation}}}
+        for pod in self.pods():
+            self.api.patch("v1/pods", pod["metadata"]["name"], patch, self.namespace)
+
+    def asking(self) -> list[Object]:
+        """Pods that have asked for memory, and have no answer."""
+        return [
+            pod
+            for pod in self.pods()
+            if pod["metadata"]["generation"] > 1 and RESIZE_REFUSED not in annotations_of(pod)
+        ]
 
     def has(self, size: int) -> bool:
         """Whether all pods serve with it, by annotation and by what the kubelet says."""
@@ -161,46 +185,103 @@ def test_no_limit_range_reaches_a_running_engine_by_a_resize(operated: Operated)
     assert [own["resources"].get("limits") for own in engines] == [None, None]
 
 
-def test_what_a_node_has_no_room_for_is_taken_back(operated: Operated) -> None:
-    never = {"metadata": {"annotations": {"test/resize": "never"}}}
-    for pod in operated.pods():
-        operated.api.patch("v1/pods", pod["metadata"]["name"], never, operated.namespace)
+@pytest.mark.parametrize(
+    ("verdict", "told"),
+    [
+        ("Infeasible", "its node has no room: Node didn't have enough capacity"),
+        ("Deferred", "its node has not given the memory in 0 minutes: Node didn't have enough capacity"),
+    ],
+)
+def test_what_a_node_has_no_room_for_is_taken_back(
+    operated: Operated, monkeypatch: pytest.MonkeyPatch, verdict: str, told: str
+) -> None:
+    operated.keep_from_growing()
     operated.declare("4Gi")
-
-    def asked() -> list[Object]:
-        return [pod for pod in operated.pods() if pod["metadata"]["generation"] > 1]
-
-    operated.until(asked)
-    for pod in asked():
-        _tell_infeasible(operated.api, pod)
+    operated.until(operated.asking)
+    _tell(operated, verdict)
+    if verdict == "Deferred":
+        operated.until(lambda: "waits for its node" in operated.condition("Progressing")["message"])
+        assert operated.condition("Degraded")["status"] == "False"
+        monkeypatch.setattr(resize, "_PATIENCE", timedelta())
     operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
-    assert (
-        "its node has no room: Node didn't have enough capacity" in operated.condition("Degraded")["message"]
-    )
+    assert told in operated.condition("Degraded")["message"]
 
     def limits() -> set[str]:
         sidecars = [c for pod in operated.pods() for c in pod["spec"]["initContainers"]]
         return {c["resources"]["limits"]["memory"] for c in sidecars if c["name"] == "sidecar"}
 
-    operated.until(lambda: limits() == {f"{sidecar_memory(GIB) >> 20}Mi"} or _refuse_again(operated))
+    def is_taken_back() -> bool:
+        _tell(operated, verdict)  # the other pod asks when the first one is done with
+        refused = [pod for pod in operated.pods() if RESIZE_REFUSED in annotations_of(pod)]
+        return len(refused) == 2 and limits() == {f"{sidecar_memory(GIB) >> 20}Mi"}
+
+    operated.until(is_taken_back)
+    assert operated.condition("Ready")["status"] == "True"
 
 
-def _refuse_again(operated: Operated) -> None:
-    """The other pod asks when the first one is done with."""
-    for pod in operated.pods():
-        is_asking = RESIZE_REFUSED not in annotations_of(pod) and pod["metadata"]["generation"] > 1
-        if is_asking:
-            _tell_infeasible(operated.api, pod)
-
-
-def _tell_infeasible(api: Api, pod: Object) -> None:
+def _tell(operated: Operated, verdict: str) -> None:
     """As a kubelet does."""
-    told = {
-        "type": "PodResizePending", "status": "True", "reason": "Infeasible",
-        "message": "Node didn't have enough capacity: memory", "lastTransitionTime": "2026-01-01T00:00:00Z",
-        "observedGeneration": pod["metadata"]["generation"],
-    }  # fmt: skip
-    metadata = pod["metadata"]
-    path = api.path("v1/pods", metadata["namespace"], f"{metadata['name']}/status")
-    patch = {"status": {"conditions": [told]}}
-    api.request("PATCH", path, patch, "application/strategic-merge-patch+json")
+    for pod in operated.asking():
+        metadata = pod["metadata"]
+        told = {
+            "type": "PodResizePending", "status": "True", "reason": verdict,
+            "message": "Node didn't have enough capacity: memory",
+            "lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": metadata["generation"],
+        }  # fmt: skip
+        path = operated.api.path("v1/pods", metadata["namespace"], f"{metadata['name']}/status")
+        patch = {"status": {"conditions": [told]}}
+        operated.api.request("PATCH", path, patch, "application/strategic-merge-patch+json")
+
+
+def test_a_pod_replaced_while_it_grows_comes_as_declared_and_the_other_grows_on(operated: Operated) -> None:
+    operated.keep_from_growing()
+    operated.declare("4Gi")
+    operated.until(operated.asking)
+    (asking,) = operated.asking()
+    operated.api.delete("v1/pods", asking["metadata"]["name"], operated.namespace)
+    (other,) = (pod for pod in operated.pods() if pod["metadata"]["uid"] != asking["metadata"]["uid"])
+    uid = other["metadata"]["uid"]
+    operated.until(lambda: [pod["metadata"]["uid"] for pod in operated.asking()] == [uid])
+    operated.keep_from_growing(None)
+    operated.until(lambda: operated.has(4 * GIB))
+    operated.until(lambda: operated.condition("Progressing")["reason"] == "Complete")
+    assert uid in [pod["metadata"]["uid"] for pod in operated.pods()]
+
+
+class Chooser:
+    """An operator's own opinion of how large a memory tier should be."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report:
+        return Report({}, memory=Choice(self._size, GIB), state="counted")
+
+    def forget(self, key: ClusterKey) -> None:
+        """Nothing is remembered."""
+
+
+def test_two_operators_of_different_opinions_come_to_an_end(operated: Operated) -> None:
+    """Both run by mistake; pods get a size of one of them, and then are left alone."""
+    auto = {"spec": {"autoscaling": {"mode": "Auto", "memory": {"minSize": "1Gi", "maxSize": "4Gi"}}}}
+    operated.api.patch(CLUSTERS, NAME, auto, operated.namespace)
+
+    def versions() -> list[str]:
+        return [pod["metadata"]["resourceVersion"] for pod in operated.pods()]
+
+    def have_what_was_chosen() -> bool:
+        chosen = operated.api.get("v1/configmaps", f"{NAME}-autoscaling", operated.namespace)["data"]["sizes"]
+        return operated.has(int(json.loads(chosen)["memory"]["size"]))
+
+    async def scenario() -> None:
+        async with connect() as api, asyncio.timeout(SECONDS):
+            both = [operated.reconciler(api, Chooser(size * GIB)) for size in (2, 3)]
+            num_quiet, before = 0, list[str]()
+            while num_quiet < 5 or not await asyncio.to_thread(have_what_was_chosen):
+                for reconciler in both:
+                    with contextlib.suppress(KubeError):  # as 409, where the other was quicker
+                        await reconciler.reconcile(operated.key)
+                now = await asyncio.to_thread(versions)
+                num_quiet, before = num_quiet + 1 if now == before else 0, now
+
+    asyncio.run(scenario())
