@@ -61,19 +61,19 @@ class Traffic:
     ) -> Seen:
         """What a decision about the pods' memory starts from; ``settled`` begins when the state says."""
         own = self.curve.own_bytes = max(state.usable * size, service.engine_cache_bytes)
+        copies = service.paid_pods or service.num_pods  # while this was looked up
         loss = sum(
-            window.between(0.0, service.num_pods * own).share
-            - self.curve.windows[_DAY].between(0.0, own).share
+            window.between(0.0, copies * own).share - self.curve.windows[_DAY].between(0.0, own).share
             for window in self.curve.pooled_windows
         )
-        return self._seen(self.curve.windows, time, size, state, service.num_pods, loss, obstacle)
+        return self._seen(self.curve.windows, time, size, state, copies, loss, obstacle)
 
     def remote(self, time: float, size: float, state: State, obstacle: Obstacle | None = None) -> Seen:
         """What a decision about the remote tier starts from."""
         return self._seen(self.curve.shared_windows, time, size, state, 1, 0.0, obstacle)
 
     def _seen(
-        self, windows: list[Window], time: float, size: float, state: State, copies: int,
+        self, windows: list[Window], time: float, size: float, state: State, copies: float,
         loss: float, obstacle: Obstacle | None,
     ) -> Seen:  # fmt: skip
         settled = windows[_SETTLED]

@@ -106,7 +106,7 @@ class Intake:
         known = {uid: self.pods[uid].started == one.samples.started for uid, one in answers.items()}
         grown = [(self._note(now, self.pods[uid], one), one.samples) for uid, one in answers.items()]
         self._enter_namespace(bounds, [samples for _, samples in grown], max_keys)
-        if self.traffic and grown:
+        if self.traffic and (grown or not self.pods):  # hours without pods are hours, too
             seconds, self._counted = now - self._counted, now
             own = [counts for counts, samples in grown if samples.namespace == self.traffic.namespace]
             self._count(now, seconds, Counts(*(sum(counts) for counts in zip(Counts(), *own, strict=True))))
@@ -183,6 +183,6 @@ class Intake:
         filled, number = missed * self.row_bytes, len(self.pods)
         self.traffic.count(now, seconds, accesses, hits, far, filled, num_pods=number)
         self.engine.count(now, grown.looked_up, grown.engine, seconds)
-        self.lower.count(now, grown.looked_up - near, grown.disk + grown.remote, seconds)
+        self.lower.count(now, max(0, grown.looked_up - near), grown.disk + grown.remote, seconds)
         stored = grown.written * grown.stored / max(1, grown.stored + grown.touched)
         self.moved.count(now, (stored + grown.promoted) * self.row_bytes, 0.0, seconds)

@@ -141,6 +141,26 @@ def test_pods_of_another_namespace_are_not_counted():
     assert said.intake.traffic.num_pods == pytest.approx(3), "all have memory"
 
 
+def test_hours_without_pods_are_not_paid_for():
+    """A cluster that was scaled to zero over a weekend has lost accesses and costs alike."""
+    said = Said()
+    for _ in range(24 * 60):
+        for counts in said.pods.values():
+            counts["rows"] += 10
+        said.poll()
+    pods, said.pods = said.pods, {}
+    for _ in range(60 * 60):
+        said.poll()
+    said.pods = pods
+    for _ in range(10):
+        for counts in said.pods.values():
+            counts["rows"] += 10
+        said.poll()
+    traffic = said.intake.traffic
+    rate = traffic.curve.windows[0].accesses_per_hour / traffic.num_pods
+    assert rate == pytest.approx(600, rel=0.05)
+
+
 def test_how_fast_a_tier_loads_is_known_while_nothing_is_loaded():
     said = Said()
     said.poll()
