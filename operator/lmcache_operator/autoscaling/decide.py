@@ -52,7 +52,8 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
     if seen.obstacle:
         decision, stays = _stay(replace(state, shrinks_since=None), seen, *seen.obstacle)
         if seen.obstacle.limited_by == "Infeasible":
-            return decision, replace(stays, calm_until=max(state.calm_until, seen.time + _INFEASIBLE))
+            until = max(state.calm_until, seen.time + _INFEASIBLE)
+            return decision, replace(stays, back_to=0.0, calm_until=until)
         return decision, replace(stays, asked=state.asked)  # it may be the change itself that is under way
     if reason := _unusable(tier, seen):
         return _stay(replace(state, shrinks_since=None), seen, "Samples", reason)

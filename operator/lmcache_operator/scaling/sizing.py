@@ -126,7 +126,7 @@ class Sizing:
             (situation.num_shards * situation.settings.shard_bytes, self._remote.state.size),
         ]
         is_new = any(new and old and not is_near(new, old) for new, old in sizes)
-        return is_new or self._refused(situation) or not 0 <= now - self._decided < DECIDE_SECONDS
+        return bool(is_new or self._refusal(situation)) or not 0 <= now - self._decided < DECIDE_SECONDS
 
     def decide(self, now: float, situation: Situation) -> Report:
         """What would be best now, and what to do."""
@@ -170,7 +170,7 @@ class Sizing:
         # Demand is that of a day, so the price is that of as many pods as there were.
         service = replace(service, paid_pods=self.intake.traffic.num_pods, spared=self._spared(service, pods))
         tier = memory_tier(*situation.memory_bounds, service, settings.prices)
-        held = obstacle or self._under_way(now, situation, size)
+        held = obstacle or self._refusal(situation) or self._under_way(now, situation, size)
         if self._remote.is_verifying():
             held = held or Obstacle("Verifying", "the number of shards has just changed")
         present = size or own.state.size or settings.memory
@@ -232,12 +232,13 @@ class Sizing:
         ]
         return sizes[0] if sizes and all(is_near(size, sizes[0]) for size in sizes) else 0
 
-    def _refused(self, situation: Situation) -> bool:
-        """Whether a pod can't have the size that was chosen; one that has it could not give memory back."""
+    def _refusal(self, situation: Situation) -> Obstacle | None:
+        """Why a pod can't have the size that was chosen; one that has it could not give memory back."""
         chosen, size = self._memory.chosen, self._agreed(situation)
-        if chosen is None or is_near(size, chosen.size):
-            return False
-        return any(is_near(one.size, chosen.size) for one in situation.refusals)
+        for one in situation.refusals:
+            if chosen and is_near(one.size, chosen.size) and not is_near(size, chosen.size):
+                return Obstacle("Infeasible", one.reason)
+        return None
 
     def _under_way(self, now: float, situation: Situation, size: int) -> Obstacle | None:
         chosen, known = self._memory.chosen, [pod.figures.size_bytes for pod in self.intake.pods.values()]
@@ -265,8 +266,6 @@ class Sizing:
             return Obstacle("Samples", f"{len(silent)} of {len(pods)} pods say nothing of use ({why})")
         if lost := [name for name, pod in pods.items() if now - pod.lost <= STALE_SECONDS]:
             return Obstacle("Samples", f"samples of {lost[0]} were lost before they were read")
-        if self._refused(situation):
-            return Obstacle("Infeasible", situation.refusals[0].reason)
         if situation.obstacle:
             return situation.obstacle
         if self.intake.traffic is None:

@@ -160,6 +160,13 @@ def test_a_size_that_could_not_be_had_is_not_asked_for_again_at_once():
     assert (decision.next, decision.limited_by) == (64 * GIB, "Cooldown")
     decision, _ = decide(WIDE, state, seen(STEEP, time=infeasible.time + 6 * HOUR))
     assert decision.next > 64 * GIB
+    # Nor is a step taken back to it again and again.
+    back = replace(OLD, back_to=96 * GIB, calm_until=infeasible.time + HOUR)
+    decision, state = decide(WIDE, back, seen(STEEP))
+    assert (decision.next, decision.limited_by) == (96 * GIB, "Verifying")
+    _, state = decide(WIDE, state, infeasible)
+    decision, _ = decide(WIDE, state, seen(STEEP, time=infeasible.time + HOUR))
+    assert (decision.next, decision.limited_by) == (64 * GIB, "Cooldown")
 
 
 def test_a_change_that_something_holds_up_is_still_judged():

@@ -7,7 +7,7 @@ from functools import cache
 from lmcache_operator.autoscaling.report import Choice
 from lmcache_operator.autoscaling.state import Obstacle, Step
 from lmcache_operator.autoscaling.tier import GIB, Prices
-from lmcache_operator.scaling.sizing import Settings, Situation, Sizing
+from lmcache_operator.scaling.sizing import Refused, Settings, Situation, Sizing
 
 from lmcache.units import format_size
 from testing.workloads.closed_loop import scattered
@@ -93,6 +93,19 @@ def test_both_tiers_together_come_close_to_the_best_pair():
     assert constant(count, memory, rate) <= 1.03 * best
     assert loop.report.status["memory"]["current"] == format_size(memory)
     assert len(loop.changes) <= 6
+
+
+def test_memory_that_is_refused_holds_no_shards_up():
+    """Nor does a shard on its way go back because a node has no room for memory."""
+    loop = ShardLoop(2)
+    loop.settings = loop.settings._replace(is_memory_auto=True)
+    loop.situation = loop.situation._replace(settings=loop.settings)
+    loop.run(1.0, follow=False)
+    loop.sizing._memory.chosen = Choice(2 * MEMORY, MEMORY)
+    refused = Refused(2 * MEMORY, "pod x: its node has no room")
+    status = loop.sizing.decide(loop.now, loop.situation._replace(refusals=(refused,))).status
+    assert (status["memory"]["limitedBy"], status["memory"]["reason"]) == ("Infeasible", refused.reason)
+    assert status["remote"]["limitedBy"] != "Infeasible"
 
 
 def test_while_one_tier_is_judged_the_other_waits():
