@@ -30,7 +30,7 @@ _VERSION = 1
 _SAMPLED_ROWS = 1600
 """Of a full memory: with as many a difference of two sizes is known to 0.25 points."""
 
-_KEPT_SECONDS = 240.0
+_KEPT_SECONDS = 480.0
 """That samples stay in the ring at least: who asks once a minute misses none."""
 
 _LOWER, _MEMORY = {"disk": ord("d"), "remote": ord("r")}, ord("m")

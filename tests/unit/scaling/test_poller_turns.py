@@ -155,4 +155,4 @@ async def test_pods_that_flood_are_counted_by_turns_with_others_and_only_in_part
             await poller.close()
         first = [intake is served for intake, _ in fed].index(True)
         assert first < 40, "it waits for its turn, and not until all of the others are counted"
-        assert flooded.num_samples <= 4 * 16_384 * sidecars.num_polls
+        assert flooded.num_samples <= 4 * 32_768 * sidecars.num_polls
