@@ -33,7 +33,8 @@ def remote_usage(observed: Observed) -> Object:
     """A part of ``status.remote``: all see the same servers, as far as each is allowed to ask; so do
     those of clusters that use them."""
     counts = [sidecar.remote for sidecar in (observed.probed.sidecars if observed.probed else ())]
-    told = (at(user, "status", "remote") or {} for user in observed.users)
+    asking = (user for user in observed.users if at(user, "status", "readyReplicas"))  # the others did once
+    told = (at(user, "status", "remote") or {} for user in asking)
     counts += [RemoteFigures(own.get("usedBytes", 0), own.get("evicted", 0)) for own in told]
     found = {}
     if used := max((own.used_bytes for own in counts), default=0):

@@ -96,7 +96,8 @@ def incomplete_sets(observed: Observed) -> Iterator[tuple[Object, list[Object]]]
 def pod_problems(observed: Observed) -> Iterable[Problem]:
     """One for each reason: the first pod that has it stands for all."""
     unready = (problem for pod in observed.pods for problem in _unready(observed, pod))
-    return _first_of_each((*_missing(observed), *unready))
+    missing = (Problem("FailedCreate", event.get("message", "")) for event in not_made(observed))
+    return _first_of_each((*missing, *unready))
 
 
 def kill_problems(observed: Observed) -> Iterable[Problem]:
@@ -136,15 +137,21 @@ def _first_of_each(problems: Iterable[Problem]) -> Iterable[Problem]:
     return found.values()
 
 
-def _missing(observed: Observed) -> Iterator[Problem]:
-    """Why pods that should exist could not be made."""
+def not_made(observed: Observed) -> Iterator[Object]:
+    """Events that say why pods that should exist could not be made."""
     for owner, pods in incomplete_sets(observed):
         made = [_time(pod["metadata"].get("creationTimestamp"), observed) for pod in pods]
         for event in _warnings(observed, owner["metadata"]["uid"]):
             # A pod that was made since shows that it is over.
             is_over = bool(made) and _last_seen(event, observed) < max(made)
             if event.get("reason") == "FailedCreate" and not is_over:
-                yield Problem("FailedCreate", event.get("message", ""))
+                yield event
+
+
+def is_older(event: Object, age: timedelta, observed: Observed) -> bool:
+    """Whether what it says was so for that long."""
+    since = event.get("firstTimestamp") or event.get("eventTime")
+    return observed.now - _time(since, observed) > age
 
 
 def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -283,6 +284,41 @@ def test_a_shard_that_does_not_come_is_given_up_after_ten_minutes():
     assert why() == "shard demo-remote-2 has not become ready in 10 minutes"
     rig.world.set_ready("demo-remote-2", True)
     assert why() == ""
+
+
+def test_a_shard_that_may_not_be_made_is_given_up_after_ten_minutes():
+    """A quota, for example: there is no pod to look at."""
+
+    def why() -> str:
+        observed = rig.observed(Remote())
+        owner, last = rig.world.objects[SET]["metadata"]["uid"], rig.now.isoformat()
+        told = {"reason": "FailedCreate", "message": "exceeded quota", "firstTimestamp": first.isoformat()}
+        about = {"involvedObject": {"uid": owner}, "lastTimestamp": last}
+        return why_not_coming(replace(observed, warnings=(told | about,)))
+
+    rig = Rig(shards=2)
+    rig.settle()
+    rig.declare(3)
+    rig.run()
+    rig.world.pods.pop("demo-remote-2")
+    first = rig.now = rig.now + timedelta(minutes=1)
+    assert why() == ""
+    rig.now += timedelta(minutes=11)
+    assert why() == "no further shard could be made for 10 minutes: exceeded quota"
+    del rig.world.pods["demo-remote-0"]  # another matter: what it held is missing
+    assert why() == ""
+
+
+def test_a_shard_that_is_on_its_way_out_is_not_waited_for():
+    rig = Rig(shards=3)
+    rig.settle()
+    rig.declare(2)
+    rig.settle()
+    rig.world.set_ready("demo-remote-2", False)
+    rig.world.pods["demo-remote-2"]["metadata"]["creationTimestamp"] = rig.now.isoformat()
+    rig.now += timedelta(minutes=11)
+    assert rig.list == (2, 3)
+    assert why_not_coming(rig.observed(Remote())) == ""
 
 
 def test_the_image_is_that_of_when_the_servers_were_made():

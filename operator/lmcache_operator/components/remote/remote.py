@@ -30,7 +30,16 @@ from lmcache_operator.components.base import (
 )
 from lmcache_operator.components.differences import differences
 from lmcache_operator.components.figures import remote_usage
-from lmcache_operator.components.pods import is_outdated, is_ready, kill_problems, next_eviction, ready_since
+from lmcache_operator.components.pods import (
+    is_older,
+    is_outdated,
+    is_ready,
+    kill_problems,
+    next_eviction,
+    not_made,
+    plain,
+    ready_since,
+)
 from lmcache_operator.components.remote.pod import pod_template, speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
 from lmcache_operator.specs import Object, names, paths
@@ -82,7 +91,8 @@ class Remote(Component):
         *_, live = map(observed.children.get, self.refs(cluster.name))
         former = listed_shards(observed)
         if former and live and max(former.current, former.previous) > live["spec"].get("replicas", 0):
-            former = None  # no such list was written here: a number in it would make as many servers
+            # No such list was written here: a number in it would make as many servers.
+            former = Shards(live["spec"]["replicas"]) if live["spec"].get("replicas") else None
         pods = {_number(pod): pod for pod in observed.pods}
         ready = {number for number, pod in pods.items() if is_ready(pod)}
         shards = next_shards(former, cluster.num_shards, ready, observed.now)
@@ -160,15 +170,18 @@ def why_filling(observed: Observed) -> str:
 
 def why_not_coming(observed: Observed) -> str:
     """Why a shard that was asked for is not waited for any more; empty: it is there, or may come."""
-    shards = listed_shards(observed)
-    late = [
-        pod["metadata"]["name"]
-        for pod in observed.pods
-        if shards and _number(pod) >= shards.current and not is_ready(pod)
-        and observed.now - datetime.fromisoformat(pod["metadata"]["creationTimestamp"]) > _PATIENCE
-    ]  # fmt: skip
-    minutes = _PATIENCE // timedelta(minutes=1)
-    return f"shard {late[0]} has not become ready in {minutes} minutes" if late else ""
+    shards, minutes = listed_shards(observed), _PATIENCE // timedelta(minutes=1)
+    if shards is None:
+        return ""
+    num_read = max(shards.current, shards.previous)
+    coming = [pod for pod in observed.pods if num_read <= _number(pod) < MAX_SHARDS and not is_ready(pod)]
+    for told in (pod["metadata"] for pod in coming):
+        if observed.now - datetime.fromisoformat(told["creationTimestamp"]) > _PATIENCE:
+            return f"shard {told['name']} has not become ready in {minutes} minutes"
+    refused = next((event for event in not_made(observed) if is_older(event, _PATIENCE, observed)), None)
+    if refused and sum(_number(pod) < num_read for pod in observed.pods) == num_read:
+        return f"no further shard could be made for {minutes} minutes: {plain(refused.get('message'))}"
+    return ""
 
 
 def _progressing(
