@@ -210,7 +210,8 @@ class MissRatioCurve:
     def _lower_threshold(self, threshold: int | None = None) -> None:
         """Sample fewer keys, and forget the others."""
         stacks = self._all_stacks()
-        self._threshold = threshold or self._threshold - max(1, self._threshold >> 3)
+        if threshold or self._tracked == self._threshold:  # keys that are only learned are given up first
+            self._threshold = threshold or self._threshold - max(1, self._threshold >> 3)
         while True:
             for stack in stacks:
                 for key in [key for key in stack if key >= self._threshold and key not in self._hot]:

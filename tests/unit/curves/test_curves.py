@@ -149,6 +149,18 @@ def test_a_threshold_that_rises_again_tells_the_same():
         assert curve.hit_ratio(size).hit_ratio == pytest.approx(exact.hit_ratio(size).hit_ratio, abs=0.005)
 
 
+def test_room_that_runs_out_costs_first_what_is_only_learned():
+    lookups = zipf(4000, 3)
+    curve = MissRatioCurve(10_000)
+    curve.limit(0.1, 10_000)
+    curve.feed(lookups)
+    curve.limit(1.0, 10_000)
+    assert curve.wanted_rate > 0.2
+    curve.limit(1.0, curve.num_keys + 40)
+    curve.feed(zipf(100, 4))
+    assert (curve.rate, curve.wanted_rate < 0.2) == (pytest.approx(0.1), True)
+
+
 def test_ghosts_beyond_the_largest_size_are_forgotten():
     """However many keys go by, those of two caches of 100 are tracked, and of the shared one."""
     curve = MissRatioCurve(largest_bytes=100.0, shared=True)
