@@ -112,3 +112,8 @@ def secure(rig: Rig) -> list[str]:
     document = yaml.load(rig.world.objects[LIST]["data"]["shards.yaml"], yaml.BaseLoader)
     assert ("tls" in document) == (document.get("ca") == "/etc/lmcache/remote-auth/ca.crt")
     return [endpoint.partition(".")[0][-1] for endpoint in document.get("tls", ())]
+
+
+def ready_at(rig: Rig, name: str, time: datetime) -> None:
+    rig.world.set_ready(name, True)
+    rig.world.pods[name]["status"]["conditions"][0]["lastTransitionTime"] = time.isoformat()

@@ -137,21 +137,16 @@ def _first_of_each(problems: Iterable[Problem]) -> Iterable[Problem]:
     return found.values()
 
 
-def not_made(observed: Observed) -> Iterator[Object]:
-    """Events that say why pods that should exist could not be made."""
+def not_made(observed: Observed, age: timedelta = timedelta.min) -> Iterator[Object]:
+    """Events, of that age at least, that say why pods that should exist could not be made."""
     for owner, pods in incomplete_sets(observed):
         made = [_time(pod["metadata"].get("creationTimestamp"), observed) for pod in pods]
         for event in _warnings(observed, owner["metadata"]["uid"]):
             # A pod that was made since shows that it is over.
             is_over = bool(made) and _last_seen(event, observed) < max(made)
-            if event.get("reason") == "FailedCreate" and not is_over:
+            since = _time(event.get("firstTimestamp") or event.get("eventTime"), observed)
+            if event.get("reason") == "FailedCreate" and not is_over and observed.now - since >= age:
                 yield event
-
-
-def is_older(event: Object, age: timedelta, observed: Observed) -> bool:
-    """Whether what it says was so for that long."""
-    since = event.get("firstTimestamp") or event.get("eventTime")
-    return observed.now - _time(since, observed) > age
 
 
 def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,12 +14,23 @@ from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import (
     Context,
 )
-from lmcache_operator.components.remote.remote import Remote, why_filling, why_not_coming
+from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import NAME, World, cluster
-from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, NOON, SECRET, SET, Rig, managed, secure
+from tests.harness.operator_shards import (
+    CERTIFICATE,
+    ENGINE,
+    LIST,
+    NOON,
+    SECRET,
+    SET,
+    Rig,
+    managed,
+    ready_at,
+    secure,
+)
 
 
 def test_shards_are_made_with_a_password_and_at_rest_nothing_is_written():
@@ -143,11 +153,6 @@ def test_a_pod_that_somebody_gave_to_the_servers_is_none_of_them():
     assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
 
 
-def ready_at(rig: Rig, name: str, time: datetime) -> None:
-    rig.world.set_ready(name, True)
-    rig.world.pods[name]["status"]["conditions"][0]["lastTransitionTime"] = time.isoformat()
-
-
 def test_changed_servers_are_replaced_one_by_one_with_time_to_fill():
     rig = Rig(shards=3)
     rig.settle()
@@ -240,85 +245,6 @@ def test_a_shard_on_a_lost_node_is_given_up_and_the_list_stays():
     rig.settle()
     assert rig.condition("RemoteTierAvailable") == ("True", "ShardsReady")
     assert rig.list == (3, 0)
-
-
-def test_what_shards_hit_is_not_judged_while_they_fill():
-    def why() -> str:
-        return why_filling(rig.observed(Remote()))
-
-    rig = Rig(shards=2)
-    assert why() == "there are no shards yet"
-    rig.settle()
-    assert why() == ""
-    ready_at(rig, "demo-remote-1", rig.now)
-    assert "new" in why()
-    rig.now += WINDOW
-    assert why() == ""
-    rig.world.set_ready("demo-remote-0", False)
-    assert "not ready" in why()
-    rig.world.set_ready("demo-remote-0", True)
-    rig.declare(1)
-    rig.settle()
-    assert "under way" in why()
-    rig.now += WINDOW
-    rig.settle()
-    assert why() == ""
-    del rig.world.pods["demo-remote-0"]
-    assert why()
-
-
-def test_a_shard_that_does_not_come_is_given_up_after_ten_minutes():
-    def why() -> str:
-        return why_not_coming(rig.observed(Remote()))
-
-    rig = Rig(shards=2)
-    rig.settle()
-    assert why() == ""
-    rig.declare(3)
-    rig.run()
-    pod = rig.world.pods["demo-remote-2"]
-    rig.world.set_ready("demo-remote-2", False)
-    pod["metadata"]["creationTimestamp"] = rig.now.isoformat()
-    assert (why(), rig.list[0]) == ("", 2)
-    rig.now += timedelta(minutes=11)
-    assert why() == "shard demo-remote-2 has not become ready in 10 minutes"
-    rig.world.set_ready("demo-remote-2", True)
-    assert why() == ""
-
-
-def test_a_shard_that_may_not_be_made_is_given_up_after_ten_minutes():
-    """A quota, for example: there is no pod to look at."""
-
-    def why() -> str:
-        observed = rig.observed(Remote())
-        owner, last = rig.world.objects[SET]["metadata"]["uid"], rig.now.isoformat()
-        told = {"reason": "FailedCreate", "message": "exceeded quota", "firstTimestamp": first.isoformat()}
-        about = {"involvedObject": {"uid": owner}, "lastTimestamp": last}
-        return why_not_coming(replace(observed, warnings=(told | about,)))
-
-    rig = Rig(shards=2)
-    rig.settle()
-    rig.declare(3)
-    rig.run()
-    rig.world.pods.pop("demo-remote-2")
-    first = rig.now = rig.now + timedelta(minutes=1)
-    assert why() == ""
-    rig.now += timedelta(minutes=11)
-    assert why() == "no further shard could be made for 10 minutes: exceeded quota"
-    del rig.world.pods["demo-remote-0"]  # another matter: what it held is missing
-    assert why() == ""
-
-
-def test_a_shard_that_is_on_its_way_out_is_not_waited_for():
-    rig = Rig(shards=3)
-    rig.settle()
-    rig.declare(2)
-    rig.settle()
-    rig.world.set_ready("demo-remote-2", False)
-    rig.world.pods["demo-remote-2"]["metadata"]["creationTimestamp"] = rig.now.isoformat()
-    rig.now += timedelta(minutes=11)
-    assert rig.list == (2, 3)
-    assert why_not_coming(rig.observed(Remote())) == ""
 
 
 def test_the_image_is_that_of_when_the_servers_were_made():

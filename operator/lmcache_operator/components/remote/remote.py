@@ -31,7 +31,6 @@ from lmcache_operator.components.base import (
 from lmcache_operator.components.differences import differences
 from lmcache_operator.components.figures import remote_usage
 from lmcache_operator.components.pods import (
-    is_older,
     is_outdated,
     is_ready,
     kill_problems,
@@ -178,7 +177,7 @@ def why_not_coming(observed: Observed) -> str:
     for told in (pod["metadata"] for pod in coming):
         if observed.now - datetime.fromisoformat(told["creationTimestamp"]) > _PATIENCE:
             return f"shard {told['name']} has not become ready in {minutes} minutes"
-    refused = next((event for event in not_made(observed) if is_older(event, _PATIENCE, observed)), None)
+    refused = next(not_made(observed, _PATIENCE), None)
     if refused and sum(_number(pod) < num_read for pod in observed.pods) == num_read:
         return f"no further shard could be made for {minutes} minutes: {plain(refused.get('message'))}"
     return ""
