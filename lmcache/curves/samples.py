@@ -93,7 +93,8 @@ class Sampler:
                 self._adapt(time - oldest.time)
 
     def _adapt(self, seconds: float) -> None:
-        if 0 <= seconds < self._kept_seconds:
+        # One key of each request is always kept: a ring full of requests does not get any longer.
+        if 0 <= seconds < self._kept_seconds and 2 * len(self._ring) < self._max_samples:
             self._share = max(self._share / 2, 1 / 1024)
         elif seconds > 4 * self._kept_seconds:
             self._share = min(self._share * 2, 1.0)

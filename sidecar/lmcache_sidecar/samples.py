@@ -164,14 +164,14 @@ class Samples:
             "version": _VERSION, "now": now, "started": self._started,
             "namespace": self.namespace, "chunk_tokens": self.chunk_tokens, "row_bytes": self.row_bytes,
         }  # fmt: skip
-        first, kept = sampler.since(since)
+        (first, kept), following = sampler.since(since), sampler.position
         slices = [kept[at : at + _SLICE] for at in range(0, len(kept), _SLICE)]
         bound, start = min(below, sampler.bound), kept[0].time if kept else 0.0
         for part in slices:
             bound = min(bound, *(request.bound for request in part))
             await asyncio.sleep(0)
         head |= {
-            "below": bound, "since": first, "next": sampler.position, "dropped": first - min(since, first),
+            "below": bound, "since": first, "next": following, "dropped": first - min(since, first),
             "t0": start,
         }  # fmt: skip
         ms, num, keys, tiers = [], [], [], []  # as JSON writes them, slice by slice

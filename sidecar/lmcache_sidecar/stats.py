@@ -191,7 +191,7 @@ TARGET: Figure[Resizer] = Figure(
     lambda resizer: resizer.target_bytes)
 ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("size_bytes", "Bytes that it takes at most now: the target when that, and nothing else, is there",
-        lambda arena: arena.size_bytes),
+        lambda arena: min(arena.size_bytes, max(arena.target_bytes, arena.taken_bytes))),
     Figure("max_bytes", "Bytes to which it can grow without a restart", lambda arena: arena.capacity_bytes),
     Figure("capacity_rows", "Rows (chunks of all ranks) when all of the target is populated; with several KV"
         " groups slots, of which a row takes as many as its group needs", _capacity_rows),

@@ -188,6 +188,11 @@ class ArenaFile:
         return max(self.target_bytes, taken) if is_there else taken
 
     @property
+    def taken_bytes(self) -> int:
+        """What is taken now, be it of use or not: less than ``size_bytes`` while there are holes in it."""
+        return taken_bytes(self._fd)
+
+    @property
     def has_surplus(self) -> bool:
         """Have slots been ready that are not wanted any more, and were not given back?"""
         return self._kept > self.target_rows
@@ -332,7 +337,7 @@ class ArenaFile:
 
     def _has_room(self, rows: range) -> bool:
         """May they be populated before what is not wanted any more is given back?"""
-        return taken_bytes(self._fd) + len(rows) * self._layout.row_bytes <= self.target_bytes
+        return self.taken_bytes + len(rows) * self._layout.row_bytes <= self.target_bytes
 
     def _find_filled(self) -> int:
         """Slots beyond this number take no memory."""

@@ -103,3 +103,19 @@ def test_a_ring_that_is_too_small_keeps_fewer_keys_for_longer():
     serve(7200, 1)
     assert not any(lost[-120:])
     assert sampler.rate > few
+
+
+def test_a_ring_that_is_full_of_requests_keeps_more_than_one_key_of_each():
+    """The last is always kept: halving what else is would not make the ring last any longer."""
+    sampler, number, position = Sampler(max_samples=4096, kept_seconds=480.0), 0, 0
+    lost = []
+    for second in range(1200):
+        for _ in range(10):
+            number += 1
+            sampler.record(float(second), joined([key_hash(100 * number + at) for at in range(8)]), b"-" * 8)
+        if second % 60 == 59:
+            first, _ = sampler.since(position)
+            lost.append(first - position)
+            position = sampler.position
+    assert sampler.rate >= 1 / 16
+    assert not any(lost[-10:])

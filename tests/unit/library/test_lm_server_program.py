@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import struct
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -118,6 +120,27 @@ def test_the_program_ends_at_sigterm_and_needs_no_torch(tmp_path):
             assert child.wait(timeout=60) == 0
             assert received(peer, 1) == b""
     assert "libtorch" not in maps
+
+
+SIGNALLED = """
+import signal, threading, time
+from lmcache.server.__main__ import main
+
+def tell():
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+threading.Thread(target=tell, daemon=True).start()
+main(["127.0.0.1", "0"])
+"""
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_ends_it():
+    """As one does that comes just before the main thread waits for a client."""
+    ended = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=60, check=True, capture_output=True)
+    assert b"listening" in ended.stdout
 
 
 def test_memory_is_taken_for_what_comes_not_for_what_is_declared():

@@ -255,3 +255,26 @@ def test_polls_together_tell_what_one_would(tmp_path_factory, requests, data):
     assert [one for one, _ in polled] == keys(whole) == [tails[::-1] for tails, _ in requests if tails]
     times = [whole["t0"] + ms / 1000 for ms in whole["ms"]]
     assert [time for _, time in polled] == pytest.approx(times, abs=0.0011)
+
+
+def test_what_comes_while_a_ring_is_told_is_in_the_next_answer(ring):
+    for number in range(2000):
+        ring.note([number])
+
+    async def serve(telling: asyncio.Task) -> None:
+        number = 2000
+        while not telling.done():
+            number += 1
+            ring.note([number])
+            await asyncio.sleep(0)
+
+    async def tell() -> dict:
+        telling = asyncio.create_task(ring.samples.answer(""))
+        await serve(telling)
+        return json.loads(telling.result())
+
+    first = asyncio.run(tell())
+    later = answer(ring.samples, f"since={first['next']}")
+    assert sum(later["num"]), "nothing came meanwhile"
+    assert (first["dropped"], later["dropped"]) == (0, 0)
+    assert sum(first["num"]) + sum(later["num"]) == later["next"]

@@ -233,6 +233,7 @@ class TestSmallerThanItsFile:
 
         def noted(self, *extent) -> bool:
             filled.append((self.ready_rows, self._filled))
+            assert self.taken_bytes <= CAPACITY // 4 < self.size_bytes
             return give_back(self, *extent)
 
         def checked(num_bytes: int) -> None:
