@@ -117,7 +117,7 @@ class _Options:
 
 def _weighed(tier: Tier, state: State, seen: Seen) -> _Options:
     paid = tier.usd_per_byte_hour * seen.size
-    lost = seen.day.accesses_per_hour * tier.usd_per_access * (1 - seen.day.measured_hits)
+    lost = tier.saved(seen.day, 1 - seen.day.measured_hits)
     threshold = _WORTH_IT * (lost + paid)
 
     def gains(size: float) -> list[Gain]:
@@ -151,7 +151,7 @@ def _choose(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
     since = None if not options.downs else seen.time if state.shrinks_since is None else state.shrinks_since
     state = replace(state, shrinks_since=since)
     best_up, best_down = (max(found.values(), default=0.0) for found in (options.ups, options.downs))
-    lost = seen.locality_loss * seen.day.accesses_per_hour * tier.usd_per_access
+    lost = tier.saved(seen.day, seen.locality_loss)
     if seen.locality_loss >= _SEEN and lost > max(options.threshold, best_up):
         reason = reasons.locality(seen.locality_loss, lost)
         if not options.downs:

@@ -57,8 +57,10 @@ class Service:
     """Of one pod's own prefix cache, which is asked first."""
     load_bytes_per_second: float = 0.0
     """From this tier; 0: not measured yet."""
-    spared: float = 0.0
-    """Share of what this tier misses that a lower one saves all the same."""
+    lower_hits: float = 0.0
+    """Share of all accesses that lower tiers have, and this one does not."""
+    lower_worth: float = 0.0
+    """What such a hit saves of the time to compute a token."""
     moved_bytes_per_second: float = 0.0
     """Written to the remote tier and read from it by all pods together, on average of an hour or so."""
 
@@ -130,6 +132,10 @@ class Tier:
     """That a hit saves."""
     usd_per_byte_hour: float
     """Of all copies."""
+    lower_hits: float = 0.0
+    """Share of all accesses that lower tiers have, and this one does not."""
+    lower_worth: float = 0.0
+    """What such a hit saves, of what one here saves."""
     nearer_bytes: float = 0.0
     """What is hit up to this size is hit by the engine, whatever this tier's."""
     factors: tuple[float, float] | None = None
@@ -150,14 +156,21 @@ class Tier:
         is_near = abs(math.log2(size / present)) < self.similar_octaves
         return is_near and size not in (self.sizes[0], self.sizes[-1])
 
+    def saved(self, demand: Window, hits: float) -> float:
+        """USD per hour that more hits save, a share of all accesses. Lower tiers hold what was used last: of
+        what a larger size hits more, or a smaller one less, they have as much as they hit now, if there is
+        so much."""
+        others = self.lower_worth * min(hits, self.lower_hits)
+        return demand.accesses_per_hour * self.usd_per_access * (hits - others)
+
     def gain(self, demand: Window, present: float, size: float, usable: float) -> Gain:
         """What ``size`` is worth instead of ``present``."""
         low, high = (self.effective(x, usable) for x in sorted((present, size)))
         share, error = demand.between(low, high)
-        if size < present:
-            share = -share
-        worth = demand.accesses_per_hour * self.usd_per_access
-        return Gain(share, worth * share, self.usd_per_byte_hour * (size - present), worth * error)
+        sign = 1 if size > present else -1
+        saved = self.saved(demand, share)
+        unsure = self.saved(demand, share + error) - saved  # the most there is: beyond what lower tiers have
+        return Gain(sign * share, sign * saved, self.usd_per_byte_hour * (size - present), unsure)
 
     def step(self, present: float, target: float) -> float:
         """How far to go at once: it cost more than it saved in simulations, and guards against the rest."""
@@ -176,8 +189,10 @@ def memory_tier(smallest: float, largest: float, service: Service, prices: Price
     sizes = sorted({smallest, largest, *(size for size in grid if smallest < size < largest)})
     return Tier(
         sizes=tuple(sizes),
-        usd_per_access=service.usd_per_token(prices) * service.tokens_per_access * (1 - service.spared),
+        usd_per_access=service.usd_per_token(prices) * service.tokens_per_access,
         usd_per_byte_hour=(service.paid_pods or service.num_pods) * prices.memory_gib_hour / GIB,
+        lower_hits=service.lower_hits,
+        lower_worth=service.lower_worth,
         nearer_bytes=service.engine_cache_bytes,
         factors=(_STEP_DOWN, _STEP_UP),
         similar_octaves=_SIMILAR,

@@ -69,8 +69,8 @@ class Intake:
         """Whether ``traffic`` knows nothing of what was before; to be set back by who has seen it."""
         self.engine = Window(DAY_HALF_LIFE, 1.0, 2.0)
         """Tokens, and of them those that engines hit in their own caches."""
-        self.lower = Window(DAY_HALF_LIFE, 1.0, 2.0)
-        """Tokens that were not hit in memory or nearer, and of them those that a lower tier had."""
+        self.lower = Window(FAST_HALF_LIFE, 1.0, 2.0)
+        """Tokens, and of them those that a lower tier had: beside the present size of memory."""
         self.moved = Window(FAST_HALF_LIFE, 1.0, 2.0)
         """Bytes to and from the remote tier."""
         self.num_samples = self.row_bytes = self.chunk_tokens = 0
@@ -183,6 +183,6 @@ class Intake:
         filled, number = missed * self.row_bytes, len(self.pods)
         self.traffic.count(now, seconds, accesses, hits, far, filled, num_pods=number)
         self.engine.count(now, grown.looked_up, grown.engine, seconds)
-        self.lower.count(now, max(0, grown.looked_up - near), grown.disk + grown.remote, seconds)
+        self.lower.count(now, grown.looked_up, grown.disk + grown.remote, seconds)
         stored = grown.written * grown.stored / max(1, grown.stored + grown.touched)
         self.moved.count(now, (stored + grown.promoted) * self.row_bytes, 0.0, seconds)

@@ -16,6 +16,7 @@ from lmcache_operator.autoscaling.decide import DAY_HALF_LIFE, DECIDE_SECONDS, d
 from lmcache_operator.autoscaling.report import MAX_STATE_BYTES, Choice, Report, Saved, tier_status
 from lmcache_operator.autoscaling.state import Decision, Obstacle, Seen, State
 from lmcache_operator.autoscaling.tier import Prices, Service, Tier, memory_tier, remote_tier
+from lmcache_operator.autoscaling.traffic import Traffic
 from lmcache_operator.scaling.intake import Intake, Pod
 
 POLL_SECONDS = 60.0
@@ -155,11 +156,14 @@ class Sizing:
                 status["remote"] = self._decide_shards(now, situation, service, pods, obstacle)
         return Report(status, self._memory.chosen, self._remote.chosen, self._state())
 
-    def _spared(self, service: Service, pods: Sequence[Pod]) -> float:
-        """What more hits in memory would save is less by what lower tiers save today."""
+    def _with_lower(self, traffic: Traffic, service: Service, pods: Sequence[Pod]) -> Service:
+        """With what lower tiers have of what more memory would hit; as many pods as there were on average."""
         remote = _middle(pod.figures.remote_bytes_per_second for pod in pods)
         disk = _middle(pod.figures.disk_bytes_per_second for pod in pods)
-        return self.intake.lower.measured_hits * replace(service, load_bytes_per_second=remote or disk).worth
+        return replace(
+            service, paid_pods=traffic.num_pods, lower_hits=self.intake.lower.measured_hits,
+            lower_worth=replace(service, load_bytes_per_second=remote or disk).worth,
+        )  # fmt: skip
 
     def _decide_memory(
         self, now: float, situation: Situation, service: Service, pods: Sequence[Pod],
@@ -168,7 +172,7 @@ class Sizing:
         assert self.intake.traffic is not None
         settings, own, size = situation.settings, self._memory, self._agreed(situation)
         # Demand is that of a day, so the price is that of as many pods as there were.
-        service = replace(service, paid_pods=self.intake.traffic.num_pods, spared=self._spared(service, pods))
+        service = self._with_lower(self.intake.traffic, service, pods)
         tier = memory_tier(*situation.memory_bounds, service, settings.prices)
         held = obstacle or self._refusal(situation) or self._under_way(now, situation, size)
         if self._remote.is_verifying():
@@ -187,7 +191,7 @@ class Sizing:
         )
         status["engineHit"] = f"{self.intake.engine.measured_hits:.2f}"
         if service.is_known():
-            lost = seen.locality_loss * seen.day.accesses_per_hour * tier.usd_per_access
+            lost = tier.saved(seen.day, seen.locality_loss)
             points_lost = f"{100 * seen.locality_loss:.1f}"
             status["localityLoss"] = {"points": points_lost, "usdPerHour": f"{lost:.2f}"}
             if (age := service.break_even_seconds(settings.prices)) < math.inf:

@@ -71,7 +71,7 @@ def tier(service: Service = SMALL, lowest: float = 64, highest: float = 96, pric
     )
 
 
-BY_HAND = Known([(64, 0.40), (96, 0.46)])
+BY_HAND = Known([(32, 0.30), (64, 0.40), (96, 0.46)])
 
 
 def test_by_hand_a_gain_that_costs_more_than_it_saves_stays():
@@ -115,6 +115,14 @@ def test_loading_has_a_price():
     assert replace(LARGE, **rates).usd_per_token(PRICES) == 0
     assert SMALL.break_even_seconds(PRICES) == pytest.approx(512, abs=0.5)
     assert LARGE.break_even_seconds(PRICES) == pytest.approx(1024, abs=0.5)
+
+
+def test_by_hand_what_lower_tiers_have_is_worth_the_time_to_load_it():
+    """They save half of what a hit here does: up to as many as they have. 3.00 USD/h would recompute all."""
+    for lower_hits, saved, lost in ((0.0, 0.18, 0.30), (0.02, 0.15, 0.27), (0.50, 0.09, 0.15)):
+        found = tier(replace(SMALL, lower_hits=lower_hits, lower_worth=0.5))
+        gains = [found.gain(BY_HAND, 64 * GIB, gib * GIB, 1.0).saved for gib in (96, 32)]
+        assert gains == pytest.approx([saved, -lost])
 
 
 STEEP = Known([(64, 0.2), (512, 0.9)], tokens_per_hour=400e6, measured_hits=0.2)
@@ -375,9 +383,8 @@ def test_it_settles_on_traffic_that_does_not_change(demand, service, price, gib)
         now = seen(measured, gib=size / GIB, time=turn * DECIDE_SECONDS, settled=measured)
         decision, state = decide(at_price, state, now)
         if decision.next != size:
-            size = decision.next
+            size, last = decision.next, turn
             sizes.append(size)
-            last = turn
     assert len(sizes) <= 25
     assert len(sizes) == 1 or last < 48 * HOUR / DECIDE_SECONDS
     # After a growth it never shrinks below where it came from: there is no cycle.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
+import pytest
 from lmcache_operator.autoscaling.report import Choice
 from lmcache_operator.autoscaling.state import Obstacle, Step
 from lmcache_operator.autoscaling.tier import GIB, Prices
 from lmcache_operator.scaling.sizing import Refused, Settings, Situation, Sizing
 
 from lmcache.units import format_size
-from testing.workloads.closed_loop import scattered
+from testing.workloads.closed_loop import Routing, scattered, sticky
 from testing.workloads.remote_loop import RemoteSetup
 from testing.workloads.requests import Request, Workload, chat
 from testing.workloads.tiers import Service, Shards
@@ -57,10 +59,13 @@ class ShardLoop(Loop):
         self.situation = self.situation._replace(shards_obstacle=busy if self.now < self.until else None)
 
 
-def constant(count: int, memory: int = MEMORY, load_bytes_per_second: float = 3e9) -> float:
+def constant(
+    count: int, memory: int = MEMORY, load_bytes_per_second: float = 3e9,
+    route: Callable[[int], Routing] = scattered,
+) -> float:  # fmt: skip
     """USD per hour with so many shards, and so much memory, all the time."""
     setup = RemoteSetup(
-        chat(12, 0.4, scale=16), num_pods=4, route=scattered, start=memory / GIB,
+        chat(12, 0.4, scale=16), num_pods=4, route=route, start=memory / GIB,
         load_bytes_per_second=load_bytes_per_second,
     )  # fmt: skip
     return setup.with_shards(count) + setup.usd_per_gib_hour * setup.start
@@ -106,6 +111,23 @@ def test_memory_that_is_refused_holds_no_shards_up():
     status = loop.sizing.decide(loop.now, loop.situation._replace(refusals=(refused,))).status
     assert (status["memory"]["limitedBy"], status["memory"]["reason"]) == ("Infeasible", refused.reason)
     assert status["remote"]["limitedBy"] != "Infeasible"
+
+
+@pytest.mark.parametrize("num_shards", [4, 8])
+def test_memory_gives_up_what_shards_hold_already(num_shards):
+    """However large it is: of what twice as much would hit, or half as much would not, they have all, though
+    they have not half of what it misses. What they have at this size tells, not what they had at others."""
+    loop = ShardLoop(num_shards)
+    loop.route = sticky(4)
+    loop.sidecars.load_bytes_per_second = rate = 12e9
+    loop.settings = loop.settings._replace(
+        memory=64 << 30, is_memory_auto=True, are_shards_auto=False
+    )  # fmt: skip
+    loop.situation = loop.situation._replace(settings=loop.settings)
+    loop.resize(64 << 30)
+    loop.run(11.5)
+    best = min(constant(num_shards, size << 30, rate, sticky) for size in (8, 16, 64))
+    assert constant(num_shards, loop.sidecars.size_bytes, rate, sticky) <= 1.05 * best
 
 
 def test_while_one_tier_is_judged_the_other_waits():
