@@ -47,6 +47,25 @@ def _fields(value: Any) -> Object:
     return {}
 
 
+def _without(value: Any, owned: Object, kept: Object) -> Any:
+    """A value without the fields that were applied the last time, and are not any more."""
+    if isinstance(value, dict):
+        names = {key: f"f:{key}" for key in value}
+        stays = [key for key, name in names.items() if name in kept or name not in owned]
+        return {
+            key: _without(value[key], owned.get(names[key], {}), kept.get(names[key], {})) for key in stays
+        }
+    if isinstance(value, list) and any(name.startswith("k:") for name in owned):
+        found = []
+        for item in value:
+            names = {f"k:{json.dumps({key: item[key]})}" for key in (*ITEM_KEYS, "uid") if key in item}
+            if not names & owned.keys() - kept.keys():
+                name = next(iter(names & owned.keys()), "")
+                found.append(_without(item, owned.get(name, {}), kept.get(name, {})))
+        return found
+    return value
+
+
 _KEYED_BY_NAME = ("containers", "initContainers", "volumes", "env", "resourceClaims", "imagePullSecrets")
 
 
@@ -146,11 +165,13 @@ class World:
             assert ref not in self.objects
         before = self.objects.get(ref, {"metadata": {"uid": str(next(self._uids)), "generation": 0}})
         assert uid in (None, before["metadata"]["uid"])
-        live = merge(before, copy.deepcopy(wanted))
-        live["metadata"]["generation"] += 1
         fields = _fields({k: v for k, v in wanted.items() if k not in ("apiVersion", "kind")})
         for name in ("f:name", "f:namespace"):
             del fields["f:metadata"][name]
+        for entry in before["metadata"].get("managedFields", ()):
+            before = _without(before, entry["fieldsV1"], fields)
+        live = merge(before, copy.deepcopy(wanted))
+        live["metadata"]["generation"] += 1
         entry = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": fields}
         live["metadata"]["managedFields"] = [entry]
         self.objects[ref] = live

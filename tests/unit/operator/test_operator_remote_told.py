@@ -79,9 +79,10 @@ def test_a_tier_without_engines_tells_what_its_users_told():
     for name, remote, status in (
         ("new", reference, None),
         ("silent", reference, {"remote": {}}),
-        ("small", reference, {"remote": {"usedBytes": 1000, "evicted": 20}}),
-        ("large", reference, {"remote": {"usedBytes": 1040, "evicted": 7}}),
-        ("others", {"clusterRef": {"name": "another"}}, {"remote": {"usedBytes": 2**40}}),
+        ("small", reference, {"readyReplicas": 1, "remote": {"usedBytes": 1000, "evicted": 20}}),
+        ("large", reference, {"readyReplicas": 2, "remote": {"usedBytes": 1040, "evicted": 7}}),
+        ("asleep", reference, {"readyReplicas": 0, "remote": {"usedBytes": 5000, "evicted": 70}}),
+        ("others", {"clusterRef": {"name": "another"}}, {"readyReplicas": 1, "remote": {"usedBytes": 2**40}}),
         ("own", {"external": {"url": "redis://h"}}, {"remote": {"usedBytes": 2**40}}),
     ):
         world.objects[Ref("LMCacheCluster", name)] = user(name, remote, status)
