@@ -207,3 +207,28 @@ def test_an_error_that_nobody_expects_is_told_and_not_the_end(tmp_path, monkeypa
     monkeypatch.setattr(Resizer, "step", broken)
     asyncio.run(run())
     assert caplog.text.count("Traceback") == 1
+
+
+def test_no_more_is_asked_for_than_the_volume_has(tmp_path, monkeypatch):
+    """The size of before is kept, and a sidecar that starts anew does start."""
+    size = tmp_path / "memory-size"
+    config = Config(
+        socket=str(tmp_path / "socket"), memory_size=8 << 20, memory_max_size=64 << 20,
+        memory_size_file=str(size), http_port=0,
+    )  # fmt: skip
+
+    async def run(text: str) -> tuple[int, str]:
+        size.write_text(text)
+        sidecar = Sidecar(config, CallStats())
+        await sidecar.start()
+        try:
+            memory = document(sidecar.stats())["memory"]
+            return memory["target_bytes"], memory["resize_problem"]
+        finally:
+            await sidecar.stop()
+
+    monkeypatch.setattr("lmcache_sidecar.sidecar.volume_bytes", lambda path: 24 << 20)
+    num_bytes, problem = asyncio.run(run("32Mi"))
+    assert num_bytes == 8 << 20
+    assert problem.endswith("can grow: it takes a larger --memory-max-size, and volume")
+    assert asyncio.run(run("24Mi")) == (24 << 20, "")
