@@ -78,6 +78,8 @@ def test_ranks_that_hold_the_same_store_it_once(world):
     with world.engines(settings) as (engine,):
         columns = {rank.worker._worker.identity.hello.column for rank in engine.ranks}
         owners = [rank for rank in engine.ranks if not rank.worker._worker.identity.is_replica]
+        told = world.sidecar.stats()["lookups"]["engine_kv_bytes"]
+    assert told == sum(rank.pages.nbytes for rank in owners), "what they hold is one cache"
     num_shards = settings.tensor_parallel // settings.replicas
     assert len(columns) == len(owners) == num_shards * settings.pipeline_parallel
 
