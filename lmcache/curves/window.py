@@ -68,7 +68,7 @@ class Window:
         self.begin = time
         self._hits = array("d", bytes(8 * self.num_steps * (NUM_GROUPS + 1)))  # by group and distance
         self._sampled = [0.0] * (NUM_GROUPS + 1)  # accesses as estimated from the samples
-        self._num_sampled = 0.0  # accesses to keys that are not KNOWN
+        self._weights = 0.0  # of these accesses, each by how many its sample stood for
         self._counted = self._counted_hits = self._seconds = 0.0
         self._origin: float | None = None  # when the weight of an access was 1
         self._latest = time
@@ -95,7 +95,7 @@ class Window:
         known = 1.0 if self.half_life_seconds == math.inf else self._weight(time)
         weighted = known * weight
         sampled, hits, num_steps, self._below = self._sampled, self._hits, self.num_steps, None
-        self._num_sampled += known * (len(groups) - groups.count(KNOWN))
+        self._weights += weighted * weight * (len(groups) - groups.count(KNOWN))
         for group, step in zip(groups, steps, strict=True):
             count = known if group == KNOWN else weighted
             sampled[group] += count
@@ -172,9 +172,10 @@ class Window:
         return (known + corrected) / total, error / total
 
     def _rate(self) -> float:
-        """Of what was counted, on average: it may have been less than now."""
+        """Of what was counted, and was sampled by other rates than now: few that stand for many make it
+        uncertain, however many others there are."""
         estimated = sum(self._sampled[:NUM_GROUPS])
-        return min(self.rate, round(self._num_sampled / estimated, 6)) if estimated else self.rate
+        return min(self.rate, round(estimated / self._weights, 6)) if self._weights else self.rate
 
     def _total(self) -> float:
         return self._counted if self._counted > self._sampled[KNOWN] else sum(self._sampled)
@@ -210,7 +211,7 @@ class Window:
         self._hits = array("d", [count * factor for count in self._hits])
         self._sampled = [value * factor for value in self._sampled]
         self._counted, self._counted_hits = self._counted * factor, self._counted_hits * factor
-        self._seconds, self._num_sampled = self._seconds * factor, self._num_sampled * factor
+        self._seconds, self._weights = self._seconds * factor, self._weights * factor
         self._below = None
 
     def state(self) -> dict[str, Any]:
@@ -251,4 +252,4 @@ class Window:
         self._counted, self._counted_hits, self._seconds = counted, counted_hits, seconds
         self.rate, self.row_bytes = rate, row_bytes
         self._latest = self._origin = latest
-        self._num_sampled = rate * sum(sampled[:NUM_GROUPS])
+        self._weights = sum(sampled[:NUM_GROUPS]) / rate
