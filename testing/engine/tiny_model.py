@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,9 @@ def made_once(name: str, save_weights: Callable[[Path], None], *recipes: Path) -
                 model.rename(target)
             except OSError:  # another process was faster
                 shutil.rmtree(model)
+        # An engine shares no KV of weights that may have changed since it began, of which it knows
+        # the hundredth of a second at best.
+        time.sleep(0.1)
     return target
 
 
