@@ -74,10 +74,12 @@ class LMCLocalDiskBackend(EvictingBackend):
         loaded = self._guard.call("A read", lambda: self._tier.load(ObjectId(name, 0), into), None)
         chunk = None if loaded is None else _chunk_in(room[: loaded.length])
         if chunk is None:
-            self._forget(key)
             if loaded is not None:  # of another version, say: who sees that it is there would never put it
                 self._faults.note("A file can't be read as a chunk, and is removed")
                 self._guard.call("A removal", lambda: self._remove(name), None)
+            with self._deciding:  # somebody may have put it since
+                if not self.contains(key):
+                    self._forget(key)
             return None
         self._remember(name, key)
         return chunk.to(self.dst_device)

@@ -204,6 +204,26 @@ def test_threads_never_disturb_its_dictionary(make_backend):
     assert [key for key in map(make_key, "abcdefghijkl") if backend.contains(key)] == sorted(backend.dict)
 
 
+def test_a_reader_that_missed_forgets_no_chunk_that_came_meanwhile(tmp_path, monkeypatch):
+    """The evictor would never hear of its file again."""
+    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, 8 * CHUNK_BYTES / 1024**3)
+    backend = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), pool, "cpu")
+    backend.evictor = MostRecent(4)
+    load = backend._tier.load
+
+    def load_and_put(*arguments):
+        found = load(*arguments)
+        put(backend, "a")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend._tier, "load", load_and_put)
+        assert backend.get(make_key("a")) is None
+    assert list(backend.dict) == [make_key("a")]
+    assert names_in(backend) == ["a"]
+    backend.close()
+
+
 def test_files_of_an_earlier_process_make_room_first(tmp_path):
     size = 4 * CHUNK_BYTES / 1024**3
     pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, size)
