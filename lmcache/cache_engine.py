@@ -48,6 +48,7 @@ class LMCacheEngine:
         self.hit_rate = 0.0
         self._counting = threading.Lock()  # protects the three above
         self._outputs = OutputPool(config.max_local_cache_size)
+        self._init_hash = ""  # stands for what comes before a prompt's first chunk
         self.engine_ = CreateStorageBackend(config, metadata)
 
     @_lmcache_nvtx_annotate
@@ -114,25 +115,62 @@ class LMCacheEngine:
         format that is unknown. A fault of the storage is a miss.
         """
         num_masked = _num_masked(tokens, mask)
+        blob = self._retrieve(tokens, num_masked)
+        num_found = 0 if blob is None else blob.shape[2 + token_dim(self.metadata.fmt)]
+        with _plain_tensors():
+            place = torch.arange(len(tokens), device=tokens.device) - num_masked
+            found = (place >= 0) & (place < num_found)
+            if blob is None:
+                return (), found
+            return self._blob_to_tuple_kv(blob) if return_tuple else blob, found
+
+    @_lmcache_nvtx_annotate
+    def retrieve_into(self, tokens: torch.Tensor, out: torch.Tensor) -> int:
+        """Copy the KV of as many leading tokens as are stored to the first of ``out``; return how many.
+
+        ``out``: one tensor with room for ``tokens``, such as ``empty`` returns, or a part of one. A fault of
+        the storage is a miss.
+        """
+        blob = self._retrieve(tokens, _num_masked(tokens, None), out)
+        return 0 if blob is None else blob.shape[2 + token_dim(self.metadata.fmt)]
+
+    def _retrieve(
+        self, tokens: torch.Tensor, num_masked: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return one tensor with what is stored after the masked tokens, in ``out`` if given."""
         dim = 2 + token_dim(self.metadata.fmt)
         first, num_dropped = divmod(num_masked, self.chunk_size)
         keys = self._keys(tokens)
-        with _plain_tensors():
-            found = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-            blob = None
-            if num_masked < len(tokens):
-                request = keys[-1].chunk_hash
+        blob = None
+        if num_masked < len(tokens):
+            request = keys[-1].chunk_hash
+            with _plain_tensors():
                 with self.engine_.prefix(keys[first:], request) as chunks:
                     usable = self._usable(chunks, len(tokens) - first * self.chunk_size)
-                    blob = self._join(usable, num_dropped, dim)
+                    blob = self._join(usable, num_dropped, dim, out)
                 self.engine_.touch(keys[:first], request)  # last: they are the head
-            num_found = 0 if blob is None else blob.shape[dim]
-            found[num_masked : num_masked + num_found] = True
+        num_found = 0 if blob is None else blob.shape[dim]
         self._count(num_found, len(tokens) - num_masked - num_found)
         logger.debug("Retrieved %d of %d tokens", num_found, len(tokens) - num_masked)
-        if blob is None:
-            return (), found
-        return self._blob_to_tuple_kv(blob) if return_tuple else blob, found
+        return blob
+
+    def empty(self, num_tokens: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return undefined KV of so many tokens, one tensor [num_layers, 2, …] on the backend's
+        ``dst_device``; ``dtype`` None: that of the metadata."""
+        with _plain_tensors():
+            kind = dtype or self.metadata.kv_dtype
+            return self._outputs.empty(self._shape(num_tokens), kind, self.engine_.dst_device)
+
+    def salted(self, salt: str) -> LMCacheEngine:
+        """Return an engine over the same storage whose names no other salt's engine finds, nor this one.
+
+        It counts hits and misses of its own. Closing either closes the storage.
+        """
+        other = copy.copy(self)
+        other._init_hash = hashlib.sha256(salt.encode()).hexdigest()
+        other.miss_tokens_count = other.hit_tokens_count = 0
+        other.hit_rate = 0.0
+        return other
 
     @_lmcache_nvtx_annotate
     def lookup(self, tokens: torch.Tensor) -> int:
@@ -154,7 +192,7 @@ class LMCacheEngine:
         return CacheEngineKey(fmt, metadata.model_name, metadata.world_size, metadata.worker_id, chunk_hash)
 
     def _get_init_hash(self) -> str:
-        return ""
+        return self._init_hash
 
     def _hash(self, tokens: torch.Tensor, prefix_hash: str) -> str:
         """Return the hash (hex) of one chunk [num_tokens] after ``prefix_hash``."""
@@ -219,13 +257,14 @@ class LMCacheEngine:
             usable.append(chunk)
         return usable
 
-    def _join(self, chunks: Sequence[torch.Tensor], num_dropped: int, dim: int) -> torch.Tensor | None:
+    def _join(
+        self, chunks: Sequence[torch.Tensor], num_dropped: int, dim: int, out: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Copy chunks into one tensor, without the first ``num_dropped`` tokens; None when there are none."""
         if not chunks:
             return None
-        shape = list(chunks[0].shape)
-        shape[dim] = sum(chunk.shape[dim] for chunk in chunks) - num_dropped
-        blob = self._outputs.empty(shape, chunks[0].dtype, self.engine_.dst_device)
+        num_tokens = sum(chunk.shape[dim] for chunk in chunks) - num_dropped
+        blob = self.empty(num_tokens, chunks[0].dtype) if out is None else out.narrow(dim, 0, num_tokens)
         start = 0
         for index, chunk in enumerate(chunks):
             part = chunk if index else chunk.narrow(dim, num_dropped, chunk.shape[dim] - num_dropped)

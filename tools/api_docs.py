@@ -26,6 +26,7 @@ MODULES = (
     "lmcache.blend.interfaces",
     "lmcache.blend.executor",
     "lmcache.blend.retriever",
+    "lmcache.blend.selection",
     "lmcache.engines.huggingface",
     "lmcache.curves",
     "lmcache.logging",

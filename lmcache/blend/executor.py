@@ -1,25 +1,30 @@
-"""CacheBlend (Yao et al., EuroSys 2025): of retrieved KV, recompute only the tokens that deviate most.
+"""CacheBlend (Yao et al., EuroSys 2025): of retrieved KV, recompute only a few selected tokens.
 
-The K and V of layers 0 and 1 are computed for all tokens. At layer 1 the retrieved V is compared with the
-fresh one; from there on only the selected tokens are computed. The others' K and V are the retrieved
-ones, K rotated from the position it was stored at to the one it has now.
+K and V of the layers up to the one at which tokens are selected are computed for all of them; from there on
+only for the selected ones. The others' K and V are the retrieved ones, K rotated from the position it was
+stored at to the one it has now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch.nn.functional import pad
 
 from lmcache.blend.interfaces import BlendExecutor, BlendOutput
+from lmcache.blend.selection import BEFORE_LAYERS, Candidates, LargestDeviation, Selection
 from lmcache.logging import init_logger
 
 logger = init_logger(__name__)
 
 PositionalEncoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """``(positions, q, k) -> (q, k)``; may work in place."""
+
+Shift = Callable[[torch.Tensor, int, int], None]
+"""``(k, shift, layer_id)``: rotate in place K of side by side tokens of one layer by ``shift`` positions."""
 
 
 class CacheBlendImpl(BlendExecutor):
@@ -29,20 +34,27 @@ class CacheBlendImpl(BlendExecutor):
         self,
         recompute_ratio: float,
         all_reduce_function: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        selection: Selection | None = None,
+        in_place: bool = False,
     ) -> None:
-        """Compute ``recompute_ratio`` (0 to 1) of each request's valid tokens again.
+        """Compute ``recompute_ratio`` (0 to 1) of each request's valid tokens again: those of the largest
+        deviation, or what ``selection`` says instead.
 
         ``all_reduce_function`` sums a tensor over the ranks that share the KV heads, so that all select the
-        same tokens. Raises ValueError for a ratio out of range.
+        same tokens. ``in_place``: the retrieved tensors are given away, and become the blended ones. Raises
+        ValueError for a ratio out of range.
         """
-        if not 0 <= recompute_ratio <= 1:
-            raise ValueError(f"Invalid recompute_ratio: {recompute_ratio} (must be 0 to 1)")
+        self.selection = selection or LargestDeviation(recompute_ratio)
         self.recompute_ratio = recompute_ratio
         self.all_reduce_function = all_reduce_function
+        self.in_place = in_place
         self.positional_encoder: PositionalEncoder | None = None
         self.reverse_positional_encoder: PositionalEncoder | None = None
+        self.shift: Shift | None = None
         self.indexes_in_kv = torch.empty(0, dtype=torch.long)
-        """Which tokens of the batch layer 1 selected, in rising order."""
+        """Which tokens of the batch are selected, in rising order."""
+        self._segments: list[tuple[int, int, int]] = []
+        self._has_begun = False
 
     def set_positional_encoder(self, positional_encoder: PositionalEncoder) -> None:
         """Set how Q and K are rotated to positions."""
@@ -51,6 +63,25 @@ class CacheBlendImpl(BlendExecutor):
     def set_reverse_positional_encoder(self, reverse_positional_encoder: PositionalEncoder) -> None:
         """Set how that rotation is undone."""
         self.reverse_positional_encoder = reverse_positional_encoder
+
+    def set_shift(self, shift: Shift) -> None:
+        """Set how K is rotated by a difference of positions, in one step instead of those two."""
+        self.shift = shift
+
+    def begin(
+        self, valid_mask: torch.Tensor, original_positions: torch.Tensor, query_start_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Select before the first layer, and return the tokens, so that nothing is computed for others.
+
+        None when the selection has to see a layer: then ``blend`` selects there. Optional: without it a
+        selection that needs no layer is made in layer 0.
+        """
+        self._has_begun = self.selection.layer == BEFORE_LAYERS
+        if not self._has_begun:
+            return None
+        device = original_positions.device
+        self._keep(Candidates(*_on(device, valid_mask, original_positions, query_start_loc)))
+        return self.indexes_in_kv
 
     def blend(
         self,
@@ -66,39 +97,62 @@ class CacheBlendImpl(BlendExecutor):
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        """Blend one layer, as the interface says; the tensors given are not changed.
+        """Blend one layer, as the interface says; the tensors given are not changed unless ``in_place``.
 
         With nothing retrieved (K and V None) no token is valid: all are computed.
 
         Raises AssertionError when ``valid_mask`` is not on the CPU, when ``query_start_loc`` does not cover
-        the retrieved tokens, and when a layer above 1 does not bring the tokens that layer 1 selected.
+        the retrieved tokens, and when a layer above the selecting one does not bring the selected tokens.
         """
         assert valid_mask.is_cpu, "valid_mask should be on CPU"
+        selecting = max(self.selection.layer, 0)
         if retrieved_k is None or retrieved_v is None:
-            retrieved_k = retrieved_v = _undefined(fresh_v, len(valid_mask), token_dim)
+            assert layer_id <= selecting or len(self.indexes_in_kv) == len(valid_mask), "K and V are missing"
+            retrieved_k, retrieved_v = (_undefined(fresh_v, len(valid_mask), token_dim) for _ in range(2))
             valid_mask = torch.zeros_like(valid_mask)
-            assert layer_id < 2 or len(self.indexes_in_kv) == len(valid_mask), "K and V are missing"
         assert query_start_loc[-1] == retrieved_v.shape[token_dim], (
             "query_start_loc does not match the tokens"
         )
-        if layer_id == 1:
-            valid = valid_mask.bool().to(fresh_v.device)
-            difference = self._difference(retrieved_v.to(fresh_v.device), fresh_v, valid, token_dim)
-            selected = select_tokens(difference, valid, query_start_loc, self.recompute_ratio)
-            self.indexes_in_kv = selected.nonzero().squeeze(1)
-            short_start_loc = pad(selected.cumsum(0), (1, 0))[query_start_loc.long()].to(query_start_loc)
+        if layer_id == selecting and not self._has_begun:
+            tokens = Candidates(*_on(fresh_v.device, valid_mask, original_positions, query_start_loc))
+            is_selected = self._select(tokens, retrieved_v, fresh_v, token_dim)
+            short_start_loc = pad(is_selected.cumsum(0), (1, 0))[tokens.query_start_loc].to(query_start_loc)
             q = fresh_q.index_select(token_dim, self.indexes_in_kv)
             positions = positions[self.indexes_in_kv.to(positions.device)]
             return BlendOutput(q, fresh_k, fresh_v, positions, self.indexes_in_kv, short_start_loc)
-        if layer_id > 1:
+        if layer_id > selecting or self._has_begun:
             assert fresh_k.shape[token_dim] == len(self.indexes_in_kv), "fresh K does not match the selection"
-            retrieved_k = self._rotate(retrieved_k.to(fresh_k), original_positions, query_start_loc)
-            fresh_k = retrieved_k.index_copy(token_dim, self.indexes_in_kv, fresh_k)
-            fresh_v = retrieved_v.to(fresh_v).index_copy(token_dim, self.indexes_in_kv, fresh_v)
+            retrieved_k, retrieved_v = self._given(retrieved_k, fresh_k), self._given(retrieved_v, fresh_v)
+            retrieved_k = self._rotate(retrieved_k, original_positions, query_start_loc, layer_id, token_dim)
+            fresh_k = retrieved_k.index_copy_(token_dim, self.indexes_in_kv, fresh_k)
+            fresh_v = retrieved_v.index_copy_(token_dim, self.indexes_in_kv, fresh_v)
         everything = torch.arange(fresh_q.shape[token_dim], device=fresh_q.device)
         return BlendOutput(fresh_q, fresh_k, fresh_v, positions, everything, None)
 
-    def _difference(
+    def _select(
+        self, tokens: Candidates, retrieved_v: torch.Tensor, fresh_v: torch.Tensor, token_dim: int
+    ) -> torch.Tensor:
+        """Select by what this layer shows, if the selection wants to see it; return a bool mask."""
+        if self.selection.layer != BEFORE_LAYERS:
+            retrieved_v = retrieved_v.to(fresh_v.device)
+            deviation = self._deviation(retrieved_v, fresh_v, tokens.is_valid, token_dim)
+            tokens = replace(tokens, deviation=deviation)
+        return self._keep(tokens)
+
+    def _keep(self, tokens: Candidates) -> torch.Tensor:
+        is_selected = self.selection.select(tokens) | ~tokens.is_valid
+        if tokens.deviation is not None:
+            is_selected |= tokens.deviation.isnan()  # a retrieved row that is no number
+        self.indexes_in_kv = is_selected.nonzero().squeeze(1)
+        self._segments = tokens.segments
+        return is_selected
+
+    def _given(self, retrieved: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like ``fresh`` that may be changed."""
+        own = retrieved.to(fresh)
+        return own.clone() if own is retrieved and not self.in_place else own
+
+    def _deviation(
         self, retrieved_v: torch.Tensor, fresh_v: torch.Tensor, valid: torch.Tensor, token_dim: int
     ) -> torch.Tensor:
         """Return each token's mean squared difference, float32; 0 where the retrieved one is undefined."""
@@ -108,39 +162,39 @@ class CacheBlendImpl(BlendExecutor):
         return self.all_reduce_function(difference) if self.all_reduce_function else difference
 
     def _rotate(
-        self, k: torch.Tensor, original_positions: torch.Tensor, query_start_loc: torch.Tensor
+        self,
+        k: torch.Tensor,
+        original_positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        layer_id: int,
+        token_dim: int,
     ) -> torch.Tensor:
-        """Return K at the positions within each request, instead of the ones it was stored at."""
+        """Return K at the positions that its tokens have now within their requests; may be ``k``."""
+        if self.shift is not None:
+            for start, end, shift in self._segments:
+                if shift:
+                    self.shift(k.narrow(token_dim, start, end - start), shift, layer_id)
+            return k
         if self.positional_encoder is None or self.reverse_positional_encoder is None:
             _warn_of_missing_encoders()
             return k
-        starts = query_start_loc.to(k.device, torch.long)
-        new_positions = torch.arange(len(original_positions), device=k.device)
-        new_positions -= starts[_request_of_tokens(starts)]
+        everything = torch.ones(len(original_positions), dtype=torch.bool)
+        tokens = Candidates(*_on(k.device, everything, original_positions, query_start_loc))
         unused_q = torch.zeros_like(k)
-        old_positions = original_positions.to(k.device, torch.long)
-        unused_q, k = self.reverse_positional_encoder(old_positions, unused_q, k.clone())
-        return self.positional_encoder(new_positions, unused_q, k)[1]
+        old_positions = tokens.original_positions
+        unused_q, k = self.reverse_positional_encoder(old_positions, unused_q, k)
+        return self.positional_encoder(old_positions + tokens.shift, unused_q, k)[1]
 
 
-def select_tokens(
-    difference: torch.Tensor, valid: torch.Tensor, query_start_loc: torch.Tensor, ratio: float
-) -> torch.Tensor:
-    """Return a bool mask ``[num_tokens]`` of the tokens to compute.
-
-    Those are all that are not valid, and of each request's n valid ones the ``int(n * ratio)`` that differ
-    most, of equal ones the first. A NaN (a retrieved row that is no number) makes a token not valid.
-    """
-    valid = valid & ~difference.isnan()
-    starts = query_start_loc.to(difference.device, torch.long)
-    request = _request_of_tokens(starts)
-    num_valid = pad(valid.cumsum(0), (1, 0))[starts].diff()
-    quota = (num_valid.double() * ratio).long()  # float64, so that it is Python's int(n * ratio)
-    order = difference.where(valid, -1).argsort(descending=True, stable=True)
-    order = order[request[order].argsort(stable=True)]  # by request, then the most different first
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=order.device) - starts[request]
-    return ~valid | (rank < quota[request])
+def _on(
+    device: torch.device,
+    valid_mask: torch.Tensor,
+    original_positions: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what Candidates are made of, on one device."""
+    is_valid, positions = valid_mask.bool().to(device), original_positions.to(device, torch.long)
+    return is_valid, positions, query_start_loc.to(device, torch.long)
 
 
 def _undefined(like: torch.Tensor, num_tokens: int, token_dim: int) -> torch.Tensor:
@@ -154,8 +208,3 @@ def _undefined(like: torch.Tensor, num_tokens: int, token_dim: int) -> torch.Ten
 def _warn_of_missing_encoders() -> None:
     """Say it once per process, not once per layer."""
     logger.warning("no positional encoders are set: K is reused at the positions it was stored at")
-
-
-def _request_of_tokens(starts: torch.Tensor) -> torch.Tensor:
-    """Return the number of the request that each token belongs to, int64 ``[num_tokens]``."""
-    return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())

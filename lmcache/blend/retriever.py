@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -12,7 +13,8 @@ import torch
 from lmcache.blend.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from lmcache.config import LMCacheEngineMetadata
 from lmcache.logging import init_logger
-from lmcache.utils import token_dim
+from lmcache.storage_backend import tensors
+from lmcache.utils import KVCache, token_dim
 
 if TYPE_CHECKING:
     from lmcache.cache_engine import LMCacheEngine
@@ -22,69 +24,49 @@ logger = init_logger(__name__)
 _NUM_WORKERS = 4  # enough to overlap waiting for a remote storage with copying
 
 
-class _Hit(NamedTuple):
-    start: int
-    """Of its segment among all tokens."""
-    length: int
-    """Tokens, from the segment's start."""
-    kv: torch.Tensor
-    """[num_layers, 2, ...], one layer's K or V as the format says."""
+class Segment(NamedTuple):
+    """A part of a prompt, whose KV was computed with nothing before it."""
+
+    tokens: torch.Tensor
+    """Token ids ``[num_tokens]``."""
+    kv: KVCache | None = None
+    """Its KV when the caller has it, (K, V) per layer; None: look it up."""
+    is_reusable: bool = True
+    """False: neither; its tokens are to be computed."""
 
 
 class SPTBlendRetrieverTask(BlendRetrieverTask):
     """The retrieval of a batch's segments. A segment whose retrieval fails counts as not stored."""
 
-    def __init__(
-        self, token_segments: Sequence[torch.Tensor], tasks: Sequence[Future[Any]], fmt: str
-    ) -> None:
-        """``tasks``: of each segment what ``LMCacheEngine.retrieve`` returns, the KV as one tensor."""
-        assert len(token_segments) == len(tasks), "The number of token segments and tasks should match."
-        self.token_segments = token_segments
-        self.tasks = tasks
-        self.fmt = fmt
-        self._num_tokens = sum(len(segment) for segment in token_segments)
+    def __init__(self, kv: torch.Tensor, lengths: list[Future[int] | int], places: list[int]) -> None:
+        """``kv``: all layers of all tokens, ``[num_layers, 2, ...]``. ``lengths``: of each segment, how many
+        leading tokens are there, now or later. ``places``: where each starts, and the number of tokens.
+        """
+        self._kv, self._lengths, self._places = kv, lengths, places
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """Wait for all segments, then return one layer; the tensors are the caller's own.
+        """Wait for all segments, then return one layer; its tensors are the caller's own to change.
 
         They are ``[num_tokens, num_kv_heads, head_size]`` in the format "vllm" and ``[num_kv_heads,
-        num_tokens, head_size]`` in "huggingface". Raises IndexError for a layer that the stored KV lacks.
+        num_tokens, head_size]`` in "huggingface", and the same ones when a layer is asked for again. Raises
+        IndexError for a layer that the stored KV lacks.
         """
-        k, v = (self._layer(layer_id, k_or_v) for k_or_v in (0, 1)) if self._hits else (None, None)
-        return BlendRetrieverResult(k, v, *(mask.clone() for mask in self._validity))
-
-    @cached_property
-    def _hits(self) -> list[_Hit]:
-        hits, start = [], 0
-        for segment, task in zip(self.token_segments, self.tasks, strict=True):
-            try:
-                kv, is_retrieved = task.result()
-            except Exception as error:
-                logger.warning("a segment of %d tokens could not be retrieved: %r", len(segment), error)
-            else:
-                if length := int(is_retrieved.sum()):
-                    hits.append(_Hit(start, length, kv))
-            start += len(segment)
-        return hits
+        valid_mask, original_positions = (mask.clone() for mask in self._validity)
+        is_any = bool(valid_mask.any())
+        k, v = self._kv[layer_id].unbind() if is_any else (None, None)
+        device = self._kv.device if is_any else "cpu"
+        return BlendRetrieverResult(k, v, valid_mask, original_positions.to(device))
 
     @cached_property
     def _validity(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The valid mask, and the original positions: a segment was stored from position 0."""
-        valid_mask = torch.zeros(self._num_tokens, dtype=torch.int)
-        original_positions = torch.zeros(self._num_tokens, dtype=torch.int)
-        for start, length, _ in self._hits:
-            valid_mask[start : start + length] = 1
-            original_positions[start : start + length] = torch.arange(length)
-        return valid_mask, original_positions.to(self._hits[0].kv.device if self._hits else "cpu")
-
-    def _layer(self, layer_id: int, k_or_v: int) -> torch.Tensor:
-        dim = token_dim(self.fmt)
-        shape = list(self._hits[0].kv[layer_id, k_or_v].shape)
-        shape[dim] = self._num_tokens
-        layer = self._hits[0].kv.new_empty(shape)
-        for start, length, kv in self._hits:
-            layer.narrow(dim, start, length).copy_(kv[layer_id, k_or_v])
-        return layer
+        valid_mask = torch.zeros(self._places[-1], dtype=torch.int)
+        original_positions = torch.zeros(self._places[-1], dtype=torch.int)
+        for start, length in zip(self._places, self._lengths, strict=False):
+            end = start + (length if isinstance(length, int) else length.result())
+            valid_mask[start:end] = 1
+            original_positions[start:end] = torch.arange(end - start)
+        return valid_mask, original_positions
 
 
 class SPTBlendRetriever(BlendRetriever):
@@ -121,13 +103,44 @@ class SPTBlendRetriever(BlendRetriever):
 
         Raises ValueError when prompts and indices differ in number, or when indices fall or leave the prompt.
         """
-        segments: list[torch.Tensor] = []
+        segments: list[Segment] = []
         for prompt, starts in zip(full_prompts, indices, strict=True):
             if [0, *starts, len(prompt)] != sorted([0, *starts, len(prompt)]):
                 raise ValueError(f"Invalid indices for a prompt of {len(prompt)} tokens: {starts}")
-            segments += (segment for segment in prompt.tensor_split(starts) if len(segment))
-        tasks = [self._pool.submit(self.cache_engine.retrieve, segment, None, False) for segment in segments]
-        return SPTBlendRetrieverTask(segments, tasks, self.metadata.fmt)
+            segments += map(Segment, prompt.tensor_split(starts))
+        return self.retrieve(segments)
+
+    def retrieve(self, segments: Sequence[Segment]) -> SPTBlendRetrieverTask:
+        """Start retrieving segments that stand side by side, each straight to its place; return at once."""
+        dim = 2 + token_dim(self.metadata.fmt)
+        segments = [segment for segment in segments if len(segment.tokens)]
+        places = [0, *accumulate(len(segment.tokens) for segment in segments)]
+        kv = self.cache_engine.empty(places[-1])
+        lengths = [
+            self._pool.submit(self._fill, kv.narrow(dim, start, len(segment.tokens)), segment)
+            if segment.is_reusable
+            else 0
+            for start, segment in zip(places, segments, strict=False)
+        ]
+        return SPTBlendRetrieverTask(kv, lengths, places)
+
+    def close(self) -> None:
+        """End the threads; what is under way is finished."""
+        self._pool.shutdown()
+
+    def _fill(self, place: torch.Tensor, segment: Segment) -> int:
+        """Put a segment's KV in its place; return how many leading tokens of it there are."""
+        try:
+            if segment.kv is None:
+                return self.cache_engine.retrieve_into(segment.tokens, place)
+            for layer, (k, v) in zip(place, segment.kv, strict=True):
+                layer[0].copy_(k)
+                layer[1].copy_(v)
+            tensors.synchronize(place)
+        except Exception as error:
+            logger.warning("a segment of %d tokens could not be retrieved: %r", len(segment.tokens), error)
+            return 0
+        return len(segment.tokens)
 
     def drop_spt_and_get_indices(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Return the prompt without its separators, and where in it the second and further segments start.

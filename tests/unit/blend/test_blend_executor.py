@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from lmcache.blend.executor import CacheBlendImpl, select_tokens
+from lmcache.blend.executor import CacheBlendImpl
 from lmcache.blend.interfaces import BlendOutput
+from lmcache.blend.selection import Candidates, highest
 
 NUM_HEADS, HEAD_SIZE = 2, 4
 
@@ -244,8 +245,9 @@ def test_ranks_select_by_the_sum_of_their_differences():
 @given(st.integers(1, 200), RATIOS)
 @example(100, 0.29)  # 28 in float64, 29 in float32
 def test_the_number_selected_is_pythons(num_tokens, ratio):
-    difference, valid = torch.zeros(num_tokens), torch.ones(num_tokens, dtype=torch.bool)
-    selected = select_tokens(difference, valid, torch.tensor([0, num_tokens]), ratio)
+    valid = torch.ones(num_tokens, dtype=torch.bool)
+    tokens = Candidates(valid, torch.arange(num_tokens), torch.tensor([0, num_tokens]))
+    selected = highest(torch.zeros(num_tokens), tokens, ratio)
     assert selected.nonzero().squeeze(1).tolist() == list(range(int(num_tokens * ratio)))
 
 

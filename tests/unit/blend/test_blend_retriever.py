@@ -28,16 +28,17 @@ class StandInEngine:
         kv = element + 1000.0 * torch.tensor(tokens).view(1, 1, -1, 1, 1)
         return kv if self.fmt == "vllm" else kv.transpose(2, 3)
 
-    def retrieve(self, tokens, mask=None, return_tuple=True):
-        assert mask is None
-        assert not return_tuple
+    def empty(self, num_tokens):
+        return torch.full_like(self.kv([0] * num_tokens), torch.nan)
+
+    def retrieve_into(self, tokens, out):
         assert self.may_answer.wait(DEADLINE_SECONDS)
         self.retrieved.append(tokens.tolist())
         if -1 in tokens:
             raise OSError("the remote storage is gone")
         length = self.held.get(tuple(tokens.tolist()), 0)
-        kv = self.kv(tokens.tolist()[:length]) if length else ()
-        return kv, torch.arange(len(tokens)) < length
+        out.narrow(2 if self.fmt == "vllm" else 3, 0, length).copy_(self.kv(tokens.tolist()[:length]))
+        return length
 
 
 def retriever(engine: StandInEngine, spt: list[int] | None = None) -> SPTBlendRetriever:
@@ -116,9 +117,9 @@ def test_results_are_the_callers_own():
     engine = StandInEngine()
     engine.held = {(1, 2): 2}
     task = retriever(engine).new_request([torch.tensor([1, 2])], [[]])
-    for _ in range(2):
-        result = task.result(0)
-        check(result, engine, 0, [1, 2], [0, 1])
+    for layer in range(NUM_LAYERS):
+        result = task.result(layer)
+        check(result, engine, layer, [1, 2], [0, 1])
         for tensor in (result.k, result.v, result.valid_mask, result.original_positions):
             tensor.zero_()
 

@@ -63,7 +63,7 @@ class CachedModel:
         of cache) runs as if there were no cache, with a line in the log. Stores the KV of what was
         generated too when the engine has ``save_decode_cache``.
         """
-        if obstacle := _obstacle_of_model(self.model) or self._obstacle_of_call(input_ids, kwargs):
+        if obstacle := obstacle_of_model(self.model) or self.obstacle_of_call(input_ids, kwargs):
             logger.info("the prompt's KV is not cached: %s", obstacle)
             return self.model.generate(input_ids, **kwargs)
         tokens = input_ids[0].cpu()
@@ -75,7 +75,8 @@ class CachedModel:
         self._store(tokens, cache)
         return output
 
-    def _obstacle_of_call(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+    def obstacle_of_call(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+        """Return why ``generate`` would not cache with these arguments, None when it would."""
         config = kwargs.get("generation_config") or self.model.generation_config
         settings = config.to_dict() | kwargs
         mask, padding = kwargs.get("attention_mask"), settings.get("pad_token_id")
@@ -116,7 +117,8 @@ class CachedModel:
             logger.warning("the prompt's KV could not be stored: %r", error)
 
 
-def _obstacle_of_model(model: PreTrainedModel) -> str | None:
+def obstacle_of_model(model: PreTrainedModel) -> str | None:
+    """Return why this model's KV is not cached, None when it is."""
     layers = DynamicCache(config=model.config).layers
     if (
         model.config.is_encoder_decoder

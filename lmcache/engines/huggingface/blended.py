@@ -1,0 +1,267 @@
+"""Prompts of several segments: each one's KV is computed once, alone, and reused in any order and mix.
+
+    blended = BlendedModel(model, engine, tokenizer)  # the engine's configuration has enable_blending
+    output = blended.generate([*documents, question], max_new_tokens=32)  # token ids of each, or one text
+
+Blended KV is approximate, so that it is stored nowhere. Segments' KV lies in the engine under names of its
+own (``SEGMENT_SALT``), which no lookup of a prompt finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from lmcache.blend.executor import CacheBlendImpl
+from lmcache.blend.retriever import Segment, SPTBlendRetriever
+from lmcache.blend.selection import LargestDeviation, Selection
+from lmcache.cache_engine import LMCacheEngine
+from lmcache.engines.huggingface.blending import BlendedCache, BlendingPass, add_hooks
+from lmcache.engines.huggingface.cached import CachedModel, obstacle_of_model
+from lmcache.engines.huggingface.rotary import RotaryShift
+from lmcache.logging import init_logger
+from lmcache.utils import KVCache
+
+logger = init_logger(__name__)
+
+Prompt = str | Sequence[Sequence[int] | torch.Tensor]
+"""Segments as token ids, or a text in which the configured separator stands between them."""
+
+SEGMENT_SALT = "lmcache blend segment"
+FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""transformers' ``model_type``s whose forward pass is blended."""
+
+
+@dataclass
+class Prefilled:
+    """What a prefill leaves of one prompt."""
+
+    logits: torch.Tensor
+    """Of its last tokens, ``[num_logits, vocab_size]``."""
+    cache: DynamicCache
+    """KV of all its tokens, approximate if anything was reused."""
+
+
+class BlendedModel:
+    """Generates from segments whose KV was computed apart; a fault of the cache costs time, never an answer.
+
+    The last segment (the question) is always computed in its place. A prompt that can't or shall not be
+    blended is answered exactly, as by ``CachedModel``, with a line in the log: blending is not enabled, fewer
+    tokens than ``blend_min_tokens`` or more than the model's window, one segment only, arguments of
+    ``generate`` that CachedModel does not cache either.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: LMCacheEngine,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        selection: Selection | None = None,
+    ) -> None:
+        """``tokenizer``: for prompts as text. ``selection``: which tokens are computed again; None: a share
+        ``blend_recompute_ratio`` of them, those of the largest deviation.
+
+        Raises ValueError, with the reason, for a model that can't be blended, and for an engine whose
+        metadata does not fit it.
+        """
+        self._exact = CachedModel(model, engine)
+        if obstacle := _obstacle(model):
+            raise ValueError(f"{type(model).__name__} can't be blended: {obstacle}")
+        try:
+            self._shift = RotaryShift(model)
+        except ValueError as error:
+            raise ValueError(f"{type(model).__name__} can't be blended: {error}") from error
+        self.model, self.engine, self.tokenizer = model, engine, tokenizer
+        self.config = engine.config
+        self.selection = selection or LargestDeviation(self.config.blend_recompute_ratio)
+        self._special = self._special_tokens()
+        behind = self._special if self.config.blend_add_special_in_precomp else []
+        self._behind = torch.tensor(behind, dtype=torch.long)
+        self.segments = engine.salted(f"{SEGMENT_SALT} {behind}")
+        """The engine by its names of segments; it counts their hits and misses."""
+        self._retriever = SPTBlendRetriever(self.segments, engine.metadata)
+        self._hooks = add_hooks(model)
+
+    def generate(self, prompt: Prompt, **kwargs: Any) -> Any:
+        """Return what ``model.generate`` returns for the joined segments, with the same ``kwargs``.
+
+        Raises ValueError for a text without a tokenizer, and for a prompt without tokens.
+        """
+        segments = self.split(prompt)
+        input_ids = torch.cat(segments)[None].to(self.model.device)
+        obstacle = self._obstacle_of_prompt(segments) or self._exact.obstacle_of_call(input_ids, kwargs)
+        if obstacle:
+            logger.info("the prompt is not blended: %s", obstacle)
+            return self._exact.generate(input_ids, **kwargs)
+        cache = BlendedCache(self._begin([segments]), self._num_layers)
+        return self.model.generate(input_ids, past_key_values=cache, **kwargs)
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Prompt], num_logits: int = 1) -> list[Prefilled]:
+        """Compute several prompts in one forward pass, packed side by side; each is as if it were alone.
+
+        ``num_logits``: of how many last tokens of each prompt, at most the length of its last segment. Go on
+        from one by ``model.generate(input_ids, past_key_values=prefilled.cache)``, after cropping the
+        cache's last token. Prompts that ``generate`` would not blend are computed exactly. Raises ValueError
+        as ``generate`` does, and for ``num_logits`` out of range.
+        """
+        split = [self.split(prompt) for prompt in prompts]
+        if not 1 <= num_logits <= min(len(segments[-1]) for segments in split):
+            raise ValueError(
+                f"Invalid num_logits: {num_logits} (the last segment is shorter, or it is below 1)"
+            )
+        blending = self._begin(split)
+        tokens = torch.cat([token for segments in split for token in segments]).to(self.model.device)
+        cache = BlendedCache(blending, self._num_layers)
+        hidden = self.model.get_decoder()(
+            input_ids=tokens[None],
+            position_ids=blending.positions[None],
+            attention_mask=blending.mask() if len(split) > 1 else None,
+            past_key_values=cache,
+        ).last_hidden_state[0]
+        ends = torch.searchsorted(blending.selected.to(hidden.device), blending.query_start_loc[1:])
+        head = self.model.get_output_embeddings()
+        starts = blending.query_start_loc.tolist()
+        return [
+            Prefilled(head(hidden[end - num_logits : end]), _part(cache, start, stop))
+            for end, start, stop in zip(ends.tolist(), starts, starts[1:], strict=False)
+        ]
+
+    def precompute(self, segments: Sequence[Sequence[int] | torch.Tensor]) -> int:
+        """Compute and store the KV of segments that are not stored yet; return how many tokens that were."""
+        tokens = {tuple(segment.tolist()): segment for segment in map(_tokens, segments) if len(segment)}
+        return sum(len(segment) for segment in tokens.values() if self._computed(segment) is not None)
+
+    def split(self, prompt: Prompt) -> list[torch.Tensor]:
+        """Return the prompt's segments without empty ones, int64 token ids ``[num_tokens]`` on the CPU.
+
+        A text's special tokens (what the tokenizer puts before every text) are a segment of their own, so
+        that a document has the same tokens wherever it stands. Raises ValueError as ``generate`` does.
+        """
+        segments: Sequence[Sequence[int] | torch.Tensor]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a prompt as text needs a tokenizer: BlendedModel(model, engine, tokenizer)")
+            texts = [text for text in prompt.split(self.config.blend_separator) if text]
+            tokenized = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+            segments = [self._special, *tokenized] if texts else []
+        else:
+            segments = prompt
+        split = [segment for segment in map(_tokens, segments) if len(segment)]
+        if not split:
+            raise ValueError("the prompt has no tokens")
+        return split
+
+    def close(self) -> None:
+        """Take the hooks off the model and end the threads. The engine stays open."""
+        for hook in self._hooks:
+            hook.remove()
+        self._retriever.close()
+
+    @property
+    def _num_layers(self) -> int:
+        return int(self.engine.metadata.kv_shape[0])
+
+    def _obstacle_of_prompt(self, segments: list[torch.Tensor]) -> str | None:
+        num_tokens = sum(map(len, segments))
+        window = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if not self.config.enable_blending:
+            return "enable_blending is off in the engine's configuration"
+        if len(segments) < 2:
+            return "it has one segment"
+        if num_tokens < self.config.blend_min_tokens:
+            return f"its {num_tokens} tokens are fewer than blend_min_tokens ({self.config.blend_min_tokens})"
+        if window is not None and num_tokens > window:
+            return f"its {num_tokens} tokens are more than the model's window ({window})"
+        return None
+
+    def _begin(self, prompts: list[list[torch.Tensor]]) -> BlendingPass:
+        """Start a pass over prompts side by side, with the KV of their segments as far as it is reusable."""
+        wanted = [segment for segments in prompts for segment in self._wanted(segments)]
+        computed: dict[tuple[int, ...], KVCache | None] = {}
+        for at, (tokens, _, is_reusable) in enumerate(wanted):
+            name = tuple(tokens.tolist())
+            if is_reusable and name not in computed:
+                computed[name] = self._computed(tokens)
+            wanted[at] = Segment(tokens, computed.get(name), is_reusable)
+        executor = CacheBlendImpl(self.config.blend_recompute_ratio, selection=self.selection, in_place=True)
+        executor.set_shift(self._shift)
+        lengths = [sum(map(len, segments)) for segments in prompts]
+        task = self._retriever.retrieve(wanted)
+        is_eager = self.model.config._attn_implementation == "eager"
+        dtype = self.model.dtype if is_eager else None
+        return BlendingPass(task, executor, lengths, self.model.device, dtype)
+
+    def _wanted(self, segments: list[torch.Tensor]) -> list[Segment]:
+        """All but the last and the special tokens; none when the prompt is to be computed exactly."""
+        is_blended = self._obstacle_of_prompt(segments) is None
+        last = len(segments) - 1
+        return [
+            Segment(tokens, None, is_blended and at != last and tokens.tolist() != self._special)
+            for at, tokens in enumerate(segments)
+        ]
+
+    @torch.no_grad()
+    def _computed(self, tokens: torch.Tensor) -> KVCache | None:
+        """Compute a segment's KV alone and store it; None when it is stored already, or nothing can be said
+        of that. ``[num_kv_heads, num_tokens, head_size]`` per layer.
+
+        Behind special tokens, if the configuration says so: these stand before position 0, so that the
+        segment's K is at the same positions as without them.
+        """
+        try:
+            if self.segments.lookup(tokens) == len(tokens):
+                return None
+        except Exception as error:
+            logger.warning("a segment of %d tokens could not be looked up: %r", len(tokens), error)
+        before = len(self._behind)
+        cache = DynamicCache()
+        self.model.get_decoder()(
+            input_ids=torch.cat((self._behind, tokens))[None].to(self.model.device),
+            position_ids=torch.arange(-before, len(tokens), device=self.model.device)[None],
+            past_key_values=cache,
+        )
+        kv = tuple((layer.keys[0, :, before:], layer.values[0, :, before:]) for layer in cache.layers)
+        try:
+            self.segments.store(tokens, kv)
+        except Exception as error:
+            logger.warning("a segment of %d tokens could not be stored: %r", len(tokens), error)
+        return kv
+
+    def _special_tokens(self) -> list[int]:
+        """What the tokenizer puts before every text; without a tokenizer the model's BOS token, if any."""
+        if self.tokenizer is not None:
+            with_special: list[int] = self.tokenizer("a")["input_ids"]
+            plain: list[int] = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+            return with_special[: len(with_special) - len(plain)] if with_special != plain else []
+        bos = self.model.config.get_text_config(decoder=True).bos_token_id
+        return [] if bos is None else [int(bos)]
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Return why the model can't be blended, None when it can."""
+    if obstacle := obstacle_of_model(model):
+        return obstacle
+    if model.config.model_type not in FAMILIES:
+        return f"its family {model.config.model_type} is not one of {', '.join(FAMILIES)}"
+    if (attention := model.config._attn_implementation) not in ("sdpa", "eager"):
+        return f"attn_implementation {attention} can't compute selected tokens: load the model with sdpa"
+    return None
+
+
+def _tokens(segment: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """Return a segment's token ids as int64 on the CPU. Raises ValueError for anything else."""
+    tokens = torch.as_tensor(segment, device="cpu")
+    if tokens.dim() != 1 or (len(tokens) and (tokens.is_floating_point() or tokens.dtype == torch.bool)):
+        raise ValueError(f"a segment must be a list of token ids, not {list(tokens.shape)} of {tokens.dtype}")
+    return tokens.long()
+
+
+def _part(cache: DynamicCache, start: int, end: int) -> DynamicCache:
+    """Return one prompt's KV out of a row of prompts."""
+    layers = ((layer.keys, layer.values) for layer in cache.layers)
+    return DynamicCache([(keys[:, :, start:end], values[:, :, start:end]) for keys, values in layers])

@@ -1,0 +1,159 @@
+"""Blending inside of a model's own forward pass: a cache that blends, and hooks that leave selected tokens.
+
+Attention gives each layer's fresh K and V to the cache and computes with what it gets back, so that is where
+they are blended. A hook before each decoder layer leaves of the hidden states those of the selected tokens.
+Both know a blended prefill by its cache: calls with any other run as if there were no hooks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from lmcache.blend.executor import CacheBlendImpl
+from lmcache.blend.interfaces import BlendRetrieverTask
+
+_TOKEN_DIM = 1
+"""Of K and V without the batch: ``[num_kv_heads, num_tokens, head_size]``."""
+
+
+class BlendingPass:
+    """One prefill of a row of prompts, each with positions from 0."""
+
+    def __init__(
+        self,
+        task: BlendRetrieverTask,
+        executor: CacheBlendImpl,
+        lengths: list[int],
+        device: torch.device,
+        additive_mask: torch.dtype | None,
+    ) -> None:
+        """``lengths``: of each prompt, in tokens. ``additive_mask``: the dtype of masks that are added to the
+        scores; None: masks are bool."""
+        self._task = task
+        self._executor = executor
+        self._mask_dtype = additive_mask
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self.query_start_loc = torch.tensor([0, *lengths], device=device).cumsum(0)
+        counts = torch.tensor(lengths, device=device)
+        self._request = torch.arange(len(lengths), device=device).repeat_interleave(counts)
+        self._selected: torch.Tensor | None = None
+        """The tokens that are computed from now on; None: all."""
+        self._is_narrow = False
+        self._narrow: dict[str, Any] = {}
+        found = task.result(0)
+        self._select(
+            executor.begin(found.valid_mask, found.original_positions.to(device), self.query_start_loc)
+        )
+
+    @property
+    def selected(self) -> torch.Tensor:
+        """int64: the tokens that were computed to the end, in rising order."""
+        return torch.arange(len(self.positions)) if self._selected is None else self._selected
+
+    def mask(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what ``tokens`` (None: all) may attend to: ``[1, 1, num_selected, num_tokens]``."""
+        tokens = torch.arange(len(self.positions)) if tokens is None else tokens
+        is_visible = self.positions <= self.positions[tokens, None]
+        is_visible &= self._request == self._request[tokens, None]
+        if self._mask_dtype is None:
+            return is_visible[None, None]
+        lowest = torch.finfo(self._mask_dtype).min
+        return torch.zeros_like(is_visible, dtype=self._mask_dtype).masked_fill_(~is_visible, lowest)[
+            None, None
+        ]
+
+    def blend(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of all tokens, for fresh ``[1, num_kv_heads, num_selected, head_size]``."""
+        found = self._task.result(layer_id)
+        out = self._executor.blend(
+            layer_id,
+            found.k if found.k is None else found.k.to(k.device),
+            found.v if found.v is None else found.v.to(v.device),
+            found.valid_mask,
+            found.original_positions,
+            k[0],  # stands for Q, which is not seen here: the hook before the next layer does what it would
+            k[0],
+            v[0],
+            self.positions if self._selected is None else self.positions[self._selected],
+            self.query_start_loc,
+            _TOKEN_DIM,
+        )
+        if out.query_start_loc is not None:
+            self._select(self._executor.indexes_in_kv)
+        return out.k[None], out.v[None]
+
+    def narrowed(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return a decoder layer's arguments for the selected tokens only."""
+        tokens = self._selected
+        if tokens is None:
+            return hidden, kwargs
+        if not self._is_narrow:
+            self._is_narrow = True
+            hidden = hidden[:, tokens]
+            self._narrow = {
+                "attention_mask": self.mask(tokens),
+                "position_ids": self.positions[None, tokens],
+                "position_embeddings": tuple(x[:, tokens] for x in kwargs["position_embeddings"]),
+            }
+        return hidden, kwargs | self._narrow
+
+    def _select(self, tokens: torch.Tensor | None) -> None:
+        if tokens is not None and len(tokens) < len(self.positions):  # all: the pass stays as it is
+            self._selected = tokens
+
+
+class BlendedCache(DynamicCache):  # type: ignore[misc]
+    """A DynamicCache whose first update of each layer blends; after the prefill it is like any other."""
+
+    def __init__(self, blending: BlendingPass, num_layers: int) -> None:
+        super().__init__()
+        self.blending: BlendingPass | None = blending
+        self.layers = [_BlendedLayer(self, layer_id) for layer_id in range(num_layers)]
+
+    def end(self) -> None:
+        """The prefill is over: go on with layers of the common kind, and let go of what was for blending."""
+        self.blending = None
+        self.layers, blended = [DynamicLayer() for _ in self.layers], self.layers
+        for layer, with_kv in zip(self.layers, blended, strict=True):
+            layer.lazy_initialization(with_kv.keys, with_kv.values)
+            layer.keys, layer.values = with_kv.keys, with_kv.values
+
+
+class _BlendedLayer(DynamicLayer):  # type: ignore[misc]
+    def __init__(self, cache: BlendedCache, layer_id: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._layer_id = layer_id
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        blending = self._cache.blending
+        assert blending is not None, "layers of this kind are replaced at the end of the prefill"
+        self.lazy_initialization(key_states, value_states)
+        keys, values = blending.blend(self._layer_id, key_states, value_states)
+        self.keys, self.values = keys, values
+        if self._layer_id == len(self._cache.layers) - 1:
+            self._cache.end()
+        return keys, values
+
+
+def add_hooks(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let the model's decoder layers compute selected tokens only, in passes with a BlendedCache."""
+    return [
+        layer.register_forward_pre_hook(_before_layer, with_kwargs=True)
+        for layer in model.get_decoder().layers
+    ]
+
+
+def _before_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, BlendedCache) or cache.blending is None:
+        return None
+    hidden, kwargs = cache.blending.narrowed(args[0], kwargs)
+    return (hidden, *args[1:]), kwargs

@@ -1,0 +1,46 @@
+"""Rotating K by a difference of positions, as transformers' rotary embeddings rotate it to a position."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those whose frequencies are the same whatever the length of the prompt is (transformers' names)."""
+
+
+class RotaryShift:
+    """Rotates K in place; what was rotated to p is then as if it had been rotated to p + shift.
+
+    Rotations to a position and by a difference are of the same kind, so that one rotation by the difference
+    takes the place of one back and one forth. It is done in float32: in half precision the angle of a far
+    position would lose digits.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises ValueError when the model's rotary embedding is none that is known here."""
+        decoder = model.get_decoder()
+        rotary = getattr(decoder, "rotary_emb", None)
+        rope_type = getattr(rotary, "rope_type", None)
+        if rotary is None or rope_type not in _ROPE_TYPES:
+            raise ValueError(
+                f"its rotary embedding is of the type {rope_type}, not one of {', '.join(_ROPE_TYPES)}"
+            )
+        self._frequencies: torch.Tensor = rotary.inv_freq.float()
+        self._is_rotated = [getattr(layer.self_attn, "use_rope", True) for layer in decoder.layers]
+
+    def __call__(self, k: torch.Tensor, shift: int, layer_id: int) -> None:
+        """Rotate ``k`` ``[..., head_size]`` of one layer, pairs being the two halves of the head."""
+        if not self._is_rotated[layer_id]:
+            return
+        angles = (self._frequencies * shift).to(k.device)
+        cos, sin = angles.cos(), angles.sin()
+        first, second = k[..., : len(angles)], k[..., len(angles) : 2 * len(angles)]
+        if k.dtype == torch.float32:
+            turned = first * sin
+            first.mul_(cos).addcmul_(second, sin, value=-1)
+            second.mul_(cos).add_(turned)
+        else:
+            wide = first.float(), second.float()
+            first.copy_(wide[0] * cos - wide[1] * sin)
+            second.copy_(wide[1] * cos + wide[0] * sin)
