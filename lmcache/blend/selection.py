@@ -99,13 +99,14 @@ class LargestDeviation(_Ranked):
     """
 
     def __init__(self, ratio: float, layer: int = 1) -> None:
-        """Compute ``ratio`` (0 to 1) of each request's valid tokens again, chosen at ``layer`` (0 or more).
+        """Compute ``ratio`` (0 to 1) of each request's valid tokens again, chosen at ``layer`` (1 or more: in
+        layer 0 V depends on the token alone).
 
         Raises ValueError for either out of range.
         """
         super().__init__(ratio)
-        if layer < 0:
-            raise ValueError(f"Invalid layer: {layer} (must be 0 or more)")
+        if layer < 1:
+            raise ValueError(f"Invalid layer: {layer} (must be 1 or more)")
         self.layer = layer
 
     def score(self, tokens: Candidates) -> torch.Tensor:

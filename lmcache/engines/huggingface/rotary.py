@@ -23,9 +23,7 @@ class RotaryShift:
         rotary = getattr(decoder, "rotary_emb", None)
         rope_type = getattr(rotary, "rope_type", None)
         if rotary is None or rope_type not in _ROPE_TYPES:
-            raise ValueError(
-                f"its rotary embedding is of the type {rope_type}, not one of {', '.join(_ROPE_TYPES)}"
-            )
+            raise ValueError(f"its rotary embedding is {rope_type}, not one of {', '.join(_ROPE_TYPES)}")
         self._frequencies: torch.Tensor = rotary.inv_freq.float()
         self._is_rotated = [getattr(layer.self_attn, "use_rope", True) for layer in decoder.layers]
 

@@ -1,0 +1,249 @@
+"""What may be blended, as the configuration, the prompt and the cache say; whatever they say, an answer."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from lmcache.blend.selection import AllTokens, LargestDeviation, NoTokens, Selection
+from lmcache.engines.huggingface import BlendedModel
+from testing.blend.tiny import BOS, VOCAB_SIZE, WINDOW, engine_for, random_tokens, tiny_model
+from tests.integration.test_blended_model import joined, kv_alone, kv_of
+
+DOCUMENTS = random_tokens(40, 33, 50)
+QUESTION = random_tokens(9, seed=1)[0]
+PROMPT = [*DOCUMENTS, QUESTION]
+GENERATE = {"max_new_tokens": 5, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@contextlib.contextmanager
+def blended(model, *args, selection=None, **options):
+    with engine_for(model, **options) as engine:
+        one = BlendedModel(model, engine, *args, selection=selection)
+        try:
+            yield one
+        finally:
+            one.close()
+
+
+def is_exact(one, prompt) -> bool:
+    """Is it answered as the model answers, without a look at what is stored?"""
+    tokens = torch.tensor([[int(token) for segment in prompt for token in segment]])
+    one.precompute(prompt[:-1])
+    before = one.segments.hit_tokens_count
+    found = one.generate(prompt, **GENERATE)
+    assert torch.equal(found, one.model.generate(tokens, **GENERATE))
+    return one.segments.hit_tokens_count == before
+
+
+def num_computed(one, prompt) -> int:
+    """Of the tokens of a prefill behind the first segment; the others' V is as it was alone."""
+    cache = kv_of(one.prefill([prompt])[0].cache)
+    alone = torch.cat([kv_alone(one.model, segment) for segment in prompt], -2)
+    return int((cache != alone)[-1, 1, :, len(prompt[0]) :].any(0).any(-1).sum())
+
+
+def test_enable_blending(model):
+    with blended(model, enable_blending=False) as one:
+        one.generate(PROMPT, **GENERATE)
+        assert one.segments.lookup(DOCUMENTS[0]) == 0
+        assert is_exact(one, PROMPT)
+    with blended(model, enable_blending=True, selection=AllTokens()) as one:
+        assert not is_exact(one, PROMPT)
+
+
+def test_blend_recompute_ratio(model):
+    for ratio in (0.1, 0.4):
+        with blended(model, blend_recompute_ratio=ratio) as one:
+            one.precompute(DOCUMENTS)
+            # None of the first document: where it stands, computing does not change it.
+            num_wanted = int(ratio * sum(map(len, DOCUMENTS)))
+            assert num_computed(one, PROMPT) == num_wanted + len(QUESTION)
+
+
+def test_blend_min_tokens(model):
+    num_tokens = sum(map(len, PROMPT))
+    with blended(model, blend_min_tokens=num_tokens + 1) as one:
+        assert is_exact(one, PROMPT)
+        with torch.no_grad():
+            expected = model(joined(PROMPT), logits_to_keep=1).logits[0]
+            assert torch.equal(one.prefill([PROMPT])[0].logits, expected)
+    with blended(model, blend_min_tokens=num_tokens, selection=AllTokens()) as one:
+        assert not is_exact(one, PROMPT)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A word is a token, by its number; <s> stands before every text."""
+    words = {"<unk>": 0, "<s>": BOS, **{str(number): number for number in range(2, VOCAB_SIZE)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+def test_blend_separator(model, tokenizer):
+    def text(separator):
+        return separator.join(" ".join(map(str, segment.tolist())) for segment in PROMPT)
+
+    for separator in ("[BLEND_SEP]", " # # "):
+        with blended(model, tokenizer, blend_separator=separator) as one:
+            assert list(map(list, one.split(text(separator)))) == [[BOS], *map(list, PROMPT)]
+            assert list(map(list, one.split(separator + text(separator * 2) + separator))) == [
+                [BOS],
+                *map(list, PROMPT),
+            ]
+            expected = one.generate([[BOS], *PROMPT], **GENERATE)
+            assert torch.equal(one.generate(text(separator), **GENERATE), expected)
+            assert one.segments.lookup(DOCUMENTS[1]) == len(DOCUMENTS[1])
+            assert len(one.split(text("[OTHER]").replace("[OTHER]", " "))) == 2
+    with blended(model) as one, pytest.raises(ValueError, match="needs a tokenizer"):
+        one.generate("1 2")
+    with blended(model, tokenizer) as one, pytest.raises(ValueError, match="no tokens"):
+        one.generate("[BLEND_SEP]")
+
+
+def test_blend_add_special_in_precomp(model, tokenizer):
+    alone, behind = kv_alone(model, DOCUMENTS[1]), kv_alone(model, DOCUMENTS[1], before=[BOS])
+    assert not torch.allclose(alone, behind, atol=1e-2)
+    for given in ((), (tokenizer,)):
+        for is_added, expected in ((False, alone), (True, behind)):
+            options = {"blend_add_special_in_precomp": is_added, "selection": NoTokens()}
+            with blended(model, *given, **options) as one:
+                one.precompute(DOCUMENTS)
+                found = kv_of(one.prefill([[[BOS], DOCUMENTS[1], DOCUMENTS[0], QUESTION]])[0].cache)
+                assert torch.allclose(found[:, 1, :, 1 : 1 + len(DOCUMENTS[1])], expected[:, 1], atol=1e-4)
+
+
+def test_the_two_kinds_of_segments_have_different_names(model):
+    with engine_for(model) as engine:
+        plain = BlendedModel(model, engine)
+        engine.config.blend_add_special_in_precomp = True
+        behind = BlendedModel(model, engine)
+        plain.precompute(DOCUMENTS)
+        assert plain.segments.lookup(DOCUMENTS[0]) == len(DOCUMENTS[0])
+        assert behind.segments.lookup(DOCUMENTS[0]) == 0
+        plain.close()
+        behind.close()
+
+
+def test_segments_are_computed_once(model):
+    with blended(model) as one:
+        assert one.precompute([*DOCUMENTS, DOCUMENTS[0].tolist(), []]) == sum(map(len, DOCUMENTS))
+        assert one.precompute(DOCUMENTS[:2]) == 0
+        one.generate(PROMPT, **GENERATE)
+        assert one.precompute(DOCUMENTS) == 0
+        assert one.segments.lookup(QUESTION) == 0  # computed in its place, whatever it is
+
+
+def test_unseen_segments_are_computed_and_stored_on_the_way(model):
+    with blended(model) as one:
+        cold = one.generate(PROMPT, **GENERATE)
+        assert one.segments.hit_tokens_count == 0
+        assert torch.equal(one.generate(PROMPT, **GENERATE), cold)
+        assert one.segments.hit_tokens_count == sum(map(len, DOCUMENTS))
+
+
+def test_prompts_of_odd_segments(model):
+    empty: list[int] = []
+    twice = [DOCUMENTS[0], empty, DOCUMENTS[0], QUESTION, empty]
+    with blended(model, selection=LargestDeviation(1.0)) as one:
+        assert not is_exact(one, twice)
+        assert is_exact(one, [QUESTION, empty])  # one segment
+        for prompt in ([], [empty], [empty, empty]):
+            with pytest.raises(ValueError, match="no tokens"):
+                one.generate(prompt)
+        for segment, found in (([0.5], "float32"), ([[1]], r"\[1, 1\]"), ([True], "bool")):
+            with pytest.raises(ValueError, match=f"list of token ids, not .*{found}"):
+                one.generate([segment, QUESTION])
+        with pytest.raises(ValueError, match="Invalid num_logits: 10"):
+            one.prefill([PROMPT], 10)
+
+
+def test_a_prompt_longer_than_the_window_is_answered_exactly(model):
+    (long,) = random_tokens(WINDOW)
+    with blended(model) as one:
+        assert is_exact(one, [long, QUESTION])
+
+
+def test_what_the_cache_lost_is_computed(model):
+    num_bytes_per_token = 4 * 2 * 2 * 16 * 4  # layers, K and V, heads, head size, float32
+    with blended(model, max_local_cache_size=48 * num_bytes_per_token / 2**30, selection=NoTokens()) as one:
+        for documents in (DOCUMENTS, DOCUMENTS[::-1]):
+            one.precompute(documents)
+            prompt = [*documents, QUESTION]
+            with torch.no_grad():
+                found = one.prefill([prompt])[0]
+            assert found.cache.get_seq_length() == sum(map(len, prompt))
+            assert torch.isfinite(kv_of(found.cache)).all()
+    with blended(model, selection=NoTokens()) as one:
+        one.precompute(DOCUMENTS)
+        whole = one.segments.retrieve_into
+
+        def some_chunks_only(tokens, out):
+            return min(whole(tokens, out), 16)
+
+        one.segments.retrieve_into = some_chunks_only  # as when chunks went after the lookup
+        assert num_computed(one, PROMPT) == sum(len(document) - 16 for document in DOCUMENTS) - 24 + len(
+            QUESTION
+        )
+
+
+@pytest.mark.parametrize("method", ["lookup", "retrieve_into", "store"])
+def test_a_fault_of_the_cache_is_no_fault_of_the_answer(model, method):
+    def broken(*args, **kwargs):
+        raise OSError("the storage is gone")
+
+    with blended(model, selection=AllTokens()) as one:
+        setattr(one.segments, method, broken)
+        assert torch.equal(one.generate(PROMPT, **GENERATE), model.generate(joined(PROMPT), **GENERATE))
+
+
+def test_a_server_that_is_gone_costs_time_only(model):
+    url = "lm://127.0.0.1:1"  # nobody listens
+    with blended(
+        model, local_device=None, remote_url=url, remote_serde="torch", selection=AllTokens()
+    ) as one:
+        assert torch.equal(one.generate(PROMPT, **GENERATE), model.generate(joined(PROMPT), **GENERATE))
+
+
+def test_models_that_can_not_be_blended_are_refused_with_the_reason():
+    other = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50))
+    windows = tiny_model("mistral", sliding_window=8)
+    dynamic = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    flex = tiny_model("llama", "flex_attention")
+    for model, reason in (
+        (other, "its family gpt2 is not one of"),
+        (windows, "sliding windows"),
+        (dynamic, "its rotary embedding is dynamic"),
+        (flex, "attn_implementation flex_attention"),
+    ):
+        with engine_for(model) as engine, pytest.raises(ValueError, match=f"can't be blended: .*{reason}"):
+            BlendedModel(model, engine)
+
+
+def test_a_selection_of_the_users_own(model):
+    class Odd(Selection):
+        def select(self, tokens):
+            return tokens.original_positions % 2 == 1  # and what is not valid, whatever it says
+
+    with blended(model, selection=Odd()) as one:
+        one.precompute(DOCUMENTS)
+        assert num_computed(one, PROMPT) == (33 // 2 + 50 // 2) + len(QUESTION)
+
+
+def test_other_calls_of_the_model_are_as_ever(model):
+    expected = model.generate(joined(PROMPT), **GENERATE)
+    with blended(model, selection=NoTokens()) as one:
+        one.generate(PROMPT, **GENERATE)
+        assert torch.equal(model.generate(joined(PROMPT), **GENERATE), expected)
+    assert not any(layer._forward_pre_hooks for layer in model.get_decoder().layers)
