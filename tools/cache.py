@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,25 @@ def uv() -> Path:
         if candidate.exists():
             return candidate
     raise FileNotFoundError("uv is not installed: run `make setup`")
+
+
+def kept(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the directory of this name in the cache directory; ``make`` fills it when it is not there.
+
+    It appears whole or not at all, also when several processes make it at once.
+    """
+    target = cache_root() / name
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            folder = Path(scratch) / "made"
+            folder.mkdir()
+            make(folder)
+            try:
+                folder.rename(target)
+            except OSError:  # another process was faster
+                shutil.rmtree(folder)
+    return target
 
 
 @contextlib.contextmanager

