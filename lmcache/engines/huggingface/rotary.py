@@ -7,6 +7,9 @@ from transformers import PreTrainedModel
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies are the same whatever the length of the prompt is (transformers' names)."""
+_SERIAL_NUMBERS = 1 << 15
+"""In pieces below this size torch works in one thread on the CPU (its ``GRAIN_SIZE``), and in its caches. A
+team of threads for every piece costs more than it saves, and stalls as soon as one of its cores is taken."""
 
 
 class RotaryShift:
@@ -33,12 +36,16 @@ class RotaryShift:
             return
         angles = (self._frequencies * shift).to(k.device)
         cos, sin = angles.cos(), angles.sin()
-        first, second = k[..., : len(angles)], k[..., len(angles) : 2 * len(angles)]
-        if k.dtype == torch.float32:
-            turned = first * sin
-            first.mul_(cos).addcmul_(second, sin, value=-1)
-            second.mul_(cos).add_(turned)
-        else:
-            wide = first.float(), second.float()
-            first.copy_(wide[0] * cos - wide[1] * sin)
-            second.copy_(wide[1] * cos + wide[0] * sin)
+        num_tokens = k.shape[-2]
+        step = num_tokens if k.is_cuda else max(1, _SERIAL_NUMBERS * num_tokens // k.numel())
+        for start in range(0, num_tokens, step):
+            part = k[..., start : start + step, :]
+            first, second = part[..., : len(angles)], part[..., len(angles) : 2 * len(angles)]
+            if k.dtype == torch.float32:
+                turned = first * sin
+                first.mul_(cos).addcmul_(second, sin, value=-1)
+                second.mul_(cos).add_(turned)
+            else:
+                wide = first.float(), second.float()
+                first.copy_(wide[0] * cos - wide[1] * sin)
+                second.copy_(wide[1] * cos + wide[0] * sin)
