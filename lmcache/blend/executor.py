@@ -69,18 +69,23 @@ class CacheBlendImpl(BlendExecutor):
         self.shift = shift
 
     def begin(
-        self, valid_mask: torch.Tensor, original_positions: torch.Tensor, query_start_loc: torch.Tensor
+        self,
+        valid_mask: torch.Tensor,
+        original_positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        attention: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Select before the first layer, and return the tokens, so that nothing is computed for others.
 
         None when the selection has to see a layer: then ``blend`` selects there. Optional: without it a
-        selection that needs no layer is made in layer 0.
+        selection that needs no layer is made in layer 0. ``attention``: see ``Candidates``.
         """
         self._has_begun = self.selection.layer == BEFORE_LAYERS
         if not self._has_begun:
             return None
         device = original_positions.device
-        self._keep(Candidates(*_on(device, valid_mask, original_positions, query_start_loc)))
+        tokens = Candidates(*_on(device, valid_mask, original_positions, query_start_loc))
+        self._keep(replace(tokens, attention=attention))
         return self.indexes_in_kv
 
     def blend(
@@ -140,7 +145,11 @@ class CacheBlendImpl(BlendExecutor):
         return self._keep(tokens)
 
     def _keep(self, tokens: Candidates) -> torch.Tensor:
-        is_selected = self.selection.select(tokens) | ~tokens.is_valid
+        is_selected = self.selection.select(tokens)
+        if is_selected.dtype != torch.bool or is_selected.shape != tokens.is_valid.shape:
+            kind = f"{is_selected.dtype} {list(is_selected.shape)}"
+            raise ValueError(f"a selection must be a bool mask [{len(tokens.is_valid)}], not {kind}")
+        is_selected = is_selected | ~tokens.is_valid
         if tokens.deviation is not None:
             is_selected |= tokens.deviation.isnan()  # a retrieved row that is no number
         self.indexes_in_kv = is_selected.nonzero().squeeze(1)

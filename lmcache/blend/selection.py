@@ -32,6 +32,9 @@ class Candidates:
     deviation: torch.Tensor | None = None
     """float32 ``[num_tokens]``: mean squared difference of retrieved and fresh V at the selection's layer, 0
     where not valid; None before all layers."""
+    attention: torch.Tensor | None = None
+    """float32 ``[num_tokens]``: how much the questions attend to each token when everything is reused; None
+    unless the selection ``reads_attention``."""
 
     @cached_property
     def request(self) -> torch.Tensor:
@@ -65,8 +68,10 @@ class Selection(abc.ABC):
 
     layer: int = BEFORE_LAYERS
     """The layer whose retrieved and fresh V are compared; K and V of the layers up to it are computed for all
-    tokens. ``BEFORE_LAYERS``: tokens are selected by their places alone, and nothing is computed for others.
+    tokens. ``BEFORE_LAYERS``: it compares none, and nothing is computed for tokens that are not selected.
     """
+    reads_attention: bool = False
+    """Has the engine to compute the questions alone first, over reused KV, to see what they attend to?"""
 
     @abc.abstractmethod
     def select(self, tokens: Candidates) -> torch.Tensor:
@@ -131,6 +136,23 @@ class FirstTokens(_Ranked):
             falling = 1 - torch.arange(end - start, device=score.device) / (end - start)
             score[start:end] = falling + float(shift != 0)
         return score
+
+
+class MostAttended(_Ranked):
+    """The tokens that the question attends to most, were everything reused.
+
+    Costs the question's tokens once more: they are computed first over the reused KV, in all layers, to see
+    their attention (its mean over layers, heads and these tokens). Then no layer is computed for tokens that
+    are not selected. Right when the question is short beside its documents: what it does not look at need
+    not be mended. A segment that stands where it was stored comes last.
+    """
+
+    reads_attention = True
+
+    def score(self, tokens: Candidates) -> torch.Tensor:
+        """Return the attention; 0 in a segment that was not moved."""
+        assert tokens.attention is not None, "the engine computes the questions' attention first"
+        return tokens.attention.where(tokens.shift != 0, 0)
 
 
 class NoTokens(Selection):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from lmcache.blend.selection import AllTokens, FirstTokens, LargestDeviation, NoTokens
+from lmcache.blend.selection import AllTokens, FirstTokens, LargestDeviation, MostAttended, NoTokens
 from lmcache.engines.huggingface import BlendedModel, CachedModel
 from lmcache.engines.huggingface.blended import FAMILIES
 from testing.blend.tiny import engine_for, random_tokens, tiny_model
@@ -20,6 +20,7 @@ EVERYTHING = {
     "deviation": LargestDeviation(1.0),
     "deviation-2": LargestDeviation(1.0, layer=2),
     "first": FirstTokens(1.0),
+    "attended": MostAttended(1.0),
     "all": AllTokens(),
 }
 
@@ -99,7 +100,8 @@ def test_everything_computed_is_a_full_prefill_bit_for_bit(family, attention):
             output = one.generate(PROMPT, **wanted)
             assert torch.equal(output.sequences, expected.sequences)
             assert all(map(torch.equal, output.logits, expected.logits))
-            assert one.segments.hit_tokens_count == 2 * sum(map(len, PROMPT[:-1]))  # it was blended
+            # It was blended: read for the prefill and for generate.
+            assert one.segments.hit_tokens_count == 2 * sum(map(len, PROMPT[:-1]))
 
 
 @pytest.mark.parametrize(
@@ -149,10 +151,37 @@ def test_the_largest_deviation_is_that_of_the_layer_it_names(llama):
         assert {at for at, same in enumerate(is_reused) if not same} == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_most_attended_are_those_the_question_looks_at(family):
+    model = tiny_model(family, "eager")  # which tells its attention
+    num_known = sum(map(len, PROMPT[:-1]))
+    cache = DynamicCache()
+    for at, segment in enumerate(PROMPT[:-1]):
+        for layer, (k, v) in enumerate(kv_alone(model, segment, sum(map(len, PROMPT[:at])))):
+            cache.update(k[None], v[None], layer)
+    with torch.no_grad():
+        positions = num_known + torch.arange(len(QUESTION))[None]
+        output = model(QUESTION[None], position_ids=positions, past_key_values=cache, output_attentions=True)
+    attention = torch.cat(output.attentions).sum((0, 1, 2))[:num_known]
+    attention[: len(PROMPT[0])] = 0  # it stands where it was stored
+    expected = set(attention.argsort(descending=True)[: int(0.25 * num_known)].tolist())
+    alone = torch.cat([kv_alone(model, segment) for segment in PROMPT], -2)
+    with blended(model, MostAttended(0.25)) as one:
+        one.precompute(PROMPT[:-1])
+        found = kv_of(one.prefill([PROMPT])[0].cache)
+    is_reused = (found == alone)[:, 1].all(0).all(0).all(-1)[:num_known]
+    computed = {at for at, same in enumerate(is_reused) if not same}
+    assert computed == expected
+    kv, _ = computed_one_by_one(
+        model, PROMPT, [at in expected or at >= num_known for at in range(len(alone[0, 0, 0]))]
+    )
+    assert torch.allclose(found, kv, atol=1e-4)
+
+
 def test_more_computed_is_closer(llama):
     with torch.no_grad():
         full = llama(joined(PROMPT)).logits[0, -len(QUESTION) :].log_softmax(-1)
-    for kind in (LargestDeviation, FirstTokens):
+    for kind in (LargestDeviation, FirstTokens, MostAttended):
         divergences = []
         for ratio in (0, 0.25, 0.75, 1):
             with blended(llama, kind(ratio)) as one:
@@ -204,7 +233,9 @@ def test_scaled_rotary_embeddings(rope):
     assert torch.allclose(found[..., start : start + len(PROMPT[1]), :], moved, atol=1e-4)
 
 
-@pytest.mark.parametrize("selection", [LargestDeviation(0.2), FirstTokens(0.2), NoTokens(), AllTokens()])
+@pytest.mark.parametrize(
+    "selection", [LargestDeviation(0.2), FirstTokens(0.2), MostAttended(0.2), NoTokens()]
+)
 def test_packed_prompts_do_not_see_one_another(llama, selection):
     others = [DOCUMENTS[0], DOCUMENTS[0], QUESTION]  # a document twice
     with blended(llama, selection) as one:

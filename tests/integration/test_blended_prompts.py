@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -162,8 +163,14 @@ def test_prompts_of_odd_segments(model):
         for prompt in ([], [empty], [empty, empty]):
             with pytest.raises(ValueError, match="no tokens"):
                 one.generate(prompt)
-        for segment, found in (([0.5], "float32"), ([[1]], r"\[1, 1\]"), ([True], "bool")):
-            with pytest.raises(ValueError, match=f"list of token ids, not .*{found}"):
+        for segment, found in (
+            ([0.5], "float32"),
+            ([[1]], r"\[1, 1\]"),
+            ([True], "bool"),
+            ([None], "NoneType"),
+            (["a"], "str"),
+        ):
+            with pytest.raises(ValueError, match=f"a text or a list of token ids.*{found}"):
                 one.generate([segment, QUESTION])
         with pytest.raises(ValueError, match="Invalid num_logits: 10"):
             one.prefill([PROMPT], 10)
@@ -217,7 +224,7 @@ def test_a_server_that_is_gone_costs_time_only(model):
 
 
 def test_models_that_can_not_be_blended_are_refused_with_the_reason():
-    other = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50))
+    other = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50)).eval()
     windows = tiny_model("mistral", sliding_window=8)
     dynamic = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     flex = tiny_model("llama", "flex_attention")
@@ -229,6 +236,53 @@ def test_models_that_can_not_be_blended_are_refused_with_the_reason():
     ):
         with engine_for(model) as engine, pytest.raises(ValueError, match=f"can't be blended: .*{reason}"):
             BlendedModel(model, engine)
+
+
+def test_a_model_that_changed_is_answered_exactly(model):
+    changed = tiny_model("llama")
+    with blended(changed, selection=NoTokens()) as one:
+        changed.set_attn_implementation("flex_attention")
+        with torch.no_grad():
+            assert one.prefill([PROMPT])[0].logits.shape == (1, VOCAB_SIZE)
+        assert one.segments.lookup(DOCUMENTS[0]) == 0
+    with blended(tiny_model("llama"), selection=NoTokens()) as one:
+        one.close()
+        assert is_exact(one, PROMPT)
+        one.model.train()
+        assert is_exact(one, PROMPT)
+
+
+def test_special_tokens_are_those_before_a_text(model, tokenizer):
+    behind = copy.deepcopy(tokenizer)
+    behind._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <unk>", special_tokens=[("<s>", BOS), ("<unk>", 0)]
+    )
+    plain = copy.deepcopy(tokenizer)
+    plain._tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <unk>", special_tokens=[("<unk>", 0)]
+    )
+    for given, first in ((tokenizer, [[BOS]]), (behind, [[BOS]]), (plain, [])):
+        with blended(model, given) as one:
+            assert [s.tolist() for s in one.split("7 8[BLEND_SEP]9")] == [*first, [7, 8], [9]]
+            assert [s.tolist() for s in one.split(["7 8", "9"])] == [*first, [7, 8], [9]]
+            assert one.precompute(["7 8", "9"]) == 3
+            assert is_exact(one, [*first, DOCUMENTS[0]])  # nothing before the last segment but <s>
+
+
+def test_a_selection_in_the_last_layer_is_refused(model):
+    with engine_for(model) as engine:
+        for layer in (3, 7):
+            with pytest.raises(ValueError, match=f"layer {layer} leaves none of 4 to save"):
+                BlendedModel(model, engine, selection=LargestDeviation(0.15, layer))
+
+
+def test_a_selection_that_is_no_mask_is_refused(model):
+    class Indices(Selection):
+        def select(self, tokens):
+            return torch.arange(len(tokens.is_valid))
+
+    with blended(model, selection=Indices()) as one, pytest.raises(ValueError, match="must be a bool mask"):
+        one.generate(PROMPT)
 
 
 def test_a_selection_of_the_users_own(model):

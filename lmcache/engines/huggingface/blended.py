@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from lmcache.blend.executor import CacheBlendImpl
+from lmcache.blend.executor import CacheBlendImpl, Shift
+from lmcache.blend.interfaces import BlendRetrieverTask
 from lmcache.blend.retriever import Segment, SPTBlendRetriever
-from lmcache.blend.selection import LargestDeviation, Selection
+from lmcache.blend.selection import LargestDeviation, NoTokens, Selection
 from lmcache.cache_engine import LMCacheEngine
-from lmcache.engines.huggingface.blending import BlendedCache, BlendingPass, add_hooks
+from lmcache.engines.huggingface.blending import BlendedCache, BlendingPass, QuestionAttention, add_hooks
 from lmcache.engines.huggingface.cached import CachedModel, obstacle_of_model
 from lmcache.engines.huggingface.rotary import RotaryShift
 from lmcache.logging import init_logger
@@ -28,8 +29,10 @@ from lmcache.utils import KVCache
 
 logger = init_logger(__name__)
 
-Prompt = str | Sequence[Sequence[int] | torch.Tensor]
-"""Segments as token ids, or a text in which the configured separator stands between them."""
+SegmentOfPrompt = str | Sequence[int] | torch.Tensor
+"""A text, or its token ids ``[num_tokens]``."""
+Prompt = str | Sequence[SegmentOfPrompt]
+"""Segments, or one text in which the configured separator stands between them."""
 
 SEGMENT_SALT = "lmcache blend segment"
 FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -78,6 +81,10 @@ class BlendedModel:
         self.model, self.engine, self.tokenizer = model, engine, tokenizer
         self.config = engine.config
         self.selection = selection or LargestDeviation(self.config.blend_recompute_ratio)
+        if self.selection.layer >= self._num_layers - 1:
+            raise ValueError(
+                f"the selection's layer {self.selection.layer} leaves none of {self._num_layers} to save"
+            )
         self._special = self._special_tokens()
         behind = self._special if self.config.blend_add_special_in_precomp else []
         self._behind = torch.tensor(behind, dtype=torch.long)
@@ -85,11 +92,13 @@ class BlendedModel:
         """The engine by its names of segments; it counts their hits and misses."""
         self._retriever = SPTBlendRetriever(self.segments, engine.metadata)
         self._hooks = add_hooks(model)
+        self._is_closed = False
 
     def generate(self, prompt: Prompt, **kwargs: Any) -> Any:
         """Return what ``model.generate`` returns for the joined segments, with the same ``kwargs``.
 
-        Raises ValueError for a text without a tokenizer, and for a prompt without tokens.
+        Raises ValueError for a text without a tokenizer, for what is no list of token ids, and for a prompt
+        without tokens.
         """
         segments = self.split(prompt)
         input_ids = torch.cat(segments)[None].to(self.model.device)
@@ -115,15 +124,9 @@ class BlendedModel:
                 f"Invalid num_logits: {num_logits} (the last segment is shorter, or it is below 1)"
             )
         blending = self._begin(split)
-        tokens = torch.cat([token for segments in split for token in segments]).to(self.model.device)
         cache = BlendedCache(blending, self._num_layers)
-        hidden = self.model.get_decoder()(
-            input_ids=tokens[None],
-            position_ids=blending.positions[None],
-            attention_mask=blending.mask() if len(split) > 1 else None,
-            past_key_values=cache,
-        ).last_hidden_state[0]
-        ends = torch.searchsorted(blending.selected.to(hidden.device), blending.query_start_loc[1:])
+        hidden = self._forward(split, blending, cache)
+        ends = torch.searchsorted(blending.selected, blending.query_start_loc[1:])
         head = self.model.get_output_embeddings()
         starts = blending.query_start_loc.tolist()
         return [
@@ -131,33 +134,32 @@ class BlendedModel:
             for end, start, stop in zip(ends.tolist(), starts, starts[1:], strict=False)
         ]
 
-    def precompute(self, segments: Sequence[Sequence[int] | torch.Tensor]) -> int:
-        """Compute and store the KV of segments that are not stored yet; return how many tokens that were."""
-        tokens = {tuple(segment.tolist()): segment for segment in map(_tokens, segments) if len(segment)}
+    def precompute(self, segments: Sequence[SegmentOfPrompt]) -> int:
+        """Compute and store the KV of segments that are not stored yet; return how many tokens that were.
+
+        Raises ValueError for a text without a tokenizer, and for what is no list of token ids.
+        """
+        tokens = {tuple(segment.tolist()): segment for segment in map(self._tokens, segments) if len(segment)}
         return sum(len(segment) for segment in tokens.values() if self._computed(segment) is not None)
 
     def split(self, prompt: Prompt) -> list[torch.Tensor]:
         """Return the prompt's segments without empty ones, int64 token ids ``[num_tokens]`` on the CPU.
 
-        A text's special tokens (what the tokenizer puts before every text) are a segment of their own, so
-        that a document has the same tokens wherever it stands. Raises ValueError as ``generate`` does.
+        Before a text (a first segment that is one) the tokenizer's special tokens are a segment of their own,
+        so that a document has the same tokens wherever it stands. Raises ValueError as ``generate`` does.
         """
-        segments: Sequence[Sequence[int] | torch.Tensor]
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a prompt as text needs a tokenizer: BlendedModel(model, engine, tokenizer)")
-            texts = [text for text in prompt.split(self.config.blend_separator) if text]
-            tokenized = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-            segments = [self._special, *tokenized] if texts else []
-        else:
-            segments = prompt
-        split = [segment for segment in map(_tokens, segments) if len(segment)]
+        parts = prompt.split(self.config.blend_separator) if isinstance(prompt, str) else prompt
+        segments = [self._tokens(part) for part in parts]
+        split = [segment for segment in segments if len(segment)]
         if not split:
             raise ValueError("the prompt has no tokens")
-        return split
+        is_text = isinstance(parts[0], str)
+        return [torch.tensor(self._special), *split] if is_text and self._special else split
 
     def close(self) -> None:
-        """Take the hooks off the model and end the threads. The engine stays open."""
+        """Take the hooks off the model and end the threads; from now on answers are exact. The engine stays
+        open."""
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._retriever.close()
@@ -171,8 +173,12 @@ class BlendedModel:
         window = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if not self.config.enable_blending:
             return "enable_blending is off in the engine's configuration"
-        if len(segments) < 2:
-            return "it has one segment"
+        if not self._documents(segments):
+            return "it has nothing before its last segment"
+        if self._is_closed:
+            return "it was closed"
+        if obstacle := _obstacle(self.model):  # asked again: a model can be changed
+            return obstacle
         if num_tokens < self.config.blend_min_tokens:
             return f"its {num_tokens} tokens are fewer than blend_min_tokens ({self.config.blend_min_tokens})"
         if window is not None and num_tokens > window:
@@ -188,22 +194,69 @@ class BlendedModel:
             if is_reusable and name not in computed:
                 computed[name] = self._computed(tokens)
             wanted[at] = Segment(tokens, computed.get(name), is_reusable)
-        executor = CacheBlendImpl(self.config.blend_recompute_ratio, selection=self.selection, in_place=True)
-        executor.set_shift(self._shift)
-        lengths = [sum(map(len, segments)) for segments in prompts]
         task = self._retriever.retrieve(wanted)
+        lengths = [sum(map(len, segments)) for segments in prompts]
+        if not self.selection.reads_attention:
+            return self._pass(task, lengths, self.selection, self._shift)
+        attention = self._attention(task, prompts, lengths)
+        return self._pass(task, lengths, self.selection, _stay, attention)
+
+    def _pass(
+        self,
+        task: BlendRetrieverTask,
+        lengths: list[int],
+        selection: Selection,
+        shift: Shift,
+        attention: torch.Tensor | None = None,
+    ) -> BlendingPass:
+        executor = CacheBlendImpl(self.config.blend_recompute_ratio, selection=selection, in_place=True)
+        executor.set_shift(shift)
         is_eager = self.model.config._attn_implementation == "eager"
         dtype = self.model.dtype if is_eager else None
-        return BlendingPass(task, executor, lengths, self.model.device, dtype)
+        return BlendingPass(task, executor, lengths, self.model.device, dtype, attention)
+
+    @torch.no_grad()
+    def _attention(
+        self, task: BlendRetrieverTask, prompts: list[list[torch.Tensor]], lengths: list[int]
+    ) -> torch.Tensor:
+        """Compute the last segments over the KV that is reusable, which moves K to its place, and return how
+        much they attend to each token."""
+        is_question = torch.cat(
+            [
+                torch.arange(-length, 0) >= -len(segments[-1])
+                for segments, length in zip(prompts, lengths, strict=True)
+            ]
+        ).to(self.model.device)
+        if not task.result(0).valid_mask.any():  # all tokens will be computed: look at none before
+            return torch.zeros(len(is_question), device=is_question.device)
+        blending = self._pass(task, lengths, NoTokens(), self._shift)
+        cache = BlendedCache(blending, self._num_layers)
+        cache.observer = QuestionAttention(blending, is_question)
+        self._forward(prompts, blending, cache)
+        return cache.observer.total
+
+    def _forward(
+        self, prompts: list[list[torch.Tensor]], blending: BlendingPass, cache: BlendedCache
+    ) -> torch.Tensor:
+        """Compute prompts side by side; return the last hidden states of the selected tokens."""
+        tokens = torch.cat([segment for segments in prompts for segment in segments]).to(self.model.device)
+        hidden: torch.Tensor = self.model.get_decoder()(
+            input_ids=tokens[None],
+            position_ids=blending.positions[None],
+            attention_mask=blending.mask() if len(prompts) > 1 else None,
+            past_key_values=cache,
+        ).last_hidden_state[0]
+        return hidden
 
     def _wanted(self, segments: list[torch.Tensor]) -> list[Segment]:
-        """All but the last and the special tokens; none when the prompt is to be computed exactly."""
+        """Return the segments as they are to be retrieved: all of them computed when there is an obstacle."""
         is_blended = self._obstacle_of_prompt(segments) is None
-        last = len(segments) - 1
-        return [
-            Segment(tokens, None, is_blended and at != last and tokens.tolist() != self._special)
-            for at, tokens in enumerate(segments)
-        ]
+        documents = self._documents(segments) if is_blended else []
+        return [Segment(tokens, None, at in documents) for at, tokens in enumerate(segments)]
+
+    def _documents(self, segments: list[torch.Tensor]) -> list[int]:
+        """Return which segments' KV is reused: all but the last, and but special tokens."""
+        return [at for at, tokens in enumerate(segments[:-1]) if tokens.tolist() != self._special]
 
     @torch.no_grad()
     def _computed(self, tokens: torch.Tensor) -> KVCache | None:
@@ -234,12 +287,29 @@ class BlendedModel:
 
     def _special_tokens(self) -> list[int]:
         """What the tokenizer puts before every text; without a tokenizer the model's BOS token, if any."""
-        if self.tokenizer is not None:
-            with_special: list[int] = self.tokenizer("a")["input_ids"]
-            plain: list[int] = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-            return with_special[: len(with_special) - len(plain)] if with_special != plain else []
-        bos = self.model.config.get_text_config(decoder=True).bos_token_id
-        return [] if bos is None else [int(bos)]
+        if self.tokenizer is None:
+            bos = self.model.config.get_text_config(decoder=True).bos_token_id
+            return [] if bos is None else [int(bos)]
+        text = "a"
+        with_special: list[int] = self.tokenizer(text)["input_ids"]
+        plain: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        places = range(len(with_special) - len(plain) + 1)
+        return next((with_special[:at] for at in places if with_special[at : at + len(plain)] == plain), [])
+
+    def _tokens(self, segment: SegmentOfPrompt) -> torch.Tensor:
+        """Return a segment's token ids as int64 on the CPU. Raises ValueError for what has none."""
+        if isinstance(segment, str):
+            if self.tokenizer is None:
+                raise ValueError("a prompt as text needs a tokenizer: BlendedModel(model, engine, tokenizer)")
+            segment = self.tokenizer(segment, add_special_tokens=False)["input_ids"] if segment else []
+        try:
+            tokens = torch.as_tensor(segment, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"a segment must be a text or a list of token ids: {error}") from error
+        if tokens.dim() != 1 or (len(tokens) and (tokens.is_floating_point() or tokens.dtype == torch.bool)):
+            given = f"{list(tokens.shape)} of {tokens.dtype}"
+            raise ValueError(f"a segment must be a text or a list of token ids, not {given}")
+        return tokens.long()
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -253,15 +323,11 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _tokens(segment: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """Return a segment's token ids as int64 on the CPU. Raises ValueError for anything else."""
-    tokens = torch.as_tensor(segment, device="cpu")
-    if tokens.dim() != 1 or (len(tokens) and (tokens.is_floating_point() or tokens.dtype == torch.bool)):
-        raise ValueError(f"a segment must be a list of token ids, not {list(tokens.shape)} of {tokens.dtype}")
-    return tokens.long()
-
-
 def _part(cache: DynamicCache, start: int, end: int) -> DynamicCache:
     """Return one prompt's KV out of a row of prompts."""
     layers = ((layer.keys, layer.values) for layer in cache.layers)
     return DynamicCache([(keys[:, :, start:end], values[:, :, start:end]) for keys, values in layers])
+
+
+def _stay(k: torch.Tensor, shift: int, layer_id: int) -> None:
+    """K is in its place already."""

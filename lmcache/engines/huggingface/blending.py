@@ -7,6 +7,7 @@ Both know a blended prefill by its cache: calls with any other run as if there w
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ class BlendingPass:
         lengths: list[int],
         device: torch.device,
         additive_mask: torch.dtype | None,
+        attention: torch.Tensor | None = None,
     ) -> None:
         """``lengths``: of each prompt, in tokens. ``additive_mask``: the dtype of masks that are added to the
-        scores; None: masks are bool."""
+        scores; None: masks are bool. ``attention``: what the selection reads, see ``Candidates``."""
         self._task = task
         self._executor = executor
         self._mask_dtype = additive_mask
@@ -46,26 +48,30 @@ class BlendingPass:
         self._is_narrow = False
         self._narrow: dict[str, Any] = {}
         found = task.result(0)
-        self._select(
-            executor.begin(found.valid_mask, found.original_positions.to(device), self.query_start_loc)
-        )
+        stored_at = found.original_positions.to(device)
+        self._select(executor.begin(found.valid_mask, stored_at, self.query_start_loc, attention))
 
     @property
     def selected(self) -> torch.Tensor:
-        """int64: the tokens that were computed to the end, in rising order."""
-        return torch.arange(len(self.positions)) if self._selected is None else self._selected
+        """int64: the tokens that are computed from now on, in rising order."""
+        if self._selected is None:
+            return torch.arange(len(self.positions), device=self.positions.device)
+        return self._selected
 
     def mask(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what ``tokens`` (None: all) may attend to: ``[1, 1, num_selected, num_tokens]``."""
-        tokens = torch.arange(len(self.positions)) if tokens is None else tokens
-        is_visible = self.positions <= self.positions[tokens, None]
-        is_visible &= self._request == self._request[tokens, None]
+        """Return the attention mask of ``tokens`` (None: all): ``[1, 1, len(tokens), num_tokens]``."""
+        is_visible = self.is_visible(torch.arange(len(self.positions)) if tokens is None else tokens)
         if self._mask_dtype is None:
             return is_visible[None, None]
         lowest = torch.finfo(self._mask_dtype).min
         return torch.zeros_like(is_visible, dtype=self._mask_dtype).masked_fill_(~is_visible, lowest)[
             None, None
         ]
+
+    def is_visible(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return which tokens each of ``tokens`` may attend to: bool ``[len(tokens), num_tokens]``."""
+        is_before = self.positions <= self.positions[tokens, None]
+        return is_before & (self._request == self._request[tokens, None])
 
     def blend(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of all tokens, for fresh ``[1, num_kv_heads, num_selected, head_size]``."""
@@ -113,6 +119,7 @@ class BlendedCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, blending: BlendingPass, num_layers: int) -> None:
         super().__init__()
         self.blending: BlendingPass | None = blending
+        self.observer: QuestionAttention | None = None
         self.layers = [_BlendedLayer(self, layer_id) for layer_id in range(num_layers)]
 
     def end(self) -> None:
@@ -143,12 +150,41 @@ class _BlendedLayer(DynamicLayer):  # type: ignore[misc]
         return keys, values
 
 
+class QuestionAttention:
+    """Sums up how much the questions' tokens attend to every token, over layers, heads and these tokens."""
+
+    def __init__(self, blending: BlendingPass, is_question: torch.Tensor) -> None:
+        """``is_question``: bool ``[num_tokens]``, which tokens to look at; all of them are selected."""
+        self._rows = is_question[blending.selected].nonzero().squeeze(1)
+        self._is_visible = blending.is_visible(is_question.nonzero().squeeze(1))
+        self.total = torch.zeros(len(is_question), device=is_question.device)
+        """float32 ``[num_tokens]``"""
+
+    def add(self, attention: Any, hidden: torch.Tensor, rotations: Any, k: torch.Tensor) -> None:
+        """Add a layer's: ``attention`` its module, ``hidden`` and ``rotations`` (cosines, sines) what it was
+        given, ``k`` of all tokens ``[1, num_kv_heads, num_tokens, head_size]``.
+
+        Computes Q of these few tokens again, as transformers' modules of all ``FAMILIES`` do.
+        """
+        q = attention.q_proj(hidden[:, self._rows]).unflatten(-1, (-1, attention.head_dim))
+        if hasattr(attention, "q_norm"):
+            q = attention.q_norm(q)
+        q = q.transpose(1, 2)
+        if getattr(attention, "use_rope", True):
+            rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+            q = rotate(q, q, *(x[:, self._rows] for x in rotations))[0]
+        q = q.unflatten(1, (k.shape[1], -1))  # [1, num_kv_heads, heads of one, num_rows, head_size]
+        scores = (q @ k[:, :, None].transpose(-1, -2)).float() * attention.scaling
+        weights = scores.masked_fill(~self._is_visible, -torch.inf).softmax(-1)
+        self.total += weights.sum((0, 1, 2, 3))
+
+
 def add_hooks(model: PreTrainedModel) -> list[RemovableHandle]:
     """Let the model's decoder layers compute selected tokens only, in passes with a BlendedCache."""
-    return [
-        layer.register_forward_pre_hook(_before_layer, with_kwargs=True)
-        for layer in model.get_decoder().layers
-    ]
+    layers = model.get_decoder().layers
+    narrow = [layer.register_forward_pre_hook(_before_layer, with_kwargs=True) for layer in layers]
+    observe = [layer.self_attn.register_forward_hook(_after_attention, with_kwargs=True) for layer in layers]
+    return narrow + observe
 
 
 def _before_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,3 +193,10 @@ def _before_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     hidden, kwargs = cache.blending.narrowed(args[0], kwargs)
     return (hidden, *args[1:]), kwargs
+
+
+def _after_attention(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, BlendedCache) and cache.observer is not None:
+        keys = cache.layers[attention.layer_idx].keys
+        cache.observer.add(attention, kwargs["hidden_states"], kwargs["position_embeddings"], keys)

@@ -26,6 +26,7 @@ logger = init_logger(__name__)
 _REFUSED = (
     "past_key_values",
     "assistant_model",
+    "assistant_early_exit",
     "prompt_lookup_num_tokens",
     "prefill_chunk_size",
     "custom_generate",
@@ -80,12 +81,14 @@ class CachedModel:
         config = kwargs.get("generation_config") or self.model.generation_config
         settings = config.to_dict() | kwargs
         mask, padding = kwargs.get("attention_mask"), settings.get("pad_token_id")
-        if mask is None and padding is not None:
+        ends = settings.get("eos_token_id")
+        is_end = padding in (ends if isinstance(ends, list) else [ends])
+        if mask is None and padding is not None and not is_end:
             mask = input_ids != padding  # what ``generate`` takes for the mask
         if input_ids.dim() != 2 or input_ids.shape[0] != 1:
             return f"input_ids are {list(input_ids.shape)}"
-        if mask is not None and not bool(mask.all()):
-            return "the attention mask hides tokens"
+        if mask is not None and (mask.shape != input_ids.shape or not bool(mask.all())):
+            return "the attention mask hides tokens, or is of another shape"
         refused = [name for name in _REFUSED if settings.get(name) is not None]
         # KV that depends on more than tokens (images, embeddings, positions) can't be found by tokens.
         refused += [name for name in kwargs.keys() - {"attention_mask"} if torch.is_tensor(kwargs[name])]
@@ -126,6 +129,11 @@ def obstacle_of_model(model: PreTrainedModel) -> str | None:
         or any(type(layer) is not DynamicLayer for layer in layers)
     ):
         return "the model has an encoder, sliding windows or layers without KV"
+    config = model.config
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        return "the model's tokens attend to later ones"
+    if model.training:
+        return "the model is in training mode: call its eval()"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model's layers are on several devices"
     return None

@@ -35,17 +35,18 @@ class RotaryShift:
         if not self._is_rotated[layer_id]:
             return
         angles = (self._frequencies * shift).to(k.device)
-        cos, sin = angles.cos(), angles.sin()
+        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
         num_tokens = k.shape[-2]
         step = num_tokens if k.is_cuda else max(1, _SERIAL_NUMBERS * num_tokens // k.numel())
         for start in range(0, num_tokens, step):
             part = k[..., start : start + step, :]
             first, second = part[..., : len(angles)], part[..., len(angles) : 2 * len(angles)]
-            if k.dtype == torch.float32:
+            if k.dtype in (torch.float32, torch.float64):
                 turned = first * sin
                 first.mul_(cos).addcmul_(second, sin, value=-1)
                 second.mul_(cos).add_(turned)
             else:
-                wide = first.float(), second.float()
-                first.copy_(wide[0] * cos - wide[1] * sin)
-                second.copy_(wide[1] * cos + wide[0] * sin)
+                precise = first.float(), second.float()
+                first.copy_(precise[0] * cos - precise[1] * sin)
+                second.copy_(precise[1] * cos + precise[0] * sin)
