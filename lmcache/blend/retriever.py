@@ -38,9 +38,11 @@ class Segment(NamedTuple):
 class SPTBlendRetrieverTask(BlendRetrieverTask):
     """The retrieval of a batch's segments. A segment whose retrieval fails counts as not stored."""
 
-    def __init__(self, kv: torch.Tensor, lengths: list[Future[int] | int], places: list[int]) -> None:
-        """``kv``: all layers of all tokens, ``[num_layers, 2, ...]``. ``lengths``: of each segment, how many
-        leading tokens are there, now or later. ``places``: where each starts, and the number of tokens.
+    def __init__(self, kv: torch.Tensor | None, lengths: list[Future[int] | int], places: list[int]) -> None:
+        """``kv``: all layers of all tokens, ``[num_layers, 2, ...]``; None: nothing is there.
+
+        ``lengths``: of each segment, how many leading tokens are there, now or later. ``places``: where each
+        segment starts, and the number of tokens.
         """
         self._kv, self._lengths, self._places = kv, lengths, places
 
@@ -52,10 +54,10 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
         IndexError for a layer that the stored KV lacks.
         """
         valid_mask, original_positions = (mask.clone() for mask in self._validity)
-        is_any = bool(valid_mask.any())
-        k, v = self._kv[layer_id].unbind() if is_any else (None, None)
-        device = self._kv.device if is_any else "cpu"
-        return BlendRetrieverResult(k, v, valid_mask, original_positions.to(device))
+        if self._kv is None or not valid_mask.any():
+            return BlendRetrieverResult(None, None, valid_mask, original_positions)
+        k, v = self._kv[layer_id].unbind()
+        return BlendRetrieverResult(k, v, valid_mask, original_positions.to(self._kv.device))
 
     @cached_property
     def _validity(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,10 +117,10 @@ class SPTBlendRetriever(BlendRetriever):
         dim = 2 + token_dim(self.metadata.fmt)
         segments = [segment for segment in segments if len(segment.tokens)]
         places = [0, *accumulate(len(segment.tokens) for segment in segments)]
-        kv = self.cache_engine.empty(places[-1])
+        kv = self._place(segments, places[-1])
         lengths = [
             self._pool.submit(self._fill, kv.narrow(dim, start, len(segment.tokens)), segment)
-            if segment.is_reusable
+            if segment.is_reusable and kv is not None
             else 0
             for start, segment in zip(places, segments, strict=False)
         ]
@@ -127,6 +129,16 @@ class SPTBlendRetriever(BlendRetriever):
     def close(self) -> None:
         """End the threads; what is under way is finished."""
         self._pool.shutdown()
+
+    def _place(self, segments: Sequence[Segment], num_tokens: int) -> torch.Tensor | None:
+        """Return memory for the KV of so many tokens; None: nothing is to be retrieved, or there is none."""
+        if not any(segment.is_reusable for segment in segments):
+            return None
+        try:
+            return self.cache_engine.empty(num_tokens)
+        except Exception as error:
+            logger.warning("no memory for the KV of %d tokens, nothing is retrieved: %r", num_tokens, error)
+            return None
 
     def _fill(self, place: torch.Tensor, segment: Segment) -> int:
         """Put a segment's KV in its place; return how many leading tokens of it there are."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from lmcache.rpc.service import Method
 from lmcache.rpc.session import DEFAULT_TIMEOUT_SECONDS, Session
@@ -22,3 +24,12 @@ def _patient_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
         return call(session, method, 60.0 if timeout == DEFAULT_TIMEOUT_SECONDS else timeout, **fields)
 
     monkeypatch.setattr(Session, "_call", patient)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models: a team of threads for every tensor stalls as soon as one of its cores is taken."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -25,6 +25,9 @@ EVERYTHING = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @contextlib.contextmanager
 def blended(model, selection, **options):
     with engine_for(model, **options) as engine:

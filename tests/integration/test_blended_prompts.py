@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from lmcache.blend.selection import AllTokens, LargestDeviation, NoTokens, Selection
 from lmcache.engines.huggingface import BlendedModel
+from lmcache.engines.huggingface.blending import BlendedCache
 from testing.blend.tiny import BOS, VOCAB_SIZE, WINDOW, engine_for, random_tokens, tiny_model
 from tests.integration.test_blended_model import joined, kv_alone, kv_of
 
@@ -19,6 +21,9 @@ DOCUMENTS = random_tokens(40, 33, 50)
 QUESTION = random_tokens(9, seed=1)[0]
 PROMPT = [*DOCUMENTS, QUESTION]
 GENERATE = {"max_new_tokens": 5, "do_sample": False}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +210,7 @@ def test_what_the_cache_lost_is_computed(model):
         )
 
 
-@pytest.mark.parametrize("method", ["lookup", "retrieve_into", "store"])
+@pytest.mark.parametrize("method", ["lookup", "empty", "retrieve_into", "store"])
 def test_a_fault_of_the_cache_is_no_fault_of_the_answer(model, method):
     def broken(*args, **kwargs):
         raise OSError("the storage is gone")
@@ -300,4 +305,26 @@ def test_other_calls_of_the_model_are_as_ever(model):
     with blended(model, selection=NoTokens()) as one:
         one.generate(PROMPT, **GENERATE)
         assert torch.equal(model.generate(joined(PROMPT), **GENERATE), expected)
-    assert not any(layer._forward_pre_hooks for layer in model.get_decoder().layers)
+    with engine_for(model) as engine:
+        for _ in range(3):  # forgotten ones leave nothing behind
+            BlendedModel(model, engine)
+    for layer in model.get_decoder().layers:
+        assert not layer._forward_pre_hooks
+        assert not layer.self_attn._forward_hooks
+
+
+def test_a_pass_that_failed_holds_no_memory(model):
+    class Failing(Selection):
+        def select(self, tokens):
+            raise RuntimeError("no")
+
+    with blended(model, selection=Failing()) as one:
+        gc.disable()
+        try:
+            with pytest.raises(RuntimeError, match="no"):
+                one.generate(PROMPT)
+            assert not [thing for thing in gc.get_objects() if type(thing) is BlendedCache]
+        finally:
+            gc.enable()
+        one.selection = AllTokens()
+        assert not is_exact(one, PROMPT)

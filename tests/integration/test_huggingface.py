@@ -141,11 +141,15 @@ def test_a_fault_of_the_cache_is_none_of_the_model(model, engine, broken, monkey
         (prompt(20), {"use_cache": False}),
         (prompt(20), {"cache_implementation": "static"}),
         (prompt(20), {"prompt_lookup_num_tokens": 2}),
+        (prompt(20), {"assistant_early_exit": 1}),
         (prompt(20), {"attention_mask": torch.arange(20)[None] > 3}),
         (torch.nn.functional.pad(prompt(20), (3, 0)), {}),
         (prompt(20), {"position_ids": torch.arange(5, 25)[None]}),
     ],
-    ids=["batch", "beams", "sequences", "no-cache", "static", "assisted", "mask", "padding", "positions"],
+    ids=[
+        *("batch", "beams", "sequences", "no-cache", "static", "assisted", "early-exit"),
+        *("mask", "padding", "positions"),
+    ],
 )
 def test_what_cannot_be_cached_runs_untouched(model, engine, inputs, arguments):
     def answer(run):
@@ -154,6 +158,17 @@ def test_what_cannot_be_cached_runs_untouched(model, engine, inputs, arguments):
 
     assert torch.equal(answer(CachedModel(model, engine).generate), answer(model.generate))
     assert engine.lookup(inputs[0]) == 0
+
+
+def test_an_end_in_the_prompt_that_also_pads_hides_nothing(model, engine):
+    """As in chats, whose turns end with the token that pads."""
+    tokens = prompt(40)
+    tokens[0, 20] = 7
+    arguments = GREEDY | {"pad_token_id": 7, "eos_token_id": [7, 9]}
+    for _ in range(2):
+        expected = model.generate(tokens, **arguments)
+        assert torch.equal(CachedModel(model, engine).generate(tokens, **arguments), expected)
+    assert engine.hit_tokens_count == 40
 
 
 def test_sliding_windows_run_untouched():

@@ -9,11 +9,13 @@ own (``SEGMENT_SALT``), which no lookup of a prompt finds.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lmcache.blend.executor import CacheBlendImpl, Shift
@@ -91,12 +93,12 @@ class BlendedModel:
         self.segments = engine.salted(f"{SEGMENT_SALT} {behind}")
         """The engine by its names of segments; it counts their hits and misses."""
         self._retriever = SPTBlendRetriever(self.segments, engine.metadata)
-        self._hooks = add_hooks(model)
-        self._is_closed = False
+        self._end = weakref.finalize(self, _end, add_hooks(model), self._retriever)
 
     def generate(self, prompt: Prompt, **kwargs: Any) -> Any:
         """Return what ``model.generate`` returns for the joined segments, with the same ``kwargs``.
 
+        Hidden states and attentions, if asked for, are those of the tokens that each layer computed.
         Raises ValueError for a text without a tokenizer, for what is no list of token ids, and for a prompt
         without tokens.
         """
@@ -159,10 +161,13 @@ class BlendedModel:
     def close(self) -> None:
         """Take the hooks off the model and end the threads; from now on answers are exact. The engine stays
         open."""
-        self._is_closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._retriever.close()
+        self._end()
+
+    def __enter__(self) -> BlendedModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def _num_layers(self) -> int:
@@ -175,7 +180,7 @@ class BlendedModel:
             return "enable_blending is off in the engine's configuration"
         if not self._documents(segments):
             return "it has nothing before its last segment"
-        if self._is_closed:
+        if not self._end.alive:
             return "it was closed"
         if obstacle := _obstacle(self.model):  # asked again: a model can be changed
             return obstacle
@@ -327,6 +332,12 @@ def _part(cache: DynamicCache, start: int, end: int) -> DynamicCache:
     """Return one prompt's KV out of a row of prompts."""
     layers = ((layer.keys, layer.values) for layer in cache.layers)
     return DynamicCache([(keys[:, :, start:end], values[:, :, start:end]) for keys, values in layers])
+
+
+def _end(hooks: list[RemovableHandle], retriever: SPTBlendRetriever) -> None:
+    for hook in hooks:
+        hook.remove()
+    retriever.close()
 
 
 def _stay(k: torch.Tensor, shift: int, layer_id: int) -> None:

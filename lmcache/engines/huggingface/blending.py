@@ -120,33 +120,23 @@ class BlendedCache(DynamicCache):  # type: ignore[misc]
         super().__init__()
         self.blending: BlendingPass | None = blending
         self.observer: QuestionAttention | None = None
-        self.layers = [_BlendedLayer(self, layer_id) for layer_id in range(num_layers)]
-
-    def end(self) -> None:
-        """The prefill is over: go on with layers of the common kind, and let go of what was for blending."""
-        self.blending = None
-        self.layers, blended = [DynamicLayer() for _ in self.layers], self.layers
-        for layer, with_kv in zip(self.layers, blended, strict=True):
-            layer.lazy_initialization(with_kv.keys, with_kv.values)
-            layer.keys, layer.values = with_kv.keys, with_kv.values
-
-
-class _BlendedLayer(DynamicLayer):  # type: ignore[misc]
-    def __init__(self, cache: BlendedCache, layer_id: int) -> None:
-        super().__init__()
-        self._cache = cache
-        self._layer_id = layer_id
+        self._num_layers = num_layers
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        blending = self._cache.blending
-        assert blending is not None, "layers of this kind are replaced at the end of the prefill"
-        self.lazy_initialization(key_states, value_states)
-        keys, values = blending.blend(self._layer_id, key_states, value_states)
-        self.keys, self.values = keys, values
-        if self._layer_id == len(self._cache.layers) - 1:
-            self._cache.end()
+        """Return K and V of all tokens, from fresh ones ``[1, num_kv_heads, num_selected, head_size]``."""
+        if self.blending is None:
+            kv: tuple[torch.Tensor, torch.Tensor] = super().update(
+                key_states, value_states, layer_idx, *args, **kwargs
+            )
+            return kv
+        layer = DynamicLayer()
+        layer.lazy_initialization(key_states, value_states)
+        keys, values = layer.keys, layer.values = self.blending.blend(layer_idx, key_states, value_states)
+        self.layers.append(layer)
+        if len(self.layers) == self._num_layers:
+            self.blending = None
         return keys, values
 
 

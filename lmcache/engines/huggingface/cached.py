@@ -27,6 +27,7 @@ _REFUSED = (
     "past_key_values",
     "assistant_model",
     "assistant_early_exit",
+    "token_healing",
     "prompt_lookup_num_tokens",
     "prefill_chunk_size",
     "custom_generate",
@@ -89,7 +90,7 @@ class CachedModel:
             return f"input_ids are {list(input_ids.shape)}"
         if mask is not None and (mask.shape != input_ids.shape or not bool(mask.all())):
             return "the attention mask hides tokens, or is of another shape"
-        refused = [name for name in _REFUSED if settings.get(name) is not None]
+        refused = [name for name in _REFUSED if settings.get(name) not in (None, False)]
         # KV that depends on more than tokens (images, embeddings, positions) can't be found by tokens.
         refused += [name for name in kwargs.keys() - {"attention_mask"} if torch.is_tensor(kwargs[name])]
         if refused:
