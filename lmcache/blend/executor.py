@@ -55,6 +55,7 @@ class CacheBlendImpl(BlendExecutor):
         """Which tokens of the batch are selected, in rising order."""
         self._segments: list[tuple[int, int, int]] = []
         self._has_begun = False
+        self._attention: torch.Tensor | None = None
 
     def set_positional_encoder(self, positional_encoder: PositionalEncoder) -> None:
         """Set how Q and K are rotated to positions."""
@@ -80,12 +81,13 @@ class CacheBlendImpl(BlendExecutor):
         None when the selection has to see a layer: then ``blend`` selects there. Optional: without it a
         selection that needs no layer is made in layer 0. ``attention``: see ``Candidates``.
         """
+        self._attention = attention
         self._has_begun = self.selection.layer == BEFORE_LAYERS
         if not self._has_begun:
             return None
         device = original_positions.device
         tokens = Candidates(*_on(device, valid_mask, original_positions, query_start_loc))
-        self._keep(replace(tokens, attention=attention))
+        self._keep(tokens)
         return self.indexes_in_kv
 
     def blend(
@@ -145,7 +147,7 @@ class CacheBlendImpl(BlendExecutor):
         return self._keep(tokens)
 
     def _keep(self, tokens: Candidates) -> torch.Tensor:
-        is_selected = self.selection.select(tokens)
+        is_selected = self.selection.select(replace(tokens, attention=self._attention))
         if is_selected.dtype != torch.bool or is_selected.shape != tokens.is_valid.shape:
             kind = f"{is_selected.dtype} {list(is_selected.shape)}"
             raise ValueError(f"a selection must be a bool mask [{len(tokens.is_valid)}], not {kind}")

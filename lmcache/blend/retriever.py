@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from lmcache.blend.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from lmcache.config import LMCacheEngineMetadata
 from lmcache.logging import init_logger
-from lmcache.storage_backend import tensors
 from lmcache.utils import KVCache, token_dim
 
 if TYPE_CHECKING:
@@ -24,27 +23,19 @@ logger = init_logger(__name__)
 _NUM_WORKERS = 4  # enough to overlap waiting for a remote storage with copying
 
 
-class Segment(NamedTuple):
-    """A part of a prompt, whose KV was computed with nothing before it."""
-
-    tokens: torch.Tensor
-    """Token ids ``[num_tokens]``."""
-    kv: KVCache | None = None
-    """Its KV when the caller has it, (K, V) per layer; None: look it up."""
-    is_reusable: bool = True
-    """False: neither; its tokens are to be computed."""
-
-
 class SPTBlendRetrieverTask(BlendRetrieverTask):
     """The retrieval of a batch's segments. A segment whose retrieval fails counts as not stored."""
 
-    def __init__(self, kv: torch.Tensor | None, lengths: list[Future[int] | int], places: list[int]) -> None:
-        """``kv``: all layers of all tokens, ``[num_layers, 2, ...]``; None: nothing is there.
+    def __init__(
+        self, kv: torch.Tensor | None, dim: int, lengths: list[Future[int] | int], places: list[int]
+    ) -> None:
+        """``kv``: all layers of all tokens, ``[num_layers, 2, ...]``, of which dimension ``dim`` counts
+        tokens; None: nothing is there.
 
         ``lengths``: of each segment, how many leading tokens are there, now or later. ``places``: where each
         segment starts, and the number of tokens.
         """
-        self._kv, self._lengths, self._places = kv, lengths, places
+        self._kv, self._dim, self._lengths, self._places = kv, dim, lengths, places
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
         """Wait for all segments, then return one layer; its tensors are the caller's own to change.
@@ -58,6 +49,25 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
             return BlendRetrieverResult(None, None, valid_mask, original_positions)
         k, v = self._kv[layer_id].unbind()
         return BlendRetrieverResult(k, v, valid_mask, original_positions.to(self._kv.device))
+
+    def missing(self) -> list[int]:
+        """Wait for all segments, then return the numbers of those that were wanted and are not whole; none
+        when there is no memory to ``fill``."""
+        ends = self._places[1:]
+        return [
+            at
+            for at, (start, end, length) in enumerate(zip(self._places, ends, self._lengths, strict=False))
+            if not isinstance(length, int) and length.result() < end - start
+        ]
+
+    def fill(self, at: int, kv: KVCache) -> None:
+        """Put a segment's KV, (K, V) per layer, where it was not found, before the first ``result``."""
+        assert self._kv is not None
+        start, end = self._places[at : at + 2]
+        for layer, (k, v) in zip(self._kv.narrow(self._dim, start, end - start), kv, strict=True):
+            layer[0].copy_(k)
+            layer[1].copy_(v)
+        self._lengths[at] = end - start
 
     @cached_property
     def _validity(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,54 +115,50 @@ class SPTBlendRetriever(BlendRetriever):
 
         Raises ValueError when prompts and indices differ in number, or when indices fall or leave the prompt.
         """
-        segments: list[Segment] = []
+        segments: list[torch.Tensor] = []
         for prompt, starts in zip(full_prompts, indices, strict=True):
             if [0, *starts, len(prompt)] != sorted([0, *starts, len(prompt)]):
                 raise ValueError(f"Invalid indices for a prompt of {len(prompt)} tokens: {starts}")
-            segments += map(Segment, prompt.tensor_split(starts))
+            segments += (segment for segment in prompt.tensor_split(starts) if len(segment))
         return self.retrieve(segments)
 
-    def retrieve(self, segments: Sequence[Segment]) -> SPTBlendRetrieverTask:
-        """Start retrieving segments that stand side by side, each straight to its place; return at once."""
+    def retrieve(
+        self, segments: Sequence[torch.Tensor], is_wanted: Sequence[bool] | None = None
+    ) -> SPTBlendRetrieverTask:
+        """Start retrieving segments that stand side by side, each straight to its place; return at once.
+
+        ``is_wanted``: False for a segment that is not looked up, and counts as not stored.
+        """
         dim = 2 + token_dim(self.metadata.fmt)
-        segments = [segment for segment in segments if len(segment.tokens)]
-        places = [0, *accumulate(len(segment.tokens) for segment in segments)]
-        kv = self._place(segments, places[-1])
+        wanted = [True] * len(segments) if is_wanted is None else is_wanted
+        places = [0, *accumulate(map(len, segments))]
+        kv = self._memory(places[-1]) if any(wanted) else None
         lengths = [
-            self._pool.submit(self._fill, kv.narrow(dim, start, len(segment.tokens)), segment)
-            if segment.is_reusable and kv is not None
+            self._pool.submit(self._fill, kv.narrow(dim, start, len(segment)), segment)
+            if kv is not None and wanted[at]
             else 0
-            for start, segment in zip(places, segments, strict=False)
+            for at, (start, segment) in enumerate(zip(places, segments, strict=False))
         ]
-        return SPTBlendRetrieverTask(kv, lengths, places)
+        return SPTBlendRetrieverTask(kv, dim, lengths, places)
 
     def close(self) -> None:
         """End the threads; what is under way is finished."""
         self._pool.shutdown()
 
-    def _place(self, segments: Sequence[Segment], num_tokens: int) -> torch.Tensor | None:
-        """Return memory for the KV of so many tokens; None: nothing is to be retrieved, or there is none."""
-        if not any(segment.is_reusable for segment in segments):
-            return None
+    def _memory(self, num_tokens: int) -> torch.Tensor | None:
         try:
             return self.cache_engine.empty(num_tokens)
         except Exception as error:
             logger.warning("no memory for the KV of %d tokens, nothing is retrieved: %r", num_tokens, error)
             return None
 
-    def _fill(self, place: torch.Tensor, segment: Segment) -> int:
+    def _fill(self, place: torch.Tensor, segment: torch.Tensor) -> int:
         """Put a segment's KV in its place; return how many leading tokens of it there are."""
         try:
-            if segment.kv is None:
-                return self.cache_engine.retrieve_into(segment.tokens, place)
-            for layer, (k, v) in zip(place, segment.kv, strict=True):
-                layer[0].copy_(k)
-                layer[1].copy_(v)
-            tensors.synchronize(place)
+            return self.cache_engine.retrieve_into(segment, place)
         except Exception as error:
-            logger.warning("a segment of %d tokens could not be retrieved: %r", len(segment.tokens), error)
+            logger.warning("a segment of %d tokens could not be retrieved: %r", len(segment), error)
             return 0
-        return len(segment.tokens)
 
     def drop_spt_and_get_indices(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Return the prompt without its separators, and where in it the second and further segments start.

@@ -177,8 +177,9 @@ def test_prompts_of_odd_segments(model):
         ):
             with pytest.raises(ValueError, match=f"a text or a list of token ids.*{found}"):
                 one.generate([segment, QUESTION])
-        with pytest.raises(ValueError, match="Invalid num_logits: 10"):
-            one.prefill([PROMPT], 10)
+        for prompts, num_logits in (([PROMPT], 10), ([PROMPT], 0), ([], 1)):
+            with pytest.raises(ValueError, match=f"Invalid num_logits: {num_logits}"):
+                one.prefill(prompts, num_logits)
 
 
 def test_a_prompt_longer_than_the_window_is_answered_exactly(model):
@@ -204,10 +205,11 @@ def test_what_the_cache_lost_is_computed(model):
         def some_chunks_only(tokens, out):
             return min(whole(tokens, out), 16)
 
-        one.segments.retrieve_into = some_chunks_only  # as when chunks went after the lookup
-        assert num_computed(one, PROMPT) == sum(len(document) - 16 for document in DOCUMENTS) - 24 + len(
-            QUESTION
-        )
+        expected = kv_of(one.prefill([PROMPT])[0].cache)
+        one.segments.retrieve_into = some_chunks_only  # as when chunks went
+        assert torch.equal(kv_of(one.prefill([PROMPT])[0].cache), expected)
+        one.segments.store = one.segments.retrieve_into = lambda *_: 0  # nothing can be kept
+        assert num_computed(one, PROMPT) == len(QUESTION)
 
 
 @pytest.mark.parametrize("method", ["lookup", "empty", "retrieve_into", "store"])
@@ -271,6 +273,9 @@ def test_special_tokens_are_those_before_a_text(model, tokenizer):
             assert [s.tolist() for s in one.split("7 8[BLEND_SEP]9")] == [*first, [7, 8], [9]]
             assert [s.tolist() for s in one.split(["7 8", "9"])] == [*first, [7, 8], [9]]
             assert one.precompute(["7 8", "9"]) == 3
+            assert one.precompute("7 8[BLEND_SEP]9[BLEND_SEP]7") == 1
+            with pytest.raises(ValueError, match="give a tokenizer's input_ids, or the text"):
+                one.generate(given("7 8"))
             assert is_exact(one, [*first, DOCUMENTS[0]])  # nothing before the last segment but <s>
 
 
@@ -279,6 +284,23 @@ def test_a_selection_in_the_last_layer_is_refused(model):
         for layer in (3, 7):
             with pytest.raises(ValueError, match=f"layer {layer} leaves none of 4 to save"):
                 BlendedModel(model, engine, selection=LargestDeviation(0.15, layer))
+
+
+def test_a_selection_may_read_attention_and_a_layer(model):
+    seen = []
+
+    class Both(LargestDeviation):
+        reads_attention = True
+
+        def score(self, tokens):
+            seen.append((tokens.attention, tokens.deviation))
+            return super().score(tokens)
+
+    with blended(model, selection=Both(1.0)) as one:
+        assert not is_exact(one, PROMPT)
+    (attention, deviation), *_ = seen
+    assert attention.shape == deviation.shape == (sum(map(len, PROMPT)),)
+    assert attention.sum() == pytest.approx(4 * 4 * len(QUESTION))  # layers, heads
 
 
 def test_a_selection_that_is_no_mask_is_refused(model):

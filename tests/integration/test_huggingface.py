@@ -164,8 +164,8 @@ def test_an_end_in_the_prompt_that_also_pads_hides_nothing(model, engine):
     """As in chats, whose turns end with the token that pads."""
     tokens = prompt(40)
     tokens[0, 20] = 7
-    arguments = GREEDY | {"pad_token_id": 7, "eos_token_id": [7, 9]}
-    for _ in range(2):
+    for ends in ([7, 9], 7, torch.tensor([7, 9])):
+        arguments = GREEDY | {"pad_token_id": 7, "eos_token_id": ends}
         expected = model.generate(tokens, **arguments)
         assert torch.equal(CachedModel(model, engine).generate(tokens, **arguments), expected)
     assert engine.hit_tokens_count == 40

@@ -10,7 +10,7 @@ own (``SEGMENT_SALT``), which no lookup of a prompt finds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lmcache.blend.executor import CacheBlendImpl, Shift
 from lmcache.blend.interfaces import BlendRetrieverTask
-from lmcache.blend.retriever import Segment, SPTBlendRetriever
+from lmcache.blend.retriever import SPTBlendRetriever
 from lmcache.blend.selection import LargestDeviation, NoTokens, Selection
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.engines.huggingface.blending import BlendedCache, BlendingPass, QuestionAttention, add_hooks
@@ -74,9 +74,9 @@ class BlendedModel:
         metadata does not fit it.
         """
         self._exact = CachedModel(model, engine)
-        if obstacle := _obstacle(model):
-            raise ValueError(f"{type(model).__name__} can't be blended: {obstacle}")
         try:
+            if obstacle := _obstacle(model):
+                raise ValueError(obstacle)
             self._shift = RotaryShift(model)
         except ValueError as error:
             raise ValueError(f"{type(model).__name__} can't be blended: {error}") from error
@@ -85,7 +85,8 @@ class BlendedModel:
         self.selection = selection or LargestDeviation(self.config.blend_recompute_ratio)
         if self.selection.layer >= self._num_layers - 1:
             raise ValueError(
-                f"the selection's layer {self.selection.layer} leaves none of {self._num_layers} to save"
+                f"the selection's layer {self.selection.layer} leaves none of {self._num_layers} to save: "
+                "give one that selects before, such as selection=FirstTokens(0.15)"
             )
         self._special = self._special_tokens()
         behind = self._special if self.config.blend_add_special_in_precomp else []
@@ -108,7 +109,7 @@ class BlendedModel:
         if obstacle:
             logger.info("the prompt is not blended: %s", obstacle)
             return self._exact.generate(input_ids, **kwargs)
-        cache = BlendedCache(self._begin([segments]), self._num_layers)
+        cache = BlendedCache(self._begin([segments], [True]), self._num_layers)
         return self.model.generate(input_ids, past_key_values=cache, **kwargs)
 
     @torch.no_grad()
@@ -121,11 +122,11 @@ class BlendedModel:
         as ``generate`` does, and for ``num_logits`` out of range.
         """
         split = [self.split(prompt) for prompt in prompts]
-        if not 1 <= num_logits <= min(len(segments[-1]) for segments in split):
+        if not 1 <= num_logits <= min((len(segments[-1]) for segments in split), default=0):
             raise ValueError(
-                f"Invalid num_logits: {num_logits} (the last segment is shorter, or it is below 1)"
+                f"Invalid num_logits: {num_logits} (must be 1 to the length of the shortest last segment)"
             )
-        blending = self._begin(split)
+        blending = self._begin(split, [self._obstacle_of_prompt(segments) is None for segments in split])
         cache = BlendedCache(blending, self._num_layers)
         hidden = self._forward(split, blending, cache)
         ends = torch.searchsorted(blending.selected, blending.query_start_loc[1:])
@@ -136,21 +137,26 @@ class BlendedModel:
             for end, start, stop in zip(ends.tolist(), starts, starts[1:], strict=False)
         ]
 
-    def precompute(self, segments: Sequence[SegmentOfPrompt]) -> int:
+    def precompute(self, segments: Prompt) -> int:
         """Compute and store the KV of segments that are not stored yet; return how many tokens that were.
 
         Raises ValueError for a text without a tokenizer, and for what is no list of token ids.
         """
-        tokens = {tuple(segment.tolist()): segment for segment in map(self._tokens, segments) if len(segment)}
-        return sum(len(segment) for segment in tokens.values() if self._computed(segment) is not None)
+        split = [segment for segment in map(self._tokens, self._parts(segments)) if len(segment)]
+        unique = {tuple(segment.tolist()): segment for segment in split}
+        missing = [segment for segment in unique.values() if not self._is_stored(segment)]
+        for segment in missing:
+            self._compute(segment)
+        return sum(map(len, missing))
 
     def split(self, prompt: Prompt) -> list[torch.Tensor]:
         """Return the prompt's segments without empty ones, int64 token ids ``[num_tokens]`` on the CPU.
 
-        Before a text (a first segment that is one) the tokenizer's special tokens are a segment of their own,
-        so that a document has the same tokens wherever it stands. Raises ValueError as ``generate`` does.
+        Texts are tokenized one by one, and separators are no part of the prompt. Before a text (a first
+        segment that is one) the tokenizer's special tokens are a segment of their own, so that a document has
+        the same tokens wherever it stands. Raises ValueError as ``generate`` does.
         """
-        parts = prompt.split(self.config.blend_separator) if isinstance(prompt, str) else prompt
+        parts = self._parts(prompt)
         segments = [self._tokens(part) for part in parts]
         split = [segment for segment in segments if len(segment)]
         if not split:
@@ -190,17 +196,24 @@ class BlendedModel:
             return f"its {num_tokens} tokens are more than the model's window ({window})"
         return None
 
-    def _begin(self, prompts: list[list[torch.Tensor]]) -> BlendingPass:
-        """Start a pass over prompts side by side, with the KV of their segments as far as it is reusable."""
-        wanted = [segment for segments in prompts for segment in self._wanted(segments)]
-        computed: dict[tuple[int, ...], KVCache | None] = {}
-        for at, (tokens, _, is_reusable) in enumerate(wanted):
-            name = tuple(tokens.tolist())
-            if is_reusable and name not in computed:
-                computed[name] = self._computed(tokens)
-            wanted[at] = Segment(tokens, computed.get(name), is_reusable)
-        task = self._retriever.retrieve(wanted)
-        lengths = [sum(map(len, segments)) for segments in prompts]
+    def _begin(self, prompts: list[list[torch.Tensor]], is_blended: list[bool]) -> BlendingPass:
+        """Start a pass over prompts side by side, with the KV of the segments that are reused.
+
+        What is not stored is computed alone, stored, and put where it was not found.
+        """
+        segments = [segment for prompt in prompts for segment in prompt]
+        is_wanted: list[bool] = []
+        for prompt, is_reused in zip(prompts, is_blended, strict=True):
+            documents = self._documents(prompt) if is_reused else []
+            is_wanted += (at in documents for at in range(len(prompt)))
+        task = self._retriever.retrieve(segments, is_wanted)
+        computed: dict[tuple[int, ...], KVCache] = {}
+        for at in task.missing():
+            name = tuple(segments[at].tolist())
+            if name not in computed:
+                computed[name] = self._compute(segments[at])
+            task.fill(at, computed[name])
+        lengths = [sum(map(len, prompt)) for prompt in prompts]
         if not self.selection.reads_attention:
             return self._pass(task, lengths, self.selection, self._shift)
         attention = self._attention(task, prompts, lengths)
@@ -253,29 +266,24 @@ class BlendedModel:
         ).last_hidden_state[0]
         return hidden
 
-    def _wanted(self, segments: list[torch.Tensor]) -> list[Segment]:
-        """Return the segments as they are to be retrieved: all of them computed when there is an obstacle."""
-        is_blended = self._obstacle_of_prompt(segments) is None
-        documents = self._documents(segments) if is_blended else []
-        return [Segment(tokens, None, at in documents) for at, tokens in enumerate(segments)]
-
     def _documents(self, segments: list[torch.Tensor]) -> list[int]:
         """Return which segments' KV is reused: all but the last, and but special tokens."""
         return [at for at, tokens in enumerate(segments[:-1]) if tokens.tolist() != self._special]
 
+    def _is_stored(self, tokens: torch.Tensor) -> bool:
+        try:
+            return self.segments.lookup(tokens) == len(tokens)
+        except Exception as error:
+            logger.warning("a segment of %d tokens could not be looked up: %r", len(tokens), error)
+            return False
+
     @torch.no_grad()
-    def _computed(self, tokens: torch.Tensor) -> KVCache | None:
-        """Compute a segment's KV alone and store it; None when it is stored already, or nothing can be said
-        of that. ``[num_kv_heads, num_tokens, head_size]`` per layer.
+    def _compute(self, tokens: torch.Tensor) -> KVCache:
+        """Compute a segment's KV alone, ``[num_kv_heads, num_tokens, head_size]`` per layer, and store it.
 
         Behind special tokens, if the configuration says so: these stand before position 0, so that the
         segment's K is at the same positions as without them.
         """
-        try:
-            if self.segments.lookup(tokens) == len(tokens):
-                return None
-        except Exception as error:
-            logger.warning("a segment of %d tokens could not be looked up: %r", len(tokens), error)
         before = len(self._behind)
         cache = DynamicCache()
         self.model.get_decoder()(
@@ -289,6 +297,11 @@ class BlendedModel:
         except Exception as error:
             logger.warning("a segment of %d tokens could not be stored: %r", len(tokens), error)
         return kv
+
+    def _parts(self, prompt: Prompt) -> Sequence[SegmentOfPrompt]:
+        if isinstance(prompt, Mapping):
+            raise ValueError("a prompt must be a text or segments: give a tokenizer's input_ids, or the text")
+        return prompt.split(self.config.blend_separator) if isinstance(prompt, str) else prompt
 
     def _special_tokens(self) -> list[int]:
         """What the tokenizer puts before every text; without a tokenizer the model's BOS token, if any."""

@@ -45,8 +45,8 @@ class BlendingPass:
         self._request = torch.arange(len(lengths), device=device).repeat_interleave(counts)
         self._selected: torch.Tensor | None = None
         """The tokens that are computed from now on; None: all."""
-        self._is_narrow = False
         self._narrow: dict[str, Any] = {}
+        """A decoder layer's arguments for the selected tokens, from the first layer on that gets them."""
         found = task.result(0)
         stored_at = found.original_positions.to(device)
         self._select(executor.begin(found.valid_mask, stored_at, self.query_start_loc, attention))
@@ -98,8 +98,7 @@ class BlendingPass:
         tokens = self._selected
         if tokens is None:
             return hidden, kwargs
-        if not self._is_narrow:
-            self._is_narrow = True
+        if not self._narrow:
             hidden = hidden[:, tokens]
             self._narrow = {
                 "attention_mask": self.mask(tokens),

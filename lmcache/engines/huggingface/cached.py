@@ -82,9 +82,7 @@ class CachedModel:
         config = kwargs.get("generation_config") or self.model.generation_config
         settings = config.to_dict() | kwargs
         mask, padding = kwargs.get("attention_mask"), settings.get("pad_token_id")
-        ends = settings.get("eos_token_id")
-        is_end = padding in (ends if isinstance(ends, list) else [ends])
-        if mask is None and padding is not None and not is_end:
+        if mask is None and padding is not None and padding not in _listed(settings.get("eos_token_id")):
             mask = input_ids != padding  # what ``generate`` takes for the mask
         if input_ids.dim() != 2 or input_ids.shape[0] != 1:
             return f"input_ids are {list(input_ids.shape)}"
@@ -121,6 +119,10 @@ class CachedModel:
             logger.warning("the prompt's KV could not be stored: %r", error)
 
 
+def _listed(tokens: int | list[int] | torch.Tensor | None) -> list[int]:
+    return [] if tokens is None else torch.as_tensor(tokens).flatten().tolist()
+
+
 def obstacle_of_model(model: PreTrainedModel) -> str | None:
     """Return why this model's KV is not cached, None when it is."""
     layers = DynamicCache(config=model.config).layers
@@ -133,6 +135,8 @@ def obstacle_of_model(model: PreTrainedModel) -> str | None:
     config = model.config
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return "the model's tokens attend to later ones"
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return "the model has a learned prompt before every prompt (PEFT)"
     if model.training:
         return "the model is in training mode: call its eval()"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
