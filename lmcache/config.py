@@ -41,13 +41,15 @@ class LMCacheEngineConfig:
     save_decode_cache: bool
     """Store chunks made while decoding too."""
     enable_blending: bool
-    """Of the LMCache 0.1-0.3 API, as the four that follow: for programs that read them."""
+    """Reuse the KV of segments that were computed apart (``lmcache.engines.huggingface.BlendedModel``)."""
     blend_recompute_ratio: float
-    """Of the tokens of a prompt, 0 to 1."""
+    """Of the reused tokens of a prompt how many are computed again, 0 to 1."""
     blend_min_tokens: int
     """Shorter prompts are not blended."""
     blend_separator: str = "[BLEND_SEP]"
+    """What divides a text into segments; it is no part of the prompt."""
     blend_add_special_in_precomp: bool = False
+    """Compute segments behind the special tokens that the tokenizer puts before every text."""
 
     @staticmethod
     def from_defaults(

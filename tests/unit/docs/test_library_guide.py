@@ -15,7 +15,8 @@ TEXT = (ROOT / "docs" / "guides" / "library.md").read_text()
 PRINTED = {
     "engine.store(tokens, kv)": ["1000", "768", "True"],
     "FirstInFirstOut": ["[0,", "256,", "256,", "256]"],
-    "CachedModel": ["True", "300"],
+    "CachedModel(": ["True", "300"],
+    "BlendedModel(": ["420", "400"],
 }
 
 
