@@ -27,7 +27,7 @@ NAMES = {
     "autoscale": "a real operator sizes real sidecars while they serve a trace: cost, changes, predictions",
     "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
-    "blend": "answers from blended KV against those of a full prefill, by recompute ratio",
+    "blend": "what blending loses and saves: KL, answers, time to first token, by selection and ratio",
     "remote": "loads and stores of 4 MiB parts over one connection, against bare loops on the same Redis",
     "shards": "hits before and after a change of the remote tier's shards, and when one is lost",
     "path": "remote and disk on the sidecar's whole path, against bare loops",

@@ -1,140 +1,159 @@
-"""``python -m testing.blend.experiment [--plot FILE]``: what blending does to the next token.
+"""What blending does to the tokens that a model says next, beside a full prefill of the same prompt.
 
-Each document's KV is computed alone and stored in an LMCacheEngine. Then a prompt of three documents and a
-question is answered with that KV, retrieved by SPTBlendRetriever and blended by CacheBlendImpl, and the
-distribution of the answer is held against that of a full prefill.
+Each segment's KV is computed alone and stored in an engine in memory; then BlendedModel answers with it, by
+one selection of tokens after another.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import chain
-from pathlib import Path
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import kl_div, log_softmax
-from transformers import LlamaForCausalLM
+from torch.nn.functional import kl_div
+from transformers import PreTrainedModel
 
-from lmcache.blend.executor import CacheBlendImpl
-from lmcache.blend.interfaces import BlendExecutor, BlendOutput
-from lmcache.blend.retriever import SPTBlendRetriever
-from lmcache.cache_engine import LMCacheEngine
-from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from testing.blend import prompts
-from testing.blend.forward import Forward
-from testing.blend.train import trained_model
+from lmcache.blend.selection import (
+    BEFORE_LAYERS,
+    FirstTokens,
+    LargestDeviation,
+    MostAttended,
+    NoTokens,
+    Selection,
+)
+from lmcache.engines.huggingface import BlendedModel
+from testing.blend import prompts, texts
+from testing.blend.texts import CountTokens
+from testing.blend.tiny import engine_for
+from testing.blend.weights import Pretrained
 
-RATIOS = (0, 0.05, 0.1, 0.15, 0.25, 0.5, 1)
-NOT_ROTATED = "0 %, not rotated"
-ALL_LAYERS = "0 %, layers 0 and 1 reused too"
-CHUNK_TOKENS = 16
-SEPARATOR = prompts.VOCAB_SIZE  # no token of the model
-
-
-def divergences(
-    model: LlamaForCausalLM, num_prompts: int, ratios: Sequence[float] = RATIOS
-) -> dict[str, np.ndarray]:
-    """Return per way of reuse each prompt's KL divergence of its answer from prefill's, in nats."""
-    forward = Forward(model)
-    rng = np.random.default_rng(1)
-    found = defaultdict(list)
-    engine = _engine(forward)
-    retriever = SPTBlendRetriever([SEPARATOR], engine, engine.metadata)
-    for _ in range(num_prompts):
-        tokens, starts = retriever.drop_spt_and_get_indices(_prompt(rng))
-        prompt = torch.tensor(tokens)
-        for document in prompt.tensor_split(starts)[:-1]:
-            engine.store(document, forward.prefill(document)[1])
-        expected = log_softmax(forward.prefill(prompt)[0][-1], dim=-1)
-        for name, executor in _executors(forward, ratios).items():
-            logits = forward.blended(prompt, retriever.new_request([prompt], [starts]), executor)
-            answer = log_softmax(logits[-1], dim=-1)
-            found[name].append(kl_div(answer, expected, log_target=True, reduction="sum").item())
-    engine.close()
-    return {name: np.array(values) for name, values in found.items()}
+RATIOS = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5)
+FULL, NAIVE = "full prefill", "naive reuse"
+KINDS: dict[str, Callable[[float], Selection]] = {
+    "largest deviation": LargestDeviation,
+    "first tokens": FirstTokens,
+    "most attended": MostAttended,
+}
+CACHE_GB = 0.3  # of a few prompts: what comes later takes the place of what is not asked for again
 
 
-def name_of(ratio: float) -> str:
-    return f"{ratio:.0%}".replace("%", " %")
+class Case(NamedTuple):
+    """A prompt of documents and a question, as token ids."""
+
+    segments: list[list[int]]
+    num_compared: int
+    """How many of its last tokens are looked at."""
 
 
-def _engine(forward: Forward) -> LMCacheEngine:
-    config = LMCacheEngineConfig.from_defaults(CHUNK_TOKENS, "cpu", 0.1, None, None)
-    layers = forward.prefill(torch.tensor([prompts.DOC]))[1]
-    shape = (len(layers), 2, CHUNK_TOKENS, *layers[0][0].shape[1:])
-    return LMCacheEngine(config, LMCacheEngineMetadata("blend", 1, 0, "vllm", torch.float32, shape))
+@dataclass
+class Comparison:
+    """Of one way to compute prompts with their full prefills; a value per prompt."""
+
+    divergence: list[float] = field(default_factory=list)
+    """KL(full prefill || this), in nats, mean over the tokens compared."""
+    agreement: list[float] = field(default_factory=list)
+    """The share of them after which the likeliest next token is the same."""
+    next_token: list[int] = field(default_factory=list)
+    """The likeliest one after the prompt."""
+    is_equal: list[bool] = field(default_factory=list)
+    """Whether all logits are the same, bit for bit."""
+
+    def add(self, logits: torch.Tensor, full: torch.Tensor) -> None:
+        distributions = logits.log_softmax(-1), full.log_softmax(-1)
+        sums = kl_div(*distributions, log_target=True, reduction="sum")
+        self.divergence.append(sums.item() / len(full))
+        self.agreement.append((logits.argmax(-1) == full.argmax(-1)).double().mean().item())
+        self.next_token.append(int(logits[-1].argmax()))
+        self.is_equal.append(torch.equal(logits, full))
 
 
-def _prompt(rng: np.random.Generator) -> list[int]:
-    """Documents and a question about one of their keys, divided by separators."""
-    documents = prompts.documents(rng)
-    keys = list(prompts.answers(list(chain.from_iterable(documents))))
-    tokens = [token for document in documents for token in (*document, SEPARATOR)]
-    return [*tokens, prompts.ASK, int(rng.choice(keys))]
+def name_of(kind: str, ratio: float) -> str:
+    return f"{kind}, {ratio:.0%}".replace("%", " %")
 
 
-def _executors(forward: Forward, ratios: Sequence[float]) -> dict[str, BlendExecutor]:
-    executors = {name_of(ratio): CacheBlendImpl(ratio) for ratio in ratios}
-    for executor in executors.values():
-        executor.set_positional_encoder(forward.rotate)
-        executor.set_reverse_positional_encoder(forward.rotate_back)
-    return {ALL_LAYERS: _ReuseAll(forward), NOT_ROTATED: CacheBlendImpl(0), **executors}
+def selections(ratios: Sequence[float] = RATIOS) -> dict[str, Selection]:
+    """Return all kinds with these ratios, by name, after naive reuse (which most are at 0 %)."""
+    ranked = {
+        name_of(kind, ratio): selection
+        for kind, make in KINDS.items()
+        for ratio in ratios
+        if (selection := make(ratio)).layer != BEFORE_LAYERS or ratio > 0
+    }
+    return {NAIVE: NoTokens(), **ranked}
 
 
-class _ReuseAll(CacheBlendImpl):
-    """Reuses every layer, for comparison: only tokens without retrieved KV are computed, from the start."""
-
-    def __init__(self, forward: Forward) -> None:
-        super().__init__(0)
-        self.set_positional_encoder(forward.rotate)
-        self.set_reverse_positional_encoder(forward.rotate_back)
-
-    def blend(self, layer_id: int, *stored_and_fresh: Any) -> BlendOutput:
-        k, v, valid_mask, original_positions, fresh_q, fresh_k, fresh_v, positions, *rest = stored_and_fresh
-        if layer_id == 0:
-            self.indexes_in_kv = is_new = (valid_mask == 0).nonzero().squeeze(1)
-            fresh_q, fresh_k, fresh_v, positions = (x[is_new] for x in (fresh_q, fresh_k, fresh_v, positions))
-        stored = k, v, valid_mask, original_positions
-        out = super().blend(2, *stored, fresh_q, fresh_k, fresh_v, positions, *rest)
-        return replace(out, local_indices=self.indexes_in_kv) if layer_id == 0 else out
-
-
-def plot(found: dict[str, np.ndarray], target: Path) -> None:
-    """Draw the mean divergence by ratio, as SVG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    means = [found[name_of(ratio)].mean() for ratio in RATIOS]
-    axes.plot([100 * ratio for ratio in RATIOS], means, marker="o", label="blended")
-    axes.axhline(0.2 * means[0], linestyle="--", color="grey", label="20 % of ratio 0")
-    axes.axhline(found[ALL_LAYERS].mean(), linestyle=":", color="red", label=ALL_LAYERS)
-    axes.set(xlabel="recompute ratio, %", ylabel="KL divergence to full prefill, nats")
-    axes.set_yscale("symlog", linthresh=1e-8)
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="center right")
-    figure.savefig(target, metadata={"Date": None})
+@torch.no_grad()
+def compared(
+    model: PreTrainedModel, cases: Sequence[Case], ways: dict[str, Selection], what: str = "prompts"
+) -> dict[str, Comparison]:
+    """Return how far each way's answers are from full prefill's, which is the first one."""
+    found = {name: Comparison() for name in (FULL, *ways)}
+    with engine_for(model, max_local_cache_size=CACHE_GB) as engine:
+        blended = BlendedModel(model, engine)
+        progress = Progress(what, len(cases))
+        for segments, num_compared in cases:
+            tokens = torch.tensor([[token for segment in segments for token in segment]])
+            full = model(tokens, logits_to_keep=num_compared).logits[0]
+            found[FULL].add(full, full)
+            for name, blended.selection in ways.items():
+                found[name].add(blended.prefill([segments], num_compared)[0].logits, full)
+            progress.step()
+        blended.close()
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--plot", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    found = divergences(trained_model(), args.prompts)
-    naive = found[name_of(0)].mean()
-    print("| recomputed | KL divergence, mean | standard error | relative to 0 % |\n|---|---|---|---|")
-    for name, values in found.items():
-        error = values.std() / len(values) ** 0.5
-        print(f"| {name} | {values.mean():.3g} | {error:.2g} | {values.mean() / naive:.3g} |")
-    if args.plot:
-        plot(found, args.plot)
+class Progress:
+    """Lines on stderr: how much of what is done, a few times a minute."""
+
+    def __init__(self, what: str, number: int) -> None:
+        self._what, self._number, self._done = what, number, 0
+        self._start = self._said = time.monotonic()
+
+    def step(self) -> None:
+        self._done += 1
+        if time.monotonic() - self._said > 15 or self._done == self._number:
+            self._said = time.monotonic()
+            seconds = self._said - self._start
+            print(
+                f"{self._what}: {self._done} of {self._number}, {seconds:.0f} s", file=sys.stderr, flush=True
+            )
 
 
-if __name__ == "__main__":
-    main()
+def counter(pretrained: Pretrained) -> CountTokens:
+    return lambda text: len(pretrained.tokenizer(text)["input_ids"])
+
+
+def real_cases(pretrained: Pretrained, number: int, num_tokens: int = 200, seed: int = 0) -> list[Case]:
+    """Prompts of natural English; what is compared are the tokens of the question."""
+    rng = np.random.default_rng(seed)
+    made = [texts.prompt(rng, counter(pretrained), num_tokens) for _ in range(number)]
+    ids = [
+        [pretrained.tokenizer(text)["input_ids"] for text in (*one.documents, one.question)] for one in made
+    ]
+    return [Case(segments, len(segments[-1])) for segments in ids]
+
+
+class Fact(NamedTuple):
+    """What a prompt of the little model asks for."""
+
+    answer: int
+    is_spread: bool
+    """Whether it takes another document than the one that the fact is in."""
+
+
+def little_cases(number: int, seed: int = 1) -> tuple[list[Case], list[Fact]]:
+    """Prompts in the little model's language; what is compared is the answer."""
+    rng = np.random.default_rng(seed)
+    cases, facts = [], []
+    for _ in range(number):
+        documents = prompts.documents(rng)
+        answers = prompts.answers([token for document in documents for token in document])
+        key = int(rng.choice(list(answers)))
+        (alone,) = (said[key] for said in map(prompts.answers, documents) if key in said)
+        cases.append(Case([*documents, [prompts.ASK, key]], 1))
+        facts.append(Fact(answers[key], alone != answers[key]))
+    return cases, facts

@@ -1,15 +1,15 @@
-"""Blending on a model that learned to read across documents; all of it: ``testing.blend.experiment``."""
+"""Blending on a model that learned to read across documents; all of it: ``python -m benchmarks blend``."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from testing.blend import experiment, prompts
-from testing.blend.forward import Forward
+from testing.blend.experiment import FULL, NAIVE, compared, little_cases, name_of, selections
 from testing.blend.train import CONFIG, TooSlow, trained_model
 
 TRAINING_SECONDS = 300
@@ -27,20 +27,25 @@ def model():
 @pytest.mark.timeout(TRAINING_SECONDS + 120)
 def test_divergence_falls_with_the_ratio(model):
     ratios = (0, 0.15, 0.5, 1)
-    found = experiment.divergences(model, NUM_PROMPTS, ratios)
-    means = [found[experiment.name_of(ratio)].mean() for ratio in ratios]
+    cases, facts = little_cases(NUM_PROMPTS)
+    found = compared(model, cases, selections(ratios))
+    names = [name_of("largest deviation", ratio) for ratio in ratios]
+    means = [np.mean(found[name].divergence) for name in (NAIVE, *names)]
     assert all(before > after for before, after in pairwise(means))
-    assert means[1] <= 0.2 * means[0]
-    assert found[experiment.name_of(1)].max() < 1e-6
+    assert means[2] <= 0.2 * means[1]
+    assert all(found[names[-1]].is_equal)
+    assert means[-1] == 0
+    assert any(fact.is_spread for fact in facts)
+    assert np.mean(np.equal(found[FULL].next_token, [fact.answer for fact in facts])) >= 0.9
 
 
 def test_all_computed_anew_is_prefill():
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).eval()
     model.apply(lambda part: [torch.nn.init.normal_(x, std=0.2) for x in part.parameters(recurse=False)])
-    tokens = torch.arange(prompts.VOCAB_SIZE)[:40]
-    with torch.no_grad():
-        assert torch.allclose(Forward(model).prefill(tokens)[0], model(tokens[None]).logits[0], atol=1e-4)
-    found = experiment.divergences(model, 2, (0, 1))
-    assert found[experiment.name_of(1)].max() < 1e-6
-    assert found[experiment.name_of(0)].min() > 1e-3
+    found = compared(model, little_cases(2)[0], selections((0, 1)))
+    for name in selections((1,)).keys() - {NAIVE}:
+        assert all(found[name].is_equal)
+        assert max(found[name].divergence) == 0
+    assert min(found[NAIVE].divergence) > 1e-3
+    assert min(found[name_of("largest deviation", 0)].divergence) > 1e-3

@@ -1,0 +1,71 @@
+"""What the benchmark of blending makes of its prompts: means, quotients, their errors, and answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.blend import mean, share
+from testing.blend import prompts
+from testing.blend.asked import answers_of
+from testing.blend.experiment import Comparison, little_cases
+from testing.blend.questions import NUM_PEOPLE
+
+
+def test_a_mean_has_the_error_of_its_sample():
+    assert mean([1.0, 3.0]) == (2.0, 1.0)
+    assert mean([5.0] * 9) == (5.0, 0.0)
+    with pytest.raises(ValueError, match="1 values have no standard error"):
+        mean([1.0])
+
+
+def test_a_share_is_a_quotient_of_means_over_the_same_prompts():
+    assert share([1.0, 2.0, 6.0], [2.0, 4.0, 12.0]) == (0.5, 0.0)  # the prompts differ, the share doesn't
+    assert share([1.0, 1.0], [1.0, 3.0]).value == 0.5  # not the mean of 1 and 1/3
+
+
+def test_the_error_of_a_share_is_that_of_the_bootstrap():
+    rng = np.random.default_rng(0)
+    whole = rng.lognormal(0, 0.5, 60)
+    part = whole * rng.uniform(0.2, 0.8, 60)
+    found = share(part, whole)
+    chosen = rng.integers(0, 60, (20_000, 60))
+    error = (part[chosen].mean(1) / whole[chosen].mean(1)).std()
+    assert found.error == pytest.approx(error, rel=0.1)
+    apart = (part[chosen].mean(1) / whole[chosen[:, ::-1]][::-1].mean(1)).std()
+    assert apart > 1.5 * error  # what it would be if the prompts were not the same
+
+
+def test_a_comparison_is_the_mean_over_tokens_of_what_full_prefill_loses():
+    full = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    other = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
+    one = Comparison()
+    one.add(other, full)
+    one.add(full + 0, full)
+    expected = (0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)) / 2
+    assert one.divergence == pytest.approx([expected, 0], abs=1e-7)
+    assert one.is_equal == [False, True]
+    assert one.agreement == [0.5, 1.0]  # of equal ones the first
+    assert one.next_token == [0, 0]
+
+
+def test_little_facts_that_are_spread_lean_on_an_earlier_document():
+    cases, facts = little_cases(200)
+    assert {fact.is_spread for fact in facts} == {False, True}
+    for (segments, num_compared), fact in zip(cases, facts, strict=True):
+        *documents, (ask, key) = segments
+        assert (ask, num_compared) == (prompts.ASK, 1)
+        holder = next(tokens for tokens in documents if key in prompts.answers(tokens))
+        value = holder[holder.index(key) + 1]
+        if fact.is_spread:
+            assert value == prompts.SAME
+        if value != prompts.SAME:
+            assert not fact.is_spread
+            assert fact.answer == value
+
+
+def test_answers_are_divided_by_what_they_take():
+    is_right = np.zeros((2, NUM_PEOPLE), dtype=bool)
+    is_right[0, 0] = is_right[:, 2:] = True
+    assert answers_of(is_right) == (0.25, 1.0)
