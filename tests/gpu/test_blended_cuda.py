@@ -1,0 +1,49 @@
+"""Blending on a GPU, with segments kept on the host or on it. Needs one: `make gpu-check`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lmcache.blend.selection import AllTokens, FirstTokens, LargestDeviation, MostAttended, NoTokens
+from lmcache.engines.huggingface import BlendedModel
+from testing.blend.tiny import engine_for, random_tokens, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+PROMPT = [*random_tokens(40, 33, 50), *random_tokens(9, seed=1)]
+
+
+def prefilled(model, device, selection) -> list[torch.Tensor]:
+    """The question's logits of a prefill that computes the documents, and of one that finds them."""
+    with (
+        engine_for(model, local_device=device) as engine,
+        BlendedModel(model, engine, selection=selection) as blended,
+    ):
+        logits = [blended.prefill([PROMPT], 9)[0].logits for _ in range(2)]
+        assert blended.segments.hit_tokens_count == 40 + 33 + 50
+        return logits
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_everything_computed_is_a_full_prefill(device):
+    model = tiny_model("llama").cuda()
+    with torch.no_grad():
+        expected = model(torch.cat(PROMPT)[None].cuda()).logits[0, -9:]
+    for found in prefilled(model, device, AllTokens()):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "selection", [NoTokens(), FirstTokens(0.3), LargestDeviation(0.3), MostAttended(0.3)], ids=type
+)
+def test_it_is_what_the_processor_blends(device, dtype, selection):
+    expected = prefilled(tiny_model("llama").to(dtype), "cpu", selection)[0].float()
+    for found in prefilled(tiny_model("llama").to("cuda", dtype), device, selection):
+        assert found.is_cuda
+        found = found.float().cpu()
+        assert (found - expected).norm() <= (1e-3 if dtype == torch.float32 else 0.1) * expected.norm()
