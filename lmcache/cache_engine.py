@@ -10,7 +10,6 @@ backend's memory, and out of it straight into one tensor that is the caller's ow
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import itertools
@@ -87,7 +86,7 @@ class LMCacheEngine:
         )
         keys = self._keys(tokens)
         request = keys[-1].chunk_hash if keys else None
-        with _plain_tensors():
+        with tensors.plain():
             self.engine_.touch(keys, request)
             first = num_chunks_masked
             if skip_existing:
@@ -117,7 +116,7 @@ class LMCacheEngine:
         num_masked = _num_masked(tokens, mask)
         blob = self._retrieve(tokens, num_masked)
         num_found = 0 if blob is None else blob.shape[2 + token_dim(self.metadata.fmt)]
-        with _plain_tensors():
+        with tensors.plain():
             place = torch.arange(len(tokens), device=tokens.device) - num_masked
             found = (place >= 0) & (place < num_found)
             if blob is None:
@@ -144,7 +143,7 @@ class LMCacheEngine:
         blob = None
         if num_masked < len(tokens):
             request = keys[-1].chunk_hash
-            with _plain_tensors():
+            with tensors.plain():
                 with self.engine_.prefix(keys[first:], request) as chunks:
                     usable = self._usable(chunks, len(tokens) - first * self.chunk_size)
                     blob = self._join(usable, num_dropped, dim, out)
@@ -157,7 +156,7 @@ class LMCacheEngine:
     def empty(self, num_tokens: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return undefined KV of so many tokens, one tensor [num_layers, 2, …] on the backend's
         ``dst_device``; ``dtype`` None: that of the metadata."""
-        with _plain_tensors():
+        with tensors.plain():
             kind = dtype or self.metadata.kv_dtype
             return self._outputs.empty(self._shape(num_tokens), kind, self.engine_.dst_device)
 
@@ -168,8 +167,7 @@ class LMCacheEngine:
         """
         other = copy.copy(self)
         other._init_hash = hashlib.sha256(salt.encode()).hexdigest()
-        other.miss_tokens_count = other.hit_tokens_count = 0
-        other.hit_rate = 0.0
+        other.miss_tokens_count, other.hit_tokens_count, other.hit_rate = 0, 0, 0.0
         return other
 
     @_lmcache_nvtx_annotate
@@ -365,14 +363,6 @@ class LMCacheEngineBuilder:
             engine = cls._engines.pop(instance_id, (None,))[0]
         if engine is not None:
             engine.close()
-
-
-@contextlib.contextmanager
-def _plain_tensors() -> Iterator[None]:
-    """Make ordinary tensors whatever mode the caller is in: nobody could change inference tensors outside of
-    inference mode, and copies of the engine's tensors need no gradients."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _digest(chunk: memoryview, prefix_hash: str) -> str:

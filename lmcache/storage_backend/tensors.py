@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -94,6 +95,14 @@ def synchronize(tensor: torch.Tensor) -> None:
     that was read may be given to somebody else, nor what was written be shown to one on another stream."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """Make ordinary tensors whatever mode the caller is in: nobody could change inference tensors outside of
+    inference mode, and copies of the engine's tensors need no gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class OutputPool:
