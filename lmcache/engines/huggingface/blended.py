@@ -140,6 +140,8 @@ class BlendedModel:
     def precompute(self, segments: Prompt) -> int:
         """Compute and store the KV of segments that are not stored yet; return how many tokens that were.
 
+        All of them, also the last; those longer than the model's window are in no prompt that is blended.
+
         Raises ValueError for a text without a tokenizer, and for what is no list of token ids.
         """
         split = [segment for segment in map(self._tokens, self._parts(segments)) if len(segment)]
