@@ -33,8 +33,8 @@ class Candidates:
     """float32 ``[num_tokens]``: mean squared difference of retrieved and fresh V at the selection's layer, 0
     where not valid; None before all layers."""
     attention: torch.Tensor | None = None
-    """float32 ``[num_tokens]``: how much the questions attend to each token when everything is reused; None
-    unless the selection ``reads_attention``."""
+    """float32 ``[num_tokens]``: how strongly the questions look at each token when everything is reused, the
+    sum over layers of the largest attention weight; None unless the selection ``reads_attention``."""
 
     @cached_property
     def request(self) -> torch.Tensor:
@@ -142,9 +142,9 @@ class MostAttended(_Ranked):
     """The tokens that the question attends to most, were everything reused.
 
     Costs the question's tokens once more: they are computed first over the reused KV, in all layers, to see
-    their attention (its mean over layers, heads and these tokens). Then no layer is computed for tokens that
-    are not selected. Right when the question is short beside its documents: what it does not look at need
-    not be mended. A segment that stands where it was stored comes last.
+    their attention (its largest weight among heads and these tokens, mean over layers). Then no layer is
+    computed for tokens that are not selected. Right when the question is short beside its documents: what it
+    does not look at need not be mended. A segment that stands where it was stored comes last.
     """
 
     reads_attention = True

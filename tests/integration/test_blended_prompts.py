@@ -300,7 +300,7 @@ def test_a_selection_may_read_attention_and_a_layer(model):
         assert not is_exact(one, PROMPT)
     (attention, deviation), *_ = seen
     assert attention.shape == deviation.shape == (sum(map(len, PROMPT)),)
-    assert attention.sum() == pytest.approx(4 * 4 * len(QUESTION))  # layers, heads
+    assert 0 < attention.max() <= 4  # layers
 
 
 def test_a_selection_that_is_no_mask_is_refused(model):
