@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from lmcache.blend.executor import CacheBlendImpl, Shift
 from lmcache.blend.interfaces import BlendRetrieverTask
 from lmcache.blend.retriever import SPTBlendRetriever
-from lmcache.blend.selection import LargestDeviation, NoTokens, Selection
+from lmcache.blend.selection import MostAttended, NoTokens, Selection
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.engines.huggingface.blending import BlendedCache, BlendingPass, QuestionAttention, add_hooks
 from lmcache.engines.huggingface.cached import CachedModel, obstacle_of_model
@@ -68,7 +68,7 @@ class BlendedModel:
         selection: Selection | None = None,
     ) -> None:
         """``tokenizer``: for prompts as text. ``selection``: which tokens are computed again; None: a share
-        ``blend_recompute_ratio`` of them, those of the largest deviation.
+        ``blend_recompute_ratio`` of them, those that the question attends to most.
 
         Raises ValueError, with the reason, for a model that can't be blended, and for an engine whose
         metadata does not fit it.
@@ -82,7 +82,7 @@ class BlendedModel:
             raise ValueError(f"{type(model).__name__} can't be blended: {error}") from error
         self.model, self.engine, self.tokenizer = model, engine, tokenizer
         self.config = engine.config
-        self.selection = selection or LargestDeviation(self.config.blend_recompute_ratio)
+        self.selection = selection or MostAttended(self.config.blend_recompute_ratio)
         if self.selection.layer >= self._num_layers - 1:
             raise ValueError(
                 f"the selection's layer {self.selection.layer} leaves none of {self._num_layers} to save: "
