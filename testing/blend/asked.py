@@ -9,6 +9,7 @@ from itertools import takewhile
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from lmcache.blend.selection import Selection
@@ -105,13 +106,12 @@ def answers_of(is_right: np.ndarray) -> tuple[float, float]:
 def _after_one_prefill(
     model: PreTrainedModel, documents: list[Tokens], asked: Sequence[Tokens], prefill: Prefill
 ) -> list[torch.Tensor]:
-    """Prefill the documents and the beginning that all questions have, then go on with each one's rest."""
+    """Prefill the documents and the beginning that all questions have, then go on with all their rests."""
     same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*asked, strict=False))
     beginning = [tokens[0] for tokens in same]
     cache = prefill([*documents, beginning])[1]
-    said = []
-    for question in asked:
-        rest = torch.tensor([question[len(beginning) :]])
-        said.append(model(rest, past_key_values=cache, logits_to_keep=1).logits[0, -1])
-        cache.crop(-rest.shape[1])
-    return said
+    rests = [torch.tensor(question[len(beginning) :]) for question in asked]
+    cache.batch_repeat_interleave(len(rests))
+    padded = pad_sequence(rests, batch_first=True)  # behind: no token sees what comes after it
+    logits = model(padded, past_key_values=cache).logits
+    return [row[len(rest) - 1] for row, rest in zip(logits, rests, strict=True)]
