@@ -103,7 +103,7 @@ def run() -> Report:
     if ROUNDS:
         seconds = timed(pretrained, ROUNDS, selections((RATIO_OF_BARS,)))
         said.append(_times(seconds))
-        figures += _time_figures(seconds)
+        figures += time_figures(seconds)
         series["seconds"] = asdict(seconds)
     threads = f"{torch.get_num_threads()} threads; ± is one standard error"
     return Report("blend", "\n\n".join([threads, *said]), figures, series, pictures)
@@ -217,7 +217,7 @@ def _times(seconds: Seconds) -> str:
     )
 
 
-def _time_figures(seconds: Seconds) -> Iterator[Figure]:
+def time_figures(seconds: Seconds) -> Iterator[Figure]:
     """Bars are for selections that compute something again."""
     first = {name: paired(seconds.first_token[name], seconds.first_token[FULL]) for name in seconds.own}
     own = {name: paired(_own(seconds, name), seconds.reading) for name in seconds.own}

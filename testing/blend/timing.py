@@ -46,8 +46,8 @@ cut, attention looked at. The rest is the model's own work for the tokens that a
 class Seconds:
     """Per round."""
 
-    first_token: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    own: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    first_token: dict[str, list[float]] = field(default_factory=dict)
+    own: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     """Of a blended prefill: blending's own parts, by name, with what is retrieved there before it begins."""
     reading: list[float] = field(default_factory=list)
     """KV of the documents from the engine's memory to one tensor."""
@@ -98,14 +98,14 @@ def _first_tokens(
     result: Seconds,
 ) -> None:
     joined = torch.cat(list(prompt))[None]
-    result.first_token[FULL].append(_until_first_token(cached.model.generate, joined))
+    result.first_token.setdefault(FULL, []).append(_until_first_token(cached.model.generate, joined))
     with engine_for(cached.model, max_local_cache_size=CACHE_GB, chunk_size=CHUNK_TOKENS) as engine:
         exact = CachedModel(cached.model, engine)
         exact.generate(prompt[0][None], max_new_tokens=1)
-        result.first_token[PREFIX_CACHED].append(_until_first_token(exact.generate, joined))
+        result.first_token.setdefault(PREFIX_CACHED, []).append(_until_first_token(exact.generate, joined))
         assert engine.hit_tokens_count, "nothing of the first document was found"
     for name, blended.selection in ways.items():
-        result.first_token[name].append(_until_first_token(blended.generate, list(prompt)))
+        result.first_token.setdefault(name, []).append(_until_first_token(blended.generate, list(prompt)))
 
 
 def _until_first_token(generate: Callable[..., Any], prompt: Any) -> float:
@@ -132,7 +132,7 @@ def _parts(
     for name, blended.selection in ways.items():
         with _own_time() as spent:
             blended.prefill([prompt])
-        result.own[name].append(dict(spent))
+        result.own.setdefault(name, []).append(dict(spent))
     documents = prompt[:-1]
     engine = blended.segments
     kv = engine.empty(sum(map(len, documents)))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.blend import mean, share
+from benchmarks.blend import mean, share, time_figures
 from testing.blend import prompts
 from testing.blend.asked import answers_of
-from testing.blend.experiment import Comparison, little_cases
+from testing.blend.experiment import FULL, NAIVE, Comparison, little_cases
 from testing.blend.questions import NUM_PEOPLE
+from testing.blend.timing import Seconds
 
 
 def test_a_mean_has_the_error_of_its_sample():
@@ -69,3 +73,12 @@ def test_answers_are_divided_by_what_they_take():
     is_right = np.zeros((2, NUM_PEOPLE), dtype=bool)
     is_right[0, 0] = is_right[:, 2:] = True
     assert answers_of(is_right) == (0.25, 1.0)
+
+
+def test_times_are_held_against_full_prefill_and_against_reading():
+    seconds = Seconds(first_token={FULL: [4.0] * 6}, reading=[0.5] * 6)
+    for name, first, parts in ((NAIVE, 0.4, {"rotate": 0.25}), ("kind", 2.0, {"rotate": 0.05, "mask": 0.04})):
+        seconds.first_token[name], seconds.own[name] = [first] * 6, [parts] * 6
+    found = [(figure.value, figure.holds) for figure in time_figures(seconds)]
+    assert found == [(10, None), (50, False), (50, None), (pytest.approx(18), True)]
+    assert json.loads(json.dumps(asdict(seconds)))["own"]["kind"][0] == {"rotate": 0.05, "mask": 0.04}
