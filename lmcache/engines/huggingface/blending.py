@@ -165,9 +165,11 @@ class QuestionAttention:
             rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
             q = rotate(q, q, *(x[:, self._rows] for x in rotations))[0]
         q = q.unflatten(1, (k.shape[1], -1))  # [1, num_kv_heads, heads of one, num_rows, head_size]
-        scores = (q @ k[:, :, None].transpose(-1, -2)).float() * attention.scaling
-        weights = scores.masked_fill(~self._is_visible, -torch.inf).softmax(-1)
-        self.total += weights.amax((0, 1, 2, 3))
+        scores = (
+            q.flatten(2, 3) @ k.transpose(-1, -2)
+        ).float() * attention.scaling  # K is not copied per head
+        scores = scores.unflatten(2, (-1, len(self._rows))).masked_fill_(~self._is_visible, -torch.inf)
+        self.total += scores.softmax(-1).amax((0, 1, 2, 3))
 
 
 def add_hooks(model: PreTrainedModel) -> list[RemovableHandle]:
