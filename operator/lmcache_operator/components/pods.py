@@ -58,6 +58,17 @@ def ready_since(pod: Object, observed: Observed) -> datetime:
     return _time(since[0], observed) if since[0] else datetime.min.replace(tzinfo=UTC)
 
 
+def started_at(pod: Object, observed: Observed) -> datetime:
+    """When a pod or one of its containers began, the last of them: what they hold in memory is no older.
+
+    Readiness does not tell: it comes and goes with a network.
+    """
+    containers = pod.get("status", {}).get("containerStatuses") or []
+    running = [container.get("state", {}).get("running") or {} for container in containers]
+    told = [pod["metadata"].get("creationTimestamp"), *(state.get("startedAt") for state in running)]
+    return max((_time(time, observed) for time in told if time), default=ready_since(pod, observed))
+
+
 def is_outdated(pod: Object, template: Object) -> bool:
     """Whether the user declared something else than this template says when the pod was made."""
     return annotations_of(pod).get(SPEC_HASH) != annotations_of(template).get(SPEC_HASH)

@@ -51,6 +51,7 @@ class TimedRig(Rig):
 
     def note_times(self) -> None:
         for pod in self.world.pods.values():
+            pod["metadata"].setdefault("creationTimestamp", self.now.isoformat())
             pod["status"]["conditions"][0].setdefault("lastTransitionTime", self.now.isoformat())
 
     @property
@@ -67,6 +68,7 @@ class KillMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig = TimedRig()
         self.rig.settle()
+        self.rig.now += WINDOW
         self.declared: dict[str, Any] = {"shards": 2, "memoryPerShard": "1Gi", "tls": None}
         self.replaced: dict[str, datetime] = {}
         """Servers that served when they were, and when that was last."""
@@ -139,6 +141,22 @@ class KillMachine(RuleBasedStateMachine):
         assert [speaks_tls(pod) for pod in rig.servers.values()] == [tls is not None] * number
         assert secure(rig) == [str(n) for n in range(number) if tls]
         assert (CERTIFICATE in rig.world.objects) == (tls is TLS["issuer"])
+
+
+def test_a_server_that_was_not_ready_for_a_moment_is_not_the_emptiest():
+    rig = TimedRig()
+    rig.settle()
+    rig.now += WINDOW
+    rig.declare(2, memoryPerShard="2Gi")
+    while "evict demo-remote-0" not in rig.run():
+        pass
+    rig.run()
+    for is_ready_now in (False, True):  # the other one, after the replaced one became ready
+        rig.now += timedelta(seconds=1)
+        rig.set_ready("demo-remote-1", is_ready_now)
+    rig.declare(2, memoryPerShard="4Gi")
+    written = [line for _ in range(3) for line in rig.run() if line.startswith("evict")]
+    assert written[0] == "evict demo-remote-0"
 
 
 class TwoOperatorsMachine(KillMachine):

@@ -38,6 +38,7 @@ from lmcache_operator.components.pods import (
     not_made,
     plain,
     ready_since,
+    started_at,
 )
 from lmcache_operator.components.remote.pod import pod_template, speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
@@ -246,7 +247,7 @@ def _eviction(
     if waits:
         return (), (max(waits) - observed.now).total_seconds()
     # The emptiest first: where what is declared changes again, no second one is emptied.
-    newest = sorted(observed.pods, key=lambda pod: ready_since(pod, observed), reverse=True)
+    newest = sorted(observed.pods, key=lambda pod: started_at(pod, observed), reverse=True)
     return next_eviction(live, newest, template), math.inf
 
 
