@@ -130,6 +130,12 @@ def test_blend_add_special_in_precomp(model, tokenizer):
                 assert torch.allclose(found[:, 1, :, 1 : 1 + len(DOCUMENTS[1])], expected[:, 1], atol=1e-4)
 
 
+def test_what_was_computed_behind_special_tokens_stands_behind_them(model):
+    with blended(model, blend_add_special_in_precomp=True, selection=AllTokens()) as one:
+        assert is_exact(one, PROMPT)
+        assert not is_exact(one, [[BOS], *PROMPT])
+
+
 def test_the_two_kinds_of_segments_have_different_names(model):
     with engine_for(model) as engine:
         plain = BlendedModel(model, engine)

@@ -188,6 +188,9 @@ class BlendedModel:
             return "enable_blending is off in the engine's configuration"
         if not self._documents(segments):
             return "it has nothing before its last segment"
+        if segments[0][: len(self._behind)].tolist() != self._behind.tolist():
+            # All its documents would lack the tokens that they attend to most.
+            return "it does not begin with the special tokens that segments were computed behind"
         if not self._end.alive:
             return "it was closed"
         if obstacle := _obstacle(self.model):  # asked again: a model can be changed
