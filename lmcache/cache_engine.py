@@ -166,7 +166,7 @@ class LMCacheEngine:
         It counts hits and misses of its own. Closing either closes the storage.
         """
         other = copy.copy(self)
-        other._init_hash = hashlib.sha256(salt.encode()).hexdigest()
+        other._init_hash = hashlib.sha256((self._init_hash + salt).encode()).hexdigest()
         other.miss_tokens_count, other.hit_tokens_count, other.hit_rate = 0, 0, 0.0
         return other
 

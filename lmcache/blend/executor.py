@@ -23,9 +23,6 @@ logger = init_logger(__name__)
 PositionalEncoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """``(positions, q, k) -> (q, k)``; may work in place."""
 
-Shift = Callable[[torch.Tensor, int, int], None]
-"""``(k, shift, layer_id)``: rotate in place K of side by side tokens of one layer by ``shift`` positions."""
-
 
 class CacheBlendImpl(BlendExecutor):
     """Blends one batch; it can be used again for the next one."""
@@ -36,24 +33,25 @@ class CacheBlendImpl(BlendExecutor):
         all_reduce_function: Callable[[torch.Tensor], torch.Tensor] | None = None,
         selection: Selection | None = None,
         in_place: bool = False,
+        k_is_placed: bool = False,
     ) -> None:
         """Compute ``recompute_ratio`` (0 to 1) of each request's valid tokens again: those of the largest
         deviation, or what ``selection`` says instead.
 
         ``all_reduce_function`` sums a tensor over the ranks that share the KV heads, so that all select the
-        same tokens. ``in_place``: the retrieved tensors are given away, and become the blended ones. Raises
-        ValueError for a ratio out of range.
+        same tokens. ``in_place``: the retrieved tensors are given away, and become the blended ones.
+        ``k_is_placed``: retrieved K stands rotated to where its tokens are now. Raises ValueError for a ratio
+        out of range.
         """
         self.selection = selection or LargestDeviation(recompute_ratio)
         self.recompute_ratio = recompute_ratio
         self.all_reduce_function = all_reduce_function
         self.in_place = in_place
+        self.k_is_placed = k_is_placed
         self.positional_encoder: PositionalEncoder | None = None
         self.reverse_positional_encoder: PositionalEncoder | None = None
-        self.shift: Shift | None = None
         self.indexes_in_kv = torch.empty(0, dtype=torch.long)
         """Which tokens of the batch are selected, in rising order."""
-        self._segments: list[tuple[int, int, int]] = []
         self._has_begun = False
         self._attention: torch.Tensor | None = None
 
@@ -64,10 +62,6 @@ class CacheBlendImpl(BlendExecutor):
     def set_reverse_positional_encoder(self, reverse_positional_encoder: PositionalEncoder) -> None:
         """Set how that rotation is undone."""
         self.reverse_positional_encoder = reverse_positional_encoder
-
-    def set_shift(self, shift: Shift) -> None:
-        """Set how K is rotated by a difference of positions, in one step instead of those two."""
-        self.shift = shift
 
     def begin(
         self,
@@ -130,7 +124,7 @@ class CacheBlendImpl(BlendExecutor):
         if layer_id > selecting or self._has_begun:
             assert fresh_k.shape[token_dim] == len(self.indexes_in_kv), "fresh K does not match the selection"
             retrieved_k, retrieved_v = self._given(retrieved_k, fresh_k), self._given(retrieved_v, fresh_v)
-            retrieved_k = self._rotate(retrieved_k, original_positions, query_start_loc, layer_id, token_dim)
+            retrieved_k = self._rotate(retrieved_k, original_positions, query_start_loc)
             fresh_k = retrieved_k.index_copy_(token_dim, self.indexes_in_kv, fresh_k)
             fresh_v = retrieved_v.index_copy_(token_dim, self.indexes_in_kv, fresh_v)
         everything = torch.arange(fresh_q.shape[token_dim], device=fresh_q.device)
@@ -155,7 +149,6 @@ class CacheBlendImpl(BlendExecutor):
         if tokens.deviation is not None:
             is_selected |= tokens.deviation.isnan()  # a retrieved row that is no number
         self.indexes_in_kv = is_selected.nonzero().squeeze(1)
-        self._segments = tokens.segments
         return is_selected
 
     def _given(self, retrieved: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -173,18 +166,10 @@ class CacheBlendImpl(BlendExecutor):
         return self.all_reduce_function(difference) if self.all_reduce_function else difference
 
     def _rotate(
-        self,
-        k: torch.Tensor,
-        original_positions: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        layer_id: int,
-        token_dim: int,
+        self, k: torch.Tensor, original_positions: torch.Tensor, query_start_loc: torch.Tensor
     ) -> torch.Tensor:
         """Return K at the positions that its tokens have now within their requests; may be ``k``."""
-        if self.shift is not None:
-            for start, end, shift in self._segments:
-                if shift:
-                    self.shift(k.narrow(token_dim, start, end - start), shift, layer_id)
+        if self.k_is_placed:
             return k
         if self.positional_encoder is None or self.reverse_positional_encoder is None:
             _warn_of_missing_encoders()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lmcache.cache_engine import LMCacheEngine
 
 logger = init_logger(__name__)
+
+Shift = Callable[[torch.Tensor, int, int], None]
+"""``(k, shift, layer_id)``: rotate in place K of side by side tokens of one layer by ``shift`` positions."""
 
 _NUM_WORKERS = 4  # enough to overlap waiting for a remote storage with copying
 
@@ -68,6 +71,18 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
             layer[0].copy_(k)
             layer[1].copy_(v)
         self._lengths[at] = end - start
+
+    def move(self, shift: Shift, starts: Sequence[int]) -> None:
+        """Rotate the K of each segment to where it stands: ``starts``, the position of its first token in its
+        prompt. In the memory that ``result`` shows, once, after what is missing was filled in."""
+        if self._kv is None:
+            return
+        dim = self._dim - 2
+        for layer_id, (k, _) in enumerate(self._kv):
+            for place, length, start in zip(self._places, self._lengths, starts, strict=False):
+                num_tokens = length if isinstance(length, int) else length.result()
+                if num_tokens and start:
+                    shift(k.narrow(dim, place, num_tokens), start, layer_id)
 
     @cached_property
     def _validity(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,7 +71,8 @@ class Selection(abc.ABC):
     tokens. ``BEFORE_LAYERS``: it compares none, and nothing is computed for tokens that are not selected.
     """
     reads_attention: bool = False
-    """Has the engine to compute the questions alone first, over reused KV, to see what they attend to?"""
+    """Has the engine to compute first, over reused KV, what is computed in any case, to see what the
+    questions attend to?"""
 
     @abc.abstractmethod
     def select(self, tokens: Candidates) -> torch.Tensor:
@@ -142,9 +143,10 @@ class MostAttended(_Ranked):
     """The tokens that the question attends to most, were everything reused.
 
     Costs the question's tokens once more: they are computed first over the reused KV, in all layers, to see
-    their attention (its largest weight among heads and these tokens, mean over layers). Then no layer is
-    computed for tokens that are not selected. Right when the question is short beside its documents: what it
-    does not look at need not be mended. A segment that stands where it was stored comes last.
+    their attention (its largest weight among heads and the last 128 of these tokens, summed over layers).
+    Then no layer is computed for tokens that are not selected. Right when the question is short beside its
+    documents: what it does not look at need not be mended. A segment that stands where it was stored comes
+    last.
     """
 
     reads_attention = True

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from lmcache.blend.retriever import SPTBlendRetriever
+from lmcache.blend.retriever import SPTBlendRetriever, SPTBlendRetrieverTask
 from lmcache.blend.selection import Selection
 from lmcache.engines.huggingface import BlendedModel, CachedModel
 from lmcache.engines.huggingface.blending import BlendingPass, QuestionAttention
@@ -32,6 +32,7 @@ DOCUMENT_TOKENS = 1000
 CACHE_GB, CHUNK_TOKENS = 2.5, 256
 
 _OWN = (
+    (SPTBlendRetrieverTask, "move"),
     (BlendingPass, "__init__"),
     (BlendingPass, "blend"),
     (BlendingPass, "narrowed"),

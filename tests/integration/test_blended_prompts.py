@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from lmcache.blend.selection import AllTokens, LargestDeviation, NoTokens, Selection
+from lmcache.blend.retriever import SPTBlendRetrieverTask
+from lmcache.blend.selection import AllTokens, LargestDeviation, MostAttended, NoTokens, Selection
 from lmcache.engines.huggingface import BlendedModel
 from lmcache.engines.huggingface.blending import BlendedCache
 from testing.blend.tiny import BOS, VOCAB_SIZE, WINDOW, engine_for, random_tokens, tiny_model
@@ -48,6 +50,13 @@ def is_exact(one, prompt) -> bool:
     before = one.segments.hit_tokens_count
     found = one.generate(prompt, **GENERATE)
     assert torch.equal(found, one.model.generate(tokens, **GENERATE))
+    return one.segments.hit_tokens_count == before
+
+
+def is_exact_now(one, prompt) -> bool:
+    """The same of documents that are stored."""
+    before = one.segments.hit_tokens_count
+    one.generate(prompt, **GENERATE)
     return one.segments.hit_tokens_count == before
 
 
@@ -146,6 +155,11 @@ def test_the_two_kinds_of_segments_have_different_names(model):
         assert behind.segments.lookup(DOCUMENTS[0]) == 0
         plain.close()
         behind.close()
+        one, other = (BlendedModel(model, engine.salted(salt)) for salt in ("one", "other"))
+        one.precompute(DOCUMENTS)
+        assert (other.segments.lookup(DOCUMENTS[0]), engine.salted("one").lookup(DOCUMENTS[0])) == (0, 0)
+        one.close()
+        other.close()
 
 
 def test_segments_are_computed_once(model):
@@ -223,9 +237,17 @@ def test_a_fault_of_the_cache_is_no_fault_of_the_answer(model, method):
     def broken(*args, **kwargs):
         raise OSError("the storage is gone")
 
-    with blended(model, selection=AllTokens()) as one:
+    with blended(model, selection=NoTokens()) as one:
+        healthy = one.prefill([PROMPT])[0].logits
+    with blended(model, selection=NoTokens()) as one:
         setattr(one.segments, method, broken)
-        assert torch.equal(one.generate(PROMPT, **GENERATE), model.generate(joined(PROMPT), **GENERATE))
+        assert one.precompute(DOCUMENTS) == sum(map(len, DOCUMENTS))
+        found = one.prefill([PROMPT])[0].logits
+    with torch.no_grad():
+        full = model(joined(PROMPT), logits_to_keep=1).logits[0]
+    # Where there is no memory for what would be reused, everything is computed.
+    assert torch.equal(found, full if method == "empty" else healthy)
+    assert not torch.equal(healthy, full)
 
 
 def test_a_server_that_is_gone_costs_time_only(model):
@@ -259,9 +281,14 @@ def test_a_model_that_changed_is_answered_exactly(model):
             assert one.prefill([PROMPT])[0].logits.shape == (1, VOCAB_SIZE)
         assert one.segments.lookup(DOCUMENTS[0]) == 0
     with blended(tiny_model("llama"), selection=NoTokens()) as one:
-        one.close()
-        assert is_exact(one, PROMPT)
+        one.precompute(DOCUMENTS)
         one.model.train()
+        assert is_exact_now(one, PROMPT)
+        with pytest.raises(ValueError, match="in training mode"):
+            one.precompute(DOCUMENTS)
+        one.model.eval()
+        assert not is_exact_now(one, PROMPT)
+        one.close()
         assert is_exact(one, PROMPT)
 
 
@@ -283,6 +310,29 @@ def test_special_tokens_are_those_before_a_text(model, tokenizer):
             with pytest.raises(ValueError, match="give a tokenizer's input_ids, or the text"):
                 one.generate(given("7 8"))
             assert is_exact(one, [*first, DOCUMENTS[0]])  # nothing before the last segment but <s>
+
+
+def test_retrieved_kv_may_be_on_another_device(model, monkeypatch):
+    """As when the engine gives it out on a GPU and the model is elsewhere: what a pass changes is a copy."""
+    with blended(model) as one:
+        one.precompute(DOCUMENTS)
+        expected = one.prefill([PROMPT], 9)[0].logits
+        given = SPTBlendRetrieverTask.result
+
+        def copied(task, layer_id):
+            found = given(task, layer_id)
+            return replace(found, k=found.k.clone(), v=found.v.clone())
+
+        monkeypatch.setattr(SPTBlendRetrieverTask, "result", copied)
+        assert torch.equal(one.prefill([PROMPT], 9)[0].logits, expected)
+
+
+def test_only_a_questions_last_tokens_are_asked(model):
+    (long,) = random_tokens(200, seed=5)
+    with blended(model, selection=MostAttended(0.2)) as one:
+        packed = one.prefill([[*DOCUMENTS, long], PROMPT, [long]])
+        for prompt, found in zip(([*DOCUMENTS, long], PROMPT, [long]), packed, strict=True):
+            assert torch.allclose(found.logits, one.prefill([prompt])[0].logits, atol=1e-3)
 
 
 def test_a_selection_in_the_last_layer_is_refused(model):

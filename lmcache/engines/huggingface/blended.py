@@ -12,13 +12,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from lmcache.blend.executor import CacheBlendImpl, Shift
+from lmcache.blend.executor import CacheBlendImpl
 from lmcache.blend.interfaces import BlendRetrieverTask
 from lmcache.blend.retriever import SPTBlendRetriever
 from lmcache.blend.selection import MostAttended, NoTokens, Selection
@@ -36,6 +37,8 @@ SegmentOfPrompt = str | Sequence[int] | torch.Tensor
 Prompt = str | Sequence[SegmentOfPrompt]
 """Segments, or one text in which the configured separator stands between them."""
 
+_MAX_LOOKING = 128
+"""Of a question so many last tokens are asked what they attend to: their scores take memory."""
 SEGMENT_SALT = "lmcache blend segment"
 FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 """transformers' ``model_type``s whose forward pass is blended."""
@@ -104,6 +107,8 @@ class BlendedModel:
         without tokens.
         """
         segments = self.split(prompt)
+        if kwargs.get("past_key_values", ...) is None:
+            del kwargs["past_key_values"]
         input_ids = torch.cat(segments)[None].to(self.model.device)
         obstacle = self._obstacle_of_prompt(segments) or self._exact.obstacle_of_call(input_ids, kwargs)
         if obstacle:
@@ -142,8 +147,11 @@ class BlendedModel:
 
         All of them, also the last; those longer than the model's window are in no prompt that is blended.
 
-        Raises ValueError for a text without a tokenizer, and for what is no list of token ids.
+        Raises ValueError for a text without a tokenizer, for what is no list of token ids, and for a model
+        that has been changed so that it can't be blended any more.
         """
+        if obstacle := _obstacle(self.model):
+            raise ValueError(f"{type(self.model).__name__} can't be blended: {obstacle}")
         split = [segment for segment in map(self._tokens, self._parts(segments)) if len(segment)]
         unique = {tuple(segment.tolist()): segment for segment in split}
         missing = [segment for segment in unique.values() if not self._is_stored(segment)]
@@ -168,7 +176,7 @@ class BlendedModel:
 
     def close(self) -> None:
         """Take the hooks off the model and end the threads; from now on answers are exact. The engine stays
-        open."""
+        open. Not while a prompt is computed in another thread."""
         self._end()
 
     def __enter__(self) -> BlendedModel:
@@ -218,41 +226,47 @@ class BlendedModel:
             if name not in computed:
                 computed[name] = self._compute(segments[at])
             task.fill(at, computed[name])
+        starts = (accumulate(map(len, prompt[:-1]), initial=0) for prompt in prompts)
+        task.move(self._shift, list(chain.from_iterable(starts)))
         lengths = [sum(map(len, prompt)) for prompt in prompts]
         if not self.selection.reads_attention:
-            return self._pass(task, lengths, self.selection, self._shift)
-        attention = self._attention(task, prompts, lengths)
-        return self._pass(task, lengths, self.selection, _stay, attention)
+            return self._pass(task, lengths, self.selection)
+        attention = self._attention(task, prompts, is_blended, lengths)
+        return self._pass(task, lengths, self.selection, attention)
 
     def _pass(
         self,
         task: BlendRetrieverTask,
         lengths: list[int],
         selection: Selection,
-        shift: Shift,
         attention: torch.Tensor | None = None,
     ) -> BlendingPass:
-        executor = CacheBlendImpl(self.config.blend_recompute_ratio, selection=selection, in_place=True)
-        executor.set_shift(shift)
+        ratio = self.config.blend_recompute_ratio
+        executor = CacheBlendImpl(ratio, selection=selection, in_place=True, k_is_placed=True)
         is_eager = self.model.config._attn_implementation == "eager"
         dtype = self.model.dtype if is_eager else None
         return BlendingPass(task, executor, lengths, self.model.device, dtype, attention)
 
     @torch.no_grad()
     def _attention(
-        self, task: BlendRetrieverTask, prompts: list[list[torch.Tensor]], lengths: list[int]
+        self,
+        task: BlendRetrieverTask,
+        prompts: list[list[torch.Tensor]],
+        is_blended: list[bool],
+        lengths: list[int],
     ) -> torch.Tensor:
-        """Compute the last segments over the KV that is reusable, which moves K to its place, and return how
-        much they attend to each token."""
+        """Compute the last segments over the KV that is reusable, and return how strongly their last tokens
+        look at each token."""
+        looking = [
+            min(len(prompt[-1]), _MAX_LOOKING) if is_reused else 0
+            for prompt, is_reused in zip(prompts, is_blended, strict=True)
+        ]
         is_question = torch.cat(
-            [
-                torch.arange(-length, 0) >= -len(segments[-1])
-                for segments, length in zip(prompts, lengths, strict=True)
-            ]
+            [torch.arange(-length, 0) >= -number for length, number in zip(lengths, looking, strict=True)]
         ).to(self.model.device)
         if not task.result(0).valid_mask.any():  # all tokens will be computed: look at none before
             return torch.zeros(len(is_question), device=is_question.device)
-        blending = self._pass(task, lengths, NoTokens(), self._shift)
+        blending = self._pass(task, lengths, NoTokens())
         cache = BlendedCache(blending, self._num_layers)
         cache.observer = QuestionAttention(blending, is_question)
         self._forward(prompts, blending, cache)
@@ -306,7 +320,7 @@ class BlendedModel:
     def _parts(self, prompt: Prompt) -> Sequence[SegmentOfPrompt]:
         if isinstance(prompt, Mapping):
             raise ValueError("a prompt must be a text or segments: give a tokenizer's input_ids, or the text")
-        return prompt.split(self.config.blend_separator) if isinstance(prompt, str) else prompt
+        return prompt.split(self.config.blend_separator) if isinstance(prompt, str) else list(prompt)
 
     def _special_tokens(self) -> list[int]:
         """What the tokenizer puts before every text; without a tokenizer the model's BOS token, if any."""
@@ -356,7 +370,3 @@ def _end(hooks: list[RemovableHandle], retriever: SPTBlendRetriever) -> None:
     for hook in hooks:
         hook.remove()
     retriever.close()
-
-
-def _stay(k: torch.Tensor, shift: int, layer_id: int) -> None:
-    """K is in its place already."""

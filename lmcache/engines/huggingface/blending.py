@@ -148,6 +148,7 @@ class QuestionAttention:
         """``is_question``: bool ``[num_tokens]``, which tokens to look at; all of them are selected."""
         self._rows = is_question[blending.selected].nonzero().squeeze(1)
         self._is_visible = blending.is_visible(is_question.nonzero().squeeze(1))
+        self._layers: set[int] = set()  # that were seen: several BlendedModels may have hooks on one model
         self.total = torch.zeros(len(is_question), device=is_question.device)
         """float32 ``[num_tokens]``"""
 
@@ -157,6 +158,9 @@ class QuestionAttention:
 
         Computes Q of these few tokens again, as transformers' modules of all ``FAMILIES`` do.
         """
+        if attention.layer_idx in self._layers:
+            return
+        self._layers.add(attention.layer_idx)
         q = attention.q_proj(hidden[:, self._rows]).unflatten(-1, (-1, attention.head_dim))
         if hasattr(attention, "q_norm"):
             q = attention.q_norm(q)

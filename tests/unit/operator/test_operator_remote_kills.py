@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from lmcache_operator.components.base import Plan
-from lmcache_operator.components.pods import is_outdated, is_ready
+from lmcache_operator.components.base import Observed, Plan
+from lmcache_operator.components.pods import is_outdated, is_ready, started_at
 from lmcache_operator.components.remote.pod import speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards
 from lmcache_operator.specs.names import annotations_of
@@ -157,6 +157,20 @@ def test_a_server_that_was_not_ready_for_a_moment_is_not_the_emptiest():
     rig.declare(2, memoryPerShard="4Gi")
     written = [line for _ in range(3) for line in rig.run() if line.startswith("evict")]
     assert written[0] == "evict demo-remote-0"
+
+
+def test_a_server_is_as_old_as_its_containers_last_start():
+    def pod(made: int, started: int | None = None) -> Object:
+        running = {"running": {"startedAt": time_at(started)}} if started else {"waiting": {}}
+        status = {"containerStatuses": [{"state": running}]}
+        return {"metadata": {"creationTimestamp": time_at(made)}, "status": status}
+
+    def time_at(minute: int) -> str:
+        return f"2026-01-31T12:{minute:02}:00Z"
+
+    observed = Observed(resource={}, now=datetime(2026, 2, 1, tzinfo=UTC))
+    for made, started, last in ((5, None, 5), (5, 6, 6), (5, 40, 40)):
+        assert started_at(pod(made, started), observed) == datetime.fromisoformat(time_at(last))
 
 
 class TwoOperatorsMachine(KillMachine):
