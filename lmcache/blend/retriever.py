@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -56,11 +56,10 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
     def missing(self) -> list[int]:
         """Wait for all segments, then return the numbers of those that were wanted and are not whole; none
         when there is no memory to ``fill``."""
-        ends = self._places[1:]
         return [
             at
-            for at, (start, end, length) in enumerate(zip(self._places, ends, self._lengths, strict=False))
-            if not isinstance(length, int) and length.result() < end - start
+            for at, (start, end) in enumerate(pairwise(self._places))
+            if isinstance(self._lengths[at], Future) and self._num_found(at) < end - start
         ]
 
     def fill(self, at: int, kv: KVCache) -> None:
@@ -79,8 +78,8 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
             return
         dim = self._dim - 2
         for layer_id, (k, _) in enumerate(self._kv):
-            for place, length, start in zip(self._places, self._lengths, starts, strict=False):
-                num_tokens = length if isinstance(length, int) else length.result()
+            for at, (place, start) in enumerate(zip(self._places, starts, strict=False)):
+                num_tokens = self._num_found(at)
                 if num_tokens and start:
                     shift(k.narrow(dim, place, num_tokens), start, layer_id)
 
@@ -89,11 +88,16 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
         """The valid mask, and the original positions: a segment was stored from position 0."""
         valid_mask = torch.zeros(self._places[-1], dtype=torch.int)
         original_positions = torch.zeros(self._places[-1], dtype=torch.int)
-        for start, length in zip(self._places, self._lengths, strict=False):
-            end = start + (length if isinstance(length, int) else length.result())
+        for at, start in enumerate(self._places[:-1]):
+            end = start + self._num_found(at)
             valid_mask[start:end] = 1
             original_positions[start:end] = torch.arange(end - start)
         return valid_mask, original_positions
+
+    def _num_found(self, at: int) -> int:
+        """Wait for a segment, then return how many leading tokens of it are there."""
+        length = self._lengths[at]
+        return length.result() if isinstance(length, Future) else length
 
 
 class SPTBlendRetriever(BlendRetriever):
