@@ -24,6 +24,7 @@ demo: setup ## the main job on real parts, with something to look at
 	@$(PY) -m demo
 
 test: setup kube ## everything that needs no GPU, on real Redis, vLLM and kube-apiserver
+	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # older than the engines that load it
 	@$(PY) -m pytest -q tests --ignore=tests/e2e
 
 e2e: setup ## the chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE

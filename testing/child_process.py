@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import signal
 import socket
 import subprocess
@@ -116,6 +117,16 @@ def wait_until(predicate: Callable[[], Any], *, timeout: float = 60.0, what: str
             raise AssertionError(f"not within {timeout} s: {what or predicate}")
         time.sleep(0.01)
     return value
+
+
+def wait_readable(descriptor: int | socket.socket, timeout: float) -> bool:
+    """Wait until a read returns at once; False after ``timeout`` seconds.
+
+    Works for any descriptor: ``select.select`` fails for those above 1,023.
+    """
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(max(0.0, timeout)))
 
 
 def free_ports(count: int) -> list[int]:

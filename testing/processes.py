@@ -31,7 +31,11 @@ class Server(ChildProcess, ABC):
         self.folder = folder
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     @abstractmethod

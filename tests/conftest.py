@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 
-pytest_plugins = ["tests.harness.kube"]
+pytest_plugins = ["tests.harness.kube", "tests.harness.leaks"]
 
 # How long an example takes is the machine's business: a busy one must not fail a test.
 settings.register_profile("tests", deadline=None)

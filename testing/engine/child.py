@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 import torch
@@ -40,6 +40,8 @@ class Child:
         self._times: dict[str, list[float]] = {}
         kv_digests.watch(self._core, self._kv.__setitem__, lambda: self._hashes_kv)
         self._count_preemptions()
+        self._recomputed_from: dict[str, int] = {}
+        self._note_recomputed()
 
     def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
         """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?}`` at once,
@@ -81,6 +83,13 @@ class Child:
             raise RuntimeError("the engine could not be reset while requests ran")
         self._drain()
         for request_id in results:
+            recomputed_from = [
+                self._recomputed_from.pop(key)
+                for key in list(self._recomputed_from)
+                if key.split("-")[0] == request_id
+            ]
+            used = min(recomputed_from, default=results[request_id]["num_cached_tokens"])
+            results[request_id]["num_used_cached_tokens"] = used
             results[request_id]["kv"] = next(
                 self._kv.pop(key) for key in list(self._kv) if key.split("-")[0] == request_id
             )
@@ -200,6 +209,20 @@ class Child:
             return preempt(*args, **kwargs)
 
         self._core.scheduler._preempt_request = count
+
+    def _note_recomputed(self) -> None:
+        scheduler = self._core.scheduler
+        update = scheduler._update_requests_with_invalid_blocks
+
+        def update_and_note(requests: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            requests = list(requests)
+            updated = update(requests, *args, **kwargs)
+            for request in requests:
+                if request.request_id in updated[0]:
+                    self._recomputed_from[request.request_id] = request.num_computed_tokens
+            return updated
+
+        scheduler._update_requests_with_invalid_blocks = update_and_note
 
 
 def _scrub(worker: Any) -> None:

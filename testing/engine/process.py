@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testing.child_process import REPOSITORY, ChildProcess
+from testing.child_process import REPOSITORY, ChildProcess, wait_readable
 from testing.engine.tiny_model import tiny_model
 
 ENVIRONMENT = {
@@ -88,7 +87,8 @@ class Generated(NamedTuple):
     logprobs: list[float]
     ttft: float  # seconds
     ended: float  # seconds after the first of the requests that were run with it arrived
-    num_cached_tokens: int
+    num_cached_tokens: int  # as vLLM counts them: loads that failed later are included
+    num_used_cached_tokens: int  # without the tokens that the engine computed after a failed load
     finish_reason: str
     kv: list[list[str]]  # per layer of each rank: a digest of each full block's bytes; "": slid out
 
@@ -218,10 +218,10 @@ class EngineProcess(ChildProcess):
     def _receive(self, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
         while b"\n" not in self._received:
-            readable, _, _ = select.select([self._answers], [], [], max(0, deadline - time.monotonic()))
-            part = os.read(self._answers, 1 << 20) if readable else b""
+            is_readable = wait_readable(self._answers, deadline - time.monotonic())
+            part = os.read(self._answers, 1 << 20) if is_readable else b""
             if not part:
-                what = "ended" if readable else f"did not answer within {timeout:g} s"
+                what = "ended" if is_readable else f"did not answer within {timeout:g} s"
                 raise EngineFailed(f"the engine {what}\n{self.log[-4000:]}")
             self._received += part
         line, self._received = self._received.split(b"\n", 1)

@@ -160,8 +160,10 @@ class Cluster:
     ) -> list[Write]:
         """Write requests answered since ``mark``, by users whose name has ``by`` in it."""
         with self._audit.open("rb") as log:
-            log.seek(mark)
-            lines = log.read().split(b"\n")[:-1]  # the last may be only half written
+            log.seek(max(mark - 1, 0))
+            # The first is empty, or the end of a line that was half written at the mark; the last may be half
+            # written now.
+            lines = log.read().split(b"\n")[bool(mark) : -1]
         writes = [_write(json.loads(line)) for line in lines]
         return [
             write
@@ -294,6 +296,7 @@ class Cluster:
             "--service-cluster-ip-range=10.96.0.0/16", "--authorization-mode=Node,RBAC",
             "--allow-privileged=true", "--profiling=false", "--enable-priority-and-fairness=false",
             f"--audit-policy-file={HERE / 'audit-policy.yaml'}", f"--audit-log-path={self._audit}",
+            "--audit-log-maxsize=4096",  # MiB; marks are positions in one file, so it must not be rotated
             # Without these three it waits 30 s and more for open watches before it stops.
             "--shutdown-watch-termination-grace-period=2s", "--request-timeout=10s",
             "--min-request-timeout=60", *self.api_server_flags,

@@ -98,8 +98,9 @@ def chart(plane: Cluster) -> str:
 def operator_process(
     plane: Cluster, chart: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Operator]:
-    """The operator beside the control plane, not started."""
+    """The operator beside the control plane, running at first; tests may stop it."""
     with alone(plane, chart, tmp_path_factory.mktemp("operator")) as process:
+        process.start()
         yield process
 
 

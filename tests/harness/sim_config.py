@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 
 from testing.engine.process import connector_config
 from testing.engine.tiny_model import tiny_model
+from tests.harness import leaks
 
 BLOCK, CHUNK, NUM_LAYERS = 16, 64, 2
 
@@ -236,8 +237,9 @@ class _Attention:
 def _init_world() -> str:
     init_none_hash(sha256_cbor)
     folder = tempfile.mkdtemp(prefix="lmc-sim-")
-    init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
-    ensure_model_parallel_initialized(1, 1)
+    with leaks.lasting():  # vLLM's process groups
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
     return folder
 
 

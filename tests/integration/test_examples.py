@@ -53,5 +53,7 @@ def test_each_is_carried_out_once(plane: Cluster, operator: Operator, namespace,
     part = "engine" if "engine" in cluster["spec"] else "remote"
     plane.wait(lambda: plane.api.find("apps/v1/statefulsets", f"{NAME}-{part}", namespace))
     wait_quiet(plane, operator, namespace)
-    conditions = plane.api.get(CLUSTERS, NAME, namespace)["status"]["conditions"]
+    conditions = plane.wait(
+        lambda: plane.api.get(CLUSTERS, NAME, namespace).get("status", {}).get("conditions")
+    )
     assert not {"InvalidSpec", "Refused"} & {condition["reason"] for condition in conditions}

@@ -76,6 +76,9 @@ class WorkerSide:
         self._lock = threading.Lock()  # protects the next two against the thread that attaches
         self._is_offline = False
         self._client: SidecarClient | None = None  # None: nothing is copied
+        self._session: SidecarClient | None = (
+            None  # to detach at the end, also when nothing is copied any more
+        )
         self._copier: EngineCopier | None = None
         self._loader = futures.ThreadPoolExecutor(1, "lmcache-load", spread)
         self._storer = futures.ThreadPoolExecutor(1, "lmcache-store", spread)
@@ -177,12 +180,11 @@ class WorkerSide:
 
     def close(self) -> None:
         """End the threads and detach; waits for the copy and the call under way."""
-        client = self._client
         self.go_offline()
         for thread in (self._loader, self._storer, self._urgent_storer):
             thread.shutdown()
-        if client is not None:
-            client.close()
+        if self._session is not None:
+            self._session.close()
         if self._copier is not None:
             self._copier.close()
 
@@ -195,6 +197,7 @@ class WorkerSide:
         with self._lock:
             if not self._is_offline:
                 self._copier, self.identity, self._client = copier, identity, client
+                self._session = client
                 return
         client.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import select
 import socket
 import struct
 import threading
@@ -14,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache.utils import CacheEngineKey
-from testing.child_process import wait_until
+from testing.child_process import wait_readable, wait_until
 from tests.harness.lm_server import (
     EXIST,
     GET,
@@ -201,15 +200,15 @@ def test_a_client_that_trickles_is_put_off():
         for _ in range(157):  # never a whole head
             with contextlib.suppress(ConnectionError):
                 peer.sendall(b"\1")
-            if select.select([peer], [], [], 0.1)[0]:
+            if wait_readable(peer, 0.1):
                 break
-        assert select.select([peer], [], [], 0)[0], "the server went on waiting"
+        assert wait_readable(peer, 0), "the server went on waiting"
         assert received(peer, 1) == b""
 
 
 def test_an_idle_client_is_kept_longer_than_any_message():
     with serving(timeout_seconds=0.1) as server, dialled(server.port) as peer:
-        assert select.select([peer], [], [], 0.35)[0] == []
+        assert not wait_readable(peer, 0.35)
         peer.sendall(head(EXIST, "k"))
         assert received(peer, 8) == struct.pack("ii", 400, 0)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from lmcache_sidecar import metrics, tiers
+from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import LockProbe
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.sidecar import Sidecar
@@ -67,7 +68,7 @@ class Attic:
         self.stats.stored += 1
         return True
 
-    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+    def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
         return set()
 
     def close(self) -> None:
@@ -133,6 +134,9 @@ def test_a_third_tier_is_one_line_in_the_table(
 ) -> None:
     # A record lock is not held against the process that took it, and the client is in this one.
     monkeypatch.setattr(LockProbe, "is_held", lambda _probe: True)
+    monkeypatch.setattr(
+        liveness, "_open", lambda _path: -1
+    )  # a sidecar keeps these open until its process ends
     with Running(tmp_path) as sidecar, sidecar.session() as session:
         store(session, 1, 2, 3)
         wait_until(lambda: sidecar.stats()["attic"]["written"] == 3)
