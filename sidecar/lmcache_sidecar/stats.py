@@ -315,6 +315,7 @@ def _client(client: Client) -> dict[str, Any]:
         "role": pb.Role.Name(hello.role).removeprefix("ROLE_").lower(),
         "version": hello.client_version,
         "namespace": hello.namespace.hex(),
+        "chunk_tokens": hello.geometry.chunk_tokens,
         "groups": list(map(str, client.peer.groups.values())),
         "transfer": {"mode": _mode(client), "reason": client.transfer.reason},
         "epoch": client.epoch,

@@ -134,7 +134,12 @@ def test_what_a_queued_request_waits_for_is_hit_when_it_runs(busy):
 
 
 def test_two_engines_one_of_them_speculating(busy, drafting):
-    """Each loads what the other has stored, also the chunks of answers."""
+    """Each engine loads what the other one stored, chunks of answers included.
+
+    Only loaded blocks are compared: two engines compute the same tokens in batches of other shapes, and on
+    some processors that changes the last bits of KV. So the loading engine forgets its own KV before each
+    comparison.
+    """
     prompts = [make_prompt(CHUNK + 60) * 2 for _ in range(4)]
     for stores, loads in ((drafting, busy), (busy, drafting)):
         references = cold(loads, *prompts, max_tokens=1)
@@ -146,6 +151,7 @@ def test_two_engines_one_of_them_speculating(busy, drafting):
         hits = loads.generate(*prompts, max_tokens=1)
         assert_same(hits, references)
         assert_loaded(hits, turns)
+        loads.scrub_kv()
         nexts = loads.generate(*following, max_tokens=1)
         assert_loaded(nexts, turns)
         assert {hit.num_cached_tokens for hit in nexts} == {3 * CHUNK}

@@ -31,6 +31,9 @@ class Load:
         self._engine, self._prompts = engine, prompts
         salts = map("salt {}".format, itertools.count())
         self._references = [engine.generate(prompt, cache_salt=next(salts))[0] for prompt in prompts]
+        self._known = [KnownKV() for _ in prompts]
+        for known, reference in zip(self._known, self._references, strict=True):
+            known.add(reference)
         self._order = random.Random(0)
         self._is_over = threading.Event()
         self.hits: list[int] = []
@@ -65,16 +68,39 @@ class Load:
         self._engine.scrub_kv()  # what a load leaves as it was is not right by luck
         answers = self._engine.generate(*(self._prompts[number] for number in numbers))
         for number, answer in zip(numbers, answers, strict=True):
-            assert_same(answer, self._references[number])
+            self._known[number].add(answer)
+        for number, answer in zip(numbers, answers, strict=True):
+            assert (answer.tokens, answer.finish_reason) == (self._references[number].tokens, "length")
+            self._known[number].check(answer)
         return sum(answer.num_cached_tokens for answer in answers)
 
 
-def assert_same(answer: Generated, reference: Generated) -> None:
-    """Of tokens and, as attention does not see blocks that change places, of the bytes of what was loaded."""
-    assert (answer.tokens, answer.finish_reason) == (reference.tokens, "length")
-    end = answer.num_cached_tokens // BLOCK
-    for layer, (found, expected) in enumerate(zip(answer.kv, reference.kv, strict=True)):
-        assert found[:end] == expected[:end], f"layer {layer}"
+class KnownKV:
+    """Digests of every KV that the engine computed for one prompt, by layer and block.
+
+    An evicted chunk is computed again in a batch of another shape. On some processors that changes the last
+    bits of its KV, so a loaded block must equal any of the computed ones, and not the first one.
+    """
+
+    def __init__(self) -> None:
+        self._digests: set[tuple[int, int, str]] = set()
+
+    def add(self, answer: Generated) -> None:
+        """Add the blocks that this request computed."""
+        first = answer.num_used_cached_tokens // BLOCK
+        self._digests |= {key for key in _digests(answer) if key[1] >= first}
+
+    def check(self, answer: Generated) -> None:
+        """Compare the blocks that this request found in a cache."""
+        end = answer.num_used_cached_tokens // BLOCK
+        wrong = [key for key in _digests(answer) if key[1] < end and key not in self._digests]
+        assert not wrong, f"layer, block and digest of KV that nobody computed: {wrong}"
+
+
+def _digests(answer: Generated) -> Iterator[tuple[int, int, str]]:
+    for layer, blocks in enumerate(answer.kv):
+        for block, digest in enumerate(blocks):
+            yield layer, block, digest
 
 
 def clients(sized: Sized) -> set[tuple[str, int]]:

@@ -84,7 +84,7 @@ def attach_worker(
     specs = read_groups(kv_cache_config, can_fail_requests=hasattr(base, "KVConnectorTransferResults"))
     step_tokens = math.lcm(*(spec.block_tokens for spec in specs))
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or step_tokens
-    chunk_tokens = round_up(settings.chunk_tokens, math.lcm(step_tokens, hash_tokens))
+    chunk_tokens = whole_chunk_tokens(settings.chunk_tokens, math.lcm(step_tokens, hash_tokens))
     groups, layouts = _lay_out(specs, chunk_tokens, kv_caches, kv_cache_config.num_blocks)
     check_stages(vllm_config, layouts.values())
     contents = [_list_group(vllm_config, spec, kv_caches, kv_cache_config.num_blocks) for spec in specs]
@@ -109,6 +109,25 @@ def attach_worker(
     )
     identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier.prepare), copier, identity
+
+
+def whole_chunk_tokens(wanted_tokens: int, block_tokens: int) -> int:
+    """Round the size of a chunk up to a multiple of the engine's blocks, and log a warning if it changes.
+
+    Models with state layers have blocks of hundreds of tokens. vLLM derives their size from the size of a
+    state, which depends on the processor. Without the warning, shorter prompts would be skipped silently.
+    """
+    chunk_tokens = round_up(wanted_tokens, block_tokens)
+    if chunk_tokens != wanted_tokens:
+        logger.warning(
+            "LMCache Cluster uses chunks of %d tokens, not %d (lmcache.chunk_tokens):"
+            " this engine's blocks have %d tokens. Prompts shorter than %d tokens are not cached.",
+            chunk_tokens,
+            wanted_tokens,
+            block_tokens,
+            chunk_tokens,
+        )
+    return chunk_tokens
 
 
 def _lay_out(
