@@ -1,7 +1,7 @@
 """Loads and stores of the remote tier over one connection, against a bare loop on the same Redis.
 
 The bare loops do what can't be left out: GET by ``recv_into`` to where it belongs, SET by ``sendall``, one
-part after the other, values of the same length, no header, no checksum.
+value of 4 MiB after the other, no header, no checksum.
 """
 
 from __future__ import annotations

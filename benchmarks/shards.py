@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, compress
 
+from benchmarks import evicted
 from benchmarks.report import Figure, Report, at_most
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.remote.address import Address, Endpoint
@@ -137,7 +138,7 @@ def lost(before: float, after: float) -> float:
 
 
 def run() -> Report:
-    figures = []
+    figures = list(evicted.figures())
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(RedisProcess(maxmemory=SHARD_BYTES, maxmemory_policy="allkeys-lru"))
@@ -170,6 +171,7 @@ def run() -> Report:
             name = f"memory of 3 doubled, one by one: hits lost in the window of number {number}"
             figures.append(at_most(name, lost(before, filling), "%", concerned + NOISE_POINTS))
     conditions = (
-        f"{NUM_ROWS} rows, shards of {SHARD_BYTES >> 20} MiB that evict, windows of {WINDOW} requests"
+        f"rows of engines: one shard of {evicted.SERVER_BYTES >> 20} MiB; changes: {NUM_ROWS} small "
+        f"rows, shards of {SHARD_BYTES >> 20} MiB that evict, windows of {WINDOW} requests"
     )
     return Report("shards", conditions, figures)

@@ -151,9 +151,9 @@ class LowerTier(Protocol):
         """Write one object, or mark as used what is there. ``digests``: of the payload, where they are
         known. False: refused (full, say)."""
 
-    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
-        """Mark rows as used that were hit in a tier above, with payloads of ``lengths`` bytes. Return
-        those that are not (whole) here any more."""
+    def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
+        """Mark rows as used that were hit in a tier above. Return those that are not (whole) here any
+        more."""
 
     def close(self) -> None:
         """Let go of everything; the threads that used the tier must have ended."""

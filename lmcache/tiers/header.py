@@ -18,15 +18,16 @@ from lmcache.tiers.errors import HeaderError
 MAGIC = b"LMCchunk"
 VERSION = 1
 MAX_LABEL_BYTES = 512
-MAX_PARTS = 1 << 20
 
 _FIELDS = struct.Struct("<8sII64sIIQQ16sH512s62x")
+_ONE_PART = 0, 1
+"""Part number and number of parts. Earlier releases split payloads into parts with a header each."""
 _OWN_CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _OWN_CHECKSUM.size
 """Length of a header: 704, a multiple of a cache line."""
 
 PART_BYTES = 4 << 20
-"""Length of the parts in which payloads are checksummed, and stored in Redis. At 10-30 GB/s a part takes well
+"""Length of the parts in which payloads are checksummed. At 10-30 GB/s a part takes well
 under 1 ms, should a build of xxhash hold the GIL."""
 
 _DIGEST_BYTES = 16
@@ -37,20 +38,13 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Header:
-    """What one stored part is. A payload of ``total_bytes`` is stored in ``num_parts`` parts."""
+    """What one stored payload is."""
 
     key: RowKey
     column: int
-    part: int
-    num_parts: int
-    payload_bytes: int
-    """Of this part."""
-
     total_bytes: int
-    """Of all parts."""
-
     checksum: bytes
-    """The xxh3-128 of this part's payload."""
+    """``checksum`` of the payload."""
 
     label: bytes = b""
     """Opaque; for people and for the library."""
@@ -65,9 +59,8 @@ class Header:
             VERSION,
             self.column,
             self.key,
-            self.part,
-            self.num_parts,
-            self.payload_bytes,
+            *_ONE_PART,
+            self.total_bytes,
             self.total_bytes,
             self.checksum,
             len(self.label),
@@ -80,10 +73,6 @@ class Header:
             return "key or checksum has a wrong length"
         if len(self.label) > MAX_LABEL_BYTES:
             return f"label is longer than {MAX_LABEL_BYTES} bytes"
-        if not 0 <= self.part < self.num_parts <= MAX_PARTS:
-            return f"part {self.part} of {self.num_parts}"
-        if self.payload_bytes > self.total_bytes:
-            return "part is longer than the whole"
         return ""
 
 
@@ -92,21 +81,19 @@ def parse(buffer: Buffer) -> Header:
     raw = bytes(buffer[: HEADER_BYTES + 1])
     if len(raw) != HEADER_BYTES:
         raise HeaderError(f"header has {len(buffer)} bytes, not {HEADER_BYTES}")
-    magic, version, column, key, part, num_parts, payload, total, checksum, label_bytes, label = (
-        _FIELDS.unpack_from(raw)
-    )
+    magic, version, column, key, *_, total, checksum, label_bytes, label = _FIELDS.unpack_from(raw)
     if magic != MAGIC:
         raise HeaderError("wrong magic: not ours")
     if version != VERSION:
         raise HeaderError(f"version {version}, not {VERSION}")
     if _OWN_CHECKSUM.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
         raise HeaderError("header checksum does not fit")
-    header = Header(key, column, part, num_parts, payload, total, checksum, label[:label_bytes])
+    header = Header(key, column, total, checksum, label[:label_bytes])
     problem = header._problem()
     if problem or label_bytes > MAX_LABEL_BYTES:
         raise HeaderError(problem or "label is too long")
     if header.pack() != raw:
-        raise HeaderError("bytes that should be zero are not")
+        raise HeaderError("a field that is always the same is not")
     return header
 
 
@@ -115,23 +102,42 @@ def checksum(buffer: Buffer) -> bytes:
     return combined(digests(buffer))
 
 
+class Digests:
+    """The digests of a payload that arrives in pieces of any length."""
+
+    def __init__(self) -> None:
+        self._done = bytearray()
+        self._current = xxhash.xxh3_128()  # unlike the function for all at once, it lets other threads run
+        self._room = PART_BYTES
+
+    def update(self, buffer: Buffer) -> None:
+        """Take the next bytes."""
+        view = memoryview(buffer)
+        while len(view) > self._room:
+            self._current.update(view[: self._room])
+            view = view[self._room :]
+            self._done += self._current.digest()
+            self._current.reset()
+            self._room = PART_BYTES
+        self._current.update(view)
+        self._room -= len(view)
+
+    def digests(self) -> bytes:
+        """Return ``digests`` of all bytes so far."""
+        return bytes(self._done) + self._current.digest()
+
+
 def digests(buffer: Buffer) -> bytes:
     """xxh3-128 of each part of a payload, one after the other: with them it is written anywhere without being
     read for a checksum again."""
-    view = memoryview(buffer)
-    return b"".join(
-        _digest(view[start : start + PART_BYTES]) for start in range(0, max(1, len(view)), PART_BYTES)
-    )
+    whole = Digests()
+    whole.update(buffer)
+    return whole.digests()
 
 
 def combined(part_digests: bytes) -> bytes:
     """The checksum of a payload with these digests."""
     return part_digests if len(part_digests) == _DIGEST_BYTES else _digest(part_digests)
-
-
-def digest_of(part_digests: bytes, part: int) -> bytes:
-    """The checksum of one part."""
-    return part_digests[part * _DIGEST_BYTES : (part + 1) * _DIGEST_BYTES]
 
 
 def slot_checksum(key: RowKey, column: int, length: int, part_digests: bytes) -> bytes:
@@ -140,7 +146,6 @@ def slot_checksum(key: RowKey, column: int, length: int, part_digests: bytes) ->
     return _digest(_SEALED.pack(key, column, length) + part_digests)
 
 
-def _digest(buffer: Buffer) -> bytes:
-    digest = xxhash.xxh3_128()  # unlike the function for all at once, its update lets other threads run
-    digest.update(buffer)
-    return digest.digest()
+def _digest(buffer: bytes) -> bytes:
+    digest: bytes = xxhash.xxh3_128_digest(buffer)
+    return digest

@@ -97,7 +97,7 @@ class Config:
         " each a list of host:port, and until, the time up to which the previous ones are asked, too; empty,"
         " or while there is no such file: the hosts of the URL")
     remote_timeout_seconds: float = _option("SECONDS", "1", _DEADLINE,
-        "deadline of a connection to the remote tier, and of each part (4 MiB) read or written")
+        "deadline of a connection to the remote tier, and of each step of a read or write (up to 3 MiB)")
     remote_username_file: str = _option("FILE", "", str,
         "file with the user name for the remote tier; empty: the default user")
     remote_password_file: str = _option("FILE", "", str,

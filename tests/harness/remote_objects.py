@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import redis
+
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.address import DEFAULT_PREFIX, Address
@@ -15,8 +17,20 @@ def pattern(size: int) -> bytes:
     return (bytes(range(251)) * (size // 251 + 1))[:size]
 
 
-def part_name(key: bytes, column: int, part: int) -> str:
-    return redis_name(DEFAULT_PREFIX, ObjectId(key, column), part)
+def row_name(key: bytes) -> str:
+    return redis_name(DEFAULT_PREFIX, key)
+
+
+def damage_row(client: redis.Redis, name: bytes, damage: str) -> None:
+    """Flip a bit of a row's first piece, put another type of value in its place, or delete it."""
+    if damage == "flipped":
+        piece = bytearray(client.hget(name, "0:0"))
+        piece[-1] ^= 1
+        client.hset(name, "0:0", bytes(piece))
+    else:
+        client.delete(name)
+        if damage == "foreign":
+            client.set(name, b"somebody else's")
 
 
 def tier_of(url: str, timeout_seconds: float = 60.0) -> RemoteTier:

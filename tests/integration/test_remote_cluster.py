@@ -14,13 +14,13 @@ from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
 from tests.harness.redis_topologies import Cluster, cluster
-from tests.harness.remote_objects import is_available, load, part_name, pattern, probe, tier_of
+from tests.harness.remote_objects import is_available, load, pattern, probe, row_name, tier_of
 
 pytestmark = pytest.mark.redis
 
 KEYS = [bytes([number]) * 64 for number in range(40)]
 KEY = KEYS[7]
-SLOT = binascii.crc_hqx(hash_tag(ObjectId(KEY, 0)).encode(), 0) % 16384
+SLOT = binascii.crc_hqx(hash_tag(KEY).encode(), 0) % 16384
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def calls(servers: Cluster, index: int, command: str) -> int:
 
 def test_objects_are_spread_and_found_again(remote, servers):
     fill(remote)
-    assert sum(node.client.dbsize() for node in servers.nodes[:3]) == 2 * len(KEYS)
+    assert sum(node.client.dbsize() for node in servers.nodes[:3]) == len(KEYS)
     assert all(node.client.dbsize() for node in servers.nodes[:3])
     assert remote.probe(KEYS, 2) == len(KEYS)
     for key in KEYS:
         assert load(remote, 1, key=key) == key + b"\x01"
     remote.touch(KEYS, 2)
-    assert sum(calls(servers, index, "touch") for index in range(3)) == 4 * len(KEYS)
+    assert sum(calls(servers, index, "hexists") for index in range(3)) == 8 * len(KEYS)
     for node in servers.nodes:  # the map was right
         assert "errorstat_MOVED" not in node.client.info("errorstats")
 
@@ -81,7 +81,7 @@ def test_a_seed_that_is_in_no_cluster_any_more_is_passed_over(servers):
         remote.close()
 
 
-def test_parts_of_an_object_are_in_one_slot(remote):
+def test_a_row_of_many_pieces_is_in_one_slot(remote):
     payload = pattern(2 * PART_BYTES + 5)
     assert remote.store(ObjectId(KEY, 3), memoryview(payload))
     assert load(remote, 3, key=KEY) == payload
@@ -98,7 +98,7 @@ def test_a_slot_on_its_way_and_moved(remote, servers):
     servers.set_slot(source, SLOT, "MIGRATING", servers.id_of(target))
     # What is still there is read there; what is not is asked for, and written, where the slot goes (ASK).
     assert load(remote, key=KEY) == KEY + b"\x00"
-    servers.nodes[source].client.delete(part_name(KEY, 0, 0))
+    servers.nodes[source].client.delete(row_name(KEY))
     assert load(remote, key=KEY) is None
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert load(remote, key=KEY) == payload
@@ -118,7 +118,7 @@ def test_each_operation_follows_a_moved_slot(remote, servers, operation):
     fill(remote)
     source = servers.owner_of(SLOT)
     target = (source + 1) % 3
-    servers.nodes[source].client.delete(part_name(KEY, 0, 0))
+    servers.nodes[source].client.delete(row_name(KEY))
     for index in (target, source):
         servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
     if operation == "store":
@@ -130,9 +130,9 @@ def test_each_operation_follows_a_moved_slot(remote, servers, operation):
     if operation == "probe":
         assert remote.probe([KEY], 1) == 1
     assert load(remote, key=KEY) == b"x"
-    before = calls(servers, source, "get")
+    before = calls(servers, source, "hmget")
     assert load(remote, key=KEY) == b"x"
-    assert calls(servers, source, "get") == before  # learned
+    assert calls(servers, source, "hmget") == before  # learned
 
 
 def test_a_dead_master_s_replica_is_found(remote, servers):

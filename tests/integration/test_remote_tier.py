@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 
 from lmcache.tiers.base import ObjectId
-from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, Header, checksum, digests
+from lmcache.tiers.header import PART_BYTES, digests
+from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
-from tests.harness.remote_objects import KEY, load, part_name, pattern, tier_of
+from tests.harness.remote_objects import KEY, load, pattern, row_name, tier_of
 
 pytestmark = pytest.mark.redis
+
+NAME = row_name(KEY)
+SEVERAL_PIECES = 4 * MAX_PIECE_BYTES + 5
 
 
 @pytest.fixture(scope="module")
@@ -36,44 +40,59 @@ def remote(request, server):
 
 class TestObjects:
     @pytest.mark.parametrize(
-        "size", [0, 1, 4096, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 4096]
+        "size",
+        [0, 1, 4096, MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 4096],
     )
     def test_round_trip(self, remote, server, size):
         payload = pattern(size)
         assert remote.store(ObjectId(KEY, 1), memoryview(payload), b"label")
         assert load(remote, 1) == payload
         assert load(remote, 0) is None
-        assert server.client.dbsize() == max(1, -(-size // PART_BYTES))
+        assert server.client.keys() == [NAME.encode()], "one key, which Redis evicts whole"
         assert remote.stats.hits == remote.stats.stored == remote.stats.misses == 1
         assert not remote.stats.invalid
 
-    def test_what_is_there_is_only_touched(self, remote, server):
-        for _ in range(2):
-            assert remote.store(ObjectId(KEY, 0), memoryview(pattern(PART_BYTES + 5)))
+    def test_what_is_there_is_only_marked_as_used(self, remote, server):
+        remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
+        wait_until(lambda: server.client.object("idletime", NAME) >= 1)
+        before = server.client.info("commandstats")["cmdstat_hset"]["calls"]
+        assert remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
         assert (remote.stats.stored, remote.stats.touched) == (1, 1)
-        # A part that Redis evicted is written again.
-        server.client.delete(part_name(KEY, 0, 1))
-        assert remote.store(ObjectId(KEY, 0), memoryview(pattern(PART_BYTES + 5)))
-        assert remote.stats.stored == 2
+        assert server.client.info("commandstats")["cmdstat_hset"]["calls"] == before
+        assert server.client.object("idletime", NAME) == 0
 
-    def test_the_presence_marker_is_written_last(self, remote, server):
-        server.client.config_set("notify-keyspace-events", "E$")
-        with server.client.pubsub(ignore_subscribe_messages=True) as events:
-            events.subscribe("__keyevent@0__:set")
-            events.get_message(timeout=60)  # subscribed
-            remote.store(ObjectId(KEY, 0), memoryview(pattern(2 * PART_BYTES + 1)))
-            names = []
-            while len(names) < 3:
-                message = events.get_message(timeout=60)
-                names += [message["data"].decode()] if message else []
-        assert names == [part_name(KEY, 0, part) for part in (1, 2, 0)]
+    def test_the_marker_is_written_with_the_last_piece(self, remote, server):
+        with server.client.monitor() as monitor:
+            remote.store(ObjectId(KEY, 7), memoryview(b"x" * (2 * MAX_PIECE_BYTES + 1)))
+            commands = []
+            while len(commands) < 3:
+                words = monitor.next_command()["command"].split(" ")
+                commands += [words] if words[0] == "HSET" else []
+        fields = [words[2::2] for words in commands]
+        assert fields == [["7:0"], ["7:1"], ["7:2", "7"]]
 
-    def test_parts_of_several_writers_make_one_object(self, remote, server):
+    def test_pieces_of_several_writers_make_one_column(self, remote, server):
         payload = pattern(2 * PART_BYTES)
         remote.store(ObjectId(KEY, 0), memoryview(payload), b"one writer")
-        server.client.delete(part_name(KEY, 0, 0))
+        server.client.hdel(NAME, "0")
+        assert load(remote) is None
         remote.store(ObjectId(KEY, 0), memoryview(payload), b"another writer")
         assert load(remote) == payload
+
+    def test_a_column_that_another_writer_has_begun_is_a_miss(self, remote, server):
+        remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
+        server.client.hdel(NAME, "0")
+        assert remote.probe([KEY], 1) == 0
+        for _ in range(2):
+            assert load(remote) is None
+        assert not remote.stats.invalid
+
+    def test_columns_go_with_their_row(self, remote, server):
+        for column in range(8):
+            remote.store(ObjectId(KEY, column), memoryview(pattern(4096 + column)))
+        assert [load(remote, column) for column in range(8)] == [pattern(4096 + c) for c in range(8)]
+        assert server.client.delete(NAME) == 1
+        assert [load(remote, column) for column in range(8)] == [None] * 8
 
     @pytest.mark.parametrize("num_columns", [1, 3])
     @pytest.mark.parametrize("num_present", [0, 1, 15, 16, 17, 47, 48, 100])
@@ -82,27 +101,21 @@ class TestObjects:
         pipeline = server.client.pipeline()
         for key in [*keys[:num_present], *keys[num_present + 1 :]]:
             for column in range(num_columns):
-                pipeline.set(part_name(key, column, 0), b"")
+                pipeline.hset(row_name(key), str(column), b"")
         pipeline.execute()
         assert remote.probe(keys, num_columns) == num_present
         if num_present:
-            server.client.delete(part_name(keys[num_present - 1], num_columns - 1, 0))
+            server.client.hdel(row_name(keys[num_present - 1]), str(num_columns - 1))
             assert remote.probe(keys, num_columns) == num_present - 1
 
-    def test_touch_refreshes_all_parts_and_says_what_is_absent(self, remote, server):
-        length = PART_BYTES + 1
+    def test_touch_marks_a_row_as_used_and_says_what_is_absent(self, remote, server):
         for column in range(2):
-            remote.store(ObjectId(KEY, column), memoryview(pattern(length)))
-        names = [part_name(KEY, column, part) for column in range(2) for part in range(2)]
-
-        def idle_seconds() -> list[int]:
-            return [server.client.object("idletime", name) for name in names]
-
-        wait_until(lambda: min(idle_seconds()) >= 1)
-        assert remote.touch([KEY[::-1], KEY], 2, [length, length]) == {KEY[::-1]}
-        assert idle_seconds() == [0, 0, 0, 0]
-        server.client.delete(names[-1])
-        assert remote.touch([KEY], 2, [length]) == {KEY}
+            remote.store(ObjectId(KEY, column), memoryview(pattern(SEVERAL_PIECES)))
+        wait_until(lambda: server.client.object("idletime", NAME) >= 1)
+        assert remote.touch([KEY[::-1], KEY], 2) == {KEY[::-1]}
+        assert server.client.object("idletime", NAME) == 0
+        server.client.hdel(NAME, "1")
+        assert remote.touch([KEY], 2) == {KEY}
         assert remote.touch([], 2) == set()
 
     @pytest.mark.parametrize("length", [0, 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES])
@@ -124,7 +137,7 @@ class TestObjects:
     def test_prefix(self, remote, server):
         other = tier_of(f"{server.url}?prefix=team-a")
         other.store(ObjectId(KEY, 0), memoryview(b"theirs"))
-        assert server.client.keys() == [part_name(KEY, 0, 0).replace("lmc1", "team-a").encode()]
+        assert server.client.keys() == [NAME.replace("lmc1", "team-a").encode()]
         assert load(remote) is None
         assert remote.store(ObjectId(KEY, 0), memoryview(b"ours"))
         assert load(other) == b"theirs"
@@ -146,7 +159,7 @@ class TestDistrust:
         assert load(remote) is None
         assert remote.stats.invalid == {reason: 1}
         assert not remote.health.is_open
-        payload = pattern(PART_BYTES + 9)
+        payload = pattern(SEVERAL_PIECES)
         assert remote.store(ObjectId(KEY, 0), memoryview(payload))
         assert remote.stats.stored == 1
         assert load(remote) == payload
@@ -154,70 +167,89 @@ class TestDistrust:
     @pytest.fixture(autouse=True)
     def stored(self, remote, server):
         self.client = server.client
-        self.name = part_name(KEY, 0, 0)
-        remote.store(ObjectId(KEY, 0), memoryview(pattern(PART_BYTES + 9)))
+        remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
         remote.stats.stored = 0
+        with self.client:
+            yield
 
-    def test_flipped_byte_in_the_payload(self, remote):
-        self.client.setrange(self.name, HEADER_BYTES + 1000, b"\xff")
+    def change(self, field: str, start: int, content: bytes) -> None:
+        value = bytearray(self.client.hget(NAME, field))
+        value[start : start + len(content)] = content
+        self.client.hset(NAME, field, bytes(value))
+
+    @pytest.mark.parametrize("piece", [0, 1, 4])
+    def test_flipped_byte_in_a_piece(self, remote, piece):
+        self.change(f"0:{piece}", 3, b"\xff")
         self.check(remote, "checksum")
 
-    def test_flipped_byte_in_a_later_part(self, remote):
-        self.client.setrange(part_name(KEY, 0, 1), HEADER_BYTES + 8, b"\xff")
-        self.check(remote, "checksum")
-
-    def test_flipped_byte_in_the_header(self, remote):
-        self.client.setrange(self.name, 100, b"\xff")
+    def test_flipped_byte_in_the_marker(self, remote):
+        self.change("0", 100, b"\xff")
         self.check(remote, "header")
 
     def test_another_version(self, remote):
-        self.client.setrange(self.name, 8, b"\x02")
+        self.change("0", 8, b"\x02")
         self.check(remote, "header")
 
-    def test_foreign_value(self, remote):
-        self.client.set(self.name, b"hello")
-        self.check(remote, "length")
-
-    def test_foreign_value_of_the_right_length(self, remote):
-        self.client.set(self.name, b"x" * (HEADER_BYTES + PART_BYTES))
+    @pytest.mark.parametrize("value", [b"", b"hello", b"x" * 704, b"x" * 705])
+    def test_foreign_marker(self, remote, value):
+        self.client.hset(NAME, "0", value)
         self.check(remote, "header")
 
-    def test_foreign_value_of_another_type(self, remote):
-        self.client.delete(self.name)
-        self.client.rpush(self.name, "a", "b")
+    @pytest.mark.parametrize("command", ["set", "rpush", "sadd"])
+    def test_foreign_value_of_another_type(self, remote, command):
+        self.client.delete(NAME)
+        getattr(self.client, command)(NAME, "a")
         self.check(remote, "type")
 
-    def test_cut_value(self, remote):
-        self.client.set(self.name, self.client.get(self.name)[:-1])
-        self.check(remote, "length")
+    def test_foreign_value_of_another_type_that_was_never_read(self, remote):
+        self.client.set(NAME, b"x")
+        assert remote.store(ObjectId(KEY, 0), memoryview(b"ours"))
+        assert load(remote) == b"ours"
 
-    def test_value_longer_than_a_part(self, remote):
-        self.client.append(self.name, b"x")
-        self.check(remote, "length")
-
-    def test_object_of_another_name(self, remote):
-        remote.store(ObjectId(KEY[::-1], 0), memoryview(pattern(PART_BYTES + 9)))
+    @pytest.mark.parametrize(
+        ("key", "column", "piece"),
+        [(KEY, 0, 2), (KEY, 1, 1), (KEY[::-1], 0, 1)],
+        ids=["place", "column", "row"],
+    )
+    def test_piece_from_another_place_with_the_same_bytes(self, remote, key, column, piece):
+        """A checksum of the bytes alone would accept it."""
+        self.client.delete(NAME)
+        for name in {(KEY, 0), (key, column)}:
+            remote.store(ObjectId(*name), memoryview(bytes(SEVERAL_PIECES)))
         remote.stats.stored = 0
-        self.client.set(self.name, self.client.get(part_name(KEY[::-1], 0, 0)))
+        self.client.hset(NAME, "0:1", self.client.hget(row_name(key), f"{column}:{piece}"))
+        self.check(remote, "checksum")
+
+    @pytest.mark.parametrize("piece", ["0:0", "0:2", "0:4"])
+    def test_cut_piece(self, remote, piece):
+        self.client.hset(NAME, piece, self.client.hget(NAME, piece)[:-1])
+        self.check(remote, "length")
+
+    @pytest.mark.parametrize("piece", ["0:0", "0:2", "0:4"])
+    def test_piece_that_is_too_long(self, remote, piece):
+        self.client.hset(NAME, piece, self.client.hget(NAME, piece) + b"x")
+        self.check(remote, "length")
+
+    @pytest.mark.parametrize(("key", "column"), [(KEY[::-1], 0), (KEY, 1)])
+    def test_column_of_another_name(self, remote, key, column):
+        remote.store(ObjectId(key, column), memoryview(pattern(SEVERAL_PIECES)))
+        remote.stats.stored = 0
+        self.client.hset(NAME, "0", self.client.hget(row_name(key), str(column)))
         self.check(remote, "name")
 
-    def test_missing_part(self, remote):
-        self.client.delete(part_name(KEY, 0, 1))
-        self.check(remote, "part")
+    @pytest.mark.parametrize("piece", ["0:0", "0:3", "0:4"])
+    def test_missing_piece(self, remote, piece):
+        self.client.hdel(NAME, piece)
+        self.check(remote, "evicted")
 
-    def test_parts_of_objects_of_different_length(self, remote):
-        other = Header(KEY, 0, 1, 2, 5, PART_BYTES + 5, checksum(b"abcde"))
-        self.client.set(part_name(KEY, 0, 1), other.pack() + b"abcde")
-        self.check(remote, "length")
-
-    def test_object_longer_than_the_slot(self, remote):
-        assert load(remote, room=PART_BYTES) is None
+    def test_column_longer_than_the_slot(self, remote):
+        assert load(remote, room=PART_BYTES - 512) is None
         assert remote.stats.invalid == {"length": 1}
 
     def test_foreign_keys_are_never_touched(self, remote):
-        foreign = {b"other": b"1", part_name(KEY, 0, 0).encode()[:-1] + b"x": b"2"}
+        foreign = {b"other": b"1", NAME.encode() + b"x": b"2", NAME.encode()[:-1]: b"3"}
         self.client.mset(foreign)
-        self.client.delete(self.name)
+        self.client.delete(NAME)
         assert load(remote) is None
         remote.store(ObjectId(KEY, 0), memoryview(pattern(10)))
         remote.probe([KEY], 1)

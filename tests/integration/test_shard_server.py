@@ -97,6 +97,17 @@ def test_a_sidecar_may_do_all_that_it_does(shard):
     remote.close()
 
 
+def test_a_sidecar_of_an_earlier_release_may_do_all_that_it_does(shard):
+    """Such a sidecar runs on while pods are replaced. It stores each part of a row as a string."""
+    endpoint = Endpoint("127.0.0.1", shard.port)
+    address = Address(Kind.SHARDS, (endpoint,), username=REMOTE_USER, password=PASSWORD)
+    with contextlib.closing(Connection(endpoint, address, 60)) as connection:
+        assert connection.call("SET", "lmc1:old", "x") == b"OK"
+        assert connection.call("GET", "lmc1:old") == b"x"
+        assert connection.call("EXISTS", "lmc1:old") == connection.call("TOUCH", "lmc1:old") == 1
+        assert connection.call("UNLINK", "lmc1:old") == 1, "a new sidecar replaces a value of another type"
+
+
 def test_nobody_else_may_do_anything(shard):
     def refusal(*words: str, username: str = REMOTE_USER, password: str = PASSWORD) -> str:
         endpoint = Endpoint("127.0.0.1", shard.port)

@@ -16,6 +16,7 @@ from lmcache.engines.core import tier_access  # noqa: E402
 from lmcache.engines.vllm import tier as tier_module  # noqa: E402
 from testing.processes import RedisProcess  # noqa: E402
 from tests.harness.offloading_world import KEYS, SHARED, OffloadingWorld, key_of  # noqa: E402
+from tests.harness.remote_objects import damage_row  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,7 @@ def test_a_damaged_object_is_a_miss_once(redis, damage):
         world.wait(lambda: LookupResult.HIT_PENDING in world.look(context, KEYS[:1]))
         # found, and not loaded yet: with the second half of the chain something happens now
         for name in redis.client.scan_iter():
-            value = bytearray(redis.client.get(name))
-            value[-1] ^= 1
-            if damage == "gone":
-                redis.client.delete(name)
-            else:
-                redis.client.set(name, bytes(value) if damage == "flipped" else b"somebody else's")
+            damage_row(redis.client, name, damage)
         world.settle()
         world.finish(context)
         assert world.load(*KEYS[1:]) == 0

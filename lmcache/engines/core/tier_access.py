@@ -207,7 +207,7 @@ class TierAccess:
                     answers[key] = is_here
 
     def _touch(self, keys: Sequence[RowKey]) -> None:
-        self._attempt(lambda: self._tier.touch(keys, 1, [self._row_bytes] * len(keys)), None)
+        self._attempt(lambda: self._tier.touch(keys, 1), None)
         self._is_touching = False
 
     def _move(self, job: _Job, position: int) -> None:

@@ -151,7 +151,7 @@ class Directory:
         temporary = f"{path_of(object_id)}.{threading.get_ident()}.tmp"
         length = len(payload)
         checksum = combined(part_digests or digests(payload))
-        header = Header(object_id.row_key, object_id.column, 0, 1, length, length, checksum, label)
+        header = Header(object_id.row_key, object_id.column, length, checksum, label)
         whole = length // PAGE_BYTES * PAGE_BYTES
         pages = blank_pages(2 if length > whole else 1)
         pages[:HEADER_BYTES] = header.pack()
@@ -249,10 +249,10 @@ def _read(fd: int, object_id: ObjectId, into: memoryview, expected: int | None) 
         header = parse(pages[:HEADER_BYTES])
     except HeaderError:
         raise InvalidObjectError("header") from None
-    length = header.payload_bytes
+    length = header.total_bytes
     if ObjectId(header.key, header.column) != object_id:
         raise InvalidObjectError("name")
-    if header.num_parts != 1 or round_up(length, PAGE_BYTES) != stored or length > len(into):
+    if round_up(length, PAGE_BYTES) != stored or length > len(into):
         raise InvalidObjectError("length")
     if expected not in (None, length):
         raise InvalidObjectError("length")

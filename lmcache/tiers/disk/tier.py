@@ -119,7 +119,7 @@ class DiskTier:
         with self._watching():
             return self._store(object_id, payload, label, digests)
 
-    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+    def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
         """Mark rows as used that were hit in a tier above. Return those that are not here, as far as is
         known: none before ``indexed``."""
         ids = [ObjectId(key, column) for key in keys for column in range(num_columns)]

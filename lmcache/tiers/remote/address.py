@@ -19,8 +19,9 @@ Options, after ``?`` and joined by ``&``; special characters as ``%XX``:
 | ``cert``, ``key`` | files with our certificate and its key | none |
 | ``verify`` | ``full``; ``ca``: the host's name may differ; ``none``: anybody may answer | ``full`` |
 
-The user needs GET, SET, EXISTS, TOUCH and PING; under Sentinels ROLE, in a cluster CLUSTER SLOTS and ASKING;
-INFO, where it is allowed, says how soon a server forgets.
+The user needs HSET, HGET, HMGET, HEXISTS and PING; under Sentinels ROLE; in a cluster CLUSTER SLOTS, ASKING.
+With INFO the tier knows how soon a server forgets. With UNLINK it deletes a row that the server has evicted
+while the row was written.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class RedisCluster(Topology):
 
     def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
         """See Topology; one or none."""
-        slot = binascii.crc_hqx(hash_tag(object_id).encode(), 0) % _NUM_SLOTS
+        slot = binascii.crc_hqx(hash_tag(object_id.row_key).encode(), 0) % _NUM_SLOTS
         owner = self._owner(slot)
         if owner is None or owner.circuit.is_open:
             self.refresh()

@@ -1,161 +1,224 @@
-"""Objects in Redis: their names, and how one is read and written over a connection.
+"""Rows in Redis: their names, and how one column of a row is written and read over a connection.
 
-One column of a row is stored in parts of at most 4 MiB (Redis handles one value at a time: larger ones would
-make all its other clients wait), ``<prefix>:<namespace>:{<key>:<column>}:<part>``,
-each with its own header. All writers of one name write the same bytes, so any valid set of parts makes the
-object, whoever wrote them. Part 0 is written last: it is the presence marker, and says how many parts there
-are.
+A row is one hash, ``<prefix>:<namespace>:{<chunk key>}``. Redis evicts whole keys, so it evicts all columns
+of a row together. Column ``<c>`` has these fields:
 
-What is read is compared with what was asked for: version, name, column, part, lengths, checksum.
+- ``<c>:<n>``: piece n of the payload, and a seal. The seal is a checksum of the piece and of its place: row,
+  column, length of the payload, position. ``piece_sizes`` gives the lengths; it is part of the format.
+- ``<c>``: the marker, a ``Header`` with the length of the payload. The writer sends the marker with the last
+  piece, after the server has acknowledged all other pieces. A column with a marker is complete.
+
+Two writers may store one column at once. Their bytes may differ: engines compute the same tokens in batches
+of other shapes. Each piece is valid by itself, so pieces of several writers make one valid column. The
+reasons for this format are in docs/adr/0037.
 """
 
 from __future__ import annotations
 
-from lmcache.tiers.base import Loaded, ObjectId, split_row_key
+import contextlib
+import itertools
+import struct
+from collections.abc import Iterator
+
+import xxhash
+
+from lmcache.tiers.base import Loaded, ObjectId, RowKey, split_row_key
 from lmcache.tiers.errors import HeaderError, InvalidObjectError, ServerError
-from lmcache.tiers.header import HEADER_BYTES, PART_BYTES, Header, checksum, digest_of, digests, parse
-from lmcache.tiers.remote.resp import Connection
-from lmcache.units import ceil_div
+from lmcache.tiers.header import HEADER_BYTES, Buffer, Digests, Header, parse
+from lmcache.tiers.remote.resp import Connection, Reply
+
+SEAL_BYTES = 16
+"""Length of the xxh3-128 that follows each piece."""
+
+_OVERHEAD_BYTES = 64
+"""Bytes that a piece leaves free in its block: 16 for the seal, 10 for Redis' string header (sds.h), the rest
+for other versions of Redis."""
+
+MAX_PIECE_BYTES = (1 << 20) - _OVERHEAD_BYTES
+"""Maximum length of a piece. A copy of 1 MiB stays in the CPU's caches."""
+
+_MAX_WASTE = 32
+"""A piece may waste up to 1/32 of the payload's length in its block."""
+
+_MIN_WASTE_BYTES = 512
+"""A piece may always waste this many bytes. Another piece would cost more."""
+
+_WINDOW = 3
+"""Number of pieces in flight. The server copies one piece while the client reads or writes another one."""
+
+_NO_CHECKSUM = bytes(16)
+"""Checksum in a marker: the pieces have their own."""
+
+_PLACE = struct.Struct("<68sQQ")
+"""What a seal covers beside the piece: object id, length of the payload, position of the piece in it."""
 
 
-def redis_name(prefix: str, object_id: ObjectId, part: int) -> str:
-    """Name one part; all parts of an object share a hash tag."""
-    namespace = split_row_key(object_id.row_key)[0]
-    return f"{prefix}:{namespace.hex()}:{{{hash_tag(object_id)}}}:{part}"
+def redis_name(prefix: str, row_key: RowKey) -> str:
+    """Name the hash of a row."""
+    return f"{prefix}:{split_row_key(row_key)[0].hex()}:{{{hash_tag(row_key)}}}"
 
 
-def _name(connection: Connection, object_id: ObjectId, part: int) -> str:
-    return redis_name(connection.prefix, object_id, part)
+def hash_tag(row_key: RowKey) -> str:
+    """Return the part of a name that determines its hash slot in a Redis Cluster."""
+    return split_row_key(row_key)[1].hex()
 
 
-def hash_tag(object_id: ObjectId) -> str:
-    """What of a name decides in which slot of a cluster it is."""
-    return f"{split_row_key(object_id.row_key)[1].hex()}:{object_id.column}"
+def marker_field(object_id: ObjectId) -> str:
+    """Name the field that marks a column as complete."""
+    return str(object_id.column)
 
 
-def num_parts(total_bytes: int) -> int:
-    """Parts of a payload; an empty one has one, too."""
-    return max(1, ceil_div(total_bytes, PART_BYTES))
+def piece_sizes(total_bytes: int) -> list[int]:
+    """Return the lengths of a payload's pieces, in bytes. They fill the blocks of jemalloc, Redis' allocator.
+
+    jemalloc has four block sizes per power of two (https://jemalloc.net/jemalloc.3.html). A value of any
+    other length wastes up to a fifth of its block. An empty payload has one empty piece.
+    """
+    num_whole, rest = divmod(total_bytes, MAX_PIECE_BYTES)
+    sizes = [MAX_PIECE_BYTES] * num_whole
+    while rest or not sizes:
+        step = 1 << max(4, (rest + _OVERHEAD_BYTES).bit_length() - 3)
+        unused = -(rest + _OVERHEAD_BYTES) % step
+        fits = rest + _OVERHEAD_BYTES + unused - step  # the block below the one that would hold all
+        is_last = unused <= max(_MIN_WASTE_BYTES, total_bytes // _MAX_WASTE) or fits <= _OVERHEAD_BYTES
+        sizes.append(rest if is_last else fits - _OVERHEAD_BYTES)
+        rest -= sizes[-1]
+    return sizes
 
 
 def load(
     connection: Connection, object_id: ObjectId, into: memoryview, length: int | None = None
 ) -> Loaded | None:
-    """Return the payload; None when there is no such object. Raises InvalidObjectError, also when it has not
-    ``length`` bytes.
+    """Read a column's payload into ``into``; None when the column is not there.
 
-    The next part is asked for before the one that came is compared with its checksum: the server copies the
-    one meanwhile. To ask for it still earlier is slower, two replies are too much for the caches.
+    Raises InvalidObjectError when what is there is not valid, or has not ``length`` bytes.
     """
-    connection.ask([("GET", _name(connection, object_id, 0))])
-    header = _read_part(connection, object_id, 0, into)
+    name = redis_name(connection.prefix, object_id.row_key)
+    fields = _piece_fields(object_id)
+    connection.ask([("HMGET", name, marker_field(object_id), next(fields))])
+    header = _read_marker(connection, object_id)
     if header is None:
         return None
     total = header.total_bytes
     if total > len(into) or length not in (None, total):
         raise InvalidObjectError("length")
-    found = [header.checksum]
-    for part in range(1, header.num_parts):
-        connection.ask([("GET", _name(connection, object_id, part))])
-        _compare(header, into)
-        header = _read_part(connection, object_id, part, into)
-        if header is None:
-            raise InvalidObjectError("part")
-        if header.total_bytes != total:
-            raise InvalidObjectError("length")
-        found.append(header.checksum)
-    _compare(header, into)
-    return Loaded(total, b"".join(found))
+    sizes, start, found = piece_sizes(total), 0, Digests()
+    for number, size in enumerate(sizes):
+        piece = into[start : start + size]
+        seal = _read_piece(connection, piece, is_element=number == 0)
+        # Later pieces travel while this one is compared with its seal.
+        ahead = sizes[1 : 1 + _WINDOW] if number == 0 else sizes[number + _WINDOW : number + _WINDOW + 1]
+        if ahead:
+            connection.ask([("HGET", name, next(fields)) for _ in ahead])
+        if _seal(object_id, total, start, piece) != seal:
+            raise InvalidObjectError("checksum")
+        found.update(piece)
+        start += size
+    return Loaded(total, found.digests())
 
 
-def _compare(header: Header, into: memoryview) -> None:
-    start = header.part * PART_BYTES
-    if checksum(into[start : start + header.payload_bytes]) != header.checksum:
-        raise InvalidObjectError("checksum")
+def store(
+    connection: Connection, object_id: ObjectId, payload: memoryview, label: bytes, is_rewrite: bool = False
+) -> bool:
+    """Write a column. Returns False if it is there already; the check marks the row as used.
+
+    ``is_rewrite``: the stored column is known to be invalid. Raises ServerError when the server refuses a
+    piece, and when it evicts the row during the store.
+    """
+    name, total = redis_name(connection.prefix, object_id.row_key), len(payload)
+    if _is_present(connection, name, object_id) and not is_rewrite:
+        return False
+    marker = Header(object_id.row_key, object_id.column, total, _NO_CHECKSUM, label).pack()
+    sizes, start = piece_sizes(total), 0
+    fields = list(itertools.islice(_piece_fields(object_id), len(sizes)))
+    for number, (field, size) in enumerate(zip(fields, sizes, strict=True)):
+        piece = payload[start : start + size]
+        values: dict[str, list[Buffer]] = {field: [piece, _seal(object_id, total, start, piece)]}
+        if number == len(sizes) - 1:
+            _read_replies(connection, min(number, _WINDOW))
+            values[marker_field(object_id)] = [marker]
+        elif number >= _WINDOW:
+            _read_replies(connection, 1)
+        connection.set_fields(name, values)
+        start += size
+    connection.ask([("HEXISTS", name, field) for field in fields])
+    if 0 in _read_replies(connection, 1 + len(fields))[1:]:
+        # The server evicted the row between two pieces, and later pieces began another one.
+        _remove(connection, name)
+        raise ServerError("EVICTED the row while it was written")
+    return True
 
 
-def _read_part(connection: Connection, object_id: ObjectId, part: int, into: memoryview) -> Header | None:
-    """Read one part into its place. Is it what was asked for, but for the checksum? None: there is none."""
+def _is_present(connection: Connection, name: str, object_id: ObjectId) -> bool:
     try:
-        num_bytes = connection.read_bulk_length()
+        return connection.call("HEXISTS", name, marker_field(object_id)) == 1
+    except ServerError as error:
+        if error.code != "WRONGTYPE":
+            raise
+    _remove(connection, name)  # a value of another program under our prefix
+    return False
+
+
+def _remove(connection: Connection, name: str) -> None:
+    """Delete a value that no reader can use."""
+    with contextlib.suppress(
+        ServerError
+    ):  # without the right to UNLINK, the value stays until Redis evicts it
+        connection.call("UNLINK", name)
+
+
+def _piece_fields(object_id: ObjectId) -> Iterator[str]:
+    return (f"{object_id.column}:{number}" for number in itertools.count())
+
+
+def _seal(object_id: ObjectId, total_bytes: int, start: int, piece: memoryview) -> bytes:
+    seal = xxhash.xxh3_128(_PLACE.pack(object_id, total_bytes, start))
+    seal.update(piece)
+    return bytes(seal.digest())
+
+
+def _read_marker(connection: Connection, object_id: ObjectId) -> Header | None:
+    """Read the marker, the first of two elements; the second one is the first piece. None: no marker."""
+    try:
+        connection.read_array_length(2)
     except ServerError as error:
         if error.code != "WRONGTYPE":
             raise
         raise InvalidObjectError("type") from None
+    num_bytes = connection.read_bulk_length(is_element=True)
     if num_bytes is None:
+        # A piece without a marker is half-written. It is not read, so the connection will be closed.
+        connection.read_bulk_length(is_element=True)
         return None
-    place = into[part * PART_BYTES : (part + 1) * PART_BYTES]
-    length = num_bytes - HEADER_BYTES
-    if not 0 <= length <= len(place):
-        raise InvalidObjectError("length")
-    head = memoryview(bytearray(HEADER_BYTES))
-    connection.read_bulk(head, place[:length])
+    if num_bytes != HEADER_BYTES:
+        raise InvalidObjectError("header")
+    raw = memoryview(bytearray(HEADER_BYTES))
+    connection.read_bulk(raw)
     connection.end_bulk()
     try:
-        header = parse(head)
+        header = parse(raw)
     except HeaderError:
         raise InvalidObjectError("header") from None
-    if (header.key, header.column, header.part) != (object_id.row_key, object_id.column, part):
+    if (header.key, header.column) != (object_id.row_key, object_id.column):
         raise InvalidObjectError("name")
-    total = header.total_bytes
-    expected = min(PART_BYTES, total - part * PART_BYTES)
-    if header.num_parts != num_parts(total) or not length == header.payload_bytes == expected:
-        raise InvalidObjectError("length")
     return header
 
 
-def store(
-    connection: Connection,
-    object_id: ObjectId,
-    payload: memoryview,
-    label: bytes,
-    part_digests: bytes = b"",
-    is_rewrite: bool = False,
-) -> bool:
-    """Return False when all of it was there already, and was touched. Raises ServerError when it is refused.
-
-    The next part is made and sent while the server still takes in the one before it; the marker waits for
-    all.
-    """
-    total = num_parts(len(payload))
-    if not is_rewrite:
-        touched = connection.call_all(
-            [("TOUCH", _name(connection, object_id, part)) for part in range(total)]
-        )
-        for reply in touched:
-            if isinstance(reply, ServerError):
-                raise reply
-        if touched == [1] * total:
-            return False
-    part_digests = part_digests or digests(payload)
-    for part in range(1, total):
-        _send_part(connection, object_id, part, payload, label, part_digests)
-        if part > 1:
-            connection.read_reply()
-    if total > 1:
-        connection.read_reply()
-    _send_part(connection, object_id, 0, payload, label, part_digests)
-    connection.read_reply()
-    return True
+def _read_piece(connection: Connection, into: memoryview, *, is_element: bool) -> bytes:
+    """Read a piece into ``into``; returns its seal, which the caller must compare."""
+    num_bytes = connection.read_bulk_length(is_element=is_element)
+    if num_bytes != len(into) + SEAL_BYTES:
+        raise InvalidObjectError("evicted" if num_bytes is None else "length")
+    seal = memoryview(bytearray(SEAL_BYTES))
+    connection.read_bulk(into, seal)
+    connection.end_bulk()
+    return bytes(seal)
 
 
-def _send_part(
-    connection: Connection,
-    object_id: ObjectId,
-    part: int,
-    payload: memoryview,
-    label: bytes,
-    part_digests: bytes,
-) -> None:
-    content = payload[part * PART_BYTES : (part + 1) * PART_BYTES]
-    header = Header(
-        object_id.row_key,
-        object_id.column,
-        part,
-        num_parts(len(payload)),
-        len(content),
-        len(payload),
-        digest_of(part_digests, part),
-        label,
-    )
-    connection.set(_name(connection, object_id, part), [header.pack(), content])
+def _read_replies(connection: Connection, number: int) -> list[Reply]:
+    """Read replies; raises the first error among them when all have been read."""
+    replies = connection.read_replies(number)
+    for reply in replies:
+        if isinstance(reply, ServerError):
+            raise reply
+    return [reply for reply in replies if not isinstance(reply, ServerError)]

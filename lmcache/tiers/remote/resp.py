@@ -8,7 +8,7 @@ Connecting is ours as well, though redis-py could do it on the same socket: docs
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from lmcache.tiers.errors import ServerError
@@ -25,7 +25,7 @@ Reply: TypeAlias = "int | bytes | list[Reply] | None"
 
 _MAX_LINE_BYTES = 4096
 _AUTH_CODES = frozenset({"BUSY", "ERR", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS"})
-_MAX_LENGTH = 1 << 16  # of strings and arrays that are kept here; parts are read into their place
+_MAX_LENGTH = 1 << 16  # of strings and arrays that are kept here; pieces are read into their place
 _MAX_DEPTH = 5  # CLUSTER SLOTS: list of ranges, range, server, names of its host, name
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
@@ -86,8 +86,12 @@ class Connection:
     def call_all(self, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
         """Send commands in one go and read all their replies; error replies are values here."""
         self.ask(commands)
+        return self.read_replies(len(commands))
+
+    def read_replies(self, number: int) -> list[Reply | ServerError]:
+        """Read replies of any kind; error replies are values here."""
         replies: list[Reply | ServerError] = []
-        for _ in commands:
+        for _ in range(number):
             try:
                 replies.append(self.read_reply())
             except ServerError as error:
@@ -98,11 +102,12 @@ class Connection:
         """Send commands of small words; a reply to each must be read."""
         self._send([b"".join(self._start() + _encode(words) for words in commands)])
 
-    def set(self, name: str, value: Sequence[Buffer]) -> None:
-        """Send a SET of a value in several pieces; a reply must be read."""
-        num_bytes = sum(len(piece) for piece in value)
-        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name.encode(), num_bytes)
-        self._send([self._start() + head + bytes(value[0]), *value[1:], b"\r\n"])
+    def set_fields(self, name: str, fields: Mapping[str, Sequence[Buffer]]) -> None:
+        """Send an HSET of values in several buffers, without a copy; a reply must be read."""
+        buffers: list[Buffer] = [self._start() + _encode(("HSET", name), 2 * len(fields))]
+        for field, value in fields.items():
+            buffers += [_encode_bulk(field) + b"$%d\r\n" % sum(map(len, value)), *value, b"\r\n"]
+        self._send(buffers)
 
     def read_reply(self) -> Reply:
         """Read one reply of any kind; one that is too large, or too deep, is not believed."""
@@ -111,10 +116,19 @@ class Connection:
         self._num_due -= 1
         return reply
 
-    def read_bulk_length(self) -> int | None:
+    def read_array_length(self, expected: int) -> None:
+        """Read the head of an array of bulk strings: each of them must be read, as an element."""
+        self._skip_asking()
+        line = self._read_line(b"*")
+        if _length(line) != expected:
+            raise ConnectionError(f"unexpected reply {line[:32]!r}")
+        self._num_due += expected - 1
+
+    def read_bulk_length(self, *, is_element: bool = False) -> int | None:
         """Read the head of a bulk string: ``read_bulk`` and ``end_bulk`` must follow. None: there is no such
         value."""
-        self._skip_asking()
+        if not is_element:
+            self._skip_asking()
         length = _length(self._read_line(b"$"))
         self._num_due -= length is None
         return length
@@ -205,9 +219,14 @@ class Connection:
                 self._read_line(b"+")
 
 
-def _encode(words: Sequence[str]) -> bytes:
-    encoded = [word.encode() for word in words]
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
+def _encode(words: Sequence[str], num_more: int = 0) -> bytes:
+    """Write the start of a command of these words and ``num_more`` that follow."""
+    return b"*%d\r\n" % (len(words) + num_more) + b"".join(map(_encode_bulk, words))
+
+
+def _encode_bulk(word: str) -> bytes:
+    encoded = word.encode()
+    return b"$%d\r\n%s\r\n" % (len(encoded), encoded)
 
 
 def _length(line: bytes) -> int | None:

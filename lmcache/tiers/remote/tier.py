@@ -1,10 +1,11 @@
 """The remote tier: Redis or Valkey that many pods share.
 
-**Objects** are described in ``parts.py``, **servers** in ``topology.py`` and ``cluster.py``, what the URL may
+**Rows** are described in ``objects.py``, **servers** in ``topology.py`` and ``cluster.py``, what the URL may
 say in ``address.py``.
 
 **Trust.** What is read is compared with what was asked for; anything else is a miss, counted by reason. Only
-names that start with our prefix are ever written; nothing is deleted.
+names that start with our prefix are ever written. Two things are deleted: another type of value under such a
+name, and a row of which the server evicted a part while it was written.
 
 **Outages.** Whatever goes wrong with a server itself opens its circuit; from then on it is not asked until a
 probe finds it healthy. While another server is healthy, what the unhealthy one owns is a miss, and a store of
@@ -20,7 +21,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import TypeVar
 
 from lmcache.recent import Recent
@@ -48,7 +48,7 @@ _MAX_REWRITE = 4096  # names of invalid objects that are remembered
 class RemoteTier:
     """Thread-safe. Every method but ``close`` and ``set_shards`` blocks up to the deadline.
 
-    ``timeout_seconds`` is the deadline of one step: a connection, a window of a probe, or one part.
+    ``timeout_seconds`` is the deadline of one step: a connection, a window of a probe, or some pieces.
     ``present``: the address with the user name and password of now, asked for at every new connection since
     they are changed while we run; not given: ``address``. May raise OSError.
     """
@@ -117,7 +117,7 @@ class RemoteTier:
             if not asked:
                 return present
             for server, indices in asked.items():
-                replies = self._call_all(server, [("EXISTS", self._name(ids[index], 0)) for index in indices])
+                replies = self._call_all(server, [self._ask_for(ids[index]) for index in indices])
                 for index, reply in zip(indices, replies, strict=False):
                     present[index] = reply == 1
 
@@ -152,9 +152,7 @@ class RemoteTier:
         is_new, reason = None, "unavailable"
         for server in self._candidates(object_id):
             try:
-                is_new = self._run(
-                    server, lambda c: objects.store(c, object_id, payload, label, digests, is_rewrite)
-                )
+                is_new = self._run(server, lambda c: objects.store(c, object_id, payload, label, is_rewrite))
             except ServerError as error:
                 if self._topology.learn(error):
                     continue
@@ -169,24 +167,24 @@ class RemoteTier:
             self._rewrite.pop(object_id, None)
         return True
 
-    def touch(self, keys: Sequence[RowKey], num_columns: int, lengths: Sequence[int] = ()) -> set[RowKey]:
+    def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
         """Refresh the age of rows that were hit in a tier above. Return those whose present owner says that
         something of them is not there."""
-        commands: dict[RedisServer, list[tuple[RowKey | None, str]]] = defaultdict(list)  # key: of the owner
-        for key, length in zip_longest(keys, lengths, fillvalue=0):
-            assert isinstance(key, bytes), "more lengths than keys"
+        asked: dict[RedisServer, list[tuple[ObjectId, bool]]] = defaultdict(list)  # is it the owner?
+        for key in keys:
             for column in range(num_columns):
                 object_id = ObjectId(key, column)
-                names = [self._name(object_id, part) for part in range(objects.num_parts(length))]
                 for position, server in enumerate(self._topology.owners(object_id)):
-                    commands[server] += [(None if position else key, name) for name in names]
+                    asked[server].append((object_id, position == 0))
         absent: set[RowKey] = set()
-        for server, asked in commands.items():
-            for start in range(0, len(asked), _MAX_NAMES):
-                some = asked[start : start + _MAX_NAMES]
-                replies = self._call_all(server, [("TOUCH", name) for _, name in some])
+        for server, questions in asked.items():
+            for start in range(0, len(questions), _MAX_NAMES):
+                some = questions[start : start + _MAX_NAMES]
+                replies = self._call_all(server, [self._ask_for(object_id) for object_id, _ in some])
                 absent |= {
-                    owned for (owned, _), reply in zip(some, replies, strict=False) if owned and reply == 0
+                    object_id.row_key
+                    for (object_id, is_owner), reply in zip(some, replies, strict=False)
+                    if is_owner and reply == 0
                 }
         return absent
 
@@ -239,8 +237,10 @@ class RemoteTier:
                 raise
             return None
 
-    def _name(self, object_id: ObjectId, part: int) -> str:
-        return objects.redis_name(self.address.prefix, object_id, part)
+    def _ask_for(self, object_id: ObjectId) -> tuple[str, ...]:
+        """The command that asks whether a column is there. Redis takes it for a use of the row."""
+        name = objects.redis_name(self.address.prefix, object_id.row_key)
+        return ("HEXISTS", name, objects.marker_field(object_id))
 
     def _note_invalid(self, object_id: ObjectId, reason: str) -> None:
         with self._lock:

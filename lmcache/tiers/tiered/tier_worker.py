@@ -215,11 +215,8 @@ class TierWorker:
     async def _touch(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
         absent: set[RowKey] = set()
         keys = [key for key, _ in rows]
-        lengths = [self._memory.arena.table.length(slot.row, 0) for _, slot in rows]
         with contextlib.suppress(TierUnavailableError):
-            absent = await self._run(
-                self._writers, lambda: self._tier.touch(keys, self._num_columns, lengths)
-            )
+            absent = await self._run(self._writers, lambda: self._tier.touch(keys, self._num_columns))
         for key, slot in rows:
             if key in absent and slot not in self._refused:
                 self.write(Write(slot, self._memory.describe(slot)[1]))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import hypothesis.strategies as st
 import pytest
@@ -12,9 +13,9 @@ from lmcache.tiers.header import (
     HEADER_BYTES,
     MAX_LABEL_BYTES,
     PART_BYTES,
+    Digests,
     Header,
     checksum,
-    digest_of,
     digests,
     parse,
     slot_checksum,
@@ -23,15 +24,10 @@ from lmcache.tiers.header import (
 
 @st.composite
 def headers(draw):
-    num_parts = draw(st.integers(1, 1 << 20))
-    total = draw(st.integers(0, 2**64 - 1))
     return Header(
         key=draw(st.binary(min_size=64, max_size=64)),
         column=draw(st.integers(0, 2**32 - 1)),
-        part=draw(st.integers(0, num_parts - 1)),
-        num_parts=num_parts,
-        payload_bytes=draw(st.integers(0, total)),
-        total_bytes=total,
+        total_bytes=draw(st.integers(0, 2**64 - 1)),
         checksum=draw(st.binary(min_size=16, max_size=16)),
         label=draw(st.binary(max_size=MAX_LABEL_BYTES)),
     )
@@ -68,7 +64,7 @@ def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(header, position
 
 
 def test_another_version_says_so():
-    raw = bytearray(Header(bytes(64), 0, 0, 1, 0, 0, bytes(16)).pack())
+    raw = bytearray(Header(bytes(64), 0, 0, bytes(16)).pack())
     raw[8] += 1
     with pytest.raises(HeaderError, match="version 2"):
         parse(raw)
@@ -79,14 +75,11 @@ def test_another_version_says_so():
     [
         {"key": bytes(63)},
         {"label": bytes(513)},
-        {"part": 2, "num_parts": 2},
-        {"payload_bytes": 3, "total_bytes": 2},
         {"checksum": b""},
     ],
 )
 def test_what_could_not_be_read_is_not_written(fields):
-    good = {"key": bytes(64), "column": 0, "part": 0, "num_parts": 1}
-    good |= {"payload_bytes": 0, "total_bytes": 0, "checksum": bytes(16)}
+    good = {"key": bytes(64), "column": 0, "total_bytes": 0, "checksum": bytes(16)}
     with pytest.raises(ValueError, match=r"."):
         Header(**(good | fields)).pack()
 
@@ -96,10 +89,18 @@ def test_the_checksum_of_several_parts_is_that_of_their_digests(size):
     payload = (bytes(range(251)) * (size // 251 + 1))[:size]
     parts = [payload[start : start + PART_BYTES] for start in range(0, max(1, size), PART_BYTES)]
     found = digests(memoryview(payload))
-    assert [digest_of(found, part) for part in range(len(parts))] == [
-        xxhash.xxh3_128(part).digest() for part in parts
-    ]
+    assert found == b"".join(xxhash.xxh3_128(part).digest() for part in parts)
     assert checksum(payload) == (found if len(parts) == 1 else xxhash.xxh3_128(found).digest())
+
+
+@given(st.lists(st.integers(0, PART_BYTES + 2), max_size=5))
+def test_digests_do_not_depend_on_how_a_payload_arrives(sizes):
+    payload = memoryview(os.urandom(64) * (sum(sizes) // 64 + 1))[: sum(sizes)]
+    arriving, start = Digests(), 0
+    for size in sizes:
+        arriving.update(payload[start : start + size])
+        start += size
+    assert arriving.digests() == digests(payload)
 
 
 def test_a_seal_fits_one_payload_under_one_name():

@@ -22,7 +22,9 @@ from lmcache.tiers.remote.tier import RemoteTier
 
 OBJECT = ObjectId(bytes(64), 0)
 PAYLOAD = b"payload!" * 100
-VALUE = Header(OBJECT.row_key, 0, 0, 1, len(PAYLOAD), len(PAYLOAD), checksum(PAYLOAD)).pack() + PAYLOAD
+MARKER = Header(OBJECT.row_key, 0, len(PAYLOAD), checksum(PAYLOAD)).pack()
+PIECE = PAYLOAD + parts._seal(OBJECT, len(PAYLOAD), 0, memoryview(PAYLOAD))
+COLUMN = b"*2\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(MARKER), MARKER, len(PIECE), PIECE)
 
 PIECES = st.one_of(
     st.binary(max_size=40),
@@ -30,7 +32,8 @@ PIECES = st.one_of(
     st.integers(-(2**70), 2**70).map(lambda n: b"$%d\r\n" % n),
     st.integers(-(2**70), 2**70).map(lambda n: b"*%d\r\n" % n),
     st.integers(0, 9).map(lambda n: b"*%d\r\n" % n),
-    st.just(b"$%d\r\n%s\r\n" % (len(VALUE), VALUE)),
+    st.just(COLUMN),
+    st.integers(0, len(COLUMN)).map(lambda n: COLUMN[:n]),
 )
 
 
@@ -94,7 +97,8 @@ OPERATIONS = [
 @example(b"$4611686018427387904\r\n", OPERATIONS[2], False)
 @example(b"*1\r\n" * 1000, OPERATIONS[0], False)
 @example(b":" + b"1" * 5000, OPERATIONS[0], False)
-@example(b"+OK\r\n$%d\r\n%s\r\n" % (len(VALUE), VALUE), OPERATIONS[2], True)
+@example(b"+OK\r\n" + COLUMN, OPERATIONS[2], True)
+@example(b"*4611686018427387904\r\n", OPERATIONS[2], False)
 @settings(max_examples=500)
 def test_whatever_a_server_says_ends_in_a_value_or_a_known_error(peer, said, operation, asking):
     peer.said = said
@@ -102,6 +106,15 @@ def test_whatever_a_server_says_ends_in_a_value_or_a_known_error(peer, said, ope
         connection.asking = asking
         with contextlib.suppress(OSError, TierError, InvalidObjectError):
             operation(connection)
+
+
+@pytest.mark.parametrize("connection", [COLUMN], indirect=True)
+def test_a_column_is_read(connection):
+    into = memoryview(bytearray(len(PAYLOAD)))
+    loaded = parts.load(connection, OBJECT, into)
+    assert loaded is not None
+    assert into == PAYLOAD
+    assert connection.is_reusable
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ class TestCluster:
         assert binascii.crc_hqx(b"123456789", 0) == 0x31C3
 
     def test_the_tag_is_what_stands_in_the_first_braces(self):
-        name = redis_name("a.b", ObjectId(KEYS[1], 7), 3)
-        assert name.partition("{")[2].partition("}")[0] == hash_tag(ObjectId(KEYS[1], 7))
+        name = redis_name("a.b", KEYS[1])
+        assert name.partition("{")[2].partition("}")[0] == hash_tag(KEYS[1])
 
     def test_without_a_map_nobody_owns_anything_and_the_seeds_stand_for_all(self):
         with self.cluster() as cluster:
@@ -132,7 +132,7 @@ class TestCluster:
 
     def test_a_slot_that_moved_is_learned_from_the_answer(self):
         with self.cluster() as cluster:
-            slot = binascii.crc_hqx(hash_tag(ObjectId(KEYS[0], 3)).encode(), 0) % 16384
+            slot = binascii.crc_hqx(hash_tag(KEYS[0]).encode(), 0) % 16384
             assert cluster.learn(ServerError(f"MOVED {slot} 10.0.0.7:7001"))
             assert [server.name for server in cluster.owners(ObjectId(KEYS[0], 3))] == ["10.0.0.7:7001"]
             assert not cluster.learn(ServerError("OOM command not allowed"))

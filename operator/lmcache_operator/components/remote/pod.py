@@ -11,7 +11,10 @@ from lmcache_operator.specs.merge import merge
 _UID = 999
 """Of the stock images."""
 _RUN_DIR = "/run/lmcache"
-_RIGHTS = "~lmc1:* resetchannels -@all +get +set +exists +touch +ping +info"
+_RIGHTS = (
+    "~lmc1:* resetchannels -@all +hset +hget +hmget +hexists +unlink +ping +info "
+    "+get +set +exists +touch"  # for sidecars of earlier releases, until their pods are replaced
+)
 """What sidecars need (lmcache/tiers/remote/address.py), of names with our prefix."""
 _KEEPER_RIGHTS = "resetkeys resetchannels -@all +config|set +acl|setuser"
 _SOCKET = f"{_RUN_DIR}/socket"
@@ -88,7 +91,7 @@ def settings(managed: ManagedRemote) -> str:
         "appendonly": "no",
         "maxmemory": f"{store_bytes(managed.shard_bytes)}",
         "maxmemory-policy": "allkeys-lru",
-        # Values of 4 MiB are given back by another thread.
+        # Another thread frees evicted rows. Redis frees hashes of up to 64 fields in its main thread.
         "lazyfree-lazy-eviction": "yes",
         "lazyfree-lazy-server-del": "yes",
     }

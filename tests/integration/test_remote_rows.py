@@ -1,0 +1,285 @@
+"""Rows of the sizes that engines have, on a Redis that evicts, beside sidecars of an older release."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import struct
+
+import hypothesis.strategies as st
+import pytest
+import xxhash
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from lmcache.tiers.base import ObjectId
+from lmcache.tiers.remote import objects
+from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
+from testing.processes import RedisProcess
+from tests.harness.remote_objects import KEY, load, pattern, row_name, tier_of
+
+pytestmark = pytest.mark.redis
+
+MIB = 1 << 20
+EVICTING = {"maxmemory_policy": "allkeys-lru", "activedefrag": "no"}
+
+
+@pytest.fixture
+def server():
+    with RedisProcess(**EVICTING) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("row_mib", "num_columns", "maxmemory_mib"), [(4, 1, 64), (32, 1, 256), (36, 8, 288)]
+)
+def test_rows_are_evicted_whole(server, row_mib, num_columns, maxmemory_mib):
+    """Five times as many rows as fit. A row of parts that Redis evicts one by one loses a part soon.
+
+    Rows stay for less than a second here. Redis counts ages in seconds, so it may choose a row that was found
+    a moment ago, which is a miss, or the very row that is being written, whose store is refused.
+    """
+    server.client.config_set("maxmemory", maxmemory_mib * MIB)
+    column_bytes = row_mib * MIB // num_columns
+    payload = memoryview(random.Random(1).randbytes(column_bytes))
+    keys = [number.to_bytes(64, "big") for number in range(5 * maxmemory_mib // row_mib)]
+    chooser, into = random.Random(2), memoryview(bytearray(column_bytes))
+    announced = read = 0
+    with contextlib.closing(tier_of(server.unix_url)) as remote:
+        for key in chooser.choices(keys, [1 / (rank + 1) for rank in range(len(keys))], k=2 * len(keys)):
+            if remote.probe([key], num_columns):
+                announced += 1
+                is_read = True
+                for column in range(num_columns):
+                    is_read &= remote.load(ObjectId(key, column), into) is not None
+                    assert not is_read or into == payload
+                assert is_read or not remote.probe([key], num_columns), "what can't be read is not announced"
+                read += is_read
+            else:
+                for column in range(num_columns):
+                    remote.store(ObjectId(key, column), payload)
+        assert server.client.info()["evicted_keys"] > 0
+        assert read > 0.8 * announced > 0
+        assert set(remote.stats.invalid) <= {"evicted"}
+        assert set(remote.stats.refused) <= {"EVICTED"}
+        assert remote.stats.refused.total() < 0.1 * remote.stats.stored
+    num_fields = num_columns * (1 + len(objects.piece_sizes(column_bytes)))
+    with server.client as client:
+        num_whole = [client.hlen(name) for name in client.scan_iter()].count(num_fields)
+        assert num_whole >= client.dbsize() - 1
+    assert (num_whole + 1) * row_mib > 0.92 * maxmemory_mib
+
+
+def test_a_row_that_is_evicted_while_it_is_written_is_refused_and_not_announced(server, monkeypatch):
+    read = objects._read_replies
+    reads = []
+
+    def read_and_evict(connection, number):
+        replies = read(connection, number)
+        reads.append(number)
+        if len(reads) == 1:  # one piece has arrived
+            server.client.delete(row_name(KEY))
+        return replies
+
+    monkeypatch.setattr(objects, "_read_replies", read_and_evict)
+    with contextlib.closing(tier_of(server.unix_url)) as remote:
+        payload = memoryview(pattern(8 * MAX_PIECE_BYTES))
+        assert not remote.store(ObjectId(KEY, 0), payload)
+        assert remote.stats.refused == {"EVICTED": 1}
+        assert remote.probe([KEY], 1) == 0
+        assert server.client.dbsize() == 0, "half a row takes no memory"
+        assert remote.store(ObjectId(KEY, 0), payload)
+        assert load(remote) == payload
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "num_columns", "share"),
+    [(24 << 10, 1, 0.94), (64 << 10, 1, 0.97), (1153433, 1, 0.97), (4 * MIB, 1, 0.99), (4 * MIB, 8, 0.97),
+     (8 * MIB, 8, 0.99), (32 * MIB, 1, 0.99), (32 * MIB, 8, 0.99), (36 * MIB, 1, 0.97), (36 * MIB, 8, 0.96)],
+)  # fmt: skip
+def test_the_memory_of_a_server_is_payload(server, row_bytes, num_columns, share):
+    """A part of 4 MiB and 704 bytes took a block of 5 MiB: a share of 0.8."""
+    num_rows = max(4, 16 * MIB // row_bytes)
+    payload = memoryview(random.Random(1).randbytes(row_bytes // num_columns))
+    with contextlib.closing(tier_of(server.unix_url)) as remote, server.client as client:
+        used = []
+        for number in range(num_rows + 1):
+            if number in (num_rows // 2, num_rows):
+                used.append(client.info("memory")["used_memory"])
+            for column in range(num_columns):
+                remote.store(ObjectId(number.to_bytes(64, "big"), column), payload)
+    per_row = (used[1] - used[0]) / (num_rows - num_rows // 2)
+    assert row_bytes / per_row > share
+    if row_bytes == 64 << 10:
+        assert per_row - row_bytes <= 1536, "what benchmarks/replayed.py counts per row"
+
+
+@pytest.mark.parametrize("num_before", range(4))
+def test_a_column_that_two_writers_store_at_once_can_be_read(server, monkeypatch, num_before):
+    """Engines compute the same tokens in batches of other shapes, which changes the last bits of their KV."""
+    ours, theirs = (memoryview(bytes([value]) * (6 * MAX_PIECE_BYTES + 5)) for value in (1, 2))
+    read = objects._read_replies
+    calls = []
+    with (
+        contextlib.closing(tier_of(server.unix_url)) as remote,
+        contextlib.closing(tier_of(server.url)) as other,
+    ):
+
+        def read_and_store(connection, number):
+            replies = read(connection, number)
+            calls.append(number)
+            if len(calls) == num_before + 1:
+                assert other.store(ObjectId(KEY, 0), theirs)
+            return replies
+
+        monkeypatch.setattr(objects, "_read_replies", read_and_store)
+        assert remote.store(ObjectId(KEY, 0), ours)
+        assert len(calls) > num_before
+        for reader in (remote, other):
+            found = load(reader, room=len(ours))
+            assert found is not None
+            assert not reader.stats.invalid
+            assert set(found) <= {1, 2}
+
+
+def test_a_user_without_unlink_leaves_half_a_row_to_the_server(server):
+    server.client.execute_command("ACL", "SETUSER", "default", "-unlink")
+    with contextlib.closing(tier_of(server.unix_url)) as remote:
+        server.client.set(row_name(KEY), "somebody else's")
+        assert not remote.store(ObjectId(KEY, 0), memoryview(b"x"))
+        assert remote.stats.refused == {"WRONGTYPE": 1}
+        assert not remote.health.is_open
+
+
+class OldWriter:
+    """What earlier releases wrote: parts of 4 MiB, each a string with a header. Frozen."""
+
+    PART = 4 << 20
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.client = server.client
+
+    def names(self, key: bytes, column: int, length: int) -> list[str]:
+        return [
+            f"lmc1:{key[:32].hex()}:{{{key[32:].hex()}:{column}}}:{part}"
+            for part in range(max(1, -(-length // self.PART)))
+        ]
+
+    def store(self, key: bytes, column: int, payload: bytes) -> None:
+        names = self.names(key, column, len(payload))
+        for part, name in reversed(list(enumerate(names))):
+            content = payload[part * self.PART : (part + 1) * self.PART]
+            digest = xxhash.xxh3_128_digest(content)
+            place = part, len(names), len(content), len(payload)
+            fields = struct.pack(
+                "<8sII64sIIQQ16sH512s62x", b"LMCchunk", 1, column, key, *place, digest, 0, b""
+            )
+            self.client.set(name, fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)) + content)
+
+    def announces(self, key: bytes, column: int) -> bool:
+        return bool(self.client.exists(self.names(key, column, 0)[0]))
+
+
+def test_releases_with_another_format_share_a_redis_and_read_nothing_of_each_other(server):
+    old, payload = OldWriter(server), pattern(2 * OldWriter.PART + 5)
+    old.store(KEY, 0, payload)
+    with contextlib.closing(tier_of(server.unix_url)) as remote:
+        assert remote.probe([KEY], 1) == 0
+        assert load(remote) is None
+        assert remote.touch([KEY], 1) == {KEY}
+        other = KEY[::-1]
+        assert remote.store(ObjectId(other, 0), memoryview(payload))
+        assert not old.announces(other, 0)
+        assert remote.store(ObjectId(KEY, 0), memoryview(payload))
+        assert load(remote) == payload
+        assert not remote.stats.invalid
+    assert old.announces(KEY, 0), "the old release still reads its own"
+    for name in old.names(KEY, 0, len(payload)):
+        assert server.client.type(name) == b"string"
+
+
+KEYS = [bytes([number]) * 64 for number in range(3)]
+IDS = [ObjectId(key, column) for key in KEYS for column in range(2)]
+SIZES = [0, 1, 700, 4096, MAX_PIECE_BYTES - 1, MAX_PIECE_BYTES + 1, 5 * MAX_PIECE_BYTES + 9]
+
+
+class RowsMachine(RuleBasedStateMachine):
+    """``contents``: the complete columns. ``broken``: those of them that have lost or changed a field."""
+
+    server: RedisProcess
+
+    @initialize(size=st.sampled_from(SIZES))
+    def begin(self, size: int) -> None:
+        self.client = self.server.client
+        self.client.flushall()
+        self.remote = tier_of(self.server.unix_url)
+        self.size = size
+        self.contents: dict[ObjectId, bytes] = {}
+        self.broken: set[ObjectId] = set()
+
+    def teardown(self) -> None:
+        self.remote.close()
+        self.client.close()
+
+    def payload_of(self, object_id: ObjectId) -> bytes:
+        return (bytes(object_id[:1]) + bytes([object_id.column])) * (self.size // 2) + b"x" * (self.size % 2)
+
+    @rule(object_id=st.sampled_from(IDS))
+    def store(self, object_id: ObjectId) -> None:
+        is_known_broken = object_id in self.remote._rewrite
+        assert self.remote.store(object_id, memoryview(self.payload_of(object_id)))
+        if object_id not in self.contents or is_known_broken:
+            self.broken.discard(object_id)
+        self.contents[object_id] = self.payload_of(object_id)
+
+    @rule(object_id=st.sampled_from(IDS))
+    def load(self, object_id: ObjectId) -> None:
+        found = load(self.remote, object_id.column, self.size + 9, object_id.row_key)
+        assert found == (None if object_id in self.broken else self.contents.get(object_id))
+
+    @rule(key=st.sampled_from(KEYS))
+    def evict(self, key: bytes) -> None:
+        self.client.delete(row_name(key))
+        for column in range(2):
+            self.contents.pop(ObjectId(key, column), None)
+            self.broken.discard(ObjectId(key, column))
+
+    @rule(object_id=st.sampled_from(IDS), position=st.integers(0, 9), is_lost=st.booleans())
+    def damage(self, object_id: ObjectId, position: int, is_lost: bool) -> None:
+        if object_id not in self.contents:
+            return
+        fields = [f"{object_id.column}:{n}" for n in range(len(objects.piece_sizes(self.size)))]
+        field = fields[position % len(fields)]
+        if is_lost:
+            self.client.hdel(row_name(object_id.row_key), field)
+        else:
+            value = self.client.hget(row_name(object_id.row_key), field) or b""
+            self.client.hset(row_name(object_id.row_key), field, value + b"x")
+        self.broken.add(object_id)
+
+    @rule(object_id=st.sampled_from(IDS))
+    def lose_marker(self, object_id: ObjectId) -> None:
+        self.client.hdel(row_name(object_id.row_key), str(object_id.column))
+        if self.contents.pop(object_id, None) is not None:
+            self.broken.discard(object_id)
+
+    @invariant()
+    def what_is_announced_is_complete_or_damaged(self) -> None:
+        if not hasattr(self, "remote"):
+            return
+        assert self.remote.find_each(IDS) == [object_id in self.contents for object_id in IDS]
+        for key in KEYS:
+            is_whole = all(ObjectId(key, column) in self.contents for column in range(2))
+            assert self.remote.probe([key], 2) == is_whole
+            assert (key in self.remote.touch([key], 2)) == (not is_whole)
+
+
+def test_any_sequence_of_stores_evictions_and_damage(server):
+    machine = type("Machine", (RowsMachine,), {"server": server})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=20))
