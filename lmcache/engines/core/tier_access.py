@@ -161,9 +161,9 @@ class TierAccess:
                     return
             time.sleep(_POLL_SECONDS)
 
-    def close(self, timeout_seconds: float) -> bool:
+    def close(self, timeout_seconds: float | None) -> bool:
         """End all jobs, wait for the copies under way, and forget the rows. True: no thread uses the tier
-        any more; False: after ``timeout_seconds`` one still does."""
+        any more; False: after ``timeout_seconds`` one still does. None: wait until all have ended."""
         with self._lock:
             for job in self._jobs.values():
                 job.deadline = float("-inf")

@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
+from contextlib import ExitStack
 from typing import Any
 
 from lmcache.engines.core.copier import EngineCopier, Fence, spread
@@ -76,10 +77,8 @@ class WorkerSide:
         self._lock = threading.Lock()  # protects the next two against the thread that attaches
         self._is_offline = False
         self._client: SidecarClient | None = None  # None: nothing is copied
-        self._session: SidecarClient | None = (
-            None  # to detach at the end, also when nothing is copied any more
-        )
         self._copier: EngineCopier | None = None
+        self._attached = ExitStack()  # is closed at the end, also after going offline
         self._loader = futures.ThreadPoolExecutor(1, "lmcache-load", spread)
         self._storer = futures.ThreadPoolExecutor(1, "lmcache-store", spread)
         self._urgent_storer = futures.ThreadPoolExecutor(1, "lmcache-urgent", spread)
@@ -183,10 +182,7 @@ class WorkerSide:
         self.go_offline()
         for thread in (self._loader, self._storer, self._urgent_storer):
             thread.shutdown()
-        if self._session is not None:
-            self._session.close()
-        if self._copier is not None:
-            self._copier.close()
+        self._attached.close()
 
     def _begin(self, kv_caches: Mapping[str, Any]) -> None:
         try:
@@ -197,7 +193,8 @@ class WorkerSide:
         with self._lock:
             if not self._is_offline:
                 self._copier, self.identity, self._client = copier, identity, client
-                self._session = client
+                self._attached.callback(copier.close)
+                self._attached.callback(client.close)
                 return
         client.close()
 

@@ -111,6 +111,12 @@ def attach_worker(
     return start_client(settings.socket, hello, copier.prepare), copier, identity
 
 
+_ENLARGED = (
+    "LMCache Cluster uses chunks of %d tokens, not %d (lmcache.chunk_tokens):"
+    " this engine's blocks have %d tokens. Prompts shorter than %d tokens are not cached."
+)
+
+
 def whole_chunk_tokens(wanted_tokens: int, block_tokens: int) -> int:
     """Round the size of a chunk up to a multiple of the engine's blocks, and log a warning if it changes.
 
@@ -119,14 +125,7 @@ def whole_chunk_tokens(wanted_tokens: int, block_tokens: int) -> int:
     """
     chunk_tokens = round_up(wanted_tokens, block_tokens)
     if chunk_tokens != wanted_tokens:
-        logger.warning(
-            "LMCache Cluster uses chunks of %d tokens, not %d (lmcache.chunk_tokens):"
-            " this engine's blocks have %d tokens. Prompts shorter than %d tokens are not cached.",
-            chunk_tokens,
-            wanted_tokens,
-            block_tokens,
-            chunk_tokens,
-        )
+        logger.warning(_ENLARGED, chunk_tokens, wanted_tokens, block_tokens, chunk_tokens)
     return chunk_tokens
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent import futures
 from typing import Any, TypeVar
@@ -225,7 +226,12 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
     def _go_offline(self) -> None:
         self._is_off = True
         try:
-            if self._access.close(_CLOSE_SECONDS):
-                self._tier.close()
+            self._close(_CLOSE_SECONDS)
         except Exception:
             logger.exception("The LMCache tier could not be closed")
+
+    def _close(self, timeout_seconds: float | None) -> None:
+        if self._access.close(timeout_seconds):
+            self._tier.close()
+        else:  # a thread is stuck in it
+            threading.Thread(target=self._close, args=(None,), name="lmcache-close", daemon=True).start()
