@@ -55,7 +55,7 @@ class KubeletPlugin:
         self.socket = kubelet_root / "plugins_registry" / f"{driver.name}-reg.sock"
         self._status: pb.RegistrationStatus | None = None
         self._changed = threading.Condition()
-        self._servers: list[grpc.Server] = []
+        self._servers: list[tuple[grpc.Server, ThreadPoolExecutor]] = []
 
     def __enter__(self) -> Self:
         # The kubelet looks for the first as soon as it sees the second.
@@ -75,8 +75,9 @@ class KubeletPlugin:
 
     def __exit__(self, *_: object) -> None:
         self.socket.unlink(missing_ok=True)
-        for server in reversed(self._servers):
+        for server, threads in reversed(self._servers):
             server.stop(_GRACE_SECONDS).wait()
+            threads.shutdown()  # grpc does not wait for them
         self.endpoint.unlink(missing_ok=True)
 
     def wait_registered(self, timeout: float = 60.0) -> None:
@@ -91,11 +92,12 @@ class KubeletPlugin:
     def _serve(self, socket: Path, service: str, **handlers: grpc.RpcMethodHandler[Any, Any]) -> None:
         socket.parent.mkdir(parents=True, exist_ok=True)
         socket.unlink(missing_ok=True)
-        server = grpc.server(ThreadPoolExecutor(4))
+        threads = ThreadPoolExecutor(4)
+        server = grpc.server(threads)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         server.add_insecure_port(f"unix:{socket}")
         server.start()
-        self._servers.append(server)
+        self._servers.append((server, threads))
 
     def _info(self, _: pb.InfoRequest) -> pb.PluginInfo:
         return pb.PluginInfo(
