@@ -6,7 +6,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube images demo test e2e test-fast test-vllm-versions test-kube-versions check format generate pins bench bench-peer gpu-check release clean
+.PHONY: help setup kube images demo test e2e test-fast test-vllm-versions test-avx2 test-kube-versions check format generate pins bench bench-peer gpu-check release clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,14 @@ test-fast: setup ## the part that needs none of them, in under a minute
 
 test-vllm-versions: setup ## the connector on the oldest and the newest vLLM (500 MB fetched once, some minutes)
 	@$(PY) -m testing.engine.versions
+
+test-avx2: export LMCACHE_TEST_CPU = $(CURDIR)/testing/avx2
+test-avx2: export PYTHONPATH := $(CURDIR)/testing/avx2:$(CURDIR)
+test-avx2: export ATEN_CPU_CAPABILITY = avx2
+test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
+test-avx2: setup ## the engine's tests as on a processor with AVX2 and without AVX-512
+	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'
+	@$(PY) -m pytest -q tests/unit/test_other_processor.py tests/unit/vllm_connector tests/integration/test_vllm*.py
 
 test-kube-versions: export LMCACHE_KUBE_VERSION = 1.33
 test-kube-versions: setup kube ## the operator and the chart on the oldest supported Kubernetes (built once, 6-8 min)

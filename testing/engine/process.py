@@ -60,8 +60,10 @@ def connector_config(socket: str | Path, **extra: Any) -> dict[str, Any]:
 
 
 def _python_path(folder: str | Path) -> str:
-    """``LMCACHE_TEST_VLLM``: where another vLLM than the installed one is (``versions``)."""
-    return os.pathsep.join(filter(None, [os.environ.get("LMCACHE_TEST_VLLM"), str(folder)]))
+    """``LMCACHE_TEST_VLLM``: where another vLLM than the installed one is (``versions``).
+    ``LMCACHE_TEST_CPU``: a folder with a ``sitecustomize`` that stands for another processor."""
+    others = map(os.environ.get, ("LMCACHE_TEST_VLLM", "LMCACHE_TEST_CPU"))
+    return os.pathsep.join(filter(None, [*others, str(folder)]))
 
 
 def multi_config(*children: dict[str, Any]) -> dict[str, Any]:

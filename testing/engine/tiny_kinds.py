@@ -6,6 +6,7 @@ them: head sizes of at least 32, linear attention in bfloat16 with heads of 128.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,7 +146,8 @@ def _qwen3_next() -> Any:
 def _mla_block_tokens() -> int:
     """The CPU's latent attention takes blocks of 32 where there is AMX, and of 16 elsewhere."""
     cpuinfo = Path("/proc/cpuinfo")
-    return 32 if cpuinfo.exists() and "amx_tile" in cpuinfo.read_text() else 16
+    is_another = "LMCACHE_TEST_CPU" in os.environ  # ``make test-avx2``: without AMX
+    return 32 if not is_another and cpuinfo.exists() and "amx_tile" in cpuinfo.read_text() else 16
 
 
 GEMMA3 = TinyKind(_gemma3)
