@@ -23,7 +23,7 @@ class Point(NamedTuple):
 
     size: str
     hit: float
-    """Per cent of the prompt tokens that were looked up; so are ``low`` and ``high``, its 95 % interval."""
+    """Per cent of the prompt tokens that were looked up; so are ``low`` and ``high``: 95 % sampling error."""
     low: float
     high: float
     net: float
@@ -97,7 +97,7 @@ class Curve:
             )
             for point in self.points
         ]
-        header = ("     size", "    hits", "   (95 %)  ", " " * bars, "    USD/h", "")
+        header = ("     size", "    hits", "(sampling) ", " " * bars, "    USD/h", "")
         lines = ["  ".join(row).rstrip() for row in (header, *rows)]
         sentences = textwrap.wrap(self.reason, width)
         return "\n".join([self.title, f"({self.about})", "", *lines, "", *sentences]) + "\n"
@@ -111,7 +111,7 @@ class Curve:
             if (word := self.what_is(point))
         ]
         hits = Line(
-            "hits, and their 95 % interval",
+            "hits, and their sampling error (95 %)",
             [(point.num_bytes, point.hit) for point in self.points],
             [(point.num_bytes, point.low, point.high) for point in self.points],
         )

@@ -130,8 +130,8 @@ class CurvePoint(Part):
 
     size: str = field("All bytes of the tier: of one pod, or of all shards.")
     hit: str = field("Share of the prompt tokens that it would hit, the engine's own cache included.")
-    low: str | None = field("That share at least, with 95 % confidence.")
-    high: str | None = field("At most.")
+    low: str | None = field("The share less its sampling error (95 %); none if all keys are sampled.")
+    high: str | None = field("The share plus its sampling error.")
     net_per_hour: str | None = field("USD that it is worth more than the present size.")
 
 
@@ -139,8 +139,8 @@ class Saving(Part):
     """What the recommended size is worth more than the present one."""
 
     usd_per_hour: str | None = field("GPU time saved, less what memory costs.")
-    low: str | None = field("At least, with 95 % confidence.")
-    high: str | None = field("At most.")
+    low: str | None = field("The same less its sampling error (95 %).")
+    high: str | None = field("The same plus its sampling error.")
 
 
 class LocalityLoss(Part):

@@ -35,7 +35,7 @@ def locality(loss: float, lost: float) -> str:
     """What is lost is not lost to size."""
     return (
         f"{100 * loss:.1f} % of prompt tokens miss because another pod holds them, {usd(lost)}: more than "
-        "any growth would bring, so route by prefix or by session"
+        "any growth would bring. Routing by prefix or by session would save that"
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from lmcache_operator.autoscaling.reasons import size_of
 from lmcache_operator.autoscaling.state import Obstacle
 from lmcache_operator.autoscaling.tier import Prices
 
@@ -146,7 +147,25 @@ def test_requests_that_are_scattered_are_told_and_not_grown_for():
     run = simulate(Setup(chat(3, 1.6), num_pods=16, route=scattered))
     assert run.resizes == []
     assert run.decisions[-1][1].limited_by == "Locality"
-    assert "any growth would bring, so route by prefix or by session" in run.decisions[-1][1].reason
+    assert "Routing by prefix or by session would save that" in run.decisions[-1][1].reason
+
+
+def test_sentence_and_number_of_a_recommendation_agree():
+    run = simulate(Setup(talk()))
+    changes = [decision for _, decision in run.decisions if " instead of " in decision.reason]
+    assert len({decision.recommended for decision in changes}) > 1
+    for decision in changes:
+        assert decision.reason.startswith(f"{size_of(decision.recommended)} per pod instead of ")
+        assert (
+            min(decision.size, decision.recommended)
+            <= decision.next
+            <= max(decision.size, decision.recommended)
+        )
+
+
+def test_sticky_routing_of_two_pods_is_not_blamed():
+    run = simulate(Setup(talk()))
+    assert not any(decision.limited_by == "Locality" for _, decision in run.decisions)
 
 
 def test_without_data_nothing_moves():

@@ -288,12 +288,6 @@ def test_shards_are_added_one_by_one_and_for_bandwidth_whatever_they_hit():
     assert useless.sizes[0] == 2 * shard
 
 
-def test_scattered_requests_are_not_cured_by_size():
-    decision, _ = decide(WIDE, OLD, seen(STEEP, locality_loss=0.9))
-    assert (decision.next, decision.limited_by) == (64 * GIB, "Locality")
-    assert "90.0 % of prompt tokens miss because another pod holds them" in decision.reason
-
-
 def test_points_tell_the_curve_where_it_matters():
     found = points(WIDE, OLD, seen(STEEP), 108 * GIB)
     assert [point.size / GIB for point in found] == [16, 32, 64, 108, 128, 256, 512]

@@ -62,7 +62,7 @@ def test_every_report_has_a_reason_and_what_survives_is_small():
 
 def test_a_recommendation_changes_nothing():
     loop = Loop(settings=AUTO._replace(is_memory_auto=False))
-    loop.run(1.5)
+    loop.run(2.5)
     assert loop.report.memory is None
     assert loop.told()["recommended"] != "64Gi"
     assert loop.told()["current"] == "64Gi"
