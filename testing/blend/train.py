@@ -1,28 +1,30 @@
-"""Trains the little model, once per content of the recipe, into the cache directory.
+"""The little model: a Llama of 1 million weights that looks things up in documents, and its training.
 
-A Llama of 1 million weights; a minute or two on two idle cores. Two things make it learn so fast to look
-things up. It starts with short documents. And it is told what its first layers are for: after the first one
-a value knows its key, after the second one ``<same>`` knows what it stands for.
+    python -m testing.blend.train    # train it anew after a change of the recipe (2-5 min), into WEIGHTS_FILE
+
+Two choices let it learn fast. Training starts with short documents. Two losses say what the first layers are
+for: after the first layer a value knows its key, after the second one ``<same>`` knows what it stands for.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
+import json
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from testing.blend import prompts
 from testing.blend.prompts import FULL, Size
-from tools.cache import cache_root
 
+WEIGHTS_FILE = Path(__file__).with_name("little.safetensors")
+"""The trained weights, in float16. Training them in each test run would take longer than the tests."""
 COURSE = ((350, 48, Size(2, 4)), (100, 24, Size(3, 16)), (150, 12, FULL))
 """Steps, lessons per step, size of the documents."""
 LEARNING_RATE, WARM_UP_STEPS = 1.5e-3, 40
@@ -42,27 +44,26 @@ CONFIG = LlamaConfig(
 )
 
 
-class TooSlow(Exception):
-    """The training was given up."""
+def trained_model() -> LlamaForCausalLM:
+    """Return the model, in float32. Raises RuntimeError when the recipe has changed since it was trained."""
+    with safe_open(WEIGHTS_FILE, framework="pt") as file:
+        if (file.metadata() or {}).get("recipe") != _recipe():
+            raise RuntimeError(f"{WEIGHTS_FILE.name} has another recipe: run python -m testing.blend.train")
+        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  (no mapping)
+    model = LlamaForCausalLM(CONFIG)
+    model.load_state_dict(weights, strict=False)  # the head is the embedding's own
+    return model.eval()
 
 
-def trained_model(limit_seconds: float = float("inf")) -> LlamaForCausalLM:
-    """Return the model; trains it when it is not there. Raises TooSlow when that takes longer."""
-    digest = hashlib.sha256(prompts.TEXT.encode())
-    for source in (__file__, prompts.__file__):
-        digest.update(Path(source).read_bytes())
-    target = cache_root() / f"blend-{digest.hexdigest()[:12]}"
-    if not target.is_dir():
-        scratch = target.with_name(f"{target.name}.{os.getpid()}")
-        _train(time.monotonic() + limit_seconds).save_pretrained(scratch)
-        try:
-            scratch.rename(target)
-        except OSError:  # another process was faster
-            shutil.rmtree(scratch)
-    return LlamaForCausalLM.from_pretrained(target).eval()
+def _recipe() -> str:
+    """Return a digest of all that the weights depend on."""
+    config = {key: value for key, value in CONFIG.to_diff_dict().items() if key != "transformers_version"}
+    settings = json.dumps([COURSE, LEARNING_RATE, WARM_UP_STEPS, WEIGHTS, config], sort_keys=True)
+    parts = (settings.encode(), prompts.TEXT.encode(), Path(prompts.__file__).read_bytes())
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
-def _train(deadline: float) -> LlamaForCausalLM:
+def _train() -> LlamaForCausalLM:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     model = LlamaForCausalLM(CONFIG)
@@ -82,8 +83,6 @@ def _train(deadline: float) -> LlamaForCausalLM:
             if step % 50 == 49:
                 said = "  ".join(f"{part} {loss:.3f}" for part, loss in losses.items())
                 print(f"{size.num_words:3} words, step {step + 1:4}: {said}", file=sys.stderr, flush=True)
-            if time.monotonic() > deadline:
-                raise TooSlow
     return model
 
 
@@ -109,3 +108,14 @@ def _losses(
 
 def _is_key(tokens: torch.Tensor) -> torch.Tensor:
     return (tokens >= prompts.FIRST_KEY) & (tokens < prompts.NO_VALUE)
+
+
+def main() -> None:
+    model = _train()
+    # The head shares its tensor with the embedding, and a file of safetensors holds each tensor once.
+    weights = {name: tensor.half() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, WEIGHTS_FILE, metadata={"recipe": _recipe()})
+
+
+if __name__ == "__main__":
+    main()

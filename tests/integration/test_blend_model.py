@@ -10,21 +10,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 from testing.blend.experiment import FULL, NAIVE, compared, little_cases, name_of, selections
-from testing.blend.train import CONFIG, TooSlow, trained_model
+from testing.blend.train import CONFIG, trained_model
 
-TRAINING_SECONDS = 300
 NUM_PROMPTS = 16
 
 
 @pytest.fixture(scope="module")
 def model():
-    try:
-        return trained_model(TRAINING_SECONDS)
-    except TooSlow:
-        pytest.skip(f"the model could not be trained in {TRAINING_SECONDS} s here")
+    return trained_model()
 
 
-@pytest.mark.timeout(TRAINING_SECONDS + 120)
 def test_divergence_falls_with_the_ratio(model):
     ratios = (0, 0.15, 0.5, 1)
     cases, facts = little_cases(NUM_PROMPTS)
