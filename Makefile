@@ -2,6 +2,9 @@
 SHELL := /bin/sh
 PY := .venv/bin/python
 E2E := tests/e2e
+# Two test files run at once. On a machine with more cores: make test TEST_WORKERS=4
+TEST_WORKERS ?= 2
+PYTEST := $(PY) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
@@ -25,7 +28,7 @@ demo: setup ## the main job on real parts, with something to look at
 
 test: setup kube ## everything that needs no GPU, on real Redis, vLLM and kube-apiserver
 	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # older than the engines that load it
-	@$(PY) -m pytest -q tests --ignore=tests/e2e
+	@$(PYTEST) tests --ignore=tests/e2e
 
 e2e: setup ## the chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE
 	@$(PY) -m testing.node
@@ -34,7 +37,7 @@ e2e: setup ## the chart, operator and engines as pods of a real kubelet (root); 
 	@$(PY) -m testing.node $(PY) -m pytest -v --durations=8 $(E2E)
 
 test-fast: setup ## the part that needs none of them, in under a minute
-	@$(PY) -m pytest -q tests/unit
+	@$(PYTEST) tests/unit
 
 test-vllm-versions: setup ## the connector on the oldest and the newest vLLM (500 MB fetched once, some minutes)
 	@$(PY) -m testing.engine.versions
@@ -45,11 +48,11 @@ test-avx2: export ATEN_CPU_CAPABILITY = avx2
 test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
 test-avx2: setup ## the engine's tests as on a processor with AVX2 and without AVX-512
 	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'
-	@$(PY) -m pytest -q tests/unit/test_other_processor.py tests/unit/vllm_connector tests/integration/test_vllm*.py
+	@$(PYTEST) tests/unit/test_other_processor.py tests/unit/vllm_connector tests/integration/test_vllm*.py
 
 test-kube-versions: export LMCACHE_KUBE_VERSION = 1.33
 test-kube-versions: setup kube ## the operator and the chart on the oldest supported Kubernetes (built once, 6-8 min)
-	@$(PY) -m pytest -q tests/integration/test_operator*.py tests/integration/test_chart.py
+	@$(PYTEST) tests/integration/test_operator*.py tests/integration/test_chart.py
 
 check: setup kube ## format, lint, types, borders, sizes, generated files, chart
 	@$(PY) -m tools.check

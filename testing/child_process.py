@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import random
 import selectors
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -129,13 +132,19 @@ def wait_readable(descriptor: int | socket.socket, timeout: float) -> bool:
         return bool(selector.select(max(0.0, timeout)))
 
 
+_candidates = itertools.cycle(random.Random(os.urandom(8)).sample(range(10_000, 32_000), 22_000))
+"""Ports below those that the kernel gives to connections, in an order that differs between processes: two
+test workers, and the connections of either, do not take a port between its choice and its use."""
+
+
 def free_ports(count: int) -> list[int]:
-    """Distinct free loopback ports, all held until all are known; somebody may take one before its use."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
+    """Return distinct free loopback ports."""
+    ports: list[int] = []
+    while len(ports) < count:
+        with socket.socket() as sock, contextlib.suppress(OSError):  # in use
+            sock.bind(("127.0.0.1", port := next(_candidates)))
+            ports.append(port)
+    return ports
 
 
 def free_port() -> int:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from testing import workers
 from testing.child_process import REPOSITORY, ChildProcess, wait_readable
 from testing.engine.tiny_model import tiny_model
 
@@ -24,7 +25,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles C++ for 15 s
-    "VLLM_CPU_OMP_THREADS_BIND": "0",  # with and without connector the same threads: bitwise equal results
+    # With and without connector the same threads: bitwise equal results.
+    "VLLM_CPU_OMP_THREADS_BIND": str(workers.core()),
     "OMP_NUM_THREADS": "2",
     "OMP_WAIT_POLICY": "passive",
     "PYTHONHASHSEED": "0",
