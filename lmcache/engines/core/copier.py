@@ -75,7 +75,10 @@ class Places:
         self.sizes = np.array([pages.shape[1] for pages in layout.pages], np.uint64)
         self.starts = np.cumsum(self.sizes) - self.sizes
         """Of each layer within a block of a slot."""
-        self._block_bytes = np.uint64(layout.block_bytes)
+        # A request waits while the addresses of its pages are computed: whatever is the same for every row is
+        # computed once. All callers get the same sizes, so they are read-only, as bytes are.
+        self._offsets = np.arange(0, self._row_bytes, layout.block_bytes, np.uint64)[:, None] + self.starts
+        self._row_sizes = np.frombuffer(np.tile(self.sizes, self._blocks_per_row).tobytes(), np.uint64)
 
     def of(
         self, slot: Bytes, first_block: int, blocks: Sequence[int]
@@ -85,19 +88,18 @@ class Places:
         Raises ValueError when a place is not within both: nobody checks addresses later.
         """
         ids = self.checked(slot, first_block, blocks).astype(np.uint64)[:, None]
-        offsets = np.arange(first_block, first_block + len(ids), dtype=np.uint64)[:, None]
-        in_slot = np.uint64(slot.ctypes.data) + self._block_bytes * offsets + self.starts
-        in_kv = self._bases + self._strides * ids
-        return in_slot.ravel(), in_kv.ravel(), np.broadcast_to(self.sizes, in_kv.shape).ravel()
+        in_slot = self._offsets[first_block : first_block + len(ids)] + np.uint64(slot.ctypes.data)
+        in_kv = ids * self._strides + self._bases
+        return in_slot.ravel(), in_kv.ravel(), self._row_sizes[: in_kv.size]
 
     def checked(self, slot: Bytes, first_block: int, blocks: Sequence[int]) -> Ids:
         """The blocks' numbers. Raises ValueError."""
-        ids = np.asarray(blocks, np.int64)
-        if not 0 <= ids.min() <= ids.max() < self._num_blocks:
-            raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all blocks of the KV")
-        if first_block + len(ids) > self._blocks_per_row or self._row_bytes > slot.nbytes:
+        lowest, highest = min(blocks), max(blocks)
+        if not 0 <= lowest <= highest < self._num_blocks:
+            raise ValueError(f"blocks {lowest} to {highest} are not all blocks of the KV")
+        if not 0 <= first_block <= self._blocks_per_row - len(blocks) or self._row_bytes > slot.nbytes:
             raise ValueError("the blocks are not all blocks of the slot")
-        return ids
+        return np.array(blocks, np.int64)
 
 
 class LoadThreads:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.core.copier import CpuCopier, allowed_cores, make_copier, spread
+from lmcache.engines.core.copier import CpuCopier, Places, allowed_cores, make_copier, spread
 from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnsupportedError
 from tests.harness.kv_layouts import ORDERS, B, C, H, N, kv_caches
@@ -131,6 +131,27 @@ def test_no_byte_is_written_beyond_the_kv_or_the_slot(pages, blocks):
         copier.load(0, slot, 0, blocks, None)
     with pytest.raises((ValueError, IndexError)):
         copier.store(0, slot[: 4 << 10], blocks, None)
+
+
+@pytest.mark.parametrize(("first", "blocks"), [(-1, [0]), (3, [0, 1]), (4, [0])])
+def test_no_byte_is_read_from_outside_the_row(first, blocks):
+    copier, slot = CpuCopier({0: layout(pages=PAGES["streamed"])}), make_slot(32 << 10)
+    with pytest.raises(ValueError, match="not all blocks of the slot"):
+        copier.load(0, slot, first, blocks, None)
+
+
+def test_addresses_and_sizes_of_pages_of_different_sizes():
+    kv = layout(pages=PAGES["streamed"])
+    slot, places = make_slot(32 << 10), Places(kv)
+    in_slot, in_kv, sizes = places.of(slot, 1, [5, 2])
+    assert sizes.tolist() == [512, 4096, 512] * 2
+    start = slot.ctypes.data + kv.block_bytes
+    assert (in_slot - start).tolist() == [0, 512, 4608, 5120, 5632, 9728]
+    assert in_kv.tolist() == [
+        pages.data_ptr() + block * pages.stride(0) for block in (5, 2) for pages in kv.pages
+    ]
+    with pytest.raises(ValueError, match="read-only"):
+        sizes[0] = 0  # every caller gets the same memory
 
 
 def test_threads_of_ours_may_leave_the_core_of_the_thread_that_starts_them():
