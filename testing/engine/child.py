@@ -20,6 +20,8 @@ from testing.engine.served import give_no_store_up
 _SCRUBBED = 0x5A
 """KV bytes that no kernel wrote: a load that copies nothing must not find the right bytes by luck."""
 
+_PHASES = "arrival", "idle", "computing", "load"
+
 
 class Child:
     """Runs the commands; every public method is one."""
@@ -37,11 +39,13 @@ class Child:
         self._hashes_kv = True
         self._num_preemptions = 0
         self._loaded_blocks: list[int] | None = None
-        self._times: dict[str, list[float]] = {}
+        self._phases: dict[str, list[float]] = {phase: [] for phase in _PHASES}
         kv_digests.watch(self._core, self._kv.__setitem__, lambda: self._hashes_kv)
         self._count_preemptions()
         self._recomputed_from: dict[str, int] = {}
         self._note_recomputed()
+        self._num_step_tokens = 0
+        self._note_steps()
 
     def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
         """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?}`` at once,
@@ -53,6 +57,7 @@ class Child:
 
         ids: list[str] = []
         results: dict[str, dict[str, Any]] = {}
+        self._phases = {phase: [] for phase in _PHASES}
         started = time.perf_counter()
         for request in requests:
             request_id = str(self._next_id)
@@ -72,12 +77,17 @@ class Child:
             )
             results[request_id] = {"began": time.perf_counter()}
             ids.append(self._engine.add_request(request_id, prompt, params))
+            self._phases["arrival"].append(time.perf_counter() - results[request_id]["began"])
         for step in itertools.count(1):
             if not self._engine.has_unfinished_requests():
                 break
             if reset_after and step >= reset_after and self._reset():
                 reset_after = 0
-            for output in self._engine.step():
+            began = time.perf_counter()
+            outputs = self._engine.step()
+            phase = "computing" if self._num_step_tokens else "idle"
+            self._phases[phase].append(time.perf_counter() - began)
+            for output in outputs:
                 self._note(results[output.request_id], output, started)
         if reset_after:
             raise RuntimeError("the engine could not be reset while requests ran")
@@ -129,36 +139,11 @@ class Child:
         self._drain()
         return bool(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
 
-    def hook_times(self) -> dict[str, list[float]]:
-        """Seconds of every call of the connector's hooks on the scheduler's thread since the last call of
-        this.
+    def phases(self) -> dict[str, list[float]]:
+        """Seconds of what the last ``generate`` did until its last answer: each "arrival" of a request, each
+        step that was "idle" or "computing", and each "load" from the cache.
         """
-        times, self._times = self._times, {}
-        return times
-
-    def time_hooks(self) -> None:
-        """Begin to measure the hooks on the scheduler's thread."""
-        self._times = {}
-        connector = self._core.scheduler.connector
-        for name in (
-            "on_new_request",
-            "get_num_new_matched_tokens",
-            "update_state_after_alloc",
-            "build_connector_meta",
-            "update_connector_output",
-            "request_finished_all_groups",
-        ):
-            setattr(connector, name, self._timed(name, getattr(connector, name)))
-
-    def _timed(self, name: str, hook: Any) -> Any:
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return hook(*args)
-            finally:
-                self._times.setdefault(name, []).append(time.perf_counter() - began)
-
-        return timed
+        return self._phases
 
     def _reset(self) -> bool:
         try:
@@ -209,6 +194,25 @@ class Child:
             return preempt(*args, **kwargs)
 
         self._core.scheduler._preempt_request = count
+
+    def _note_steps(self) -> None:
+        from lmcache.engines.core.worker import WorkerSide
+
+        schedule, take_figures = self._core.scheduler.schedule, WorkerSide.take_figures
+
+        def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._num_step_tokens = output.total_num_scheduled_tokens
+            return output
+
+        def take_and_note(side: WorkerSide) -> dict[str, float]:
+            figures = take_figures(side)
+            if seconds := figures.get("load_seconds"):
+                self._phases["load"].append(seconds)
+            return figures
+
+        self._core.scheduler.schedule = schedule_and_note
+        WorkerSide.take_figures = take_and_note  # type: ignore[assignment,method-assign]
 
     def _note_recomputed(self) -> None:
         scheduler = self._core.scheduler

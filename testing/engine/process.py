@@ -172,14 +172,12 @@ class EngineProcess(ChildProcess):
         """Have the engine forget all KV, its connector's too; False when that is not possible now."""
         return bool(self._call("reset_caches"))
 
-    def time_hooks(self) -> None:
-        """Begin to measure the connector's hooks on the scheduler's thread."""
-        self._call("time_hooks")
-
-    def hook_times(self) -> dict[str, list[float]]:
-        """Seconds of each hook call since the last time."""
-        times: dict[str, list[float]] = self._call("hook_times")
-        return times
+    def phases(self) -> dict[str, list[float]]:
+        """Seconds of what the last ``generate`` did until its last answer: each "arrival" of a request, each
+        step that was "idle" or "computing", and each "load" from the cache.
+        """
+        phases: dict[str, list[float]] = self._call("phases")
+        return phases
 
     def stop_hashing_kv(self) -> None:
         """From now on ``Generated.kv`` is empty, and its time is in nobody's figures."""

@@ -122,6 +122,20 @@ def test_a_hit_is_what_was_computed(engine, num_tokens, num_loaded):
     assert_hit(hit, reference, num_loaded)
 
 
+def test_the_phases_of_a_hit_are_timed(engine):
+    """The benchmark shows where the time of a hit goes."""
+    prompt = make_prompt(2000)
+    engine.generate(prompt)
+    engine.scrub_kv()
+    (hit,) = engine.generate(prompt, max_tokens=1)
+    assert hit.num_cached_tokens == 1792
+    phases = engine.phases()
+    assert [len(phases[phase]) for phase in ("arrival", "load", "computing")] == [1, 1, 1]
+    assert phases["idle"]
+    steps = phases["arrival"] + phases["idle"] + phases["computing"]
+    assert max(phases["load"]) < sum(steps) <= hit.ended
+
+
 def test_keys_are_shared_and_the_sidecar_knows_the_engine(sidecar, engine):
     clients = sidecar.stats()["clients"]
     assert {client["role"] for client in clients} == {"scheduler", "worker"}
