@@ -37,7 +37,7 @@ NAMES = {
     "failover": "two operators: the time until one repairs what the other did not live to repair",
     "peer_server": "the sidecar's path and the connector beside lmcache 0.5.6's server; only when named",
     "hybrid": "time to first token of a model with sliding windows: cold, hit in memory",
-    "vllm": "time to first token on a real engine: cold, hit in memory, hit in the remote tier",
+    "vllm": "a real engine: time to first token, cold and of hits; throughput of prompts that hit nothing",
     "load": "hits on a busy engine: queueing requests, one hot prefix, an engine that is new",
 }
 
