@@ -94,6 +94,7 @@ CONDITIONS = {
     "RemoteTierAvailable": "All shards of a managed remote tier are Ready.",
     "RemoteTierReachable": "The remote tier answers the sidecars. There as soon as a sidecar says so.",
     "AutoscalingActive": "What is looked up tells how large tiers should be. There as soon as it is counted.",
+    "MemoryTierPinned": "CUDA has pinned the memory tiers of all GPUs. There as soon as a sidecar says so.",
     "DiskTierAvailable": "Every disk tier is in use. There as soon as a sidecar says so.",
 }
 _HEAD = f"""\

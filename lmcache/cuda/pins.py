@@ -7,13 +7,14 @@ import itertools
 import logging
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from lmcache.cuda.copies import Words
 from lmcache.cuda.driver import Context
 from lmcache.cuda.errors import CudaError
+from lmcache.cuda.pin_status import PinStatus
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,20 @@ class Pins:
     """
 
     def __init__(
-        self, context: Context, address: int, num_bytes: int, extent_bytes: int = EXTENT_BYTES
+        self,
+        context: Context,
+        address: int,
+        num_bytes: int,
+        extent_bytes: int = EXTENT_BYTES,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``extent_bytes`` is a multiple of the page."""
+        """``extent_bytes`` is a multiple of the page.
+
+        ``on_change`` is called without a lock when the status changed: after a failure, and when the last
+        extent that is ready has been tried. It must not block.
+        """
         self._context = context
+        self._on_change = on_change
         begin = -(-address // PAGE_BYTES) * PAGE_BYTES
         end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
         self._begin, self._end = address, end
@@ -42,6 +53,8 @@ class Pins:
         """Addresses that no copied piece may lie across; always the same."""
         self.failures = 0
         """Extents that could not be registered."""
+        self.problem = ""
+        """Why the first of them could not; empty: none failed."""
         self.pinned_bytes = 0
         self._changed = threading.Condition()  # protects what follows
         self._ready = address
@@ -67,8 +80,16 @@ class Pins:
                 self._thread = threading.Thread(target=self._work, name="lmcache-pin", daemon=True)
                 self._thread.start()
 
+        has_unpinned = False
         while self._unpin_one():
-            pass
+            has_unpinned = True
+        if has_unpinned:
+            self._on_change()
+
+    @property
+    def status(self) -> PinStatus:
+        """What is pinned now, and what could not be."""
+        return PinStatus(self.pinned_bytes, self.failures, self.problem)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -145,13 +166,17 @@ class Pins:
                 else:
                     self._refused.add(start)
                     self.failures += 1
+                is_news = not is_pinned or next(self._wanted(), None) is None
                 self._changed.notify_all()
+            if is_news:
+                self._on_change()
 
     def _register(self, start: int, num_bytes: int) -> bool:
         try:
             self._context.call("cuMemHostRegister", start, num_bytes, 0)
         except CudaError as error:
             logger.warning("Can't pin %d MiB of the arena: its copies are slow: %s", num_bytes >> 20, error)
+            self.problem = self.problem or str(error)
             return False
         return True
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import lmcache
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailableError
@@ -34,6 +35,8 @@ _NO_ANSWER = f"the sidecar did not answer within {_ATTACH_SECONDS:g} s: is it fr
 
 _POPULATE_BYTES = 256 << 20
 """Faulted in at once, a few 10 ms each: between two of these the stream has its say."""
+
+_MAX_PROBLEM_BYTES = 512
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", service.MAX_MESSAGE_BYTES),
@@ -70,6 +73,9 @@ class Attachment:
         self._mapped_rows = 0
         self._drained = False
         self._round = 0  # to be answered
+        self._takes_pinned = False  # the sidecar does
+        self._pins: PinStatus | None = None
+        self._reported_pins: PinStatus | None = None
         self._over = False
         self._reason = ""  # why we ended it
 
@@ -121,6 +127,12 @@ class Attachment:
         if self._stream is not None:
             self._stream.cancel()
 
+    def report_pins(self, status: PinStatus) -> None:
+        """Tell the sidecar how much is pinned, if it understands that."""
+        with self._changed:
+            self._pins = status
+            self._changed.notify()
+
     def wake(self) -> None:
         """Look again whether the copies of older sessions are drained."""
         with self._changed:
@@ -140,6 +152,7 @@ class Attachment:
         index = MappedIndex(path, first_table, num_rows, attached.index_offset, attached.index_buckets)
         with self._changed:
             self._epoch, self._column = attached.epoch, column
+            self._takes_pinned = attached.takes_pinned
         self._extend(pb.Extents(ready_rows=attached.ready_rows))
         return Session(
             channel,
@@ -166,13 +179,22 @@ class Attachment:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._over or self._must_drain() or self._must_let_go() or self._must_populate()
+                    lambda: (
+                        self._over
+                        or self._must_drain()
+                        or self._must_let_go()
+                        or self._must_populate()
+                        or self._must_report_pins()
+                    )
                 )
                 if self._over:
                     return
             if self._must_drain():
                 self._drained = True
                 yield pb.AttachRequest(drained=pb.Drained(epoch=self._epoch))
+                continue
+            if self._must_report_pins():
+                yield pb.AttachRequest(pinned=self._pinned_message())
                 continue
             try:
                 round_ = self._let_go() if self._must_let_go() else self._populate()
@@ -203,6 +225,14 @@ class Attachment:
     def _show(self) -> None:
         if self._on_rows is not None and self._column is not None:
             self._on_rows(self._column.slots, self._mapped_rows, self._drained)
+
+    def _pinned_message(self) -> pb.Pinned:
+        self._reported_pins = status = self._pins or PinStatus()
+        problem = status.problem.encode()[:_MAX_PROBLEM_BYTES].decode(errors="ignore")
+        return pb.Pinned(**status._asdict() | {"problem": problem})
+
+    def _must_report_pins(self) -> bool:
+        return self._takes_pinned and self._pins != self._reported_pins
 
     def _must_let_go(self) -> bool:
         return self._round > 0 and self._drained and self._copies.marked_left

@@ -26,6 +26,7 @@ from collections.abc import Callable
 import grpc
 
 from lmcache.backoff import Backoff
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.kv_groups import KVGroup
 from lmcache.rpc import service
 from lmcache.rpc.attachment import Attachment, OnRows, hello_message
@@ -94,6 +95,7 @@ class SidecarClient:
         self._attachment: Attachment | None = None
         self._session: Session | None = None
         self._reason = "not attached yet"
+        self._pins: PinStatus | None = None
 
     def start(self) -> None:
         """Start attaching in the background. Returns at once, whatever the sidecar does."""
@@ -113,6 +115,12 @@ class SidecarClient:
     def release_later(self, request_id: str) -> None:
         """Let a lease end with the next release or attach, where there is nobody to call now."""
         self._pending_releases.add(bounded(request_id))
+
+    def report_pins(self, status: PinStatus) -> None:
+        """Tell the sidecar how much of this worker's column is pinned, now and whenever it attaches."""
+        self._pins = status
+        if (attachment := self._attachment) is not None:
+            attachment.report_pins(status)
 
     def close(self) -> None:
         """Detach, release the record lock and remove its file. Idempotent; waits at most 2 s.
@@ -158,6 +166,8 @@ class SidecarClient:
             self._socket_path, self._hello, self._copies, self._pending_releases, self._on_rows
         )
         self._attachment = attachment
+        if (pins := self._pins) is not None:  # else report_pins() sees this attachment
+            attachment.report_pins(pins)
         try:
             if not self._closing.is_set():  # else close() has not seen this attachment
                 attachment.run(self._attached)

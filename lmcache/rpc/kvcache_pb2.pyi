@@ -37,14 +37,16 @@ EXISTS: Reservation
 BUSY: Reservation
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "drained", "let_go")
+    __slots__ = ("hello", "drained", "let_go", "pinned")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     LET_GO_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     drained: Drained
     let_go: LetGo
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., let_go: _Optional[_Union[LetGo, _Mapping]] = ...) -> None: ...
+    pinned: Pinned
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., let_go: _Optional[_Union[LetGo, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("attached", "extents", "copier")
@@ -171,7 +173,7 @@ class LayerPages(_message.Message):
     def __init__(self, allocation: _Optional[int] = ..., offset: _Optional[int] = ..., page_bytes: _Optional[int] = ..., block_stride: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only", "slots_per_frame")
+    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only", "slots_per_frame", "takes_pinned")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +189,7 @@ class Attached(_message.Message):
     INDEX_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     SLOTS_PER_FRAME_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PINNED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     epoch: int
@@ -202,7 +205,8 @@ class Attached(_message.Message):
     index_buckets: int
     memory_only: bool
     slots_per_frame: int
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ..., slots_per_frame: _Optional[int] = ...) -> None: ...
+    takes_pinned: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ..., slots_per_frame: _Optional[int] = ..., takes_pinned: bool = ...) -> None: ...
 
 class Extents(_message.Message):
     __slots__ = ("ready_rows", "round")
@@ -217,6 +221,16 @@ class LetGo(_message.Message):
     ROUND_FIELD_NUMBER: _ClassVar[int]
     round: int
     def __init__(self, round: _Optional[int] = ...) -> None: ...
+
+class Pinned(_message.Message):
+    __slots__ = ("pinned_bytes", "num_failures", "problem")
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    pinned_bytes: int
+    num_failures: int
+    problem: str
+    def __init__(self, pinned_bytes: _Optional[int] = ..., num_failures: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class StoreCopier(_message.Message):
     __slots__ = ("store_copier", "reason")

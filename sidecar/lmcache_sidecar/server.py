@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache_sidecar.clients.registry import Client
-from lmcache_sidecar.clients.validation import RefusedError, invalid
+from lmcache_sidecar.clients.validation import RefusedError, invalid, parse_pinned
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions, store_copier
 from lmcache_sidecar.stats import CallStats
@@ -138,8 +138,10 @@ class Server:
                     client.let_go = message.let_go.round
                 elif message.WhichOneof("message") == "drained":
                     self._sessions.clients.drained(client, message.drained)
+                elif message.WhichOneof("message") == "pinned":
+                    client.pins = parse_pinned(message.pinned, client.peer)
                 else:
-                    raise invalid("after hello only drained and let_go are understood")
+                    raise invalid("after hello only drained, let_go and pinned are understood")
         finally:
             self._sessions.clients.detach(client)
             if telling is not None:

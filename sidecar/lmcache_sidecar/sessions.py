@@ -99,6 +99,7 @@ class Sessions:
             ready_rows=arena.ready_rows,
             index_offset=index_offset,
             index_buckets=index_buckets,
+            takes_pinned=True,
             memory_only=self._present_store.is_memory_only(client.peer.hello.namespace),
         )
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.base import LowerTier
 from lmcache.tiers.memory.arena import ArenaFile
@@ -143,6 +144,29 @@ def transfer_facts(sessions: Sessions) -> dict[str, str]:
     return facts
 
 
+def _engine_pins(sessions: Sessions) -> list[tuple[str, PinStatus]]:
+    """What each attached worker has pinned, with a name for people."""
+    clients = [client for client in sessions.clients.by_uuid.values() if client.is_attached]
+    return [(f"{client.name},", client.pins) for client in clients if client.pins is not None]
+
+
+def _reader_pins(sessions: Sessions) -> list[tuple[str, PinStatus]]:
+    return [(f"the reader of {uuid}", pins) for uuid, pins in sessions.copier.pins.items()]
+
+
+def _pins_by_process(sessions: Sessions) -> dict[str, PinStatus]:
+    named = {"engine": _engine_pins(sessions), "reader": _reader_pins(sessions)}
+    return {process: PinStatus.total(pins for _, pins in found) for process, found in named.items()}
+
+
+def pin_problem(sessions: Sessions) -> str:
+    """Say which process could not pin memory, and why; empty: none failed. The first one stands for all."""
+    for name, pins in (*_engine_pins(sessions), *_reader_pins(sessions)):
+        if pins.num_failures:
+            return f"{name} could not pin {pins.num_failures} parts of the memory tier: {pins.problem}"
+    return ""
+
+
 def _num_workers(sessions: Sessions) -> dict[str, int]:
     modes = Counter(_mode(client) for client in sessions.clients.by_uuid.values() if client.is_attached)
     return {mode.value: modes[mode.value] for mode in (Mode.CUDA_IPC, Mode.SHARED_MEMORY)}
@@ -185,6 +209,12 @@ TRANSFER: tuple[Figure[Sessions], ...] = (
     Figure("num_workers", "Attached workers by how what they store gets into memory", _num_workers, "mode"),
     Figure("num_slots_under_way", "Slots that a reader of a GPU may be writing to",
         lambda sessions: sessions.copier.num_slots_under_way),
+    Figure("pinned_bytes", "Bytes of the memory tier that CUDA has pinned, by the process that copies",
+        lambda sessions: {name: pins.pinned_bytes for name, pins in _pins_by_process(sessions).items()},
+        "process"),
+    Figure("num_pin_failures", "Parts of the memory tier that CUDA could not pin: their copies are slow",
+        lambda sessions: {name: pins.num_failures for name, pins in _pins_by_process(sessions).items()},
+        "process"),
 )
 TARGET: Figure[Resizer] = Figure(
     "target_bytes", "Bytes that the memory tier is to have, of which slot table and index take some",
@@ -270,7 +300,7 @@ def collect(
         Part("lookups", {"namespace": sessions.samples.namespace}, samples),
         Part(
             "transfer",
-            transfer_facts(sessions),
+            transfer_facts(sessions) | {"pin_problem": pin_problem(sessions)},
             read(TRANSFER, sessions) | read(declared(CopyStats), sessions.copier.stats),
             "lmcache_transfer",
         ),
@@ -321,4 +351,5 @@ def _client(client: Client) -> dict[str, Any]:
         "epoch": client.epoch,
         "is_attached": client.is_attached,
         "prefill_tokens_per_second": client.prefill_tokens_per_second,
+        "pins": client.pins and client.pins._asdict(),
     } | {name: getattr(hello, name) for name in names}

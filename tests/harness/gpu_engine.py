@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -14,9 +15,13 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from lmcache.cuda.driver import Device
 from lmcache.cuda.ipc import export
+from lmcache.engines.core.cuda_copier import CudaCopier
+from lmcache.engines.core.layout import Layout
+from lmcache.engines.vllm.attach import start_client
 from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarError
 from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
@@ -63,9 +68,19 @@ class Rank:
             column=settings.get("column", 0),
             transfer=offer,
         )
-        client = SidecarClient(self.socket_path, hello)
-        client.start()
+        client = start_client(self.socket_path, hello, self.copier_of_rows())
         return client, attached(client)
+
+    def copier_of_rows(self) -> CudaCopier | None:
+        """The engine's own copier, if ``settings`` ask for it: what it pins, the client reports."""
+        if not self.settings.get("copies"):
+            return None
+        layers = []
+        for host, address in zip(self.host, self.addresses, strict=True):
+            memory = (ctypes.c_char * host.nbytes).from_address(address)
+            kv = torch.frombuffer(memory, dtype=torch.uint8).view(*host.shape)
+            layers += list(kv[..., :PAGE_BYTES])
+        return CudaCopier({0: Layout(tuple(layers), BLOCKS_PER_ROW)}, self.device)
 
     def offer(self) -> TransferOffer:
         """All that the sidecar must know; ``settings`` may say something wrong."""

@@ -54,6 +54,9 @@ def test_what_the_sidecar_copies_is_what_the_gpu_has(gpus, sidecar):
         assert engine.ask("store", [3], [ROW]) == "stored"
         figures = sidecar.stats()["transfer"]
         assert GPU in figures.pop("reason")
+        assert figures.pop("pinned_bytes")["reader"] > 0
+        assert figures.pop("num_pin_failures") == {"engine": 0, "reader": 0}
+        assert not figures.pop("pin_problem")
         assert figures == {
             "asked": "Auto", "mode": "CudaIPC",
             "num_workers": {"CudaIPC": 1, "SharedMemory": 0}, "num_slots_under_way": 0,
@@ -126,6 +129,52 @@ def test_what_stands_in_the_way_is_said_and_the_engine_copies(gpus, of_engine, o
             assert 'lmcache_transfer_left_to_engines_total{reason="' in sidecar.get("/metrics")
             assert sidecar.get("/readyz") == "ready\n"
         wait_until(lambda: not gpus.processes(), what="no context is left")
+
+
+# ---- memory that CUDA can't pin ----
+
+NO_PINS = {"orders": "fail cuMemHostRegister_v2 * 2"}
+ERROR = r"cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY \(2\)"
+
+
+def test_memory_that_a_reader_cannot_pin_is_reported(gpus):
+    with make_sidecar(gpus, **NO_PINS) as sidecar, GpuEngine(sidecar, gpus, copies=True) as engine:
+        engine.store_by_sidecar([1], [ROW])
+        assert engine.ask("is_stored", 1, ROW)
+
+        def transfer():
+            found = sidecar.stats()["transfer"]
+            return found if found["num_pin_failures"]["reader"] and found["pinned_bytes"]["engine"] else None
+
+        found = wait_until(transfer, what="both processes have reported their pins")
+        assert found["num_pin_failures"] == {"engine": 0, "reader": 1}
+        assert found["pinned_bytes"]["reader"] == 0
+        reported = rf"the reader of {GPU} could not pin 1 parts of the memory tier: {ERROR}"
+        assert re.fullmatch(reported, found["pin_problem"])
+        assert 'lmcache_transfer_pin_failures{process="reader"} 1.0' in sidecar.get("/metrics")
+    wait_until(lambda: not gpus.processes(), what="no context is left")
+
+
+def test_memory_that_an_engine_cannot_pin_is_reported_by_client(gpus, sidecar):
+    with GpuEngine(sidecar, gpus, copies=True, driver=NO_PINS) as engine:
+
+        def pins():
+            (client,) = sidecar.stats()["clients"]
+            return client["pins"] if client["pins"] and client["pins"]["num_failures"] else None
+
+        found = wait_until(pins, what="the engine has reported its pins")
+        assert (found["pinned_bytes"], found["num_failures"]) == (0, 1)
+        assert re.fullmatch(ERROR, found["problem"])
+        problem = sidecar.stats()["transfer"]["pin_problem"]
+        assert re.fullmatch(
+            rf"the worker of column 0, pid {engine.pid}, could not pin 1 .*: {ERROR}", problem
+        )
+        engine.ask("attach_again")
+        wait_until(lambda: len(sidecar.stats()["clients"]) == 1, what="the first client is gone")
+        assert wait_until(pins, what="the next client has reported its pins")["num_failures"] == 1
+    with GpuEngine(sidecar, gpus) as engine:
+        engine.store_by_sidecar([1], [ROW])
+        assert not sidecar.stats()["transfer"]["pin_problem"], "the pins of a client end with its stream"
 
 
 def test_without_the_driver_or_its_binding_the_engine_copies(gpus, tmp_path):

@@ -256,6 +256,7 @@ def test_groups_are_asked_for_together(sidecar):
         [pb.AttachRequest()],
         [pb.AttachRequest(drained=pb.Drained(epoch=1))],
         ["hello", "hello"],
+        ["hello", pb.AttachRequest(pinned=pb.Pinned(problem="x" * 513))],
         ["hello", pb.AttachRequest(drained=pb.Drained(epoch=1))],
     ],
 )

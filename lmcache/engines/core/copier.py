@@ -19,6 +19,7 @@ import numpy.typing as npt
 from lmcache import streaming
 from lmcache.cuda.driver import Device
 from lmcache.cuda.errors import CudaUnavailableError
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.engines.core.layout import Layout
 from lmcache.rpc.hello import TransferOffer
 
@@ -49,6 +50,11 @@ class EngineCopier(Protocol):
         not (any more). ``is_alone``: no copy to or from an older mapping goes on.
 
         Raises CudaError when a device may have others pinned still.
+        """
+
+    def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:
+        """Call ``on_change`` now, and from any thread whenever more or less of the arena is pinned; never
+        where copies need no pinned memory. It must not block.
         """
 
     def share(self, work: Callable[[], None]) -> None:
@@ -149,6 +155,9 @@ class CpuCopier(LoadThreads):
 
     def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
         """Nothing to prepare."""
+
+    def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:
+        """Copies in host memory need no pinned memory."""
 
     def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""

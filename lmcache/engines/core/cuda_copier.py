@@ -17,6 +17,7 @@ from lmcache.cuda import ipc
 from lmcache.cuda.copies import CopyBatch, Words
 from lmcache.cuda.driver import Context, Device, Event, Stream
 from lmcache.cuda.errors import CudaError
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.cuda.pins import Pins
 from lmcache.engines.core.copier import Bytes, Fence, LoadThreads, Places
 from lmcache.engines.core.layout import Layout
@@ -51,6 +52,16 @@ class CudaCopier(LoadThreads):
         """Of the mapping of the arena that was prepared last."""
         self._mapping: Callable[[], object]
         self._mappings: list[tuple[Any, Pins]] = []  # their finalizers; the present one is the last
+        self._report_pins: Callable[[PinStatus], None] = lambda _: None
+        # The finalizers refer to the pins. If these referred to the copier, they would keep alive the
+        # mapping whose end they wait for: the copier leads to the client, and that to its session.
+        pins_changed = weakref.WeakMethod(self._pins_changed)
+
+        def on_pins_changed() -> None:
+            if (report := pins_changed()) is not None:
+                report()
+
+        self._on_pins_changed = on_pins_changed
 
     def fence(self) -> Fence:
         """Record an event on the stream that the engine computes on."""
@@ -99,7 +110,9 @@ class CudaCopier(LoadThreads):
         """
         mapping, slot_bytes = slots.base, slots.shape[1]
         if self.pins is None or self._mapping() is not mapping:
-            self.pins = Pins(self._context, slots.ctypes.data, slots.nbytes, _PINNED_AT_ONCE)
+            self.pins = Pins(
+                self._context, slots.ctypes.data, slots.nbytes, _PINNED_AT_ONCE, self._on_pins_changed
+            )
             unpin = weakref.finalize(mapping, self.pins.close)
             unpin.atexit = False  # the device is gone before
             self._mapping = weakref.ref(mapping)
@@ -112,6 +125,14 @@ class CudaCopier(LoadThreads):
         self._mappings = [*older, present]
         if is_alone and older:
             raise CudaError("cuMemHostUnregister", 0, "refused", ": an older mapping stays registered")
+
+    def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:
+        """See ``EngineCopier``."""
+        self._report_pins = on_change
+        self._pins_changed()
+
+    def _pins_changed(self) -> None:
+        self._report_pins(self.pins.status if self.pins is not None else PinStatus())
 
     def offer(self) -> TransferOffer:
         """Export each allocation of the KV once; or say why it can't be shared."""

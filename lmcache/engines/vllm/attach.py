@@ -21,7 +21,7 @@ from lmcache.engines.vllm import files, fingerprint
 from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
 from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
 from lmcache.kv_groups import KVGroup, stored_blocks
-from lmcache.rpc.client import ClientHello, OnRows, Role, SidecarClient, TransferOffer
+from lmcache.rpc.client import ClientHello, Role, SidecarClient, TransferOffer
 from lmcache.rpc.service import DEFAULT_SOCKET
 from lmcache.units import round_up
 
@@ -108,7 +108,7 @@ def attach_worker(
         kv_bytes=0 if rank % replicas else num_bytes(kv_caches),  # ranks that hold the same are one cache
     )
     identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
-    return start_client(settings.socket, hello, copier.prepare), copier, identity
+    return start_client(settings.socket, hello, copier), copier, identity
 
 
 _ENLARGED = (
@@ -154,9 +154,11 @@ def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClie
     return start_client(socket, hello)
 
 
-def start_client(socket: str, hello: ClientHello, on_rows: OnRows | None = None) -> SidecarClient:
-    """Start attaching in the background."""
-    client = SidecarClient(socket, hello, on_rows=on_rows)
+def start_client(socket: str, hello: ClientHello, copier: EngineCopier | None = None) -> SidecarClient:
+    """Start attaching in the background. A worker's copier prepares the arena, and says what it pinned."""
+    client = SidecarClient(socket, hello, on_rows=copier.prepare if copier else None)
+    if copier is not None:
+        copier.watch_pins(client.report_pins)
     client.start()
     return client
 

@@ -107,6 +107,11 @@ class Sidecar(NamedTuple):
     """Who copies its engine's KV: CudaIPC or SharedMemory; empty: it has no engine, or does not say."""
     transfer_reason: str = ""
     """Why it is that."""
+    is_memory_pinned: bool | None = None
+    """Whether CUDA has pinned all of its memory tier that copies use; None: no GPU is used, or it does not
+    say."""
+    pin_problem: str = ""
+    """Which process could not pin memory, and why."""
     memory_bytes: int | None = None
     """Of its memory tier, now; None: it follows no size, or does not say."""
     memory_target: int = 0

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 Expected = Literal[
-    "AsDeclared", "Attached", "Available", "Complete", "Counting", "EnginesReady", "NoEngine", "Reachable",
-    "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "ScaledToZero", "Scaling",
+    "AsDeclared", "Attached", "Available", "Complete", "Counting", "EnginesReady", "NoEngine", "Pinned",
+    "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "ScaledToZero", "Scaling",
     "ShardsReady", "Sizing", "Starting",
 ]  # fmt: skip
 """Of what is as it was declared, or on its way there."""
 Trouble = Literal[
     "ApiError", "AutoscalingFrozen", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
     "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
-    "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "NameTaken", "NoAnswer",
-    "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
+    "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "MemoryNotPinned", "NameTaken",
+    "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
     "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared", "RemoteTierUnreachable",
     "ResizeInfeasible", "ShardsMissing", "SidecarNotReady", "Unschedulable",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ _SILENCE_SECONDS = 60.0
 """Who did not answer is not asked for that long: reconciling stays fast where pods can't be reached."""
 _SILENT = "it does not say why"
 _MAX_COUNT = 1 << 63
-_REASONS = ("reason", "transfer_reason", "remote_reason", "disk_reason", "resize_problem")
+_REASONS = ("reason", "transfer_reason", "remote_reason", "disk_reason", "pin_problem", "resize_problem")
 
 
 class _Last(NamedTuple):
@@ -121,6 +121,8 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         lookups=LookupFigures(_count(lookups.get("lookup_tokens")), *of_tiers),
         is_disk_available=_is_reachable(disk),
         disk_reason=plain(disk.get("off_reason")) or _SILENT,
+        is_memory_pinned=_is_pinned(transfer),
+        pin_problem=plain(transfer.get("pin_problem")),
         # A sidecar of before says how large its arena is, and follows no size.
         memory_bytes=_count(memory.get("size_bytes")) if "target_bytes" in memory else None,
         memory_target=_count(memory.get("target_bytes")),
@@ -140,6 +142,12 @@ def _count(value: object) -> int:
 def _is_reachable(tier: dict[str, Any]) -> bool | None:
     said = tier.get("is_reachable")
     return said if isinstance(said, bool) else None
+
+
+def _is_pinned(transfer: dict[str, Any]) -> bool | None:
+    if plain(transfer.get("pin_problem")):
+        return False
+    return True if any(map(_count, _part(transfer, "pinned_bytes").values())) else None
 
 
 def _steady(reason: str, former: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.memory.tier import MemoryTier
@@ -57,6 +58,8 @@ class Client:
     """As it said last; 0: not known yet."""
     transfer: Transfer = _NOTHING_TO_COPY
     """As it is now."""
+    pins: PinStatus | None = None
+    """How much of its column its CUDA driver has pinned; None: it never said."""
     let_go: int = 0
     """The last round of Extents that it answered."""
 

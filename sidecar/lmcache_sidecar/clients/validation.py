@@ -13,6 +13,7 @@ from functools import cached_property
 import grpc
 
 import lmcache
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.kv_groups import GroupKind, KVGroup, stored_blocks
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
@@ -155,6 +156,13 @@ def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
     check_length("tenant", request.tenant, MAX_TEXT_BYTES)
     _check_num_keys(len(request.keys), service.MAX_KEYS_PER_CALL)
     return _split_keys(request.keys)
+
+
+def parse_pinned(message: pb.Pinned, peer: Peer) -> PinStatus:
+    """Return how much of its column a worker has pinned."""
+    require(peer.is_worker, "only a worker pins memory: this client attached as the scheduler")
+    check_length("problem", message.problem.encode(), MAX_TEXT_BYTES)
+    return PinStatus(message.pinned_bytes, message.num_failures, message.problem)
 
 
 def parse_slots(packed: bytes, num_rows: int) -> list[Slot]:

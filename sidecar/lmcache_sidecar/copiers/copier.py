@@ -7,6 +7,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.memory.arena import ArenaFile
@@ -72,6 +73,11 @@ class SidecarCopier:
     def num_slots_under_way(self) -> int:
         """Slots that a reader may be writing to."""
         return sum(one.num_slots_under_way for one in self._gpus.values())
+
+    @property
+    def pins(self) -> dict[str, PinStatus]:
+        """How much of the arena each reader has pinned, by the UUID of its GPU."""
+        return {uuid: one.pins for uuid, one in self._gpus.items()}
 
     def attach(self, client: Client) -> None:
         """Copy for the client if it can be; ``client.transfer`` says so, now and later."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.stats import count_reason
@@ -105,6 +106,8 @@ class Gpu:
 
     def __init__(self, uuid: str, arena: ArenaFile, stats: CopyStats) -> None:
         self.uuid = uuid
+        self.pins = PinStatus()
+        """How much of the arena the reader has pinned."""
         self._arena, self._stats = arena, stats
         self._members: dict[int, Member] = {}
         self._queue: FairQueue[_Item] = FairQueue()
@@ -268,6 +271,8 @@ class Gpu:
                 self._end_batch(number)
             elif kind == Kind.CLOSED:
                 self._closing.discard(number)
+            elif kind == Kind.PINNED:
+                self.pins = messages.parse_pinned(number, reason)
             self._pump()
             self._check_end()
 
@@ -332,7 +337,7 @@ class Gpu:
         """It is reaped: nothing is under way any more."""
         has_started, is_retired = self._has_started, self._is_retiring
         self._reader, self._has_started, self._is_retiring = None, False, False
-        self._pinned_rows = 0
+        self._pinned_rows, self.pins = 0, PinStatus()
         self._closing.clear()
         involved = {item.member for items in self._batches.values() for item in items}
         for number in list(self._batches):

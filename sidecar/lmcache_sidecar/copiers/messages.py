@@ -10,6 +10,7 @@
                                     <-   OPENED(client, why not)
     COPY(batch, copies)             ->
                                     <-   COPIED(batch)
+                                    <-   PINNED(bytes, failures), whenever they changed
     CLOSE(client)                   ->
                                     <-   CLOSED(client)
                                     <-   FAILED(why); then it ends
@@ -27,6 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lmcache.cuda.pin_status import PinStatus
 
 HEAD = struct.Struct("<IIQ")
 """Kind, bytes of the body, number (of a client, of a batch, of rows)."""
@@ -56,6 +59,7 @@ class Kind(enum.IntEnum):
     CLOSE = 8
     CLOSED = 9
     FAILED = 10
+    PINNED = 11
 
 
 class Format(NamedTuple):
@@ -93,6 +97,17 @@ def parse_head(head: bytes) -> tuple[Kind, int, int]:
 def pack_reason(reason: str) -> bytes:
     """Return the body of OPENED and FAILED."""
     return reason.encode(errors="replace")[:_MAX_REASON_BYTES]
+
+
+def pack_pinned(status: PinStatus) -> bytes:
+    """Return PINNED, the whole message."""
+    return pack(Kind.PINNED, status.pinned_bytes, pack_reason(f"{status.num_failures} {status.problem}"))
+
+
+def parse_pinned(pinned_bytes: int, text: str) -> PinStatus:
+    """Return what PINNED says by its number and its body. Raises ValueError."""
+    num_failures, _, problem = text.partition(" ")
+    return PinStatus(pinned_bytes, int(num_failures), problem)
 
 
 def pack_start(gpu_uuid: str, format_: Format) -> bytes:

@@ -29,6 +29,7 @@ from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Context, Device, Event, Stream
 from lmcache.cuda.errors import CudaError, CudaUnavailableError
 from lmcache.cuda.ipc import Mapping, Mappings
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.cuda.pins import Pins
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
@@ -47,8 +48,12 @@ class Link:
 
     def send(self, kind: Kind, number: int = 0, reason: str = "") -> None:
         """Say something. Raises OSError."""
+        self.send_packed(messages.pack(kind, number, messages.pack_reason(reason)))
+
+    def send_packed(self, message: bytes) -> None:
+        """Send a whole message. Raises OSError."""
         with self._lock:
-            self._connection.sendall(messages.pack(kind, number, messages.pack_reason(reason)))
+            self._connection.sendall(message)
 
     def receive(self) -> tuple[Kind, int, bytes] | None:
         """Wait for the next message; None: the sidecar is gone. Raises MessageError."""
@@ -150,8 +155,15 @@ class Reader:
 
     def _pin(self, column: Column) -> None:
         if column.offset not in self._pins:
-            pins = self._pins[column.offset] = Pins(self._context, column.address, column.num_bytes)
+            pins = self._pins[column.offset] = Pins(
+                self._context, column.address, column.num_bytes, on_change=self._report_pins
+            )
             pins.set_ready(self._format.ready_rows * self._format.slot_bytes)
+
+    def _report_pins(self) -> None:
+        status = PinStatus.total(pins.status for pins in list(self._pins.values()))
+        with contextlib.suppress(OSError):  # the sidecar is gone, and the main thread ends the process
+            self._link.send_packed(messages.pack_pinned(status))
 
     def _copy(self, batch: int, body: bytes) -> None:
         parts = [

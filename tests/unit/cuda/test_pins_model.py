@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache.cuda.errors import CudaError
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.cuda.pins import PAGE_BYTES, Pins
 
 EXTENT = 2 * PAGE_BYTES
@@ -72,3 +73,25 @@ def test_what_is_pinned_is_what_is_ready(shift, num_pages, steps, waits, refused
     assert not context.registered
     assert not context.errors
     assert pins.pinned_bytes == 0
+
+
+def test_who_watches_learns_the_first_error_and_what_is_pinned_in_the_end():
+    context, seen, changed = Registrations({0, 2}), [], threading.Condition()
+
+    def on_change():
+        with changed:
+            seen.append(pins.status)
+            changed.notify_all()
+
+    def is_seen(status):
+        with changed:
+            return changed.wait_for(lambda: seen and seen[-1] == status, 60)
+
+    context.ready = ADDRESS + 4 * EXTENT
+    pins = Pins(context, ADDRESS, 4 * EXTENT, EXTENT, on_change)
+    pins.set_ready(4 * EXTENT)
+    error = "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY (2)"
+    assert is_seen(PinStatus(2 * EXTENT, 2, error))
+    pins.set_ready(EXTENT)
+    assert is_seen(PinStatus(0, 2, error))
+    pins.close()

@@ -52,7 +52,8 @@ def test_a_field_without_an_example_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_condition_is_explained() -> None:
     world = settled_world(tiers={"disk": {"size": "1Gi"}})
-    said = Sidecar(pod="p", is_attached=True, is_remote_reachable=True, is_disk_available=True)
+    working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
+    said = Sidecar(pod="p", is_attached=True, **working)
     told = status_of(world, probed=Probed((said,), True))
     elsewhere = {"AutoscalingActive", "RemoteTierAvailable"}
     assert {condition["type"] for condition in told["conditions"]} == set(CONDITIONS) - elsewhere

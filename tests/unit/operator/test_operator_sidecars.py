@@ -118,6 +118,34 @@ def test_whether_the_disk_tier_is_in_use_is_told() -> None:
     assert rig.told("Ready")[0] == "True"
 
 
+def test_memory_that_cuda_could_not_pin_is_a_condition_with_a_remedy() -> None:
+    rig = Rig(GOOD, GOOD)
+    assert rig.told("MemoryTierPinned") == ("", "", "")
+    pinned = {"pinned_bytes": {"engine": 1 << 30, "reader": 0}, "pin_problem": ""}
+    rig.answers["10.0.0.0"] = GOOD | {"transfer": pinned}
+    assert rig.told("MemoryTierPinned") == ("True", "Pinned", "the memory tiers of all 1 GPU pods are pinned")
+    problem = "the worker of column 0, pid 7, could not pin 3 parts of the memory tier: OUT_OF_MEMORY (2)"
+    rig.answers["10.0.0.1"] = GOOD | {"transfer": {"pin_problem": problem}}
+    status, reason, message = rig.told("MemoryTierPinned")
+    assert (status, reason) == ("False", "MemoryNotPinned")
+    assert message.startswith("1 of 2 memory tiers are not fully pinned. ")
+    assert "limit of locked memory" in message
+    assert message.endswith(f"First: pod demo-engine-1: {problem}")
+    assert rig.told("Degraded")[:2] == ("True", "MemoryNotPinned")
+    assert rig.told("Ready")[0] == "True"
+    rig.answers["10.0.0.1"] = GOOD | {"transfer": pinned}
+    assert rig.told("Degraded")[0] == "False"
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["x", {"pinned_bytes": 5}, {"pinned_bytes": {"engine": "x"}}, {"pinned_bytes": {"engine": -1}},
+     {"pin_problem": ["x"]}],
+)  # fmt: skip
+def test_pins_are_read_with_suspicion(said: Any) -> None:
+    assert Rig(GOOD | {"transfer": said}).told("MemoryTierPinned") == ("", "", "")
+
+
 @pytest.mark.parametrize(
     ("lookups", "told"),
     [

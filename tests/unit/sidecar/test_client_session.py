@@ -7,8 +7,10 @@ import grpc
 import numpy as np
 import pytest
 
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache.rpc.attachment import Attachment
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarUnavailableError
 from lmcache.rpc.session import BlockCopy, Copies, Session
@@ -152,3 +154,17 @@ def test_a_copy_without_an_answer_is_no_reason_for_a_new_epoch(client):
     with pytest.raises(SidecarUnavailableError):
         session.copy_blocks([BlockCopy(0, Slot(1, 1), (1,))])
     assert session.store_copier.is_sidecar
+
+
+@pytest.mark.parametrize("takes_pinned", [True, False], ids=["this sidecar", "an older one"])
+def test_pins_are_reported_only_to_a_sidecar_that_understands_them(takes_pinned):
+    """An older sidecar ends the stream at a message that it does not know."""
+    stream = Attachment("", pb.Hello(), Copies(lambda: None), set())
+    requests = stream._requests()
+    assert next(requests).WhichOneof("message") == "hello"
+    stream._takes_pinned = takes_pinned
+    stream.report_pins(PinStatus(5, 2, "ü" * 300))
+    if takes_pinned:
+        assert next(requests).pinned == pb.Pinned(pinned_bytes=5, num_failures=2, problem="ü" * 256)
+    stream.cancel()
+    assert not list(requests)

@@ -26,6 +26,11 @@ from lmcache_operator.specs.names import ENGINE, engine_name, selector_text
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
 _ATTACHED, _REACHABLE, _DISK = "SidecarAttached", "RemoteTierReachable", "DiskTierAvailable"
+_PINNED = "MemoryTierPinned"
+_PIN_REMEDY: Final = (
+    "Copies between GPU and memory tier are slow there. Raise the limit of locked memory for containers on "
+    "the node, or give the pod's sidecar and engine more memory"
+)
 
 
 def engine_status(observed: Observed, plan: Plan) -> Status:
@@ -134,7 +139,7 @@ def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
 
 def _of_sidecars(observed: Observed) -> dict[str, Condition]:
     before = former_conditions(observed.resource)
-    former = {kind: before[kind] for kind in (_ATTACHED, _REACHABLE, _DISK) if kind in before}
+    former = {kind: before[kind] for kind in (_ATTACHED, _REACHABLE, _DISK, _PINNED) if kind in before}
     if observed.probed is None:
         return former
     sidecars, is_certain = observed.probed
@@ -157,7 +162,21 @@ def _of_sidecars(observed: Observed) -> dict[str, Condition]:
         found[_DISK] = Condition("False", "DiskTierOff", message)
     elif with_disk:
         found[_DISK] = Condition("True", "Available", f"all {len(with_disk)} disk tiers are in use")
+    if pinned := _pinned(sidecars):
+        found[_PINNED] = pinned
     return found
+
+
+def _pinned(sidecars: Sequence[Sidecar]) -> Condition | None:
+    """Whether CUDA has pinned the memory tiers; None: no engine on a GPU says anything about it."""
+    with_gpu = [sidecar for sidecar in sidecars if sidecar.is_memory_pinned is not None]
+    if failed := [sidecar for sidecar in with_gpu if not sidecar.is_memory_pinned]:
+        count = f"{len(failed)} of {len(with_gpu)} memory tiers are not fully pinned"
+        why = f"pod {failed[0].pod}: {failed[0].pin_problem}"
+        return Condition("False", "MemoryNotPinned", f"{count}. {_PIN_REMEDY}. First: {why}")
+    if with_gpu:
+        return Condition("True", "Pinned", f"the memory tiers of all {len(with_gpu)} GPU pods are pinned")
+    return None
 
 
 def _attached(sidecars: Sequence[Sidecar]) -> Condition:
