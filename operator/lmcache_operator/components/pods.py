@@ -35,6 +35,8 @@ _OF_PODS = ("FailedAttachVolume", "FailedCreatePodSandBox", "FailedMount", "Fail
 _OF_CLAIMS = ("FailedBinding", "ProvisioningFailed")
 _LOADING = timedelta(minutes=5)
 """For what comes before a pod's slowest startup probe begins."""
+_UNPLACED = timedelta(minutes=10)
+"""For a node to come that has the memory, as the cluster's autoscaler adds one."""
 _RECENT = timedelta(minutes=20)
 """What was longer ago says nothing about now; what goes on is reported again."""
 _MAX_LAST_LINES, _MAX_LAST_WORDS = 5, 600
@@ -74,26 +76,52 @@ def is_outdated(pod: Object, template: Object) -> bool:
     return annotations_of(pod).get(SPEC_HASH) != annotations_of(template).get(SPEC_HASH)
 
 
-def next_eviction(owner: Object | None, pods: Sequence[Object], template: Object) -> tuple[Object, ...]:
+def why_unplaced(pod: Object, observed: Observed) -> str:
+    """The scheduler's message about a pod whose memory has fitted on no node for 10 minutes; else empty."""
+    condition = _unplaced(pod)
+    message, since = condition.get("message", ""), _time(condition.get("lastTransitionTime"), observed)
+    # For any resource that its nodes lack the scheduler names that resource: "Insufficient memory".
+    return plain(message) if "memory" in message and observed.now - since >= _UNPLACED else ""
+
+
+def has_no_node(pod: Object) -> bool:
+    """Whether the scheduler has found no node for a pod. Such a pod serves nothing."""
+    return bool(_unplaced(pod)) and "deletionTimestamp" not in pod["metadata"]
+
+
+def _unplaced(pod: Object) -> Object:
+    """The condition that says so; empty: the pod has a node, or the scheduler has not seen it yet."""
+    conditions = pod.get("status", {}).get("conditions") or ()
+    found = (one for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False")
+    return next(found, {})
+
+
+def next_eviction(
+    owner: Object | None, pods: Sequence[Object], template: Object, too_large: Sequence[Object] = ()
+) -> tuple[Object, ...]:
     """The one pod to replace now, if any.
 
     One at a time: nothing is evicted while a pod is missing, ending, or new and not ready yet. So a
     declaration that can't run stops after one pod, and the others go on serving. Outdated pods that serve
     nothing go first, then those that come first in ``pods``.
+
+    Pods of ``too_large`` have no node and serve nothing. They wait for no other pod.
     """
     outdated = [pod for pod in pods if is_outdated(pod, template)]
-    if not outdated or owner is None:
+    if owner is None or not (outdated or too_large):
         return ()
     # Until the new template is there, and its controller has seen it, the old pod would be made again.
     seen = owner.get("status", {}).get("observedGeneration", 0)
     is_unseen = seen < owner["metadata"].get("generation", 0)
+    if is_unseen or is_outdated(owner["spec"]["template"], template):
+        return ()
+    if too_large:
+        return (too_large[0],)
     is_moving = any(
         "deletionTimestamp" in pod["metadata"] or not (is_ready(pod) or pod in outdated) for pod in pods
     )
     is_missing = len(pods) < owner["spec"]["replicas"]
-    if is_unseen or is_missing or is_moving or is_outdated(owner["spec"]["template"], template):
-        return ()
-    return (min(outdated, key=is_ready),)
+    return () if is_missing or is_moving else (min(outdated, key=is_ready),)
 
 
 def incomplete_sets(observed: Observed) -> Iterator[tuple[Object, list[Object]]]:

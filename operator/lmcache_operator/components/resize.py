@@ -138,6 +138,11 @@ def resizing(pods: Iterable[Object], wanted: int, num_gpus: int, now: datetime) 
     )
 
 
+def made_with(pod_or_template: Object) -> int:
+    """Bytes of the memory tier that a pod was made with; 0: that can't be read."""
+    return _memory_of(pod_or_template, 0).made
+
+
 def reach(pod: Object) -> int:
     """Bytes that a pod's memory tier can have before it is replaced; 0: that can't be read."""
     memory = _memory_of(pod, 0)

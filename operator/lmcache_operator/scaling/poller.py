@@ -19,9 +19,9 @@ from lmcache_operator.autoscaling.state import Obstacle
 from lmcache_operator.autoscaling.tier import Prices
 from lmcache_operator.components.autoscaling import saved
 from lmcache_operator.components.base import Observed
-from lmcache_operator.components.pods import is_outdated, is_ready, plain
+from lmcache_operator.components.pods import is_outdated, is_ready, plain, why_unplaced
 from lmcache_operator.components.remote.remote import listed_shards, why_filling, why_not_coming
-from lmcache_operator.components.resize import Refusal, reach
+from lmcache_operator.components.resize import Refusal, made_with, reach
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.probe import has_running_sidecar
@@ -198,12 +198,14 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
     shards = listed_shards(remote) if managed else None
     why, late = (why_filling(remote), why_not_coming(remote)) if managed else ("", "")
     obstacle = Obstacle("Cooldown", why) if why else None
-    pods = [pod for pod in observed[names.ENGINE].pods if has_running_sidecar(pod)]
+    engine = observed[names.ENGINE]
+    pods = [pod for pod in engine.pods if has_running_sidecar(pod)]
     return Situation(
         settings,
         {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in pods},
-        _rollout(observed[names.ENGINE]),
-        tuple(_refusals(pods, observed[names.ENGINE].now)),
+        _rollout(engine),
+        tuple(_refusals(pods, engine.now)),
+        tuple(_unplaced(engine, declared)),
         reach=min(map(reach, pods), default=0),
         num_shards=shards.current if shards else 0,
         shards_obstacle=Obstacle("Infeasible", late) if late else obstacle,
@@ -214,6 +216,12 @@ def _refusals(pods: Iterable[Object], now: datetime) -> Iterator[Refused]:
     for pod in pods:
         if refusal := Refusal.of(pod, now):
             yield Refused(refusal.num_bytes, f"pod {pod['metadata']['name']}: {refusal.message}")
+
+
+def _unplaced(engine: Observed, declared: int) -> Iterator[Refused]:
+    for pod in engine.pods:
+        if (size := made_with(pod)) > declared and (why := why_unplaced(pod, engine)):
+            yield Refused(size, f"pod {pod['metadata']['name']}: {why}")
 
 
 def _rollout(engine: Observed) -> Obstacle | None:

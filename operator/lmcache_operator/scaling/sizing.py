@@ -58,6 +58,8 @@ class Situation(NamedTuple):
     obstacle: Obstacle | None = None
     """To any decision."""
     refusals: tuple[Refused, ...] = ()
+    unplaced: tuple[Refused, ...] = ()
+    """Sizes, larger than what is declared, of pods that found no node."""
     reach: int = 0
     """Bytes of memory that each pod can have before it is replaced; 0: not known."""
     num_shards: int = 0
@@ -128,7 +130,8 @@ class Sizing:
             (situation.num_shards * situation.settings.shard_bytes, self._remote.state.size),
         ]
         is_new = any(new and old and not is_near(new, old) for new, old in sizes)
-        return bool(is_new or self._refusal(situation)) or not 0 <= now - self._decided < DECIDE_SECONDS
+        is_new = is_new or bool(self._refusal(situation) or self._unplaced(situation))
+        return is_new or not 0 <= now - self._decided < DECIDE_SECONDS
 
     def decide(self, now: float, situation: Situation) -> Report:
         """What would be best now, and what to do."""
@@ -141,6 +144,8 @@ class Sizing:
                 tier.state = replace(tier.state, namespace=None)
         self.intake.is_new = False
         obstacle = self._obstacle(now, situation, service)
+        if unplaced := self._unplaced(situation):
+            self._memory.chosen = None  # a running engine is worth more than a large cache
         self._decided = now
         status: dict[str, Any] = {
             "observedAt": datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -148,11 +153,11 @@ class Sizing:
             "samples": self.intake.num_samples,
         }
         if self.intake.traffic is None:
-            limited_by, reason = obstacle or Obstacle("Samples", "nothing was looked up")
+            limited_by, reason = unplaced or obstacle or Obstacle("Samples", "nothing was looked up")
             size = self._agreed(situation) or settings.memory
             status["memory"] = tier_status(Decision(size, size, size, size, reason, limited_by), ())
         else:
-            status |= self._decide_memory(now, situation, service, pods, obstacle)
+            status |= self._decide_memory(now, situation, service, pods, unplaced or obstacle)
             if settings.shards:
                 status["remote"] = self._decide_shards(now, situation, service, pods, obstacle)
         return Report(status, self._memory.chosen, self._remote.chosen, self._state())
@@ -236,6 +241,15 @@ class Sizing:
             for uid in situation.pods
         ]
         return sizes[0] if sizes and all(is_near(size, sizes[0]) for size in sizes) else 0
+
+    def _unplaced(self, situation: Situation) -> Obstacle | None:
+        """A pod that found no node, made with the size that was chosen, or with less."""
+        chosen, declared = self._memory.chosen, reasons.size_of(situation.settings.memory)
+        for one in situation.unplaced:
+            if chosen and chosen.instead_of == situation.settings.memory and one.size <= 1.01 * chosen.size:
+                found = f"{reasons.size_of(one.size)} of memory found no node for 10 minutes"
+                return Obstacle("Infeasible", f"back to the declared {declared}: {found} ({one.reason})")
+        return None
 
     def _refusal(self, situation: Situation) -> Obstacle | None:
         """Why a pod can't have the size that was chosen; one that has it could not give memory back."""

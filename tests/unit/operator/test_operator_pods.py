@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from lmcache_operator.components.base import Problem
-from lmcache_operator.components.pods import kill_problems, pod_problems
+from lmcache_operator.components.pods import (
+    has_no_node,
+    kill_problems,
+    next_eviction,
+    pod_problems,
+    why_unplaced,
+)
+from lmcache_operator.specs.kinds import ref_of
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import World
-from tests.harness.operator_plans import observe, settled_world
+from tests.harness.operator_plans import EARLY, STATEFUL_SET, carry_out, observe, plan, settled_world
 
 Object = dict[str, Any]
 POD = "demo-engine-0"
@@ -179,3 +188,59 @@ def test_the_time_to_become_ready_is_that_of_the_startup_probe_and_begins_when_i
         "periodSeconds": 2**31 - 1,
     }
     assert problems(world) == []
+
+
+NO_MEMORY = "0/2 nodes are available: 2 Insufficient memory."
+
+
+def unplaced(message: str = NO_MEMORY, minutes: float = 10, placed: str = "False") -> Object:
+    """A condition of the scheduler's."""
+    since = (EARLY - timedelta(minutes=minutes)).isoformat()
+    return {"type": "PodScheduled", "status": placed, "message": message, "lastTransitionTime": since}
+
+
+@pytest.mark.parametrize(
+    ("condition", "has_node", "why"),
+    [
+        (unplaced(), False, NO_MEMORY),
+        (unplaced(minutes=9.9), False, ""),
+        (unplaced("0/2 nodes are available: 2 Insufficient nvidia.com/gpu."), False, ""),
+        (unplaced(placed="True"), True, ""),
+    ],
+)
+def test_a_pod_whose_memory_fits_on_no_node_is_told_after_10_minutes(
+    condition: Object, has_node: bool, why: str
+) -> None:
+    world = world_with(conditions=[condition])
+    pod = world.pods[POD]
+    assert (has_no_node(pod), why_unplaced(pod, observe(world))) == (not has_node, why)
+    pod["metadata"]["deletionTimestamp"] = EARLY.isoformat()
+    assert not has_no_node(pod), "it is replaced already"
+
+
+def test_a_pod_without_a_node_waits_for_no_other_pod_but_for_the_template() -> None:
+    world = settled_world(engine={"replicas": 3})
+    owner, pods = world.objects[STATEFUL_SET], [*world.pods.values()]
+    template = owner["spec"]["template"]
+    pods[0]["status"] = {"conditions": [{"type": "Ready", "status": "False"}]}  # loads its model
+    assert next_eviction(owner, pods, template, pods[1:]) == (pods[1],)
+    assert next_eviction(owner, pods[:2], template, [pods[1]]) == (pods[1],), "another pod is missing"
+    owner["metadata"]["generation"] += 1
+    assert next_eviction(owner, pods, template, pods[1:]) == (), "it would get the former size again"
+
+
+def test_a_pod_that_finds_no_node_is_made_again_with_a_smaller_size() -> None:
+    """The StatefulSet replaces no pod by itself, and the kubelet resizes none that has no node."""
+    world = settled_world(engine={"replicas": 2}, tiers={"memory": {"size": "128Gi"}})
+    world.pods[POD]["status"] = {"phase": "Pending", "conditions": [unplaced()]}
+    assert not plan(observe(world), IMAGES).evict, "another one would be no smaller"
+    world.change(tiers={"memory": {"size": "64Gi"}})
+    due = plan(observe(world), IMAGES)
+    assert [ref.kind for ref in map(ref_of, due.apply)] == ["StatefulSet"]
+    assert not due.evict, "the template is written first"
+    carry_out(world, due)
+    assert [pod["metadata"]["name"] for pod in plan(observe(world), IMAGES).evict] == [POD]
+    carry_out(world, plan(observe(world), IMAGES))
+    arguments = world.pods[POD]["spec"]["initContainers"][0]["args"]
+    assert f"--memory-size={64 << 30}" in arguments
+    assert not plan(observe(world), IMAGES).evict

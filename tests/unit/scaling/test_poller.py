@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from aiohttp import web
 from lmcache_operator.components import COMPONENTS
 from lmcache_operator.specs.kinds import ClusterKey
-from lmcache_operator.specs.names import RESIZE_REFUSED
+from lmcache_operator.specs.names import RESIZE_REFUSED, SIDECAR
 
 from tests.harness.polled_pods import in_a_loop, rig, serve
 
@@ -152,3 +152,23 @@ async def test_a_sidecar_that_restarts_is_followed_again() -> None:
         before = intake.num_samples
         serve(found.pods, 0, 4)
         await found.until(lambda: intake.num_samples == before + 4)
+
+
+@in_a_loop
+async def test_the_size_of_a_pod_without_a_node_is_noticed_after_ten_minutes() -> None:
+    async with rig() as found:
+        now, sidecar = datetime.now(UTC), {"name": SIDECAR, "args": [f"--memory-size={128 << 30}"]}
+        for minutes, declared, sizes in ((11, "64Gi", [128 << 30]), (9, "64Gi", []), (11, "128Gi", [])):
+            since = (now - timedelta(minutes=minutes)).isoformat()
+            placed = {"type": "PodScheduled", "status": "False", "message": "2 Insufficient memory."}
+            waiting = {"phase": "Pending", "conditions": [placed | {"lastTransitionTime": since}]}
+            metadata = {"name": "pod-9", "uid": "uid-9", "annotations": {}}
+            pod = {"metadata": metadata, "spec": {"initContainers": [sidecar]}, "status": waiting}
+            one = found.observed(tiers={"memory": {"size": declared}})["engine"]
+            one = replace(one, now=now, pods=(*one.pods, pod))
+            found.poller.report(
+                ClusterKey("default", "demo", "cluster-0"), {own.name: one for own in COMPONENTS}
+            )
+            situation = found.poller._watched["cluster-0"].situation
+            assert [one.size for one in situation.unplaced] == sizes
+            assert len(situation.pods) == 2, "a pod without a node is not asked for samples"

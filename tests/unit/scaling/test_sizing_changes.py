@@ -7,11 +7,12 @@ from functools import cache
 
 import pytest
 from lmcache_operator.autoscaling.report import Choice
+from lmcache_operator.autoscaling.state import Obstacle
 from lmcache_operator.scaling.sizing import Refused, Situation
 
 from lmcache.units import parse_quantity
 from testing.workloads.requests import Request, Workload, chat
-from tests.harness.sizing_loop import AUTO, PODS, SIZE, START, Loop
+from tests.harness.sizing_loop import AUTO, PODS, SIZE, START, Loop, talk
 
 
 def test_no_size_is_chosen_that_running_pods_can_not_have():
@@ -35,9 +36,9 @@ def test_no_size_is_chosen_that_running_pods_can_not_have():
     assert loop.sidecars.size_bytes > 80 << 30
 
 
-def chosen_loop(size: int) -> Loop:
+def chosen_loop(size: int, hours: int = 5) -> Loop:
     """Two hours of traffic, and a size that was chosen a moment ago."""
-    loop = Loop(settings=AUTO._replace(is_memory_auto=False))
+    loop = Loop(settings=AUTO._replace(is_memory_auto=False), workload=talk(hours))
     loop.run(2.0, follow=False)
     loop.situation = Situation(AUTO, PODS)
     loop.sizing._memory.chosen = Choice(size, SIZE)
@@ -64,6 +65,41 @@ def test_a_size_that_pods_do_not_reach_is_given_up():
     (given_up,) = (memory for memory in told if memory["limitedBy"] == "Infeasible")
     assert given_up["reason"] == "0 of 2 pods have 128Gi, and for 30 minutes not one more"
     assert loop.report.memory == Choice(100 << 30, SIZE)
+
+
+def test_a_pod_that_finds_no_node_with_the_size_gets_the_declared_one():
+    """A drained pod must start again, although its node lacks the memory that was chosen for the cache."""
+    loop = chosen_loop(128 << 30, hours=12)
+    loop.resize(128 << 30)
+    unplaced = Refused(128 << 30, "pod chat-engine-1: 0/2 nodes are available: 2 Insufficient memory.")
+    away = Obstacle("Cooldown", "1 of 2 pods are ready and as declared")
+    loop.situation = loop.situation._replace(obstacle=away, num_shards=2)
+    loop.run(0.5, follow=False)
+    assert loop.report.memory == Choice(128 << 30, SIZE), "a node may still be added"
+    loop.situation = loop.situation._replace(unplaced=(unplaced,))
+    loop.poll()
+    assert loop.report.memory is None, "at once, not at the next of 15 minutes"
+    assert loop.told()["limitedBy"] == "Infeasible"
+    assert loop.told()["reason"] == (
+        "back to the declared 64Gi: 128Gi of memory found no node for 10 minutes "
+        "(pod chat-engine-1: 0/2 nodes are available: 2 Insufficient memory.)"
+    )
+    # The pod runs with the declared size. A size that may not fit either is not chosen for six hours.
+    loop.situation = loop.situation._replace(obstacle=None, unplaced=())
+    loop.resize(SIZE)
+    loop.run(5.0)
+    assert loop.sidecars.size_bytes == SIZE
+    loop.run(3.0)
+    assert loop.sidecars.size_bytes > SIZE
+
+
+def test_a_pod_that_finds_no_node_with_a_size_of_before_holds_nothing_up():
+    """The operator replaces the pod: its template has the smaller size."""
+    loop = chosen_loop(128 << 30)
+    loop.situation = loop.situation._replace(unplaced=(Refused(256 << 30, "no node"),))
+    loop.run(0.3, follow=False)
+    assert loop.report.memory is not None
+    assert loop.told()["limitedBy"] != "Infeasible"
 
 
 def test_a_size_that_all_have_is_not_refused():

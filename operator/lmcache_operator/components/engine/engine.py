@@ -24,8 +24,8 @@ from lmcache_operator.components.engine.gpus import (
 )
 from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
-from lmcache_operator.components.pods import is_outdated, next_eviction
-from lmcache_operator.components.resize import named_sidecar, resizing
+from lmcache_operator.components.pods import has_no_node, is_outdated, next_eviction
+from lmcache_operator.components.resize import made_with, named_sidecar, resizing
 from lmcache_operator.specs import Images, Object, names, paths
 from lmcache_operator.specs.kinds import Ref, ref_of
 
@@ -86,13 +86,18 @@ class Engine(Component):
         template = stateful_set["spec"]["template"]
         others = [pod for pod in observed.pods if not is_outdated(pod, template)]
         resized = resizing(others, cluster.memory_bytes, cluster.engine.gpu.count, observed.now)
+        # The StatefulSet never replaces a pod by itself, and a pod without a node can't be resized.
+        made = made_with(live["spec"]["template"]) if live else 0
+        too_large = [pod for pod in observed.pods if has_no_node(pod) and 0 < made < made_with(pod)]
         fixed = set(resized.fixed) | {_name(pod) for pod in others if _disk_size(pod) != _disk_size(template)}
         return replace(
             due,
             resize=resized.steps,
             num_starts=resized.num_starts,
             # Not before the template is written: the old pod would be made again.
-            evict=() if ref_of(stateful_set) in due.lost else next_eviction(live, observed.pods, template),
+            evict=()
+            if ref_of(stateful_set) in due.lost
+            else next_eviction(live, observed.pods, template, too_large),
             num_outdated=len(observed.pods) - len(others),
             note=f"{len(fixed)} {_FORMER_SIZE}" if fixed else "",
             fields={
