@@ -46,7 +46,7 @@ class SizedTier(ABC):
     def __init__(self, hours: int) -> None:
         trace = mooncake(TRACES / "mooncake_conversation_trace.jsonl.gz", share=SHARE)
         self.workload = repeated(trace, hours)
-        prices = Prices(2.50, self.usd_per_gib_hour)
+        prices = Prices(2.50, self.usd_per_gib_hour, self.usd_per_gib_hour)
         self.setup = Setup(self.workload, NUM_PODS, self.route(), bounds=self.bounds_gib, prices=prices)
         self._served: dict[float, list[Served]] = {}
 

@@ -60,7 +60,7 @@ spec:
   autoscaling:
     mode: Auto
     memory: {minSize: 64Gi, maxSize: 512Gi}
-    prices: {gpuHour: "2.50", memoryGiBHour: "0.004"}
+    prices: {gpuHour: "2.50", memoryGiBHour: "0", shardGiBHour: "0.004"}
 """
 """Has every field that can stand beside the others."""
 _MANAGED = {

@@ -46,7 +46,9 @@ class Setup:
     bounds: tuple[float, float] = (16.0, 512.0)
     start: float = 64.0
     """GiB of one pod."""
-    prices: Prices = field(default_factory=lambda: Prices(gpu_hour=2.50, memory_gib_hour=0.004))
+    prices: Prices = field(
+        default_factory=lambda: Prices(gpu_hour=2.50, memory_gib_hour=0.004, shard_gib_hour=0.004)
+    )
     usable: Callable[[float], float] = lambda gib: gib
     """What of a size really holds something."""
     rate: float = 1.0

@@ -41,7 +41,7 @@ class RemoteSetup(Setup):
         """USD per hour of what was computed and waited for in a tick, and of the shards."""
         computed = sum(hits.missed for hits in served) * self.usd_per_row
         loaded = sum(hits.remote for hits in served) * (self.usd_per_row - self.usd_per_miss)
-        return (computed + loaded) * 3600 / TICK + gib * self.prices.memory_gib_hour
+        return (computed + loaded) * 3600 / TICK + gib * self.prices.shard_gib_hour
 
     def with_shards(self, count: int) -> float:
         """USD per hour with so many shards all the time."""

@@ -39,6 +39,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"remote": {"maxShards": 65}}, _MANAGED, "spec.autoscaling.remote.maxShards"),
     ({"prices": {"gpuHour": "cheap"}}, {}, "must be an amount in USD"),
     ({"prices": {"memoryGiBHour": "-1"}}, {}, "must be an amount in USD"),
+    ({"prices": {"shardGiBHour": "free"}}, {}, "must be an amount in USD"),
     ({"prices": {"gpuHour": 2}}, {}, "spec.autoscaling.prices.gpuHour"),
 ]
 """The same, and what is said of it."""

@@ -20,7 +20,7 @@ from testing.workloads.tiers import Service
 
 START = 1_800_000_000.0
 SIZE = 64 << 30
-AUTO = Settings(SIZE, (16 << 30, 512 << 30), Prices(2.5, 0.004), is_memory_auto=True)
+AUTO = Settings(SIZE, (16 << 30, 512 << 30), Prices(2.5, 0.004, 0.004), is_memory_auto=True)
 PODS = {"uid-0": "pod-0", "uid-1": "pod-1"}
 MAX_KEYS = 64_000
 

@@ -27,6 +27,7 @@ _EXAMPLES = {
     "url": ("redis://h:1", "rediss://h:1,i:2/3?verify=ca", "redis-cluster://h:7000"),
     "gpuHour": ("2.50", "0"),
     "memoryGiBHour": ("0.004", "0", "1234567.12345678"),
+    "shardGiBHour": ("0.004", "0"),
     "image": ("engine:2", "registry.example/team/vllm@sha256:" + "0" * 64),
 }
 _ODD = (

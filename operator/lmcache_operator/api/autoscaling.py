@@ -12,6 +12,7 @@ from lmcache_operator.api.tiers import MAX_SHARDS
 
 OFF: Literal["Off"] = "Off"
 AUTO: Literal["Auto"] = "Auto"
+_USD_OF_SHARDS = Decimal("0.004")
 _USD: dict[str, Any] = {
     "maxLength": 20,
     "rules": (
@@ -67,21 +68,24 @@ class Prices(Part):
         **_USD,
     )
     memory_gi_b_hour: str = field(
-        'One GiB of memory for an hour; "0" where it is paid for anyway: then a tier grows as long as more '
-        'is hit. The default, "0.004", is about what a cloud takes for memory in large machines.',
-        default="0.004",
+        'One GiB of a memory tier of a pod for an hour. The default is "0", because the memory of a GPU node '
+        "is paid for with its GPUs. The tier then grows as long as more is hit, up to memory.maxSize. Set a "
+        "price if memory that the tier gives back is used, or not paid for.",
+        default="0",
+        **_USD,
+    )
+    shard_gi_b_hour: str | None = field(
+        "One GiB of the managed remote tier's servers for an hour. Default: memoryGiBHour if that is more "
+        'than 0, or else "0.004", which is about what a cloud takes for memory in large machines.',
         **_USD,
     )
 
     @property
-    def gpu_usd_per_hour(self) -> float:
-        """Of one GPU."""
-        return float(Decimal(self.gpu_hour))
-
-    @property
-    def gib_usd_per_hour(self) -> float:
-        """Of one GiB of memory."""
-        return float(Decimal(self.memory_gi_b_hour))
+    def usd_per_hour(self) -> tuple[float, float, float]:
+        """Of one GPU, of one GiB of pods' memory, and of one GiB of shards."""
+        gpu, memory = Decimal(self.gpu_hour), Decimal(self.memory_gi_b_hour)
+        shard = Decimal(self.shard_gi_b_hour) if self.shard_gi_b_hour else memory or _USD_OF_SHARDS
+        return float(gpu), float(memory), float(shard)
 
 
 class Autoscaling(Part):

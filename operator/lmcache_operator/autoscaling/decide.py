@@ -62,7 +62,11 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
         return _into_bounds(tier, state, seen)
     if seen.time - state.started < _FIRST:
         return _stay(state, seen, "Young", f"counted for {reasons.span(seen.time - state.started)} so far")
-    if state.pending and seen.time >= state.due:
+    # A growth that costs nothing is never taken back, and the next one need not wait for what it brings.
+    is_harmless = tier.is_free and state.pending is not None and state.pending.new > state.pending.old
+    if is_harmless and seen.time >= state.due:
+        state = replace(state, pending=None)
+    elif state.pending and seen.time >= state.due:
         wrong, state = _judge(tier, state, seen)
         if wrong:
             return wrong, state
@@ -73,7 +77,7 @@ def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
     if seen.time < state.frozen_until:
         left = reasons.span(state.frozen_until - seen.time)
         return _stay(state, seen, "Frozen", f"what was predicted did not come, twice; held for {left}")
-    if state.pending:
+    if state.pending and not is_harmless:
         reason = f"what {tier.describe(seen.size)} bring is seen in {reasons.span(state.due - seen.time)}"
         return _stay(state, seen, "Verifying", reason)
     return _choose(tier, _calibrated(tier, state, seen), seen)

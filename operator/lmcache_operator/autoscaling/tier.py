@@ -35,7 +35,9 @@ class Prices:
     gpu_hour: float
     """One GPU for an hour. Only money if a GPU that is not needed is given back."""
     memory_gib_hour: float
-    """One GiB for an hour; 0 for memory that is paid for anyway."""
+    """One GiB of pods' own memory for an hour; 0 for memory that is paid for anyway."""
+    shard_gib_hour: float
+    """One GiB of the remote tier's servers for an hour."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,11 @@ class Tier:
     least_is: LimitedBy = "Min"
     """What keeps it from being smaller than all candidates."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether a larger size costs nothing, so that growing can lose nothing."""
+        return not self.usd_per_byte_hour
+
     def effective(self, size: float, usable: float) -> float:
         """What a curve has to be asked for."""
         return max(usable * size, self.nearer_bytes)
@@ -206,7 +213,7 @@ def remote_tier(
     """Shards that all pods share; ``counts``: how many there may be. As many as their bandwidth asks for, or
     their size, whichever is more; but never more for bandwidth than what is hit in them pays for."""
     usd_per_access = service.usd_per_token(prices) * service.tokens_per_access
-    usd_per_byte_hour = prices.memory_gib_hour / GIB
+    usd_per_byte_hour = prices.shard_gib_hour / GIB
     needed = 0
     if service.is_known():
         needed = math.ceil(service.moved_bytes_per_second / BYTES_PER_SECOND_OF_A_SHARD)

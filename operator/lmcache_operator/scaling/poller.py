@@ -187,7 +187,7 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
     settings = Settings(
         declared,
         scaling.memory_bounds(declared),
-        Prices(scaling.prices.gpu_usd_per_hour, scaling.prices.gib_usd_per_hour),
+        Prices(*scaling.prices.usd_per_hour),
         shards=managed.shards if managed else 0,
         shard_bounds=scaling.shard_bounds(managed.shards) if managed else (0, 0),
         shard_bytes=managed.shard_bytes if managed else 0,

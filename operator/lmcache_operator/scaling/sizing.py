@@ -181,7 +181,8 @@ class Sizing:
         service = self._with_lower(self.intake.traffic, service, pods)
         tier = memory_tier(*situation.memory_bounds, service, settings.prices)
         held = obstacle or self._refusal(situation) or self._under_way(now, situation, size)
-        if self._remote.is_verifying():
+        # Memory that costs nothing grows first: shards, which cost money, are judged beside what it hits.
+        if self._remote.is_verifying() and not tier.is_free:
             held = held or Obstacle("Verifying", "the number of shards has just changed")
         present = size or own.state.size or settings.memory
         seen = self.intake.traffic.memory(now, present, service, own.state, held)

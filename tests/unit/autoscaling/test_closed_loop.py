@@ -107,9 +107,9 @@ def test_an_hour_of_something_else_is_not_grown_for():
 
 
 def test_the_price_of_memory_decides():
-    dear = simulate(Setup(talk(), prices=Prices(2.5, 0.016)))
+    dear = simulate(Setup(talk(), prices=Prices(2.5, 0.016, 0.016)))
     assert 16 <= dear.moments[-1].size <= 20
-    free = simulate(Setup(talk(), prices=Prices(2.5, 0.0), bounds=(16.0, 256.0)))
+    free = simulate(Setup(talk(), prices=Prices(2.5, 0.0, 0.0), bounds=(16.0, 256.0)))
     assert free.moments[-1].size >= 0.92 * 256
     assert len(free.resizes) <= 5
 

@@ -17,7 +17,7 @@ from lmcache_operator.autoscaling.tier import GIB, Prices, Service, memory_tier,
 from lmcache.curves import Difference
 
 HOUR = 3600.0
-PRICES = Prices(gpu_hour=2.50, memory_gib_hour=0.004)
+PRICES = Prices(gpu_hour=2.50, memory_gib_hour=0.004, shard_gib_hour=0.004)
 SMALL = Service(
     num_pods=2, gpus=1, prefill_tokens_per_second=10_000, kv_bytes_per_token=128 << 10, tokens_per_access=512
 )
@@ -314,7 +314,7 @@ SERVICES = st.builds(
 @given(curves(), BOUNDS, SERVICES, st.floats(1, 1000), st.floats(0, 0.1))
 def test_a_decision_is_within_bounds(demand, bounds, service, gib, price):
     lowest, highest = bounds
-    any_tier = memory_tier(lowest * GIB, highest * GIB, service, Prices(2.5, price))
+    any_tier = memory_tier(lowest * GIB, highest * GIB, service, Prices(2.5, price, price))
     decision, _ = decide(any_tier, replace(OLD, size=gib * GIB), seen(demand, gib=gib))
     for size in (decision.next, decision.target, decision.recommended):
         # A per cent is how pods round.
@@ -360,7 +360,7 @@ def test_whatever_is_measured_it_never_raises(wrong, state):
 def test_a_higher_price_never_asks_for_more(demand, service, price, more):
     targets = []
     for amount in (price, price + more):
-        at_price = memory_tier(16 * GIB, 512 * GIB, service, Prices(2.5, amount))
+        at_price = memory_tier(16 * GIB, 512 * GIB, service, Prices(2.5, amount, amount))
         targets.append(decide(at_price, OLD, seen(demand))[0].target)
     assert targets[1] <= targets[0]
 
@@ -369,7 +369,7 @@ def test_a_higher_price_never_asks_for_more(demand, service, price, more):
 @given(curves(), SERVICES, st.floats(0, 0.05), st.floats(16, 512))
 def test_it_settles_on_traffic_that_does_not_change(demand, service, price, gib):
     """Whatever the curve, within two days; and every change makes a net gain, or leads to one."""
-    at_price = memory_tier(16 * GIB, 512 * GIB, service, Prices(2.5, price))
+    at_price = memory_tier(16 * GIB, 512 * GIB, service, Prices(2.5, price, price))
     state, size, sizes = State(namespace="ns", size=gib * GIB), gib * GIB, [gib * GIB]
     for turn in range(int(72 * HOUR / DECIDE_SECONDS)):
         hits = demand.hits(max(state.usable * size, service.engine_cache_bytes))

@@ -256,7 +256,12 @@ def test_bounds_that_change_a_little_lose_nothing():
 
 def test_what_survives_is_small_for_any_bounds_and_the_same_at_rest():
     widest = Settings(
-        SIZE, (64 << 20, 16 << 40), Prices(2.5, 0.004), shards=4, shard_bounds=(1, 64), shard_bytes=16 << 40
+        SIZE,
+        (64 << 20, 16 << 40),
+        Prices(2.5, 0.004, 0.004),
+        shards=4,
+        shard_bounds=(1, 64),
+        shard_bytes=16 << 40,
     )
     loop = Loop(settings=widest)
     loop.run(1.0)

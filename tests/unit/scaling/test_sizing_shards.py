@@ -21,7 +21,7 @@ from tests.harness.sizing_loop import START, Loop
 MEMORY, SHARD = 32 << 30, 64 << 30
 PODS = {f"uid-{number}": f"pod-{number}" for number in range(4)}
 SETTINGS = Settings(
-    MEMORY, (8 << 30, 128 << 30), Prices(2.5, 0.004),
+    MEMORY, (8 << 30, 128 << 30), Prices(2.5, 0.004, 0.004),
     shards=2, shard_bounds=(1, 8), shard_bytes=SHARD, are_shards_auto=True,
 )  # fmt: skip
 
@@ -100,6 +100,29 @@ def test_both_tiers_together_come_close_to_the_best_pair():
     assert len(loop.changes) <= 6
 
 
+def test_memory_that_costs_nothing_grows_before_shards_that_cost_much():
+    """Shards are judged beside the memory that pods have in the end."""
+    loop = ShardLoop(2)
+    free = loop.settings._replace(
+        is_memory_auto=True, memory_bounds=(8 << 30, 128 << 30), prices=Prices(2.5, 0.0, 0.004),
+        shard_bounds=(1, 16),
+    )  # fmt: skip
+    loop.settings, loop.situation = free, loop.situation._replace(settings=free)
+    loop.run(4.0)
+    assert loop.sidecars.size_bytes == 128 << 30
+    loop.run(7.0)
+    count = loop.situation.num_shards
+    assert constant_of_shards(count) <= 1.05 * min(map(constant_of_shards, (1, 2, 4, 8)))
+    assert len(loop.changes) <= 6
+
+
+@cache
+def constant_of_shards(count: int) -> float:
+    """USD per hour beside 128 GiB of memory that cost nothing."""
+    workload, free = chat(12, 0.4, scale=16), Prices(2.5, 0.0, 0.004)
+    return RemoteSetup(workload, num_pods=4, route=scattered, start=128.0, prices=free).with_shards(count)
+
+
 def test_memory_that_is_refused_holds_no_shards_up():
     """Nor does a shard on its way go back because a node has no room for memory."""
     loop = ShardLoop(2)
@@ -147,3 +170,7 @@ def test_while_one_tier_is_judged_the_other_waits():
 
     assert reasons("_memory")[1] == "the size of pods' memory has just changed"
     assert reasons("_remote")[0] == "the number of shards has just changed"
+    # Memory that costs nothing can lose nothing. It grows first.
+    loop.situation = loop.situation._replace(settings=loop.settings._replace(prices=Prices(2.5, 0.0, 0.004)))
+    assert reasons("_remote")[0] != "the number of shards has just changed"
+    assert reasons("_memory")[1] == "the size of pods' memory has just changed"
