@@ -97,7 +97,7 @@ def tier_status(decision: Decision, points: Sequence[Point], shard_bytes: float 
     if decision.target != decision.size and math.isfinite(decision.saving + decision.saving_error):
         usd, error = decision.saving, decision.saving_error
         found["saving"] = {
-            name: f"{amount:.3f}"
+            name: f"{round(amount, 3) + 0.0:.3f}"
             for name, amount in (("usdPerHour", usd), ("low", usd - error), ("high", usd + error))
         }
     if points and all(math.isfinite(figure) for point in points for figure in point):
@@ -105,7 +105,7 @@ def tier_status(decision: Decision, points: Sequence[Point], shard_bytes: float 
             {
                 "size": format_size(round(point.size)),
                 "hit": f"{point.hits:.3f}", "low": f"{point.low:.3f}", "high": f"{point.high:.3f}",
-                "netPerHour": f"{point.net:.3f}",
+                "netPerHour": f"{round(point.net, 3) + 0.0:.3f}",  # never "-0.000"
             }
             for point in points
         ]  # fmt: skip

@@ -99,3 +99,8 @@ def test_a_status_is_told_anew_only_when_it_says_something_else() -> None:
     assert again(limitedBy="None")
     assert again(curve=told["memory"]["curve"][:1])
     assert again(keysInSize=1600)
+
+
+def test_a_loss_of_nothing_has_no_sign() -> None:
+    told = tier_status(replace(GROW, saving=-0.0001, saving_error=0.0), [POINTS[0]._replace(net=-0.0001)])
+    assert told["curve"][0]["netPerHour"] == told["saving"]["usdPerHour"] == "0.000"
