@@ -68,8 +68,9 @@ def next_shards(live: Shards | None, wanted: int, ready: set[int], now: datetime
     """
     if live is None:
         return Shards(wanted)
-    if live.previous and now < live.until <= now + WINDOW:  # beyond is nothing that was written here
-        return live
+    if live.previous and now < live.until:
+        # The clock of an operator that took over may be behind. Rows of the former shards are still read.
+        return live._replace(until=min(live.until, (now + WINDOW).replace(microsecond=0)))
     if wanted == live.current or not set(range(live.current, wanted)) <= ready:
         return Shards(live.current)
     return Shards(wanted, live.current, (now + WINDOW).replace(microsecond=0))
