@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from statistics import median
 from typing import Any, NamedTuple
 
 from lmcache.curves import HASHES, Lookup, Window, threshold_of
@@ -73,6 +74,8 @@ class Intake:
         """Tokens, and of them those that a lower tier had: beside the present size of memory."""
         self.moved = Window(FAST_HALF_LIFE, 1.0, 2.0)
         """Bytes to and from the remote tier."""
+        self.prefill = Window(DAY_HALF_LIFE, 1.0, 2.0)
+        """Tokens, and the seconds that pods would have taken to compute them."""
         self.num_samples = self.row_bytes = self.chunk_tokens = 0
         self._counted = -math.inf
         self._saved_traffic = saved_traffic
@@ -162,6 +165,8 @@ class Intake:
         (name, most), present = votes.most_common(1)[0], self.traffic
         is_other = present is not None and present.namespace != name and 2 * most > votes.total()
         if present is None or is_other or present.bounds != bounds:
+            if is_other:
+                self.prefill.restart(-math.inf)
             self.traffic = present = Traffic(name, *bounds, max_keys=max_keys, is_shared=True)
             try:
                 present.restore(self._saved_traffic)
@@ -183,6 +188,9 @@ class Intake:
         filled, number = missed * self.row_bytes, len(self.pods)
         self.traffic.count(now, seconds, accesses, hits, far, filled, num_pods=number)
         self.engine.count(now, grown.looked_up, grown.engine, seconds)
+        rates = [rate for pod in self.pods.values() if (rate := pod.figures.prefill_tokens_per_second)]
+        if rates:
+            self.prefill.count(now, grown.looked_up, grown.looked_up / median(rates), seconds)
         self.lower.count(now, grown.looked_up, grown.disk + grown.remote, seconds)
         stored = grown.written * grown.stored / max(1, grown.stored + grown.touched)
         self.moved.count(now, (stored + grown.promoted) * self.row_bytes, 0.0, seconds)

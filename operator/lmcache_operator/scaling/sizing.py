@@ -298,10 +298,13 @@ class Sizing:
 
     def _service(self, pods: Sequence[Pod]) -> Service:
         figures = [pod.figures for pod in pods]
+        # Of the day, as the lookups are whose price it is: what a pod measures moves with each step.
+        now = _middle(one.prefill_tokens_per_second for one in figures)
+        seconds_per_token = self.intake.prefill.measured_hits
         return Service(
             num_pods=len(pods),
             gpus=_middle(one.gpus for one in figures),
-            prefill_tokens_per_second=_middle(one.prefill_tokens_per_second for one in figures),
+            prefill_tokens_per_second=1 / seconds_per_token if seconds_per_token else now,
             kv_bytes_per_token=_middle(one.kv_bytes_per_token for one in figures),
             tokens_per_access=self.intake.chunk_tokens,
             engine_cache_bytes=_middle(one.engine_bytes for one in figures),

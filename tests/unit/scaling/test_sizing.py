@@ -272,3 +272,20 @@ def test_what_survives_is_small_for_any_bounds_and_the_same_at_rest():
     assert set(loop.report.status["remote"]) >= {"current", "recommended", "next", "reason", "limitedBy"}
     loop.run(1.0)
     assert loop.report.state == state
+
+
+def test_the_price_of_a_token_is_that_of_the_day_and_not_of_the_moment():
+    """Sidecars measure their engine at each step. Long prompts make it ten times as slow for a minute."""
+    loop = Loop()
+    loop.run(2.0, follow=False)
+    stats = loop.sidecars.stats
+
+    def slow(pod: int):
+        found = stats(pod)
+        found["lookups"]["prefill_tokens_per_second"] = 1_000
+        return found
+
+    loop.sidecars.stats = slow
+    loop.poll()
+    status = loop.sizing.decide(loop.now, loop.situation).status
+    assert 512 <= int(status["breakEvenAge"][:-1]) <= 1.25 * 512
