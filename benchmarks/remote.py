@@ -18,21 +18,21 @@ from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least
 from lmcache.tiers.base import ObjectId
-from lmcache.tiers.header import HEADER_BYTES, PART_BYTES
+from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
 from testing.processes import RedisProcess
 
 NUM_PARTS, ROUNDS = 8, 41
-VALUE_BYTES = HEADER_BYTES + PART_BYTES
+VALUE_BYTES = PART_BYTES
 SLOT_BYTES = NUM_PARTS * PART_BYTES
 KEY = b"n" * 32 + b"k" * 32
 BARS = {"unix": 90, "tcp": 90, "tls": 85}  # per cent of the bare loop
 
 
 class BareLoop:
-    """The least that moves some values of a part's length, header included, each way.
+    """The least that moves some values of 4 MiB each way.
 
     It takes turns over ``num_places`` places, as an arena does: memory that is in the caches is faster.
     """

@@ -149,7 +149,10 @@ class LowerTier(Protocol):
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
         """Write one object, or mark as used what is there. ``digests``: of the payload, where they are
-        known. False: refused (full, say)."""
+        known. False: refused (full, say).
+
+        Two writers may store different payloads for one object at once. Any mix of their byte ranges must
+        be valid: the remote tier may serve pieces of both."""
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
         """Mark rows as used that were hit in a tier above. Return those that are not (whole) here any

@@ -60,7 +60,7 @@ def test_objects_are_spread_and_found_again(remote, servers):
     for key in KEYS:
         assert load(remote, 1, key=key) == key + b"\x01"
     remote.touch(KEYS, 2)
-    assert sum(calls(servers, index, "hexists") for index in range(3)) == 8 * len(KEYS)
+    assert sum(calls(servers, index, "hexists") for index in range(3)) == 9 * len(KEYS)
     for node in servers.nodes:  # the map was right
         assert "errorstat_MOVED" not in node.client.info("errorstats")
 

@@ -27,7 +27,7 @@ from tests.harness.remote_objects import KEY, load, pattern, row_name, tier_of
 pytestmark = pytest.mark.redis
 
 MIB = 1 << 20
-EVICTING = {"maxmemory_policy": "allkeys-lru", "activedefrag": "no"}
+EVICTING = {"maxmemory_policy": "allkeys-lru", "lazyfree_lazy_eviction": "no", "activedefrag": "no"}
 
 
 @pytest.fixture
@@ -37,13 +37,14 @@ def server():
 
 
 @pytest.mark.parametrize(
-    ("row_mib", "num_columns", "maxmemory_mib"), [(4, 1, 64), (32, 1, 256), (36, 8, 288)]
+    ("row_mib", "num_columns", "maxmemory_mib"), [(4, 1, 64), (32, 1, 256), (36, 8, 288), (80, 8, 800)]
 )
 def test_rows_are_evicted_whole(server, row_mib, num_columns, maxmemory_mib):
     """Five times as many rows as fit. A row of parts that Redis evicts one by one loses a part soon.
 
     Rows stay for less than a second here. Redis counts ages in seconds, so it may choose a row that was found
-    a moment ago, which is a miss, or the very row that is being written, whose store is refused.
+    a moment ago, which is a miss, or the very row that is being written, whose store is refused. Rows of more
+    than 64 fields (80 MiB) show whether the server evicts no more than it has to.
     """
     server.client.config_set("maxmemory", maxmemory_mib * MIB)
     column_bytes = row_mib * MIB // num_columns
@@ -96,6 +97,18 @@ def test_a_row_that_is_evicted_while_it_is_written_is_refused_and_not_announced(
         assert server.client.dbsize() == 0, "half a row takes no memory"
         assert remote.store(ObjectId(KEY, 0), payload)
         assert load(remote) == payload
+
+
+def test_a_row_that_is_evicted_between_two_columns_is_refused(server):
+    payload = memoryview(pattern(MIB))
+    with contextlib.closing(tier_of(server.unix_url)) as remote:
+        assert remote.store(ObjectId(KEY, 0), payload)
+        server.client.delete(row_name(KEY))
+        assert not remote.store(ObjectId(KEY, 1), payload)
+        assert remote.stats.refused == {"EVICTED": 1}
+        assert server.client.dbsize() == 0, "half a row takes no memory"
+        assert all(remote.store(ObjectId(KEY, column), payload) for column in range(3))
+        assert remote.probe([KEY], 3) == 1
 
 
 @pytest.mark.parametrize(
@@ -233,8 +246,13 @@ class RowsMachine(RuleBasedStateMachine):
     @rule(object_id=st.sampled_from(IDS))
     def store(self, object_id: ObjectId) -> None:
         is_known_broken = object_id in self.remote._rewrite
+        is_written = object_id not in self.contents or is_known_broken
+        if is_written and any(c not in self.contents for c in self.remote._earlier_columns(object_id)):
+            assert not self.remote.store(object_id, memoryview(self.payload_of(object_id)))
+            self.evict(object_id.row_key)
+            return
         assert self.remote.store(object_id, memoryview(self.payload_of(object_id)))
-        if object_id not in self.contents or is_known_broken:
+        if is_written:
             self.broken.discard(object_id)
         self.contents[object_id] = self.payload_of(object_id)
 

@@ -20,8 +20,8 @@ Options, after ``?`` and joined by ``&``; special characters as ``%XX``:
 | ``verify`` | ``full``; ``ca``: the host's name may differ; ``none``: anybody may answer | ``full`` |
 
 The user needs HSET, HGET, HMGET, HEXISTS and PING; under Sentinels ROLE; in a cluster CLUSTER SLOTS, ASKING.
-With INFO the tier knows how soon a server forgets. With UNLINK it deletes a row that the server has evicted
-while the row was written.
+SELECT if ``db`` is not 0. With INFO the tier knows how soon a server forgets. With UNLINK it deletes a row
+that the server has evicted while the row was written.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -118,10 +118,18 @@ def load(
 
 
 def store(
-    connection: Connection, object_id: ObjectId, payload: memoryview, label: bytes, is_rewrite: bool = False
+    connection: Connection,
+    object_id: ObjectId,
+    payload: memoryview,
+    label: bytes,
+    *,
+    earlier: Sequence[ObjectId] = (),
+    is_rewrite: bool = False,
 ) -> bool:
     """Write a column. Returns False if it is there already; the check marks the row as used.
 
+    ``earlier``: columns of this row that the caller has stored just now. If the server has evicted one of
+    them, this one is refused.
     ``is_rewrite``: the stored column is known to be invalid. Raises ServerError when the server refuses a
     piece, and when it evicts the row during the store.
     """
@@ -141,9 +149,10 @@ def store(
             _read_replies(connection, 1)
         connection.set_fields(name, values)
         start += size
-    connection.ask([("HEXISTS", name, field) for field in fields])
-    if 0 in _read_replies(connection, 1 + len(fields))[1:]:
-        # The server evicted the row between two pieces, and later pieces began another one.
+    expected = [*map(marker_field, earlier), *fields]
+    connection.ask([("HEXISTS", name, field) for field in expected])
+    if 0 in _read_replies(connection, 1 + len(expected))[1:]:
+        # The server evicted the row between two pieces or columns, and later pieces began another one.
         _remove(connection, name)
         raise ServerError("EVICTED the row while it was written")
     return True

@@ -72,6 +72,7 @@ class RemoteTier:
         self.health.subscribe(self._note)
         self._secure: dict[Endpoint, Tls] = {}  # shards of which the list says so
         self._topology = self._make_topology()
+        self._thread = threading.local()  # ``stored``: columns of the row that a thread stored last
         self._lock = threading.Lock()  # protects stats and what follows
         self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # invalid, though present
 
@@ -148,11 +149,17 @@ class RemoteTier:
     ) -> bool:
         """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
         say), or is unavailable while others are healthy."""
-        is_rewrite = object_id in self._rewrite
+        is_rewrite, earlier = object_id in self._rewrite, self._earlier_columns(object_id)
         is_new, reason = None, "unavailable"
+
+        def write(connection: Connection) -> bool:
+            return objects.store(
+                connection, object_id, payload, label, earlier=earlier, is_rewrite=is_rewrite
+            )
+
         for server in self._candidates(object_id):
             try:
-                is_new = self._run(server, lambda c: objects.store(c, object_id, payload, label, is_rewrite))
+                is_new = self._run(server, write)
             except ServerError as error:
                 if self._topology.learn(error):
                     continue
@@ -165,7 +172,20 @@ class RemoteTier:
             self.stats.stored += is_new
             self.stats.touched += not is_new
             self._rewrite.pop(object_id, None)
+        self._thread.stored = [*earlier, object_id]
         return True
+
+    def _earlier_columns(self, object_id: ObjectId) -> list[ObjectId]:
+        """Return the columns before this one that this thread has just stored for the same row.
+
+        The server may evict the row between two columns. Then it would keep the later columns alone.
+        """
+        stored: list[ObjectId] = getattr(self._thread, "stored", [])
+        return [
+            column
+            for column in stored
+            if column.row_key == object_id.row_key and column.column < object_id.column
+        ]
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
         """Refresh the age of rows that were hit in a tier above. Return those whose present owner says that

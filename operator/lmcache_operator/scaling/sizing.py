@@ -25,7 +25,7 @@ _CHANGE_SECONDS = 30 * 60.0
 """For one more pod to have the size that was chosen: after that, those it has not can't get it."""
 _SHARD_USABLE = 0.78
 """First guess of the share of a shard's memory that holds payload. ``maxmemory`` is 80 % of the memory, and
-at least 97 % of it is payload (``python -m benchmarks shards``)."""
+at least 96 % of it is payload (``python -m benchmarks shards``)."""
 
 
 class Settings(NamedTuple):

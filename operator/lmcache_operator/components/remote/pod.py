@@ -91,8 +91,9 @@ def settings(managed: ManagedRemote) -> str:
         "appendonly": "no",
         "maxmemory": f"{store_bytes(managed.shard_bytes)}",
         "maxmemory-policy": "allkeys-lru",
-        # Another thread frees evicted rows. Redis frees hashes of up to 64 fields in its main thread.
-        "lazyfree-lazy-eviction": "yes",
+        # With "yes", another thread frees hashes of more than 64 fields. Redis does not wait for that memory
+        # and evicts more rows, up to all of them.
+        "lazyfree-lazy-eviction": "no",
         "lazyfree-lazy-server-del": "yes",
     }
     return "\n".join(f"{name} {value}" for name, value in lines.items())
