@@ -202,8 +202,7 @@ def _read_marker(connection: Connection, object_id: ObjectId) -> Header | None:
     if num_bytes != HEADER_BYTES:
         raise InvalidObjectError("header")
     raw = memoryview(bytearray(HEADER_BYTES))
-    connection.read_bulk(raw)
-    connection.end_bulk()
+    connection.end_bulk(raw)
     try:
         header = parse(raw)
     except HeaderError:
@@ -219,8 +218,7 @@ def _read_piece(connection: Connection, into: memoryview, *, is_element: bool) -
     if num_bytes != len(into) + SEAL_BYTES:
         raise InvalidObjectError("evicted" if num_bytes is None else "length")
     seal = memoryview(bytearray(SEAL_BYTES))
-    connection.read_bulk(into, seal)
-    connection.end_bulk()
+    connection.end_bulk(into, seal)
     return bytes(seal)
 
 

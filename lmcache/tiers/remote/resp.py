@@ -143,9 +143,9 @@ class Connection:
             views.append(target[ahead:])
         self._stream.fill(views)
 
-    def end_bulk(self) -> None:
-        """Read the end of a bulk string, of which all bytes have been read."""
-        self._read_end()
+    def end_bulk(self, *targets: memoryview) -> None:
+        """Read the rest of a bulk string into the targets, and its end, in one call where it can be."""
+        self._read_end(*targets)
         self._num_due -= 1
 
     def _start(self) -> bytes:
@@ -176,8 +176,7 @@ class Connection:
             self._num_due -= 1
             return array
         content = bytearray(length)
-        self.read_bulk(memoryview(content))
-        self._read_end()
+        self._read_end(memoryview(content))
         return bytes(content)
 
     def _read_line(self, *kinds: bytes) -> bytes:
@@ -195,9 +194,9 @@ class Connection:
             raise ConnectionError(f"unexpected reply {line[:32]!r}")
         return line
 
-    def _read_end(self) -> None:
+    def _read_end(self, *targets: memoryview) -> None:
         end = bytearray(2)
-        self.read_bulk(memoryview(end))
+        self.read_bulk(*targets, memoryview(end))
         if end != b"\r\n":
             raise ConnectionError("a bulk string does not end where it said")
 
