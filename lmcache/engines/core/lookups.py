@@ -65,6 +65,7 @@ class LookupThread:
         self._heard_at = -math.inf  # the sidecar's last answer, whatever it was about
         self._latest: deque[float] = deque(maxlen=100)  # seconds of answers
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._unleased: dict[Ticket, tuple[int, Scheduled]] = {}  # loads, with their chunks
         self._has_unreleased = False  # releases that were not answered
         self._silent_epoch = 0
         self._paused_until = 0.0
@@ -118,14 +119,25 @@ class LookupThread:
         self._queue.put(partial(self._serve, ticket))
 
     def note_scheduled(self, ticket: Ticket, num_held: int, start: int = 0, num_tokens: int = 0) -> None:
-        """Keep chunks where they are that are being loaded, ``num_tokens`` from token ``start`` on, and have
-        it counted what becomes of all; the engine itself has ``num_held`` of them."""
-        num_leased = ceil_div(start + num_tokens, self._grid.chunk_tokens) if num_tokens else 0
-        scheduled = Scheduled(num_held, max(num_held, num_leased), num_tokens)
-        self._queue.put(partial(self._tell, ticket, num_leased, scheduled))
+        """Count the request's chunks: the engine has ``num_held`` of them and loads ``num_tokens`` from token
+        ``start`` on. A load is counted with its lease, or when it ends without one."""
+        num_loaded = ceil_div(start + num_tokens, self._grid.chunk_tokens) if num_tokens else 0
+        scheduled = Scheduled(num_held, max(num_held, num_loaded), num_tokens)
+        if num_loaded:
+            self._unleased[ticket] = num_loaded, scheduled
+        else:
+            self._queue.put(partial(self._tell, ticket, 0, scheduled))
+
+    def lease_loads(self) -> None:
+        """Keep the chunks of all loads under way where they are."""
+        for ticket, (num_loaded, scheduled) in self._unleased.items():
+            self._queue.put(partial(self._tell, ticket, num_loaded, scheduled))
+        self._unleased.clear()
 
     def release(self, ticket: Ticket) -> None:
-        """End the ticket's lease, if it has one."""
+        """End the ticket's lease, if it has one: its load has ended."""
+        if ticket in self._unleased:
+            self._queue.put(partial(self._tell, ticket, 0, self._unleased.pop(ticket)[1]))
         self._queue.put(partial(self._release, ticket))
 
     def close(self) -> None:

@@ -5,7 +5,8 @@ The life of a request here, with the hooks of an engine's connector that call it
     add ──▶ a hint: lower tiers may bring what they have
     num_loadable ──▶ the index in shared memory says how much can be loaded (the offer); None while more is
                      on its way
-    note_allocated ──▶ the offer becomes a LoadJob, the lease follows as a message, which counts the request
+    note_allocated ──▶ the offer becomes a LoadJob; its lease follows as a message with the step, or with the
+                       next one where nothing else is computed: most loads have ended by then and need none
     note_scheduled ──▶ a StoreJob for every chunk that this step completes
     finish ──▶ blocks are held while StoreJobs of the request are out
     take_report, note_loaded, note_released ──▶ what the workers ended
@@ -255,6 +256,8 @@ class SchedulerSide:
         self._num_steps += num_tokens > 0
         step = self._rate.begin(num_tokens, self._clock()) if self._lookups else 0
         meta = self._next
+        if self._lookups is not None and (num_tokens or not meta.loads):
+            self._lookups.lease_loads()
         if not (meta.loads or meta.stores or meta.reclaimed or meta.left_behind or meta.held or step):
             return _NOTHING if num_tokens else _NOTHING_IDLE
         meta.is_idle, meta.timed_step = not num_tokens, step

@@ -83,6 +83,7 @@ def test_what_every_group_has_is_offered_and_loaded_into_its_blocks(rig):
         Piece(2, Slot(4, 1), 0, (502, 503)),
         Piece(2, Slot(5, 1), 0, (504, 505)),
     ]
+    rig.scheduler.end_step(0)
     rig.drain_lookups()
     assert rig.session.leased == {"second"}
 

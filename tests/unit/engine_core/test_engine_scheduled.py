@@ -18,6 +18,7 @@ def rig():
 
 
 def told(rig) -> list:
+    rig.scheduler.end_step(64)
     rig.drain_lookups()
     return rig.session.scheduled
 
@@ -66,6 +67,40 @@ def test_one_call_leases_and_tells_where_all_is_loaded(rig):
     rig.session.before_lookup = lambda: calls.append(None)
     schedule(rig, request)
     assert len(told(rig)) == len(calls) == 1
+    assert rig.session.leased == {"r"}
+
+
+def test_a_load_that_ends_within_an_idle_step_is_counted_and_never_leased(rig):
+    rig.stored(3)
+    request = rig.arrive(make_request(200))
+    rig.session.release = lambda *_, **__: pytest.fail("nothing was leased")
+    schedule(rig, request)
+    assert rig.step().is_idle
+    rig.drain_lookups()
+    assert not rig.session.scheduled
+    rig.report(received=["r"])
+    rig.drain_lookups()
+    assert rig.session.scheduled == [("r", 3, Scheduled(0, 3, 192))]
+    assert rig.session.leased == set()
+    rig.step()
+    assert len(told(rig)) == 1
+
+
+def test_a_load_that_outlasts_an_idle_step_is_leased(rig):
+    rig.stored(3)
+    schedule(rig, rig.arrive(make_request(200)))
+    for leased in set(), {"r"}:
+        assert rig.step().is_idle
+        rig.drain_lookups()
+        assert rig.session.leased == leased
+
+
+def test_a_load_beside_a_step_that_computes_is_leased_with_it(rig):
+    """Nobody knows how long the step takes, and rows may be evicted meanwhile."""
+    rig.stored(3)
+    schedule(rig, rig.arrive(make_request(200)))
+    rig.scheduler.end_step(64)
+    rig.drain_lookups()
     assert rig.session.leased == {"r"}
 
 

@@ -249,6 +249,7 @@ def test_an_abort_during_a_load_leaves_the_blocks_to_the_engine_and_the_lease_to
     rig.allocate(request, blocks(6), 192)
     rig.step()
     assert rig.finish(request) is False
+    rig.step()
     rig.drain_lookups()
     assert rig.session.leased == {"r"}, "the copy still reads the slots"
     rig.report(received=["r"])
@@ -271,10 +272,11 @@ def test_a_promised_load_is_handed_out_to_fail_when_it_can_t_be_planned(rig):
 
 
 def load(rig, request_id="r"):
-    """A request of which 3 chunks are being loaded."""
+    """A request of which 3 chunks are being loaded, and leased."""
     request = rig.arrive(make_request(200, request_id))
     assert rig.match(request) == (192, True)
     rig.allocate(request, blocks(6), 192)
+    rig.scheduler.end_step(64)
     return request
 
 

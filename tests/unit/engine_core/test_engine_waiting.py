@@ -36,6 +36,7 @@ def test_nothing_is_leased_for_a_request_that_only_waits(rig):
     rig.drain_lookups()
     assert rig.session.leased == set(), "not allocated yet"
     rig.allocate(request, blocks(6), 192)
+    rig.scheduler.end_step(64)
     rig.drain_lookups()
     assert rig.session.leased == {"r"}
 
