@@ -35,7 +35,7 @@ from testing.kube.process import Component
 from tools.kube import binaries
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok", "kubectl", "helm")
+PROGRAMS = binaries.CLUSTER
 CRDS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 PREFIX = "lmcache-kube-"
 _LOG_LINES, _NOTE_CHARS = 15, 20_000
@@ -78,9 +78,10 @@ class Cluster:
     api_server_flags: Sequence[str] = ("--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none")
     """Beyond those that all have."""
 
-    def __init__(self, *, crds: Sequence[Path] = (), num_nodes: int = 2) -> None:
+    def __init__(self, *, crds: Sequence[Path] = (), num_nodes: int = 2, bin_dir: Path | None = None) -> None:
+        """``bin_dir`` holds `PROGRAMS`; by default they are the pinned ones."""
         self.crds, self.num_nodes = crds, num_nodes
-        self.bin = binaries.directory(self.programs)
+        self.bin = bin_dir or binaries.directory(self.programs)
         self.directory, self._owner = _new_directory()
         self.components: dict[str, Component] = {}
         self.seconds: dict[str, float] = {}

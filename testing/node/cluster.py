@@ -22,7 +22,7 @@ from tools.kube import binaries
 
 PROGRAMS = (
     *(program for program in cluster.PROGRAMS if program != "kwok"),
-    "kubelet", "kube-proxy", *binaries.NODE,
+    *binaries.NODE,
 )  # fmt: skip
 NODE = "node-0"
 KUBELET_ROOT = Path("/var/lib/kubelet")

@@ -2,8 +2,8 @@
 
     python -m tools.kube.binaries [--list] [NAME...]
 
-Order: ``$KUBEBUILDER_ASSETS`` if it holds what is asked for; the cache directory; the official download, if
-its host answers within five seconds; Go and the module proxy. Each program is installed by one rename and
+Order: ``$KUBEBUILDER_ASSETS`` if it holds all requested programs; the cache directory; the official download,
+if its host answers within five seconds; Go and the module proxy. Each program is installed by one rename and
 under a lock, so that a killed or a second caller never leaves or sees half of one.
 """
 
@@ -35,36 +35,47 @@ NEWEST, OLDEST = "1.36", "1.33"
 VERSION = os.environ.get("LMCACHE_KUBE_VERSION", NEWEST)
 MODULE = HERE if VERSION == NEWEST else HERE / "versions" / VERSION
 """Where the release's go.mod is."""
-HELM, KWOK, KUBECONFORM = "v3.18.6", "v0.8.0", "v0.7.0"
+KUBECONFORM = "v0.7.0"
 CONTAINERD = "v2.4.2"  # the kubelet needs 2.1 or newer; distributions have older ones
-COMPONENTS = (
-    "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy",
-)  # fmt: skip
-NODE = ("containerd", "containerd-shim-runc-v2", "ctr", "coredns")
+CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
+CLUSTER = (*CONTROL_PLANE, "kwok", "kubectl", "helm")
+"""A cluster whose nodes are simulated, and the tools of its users: all that the demo needs."""
+KUBELET = ("kubelet", "kube-proxy")
+LINKS = {"kube": CONTROL_PLANE, "node": KUBELET}
+"""The programs of each binary that is several programs; a symbolic link gives each its name."""
+CONTAINERD_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
+NODE = (*KUBELET, *CONTAINERD_PROGRAMS, "coredns")
 """What a node that runs pods needs beyond the others; runc and CNI plugins are the distribution's."""
 ARCH = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 DOWNLOAD_TIMEOUT_SECONDS = 5
 PROGRESS_SECONDS = 10
+HOW_LONG = " (about 5 min on 2 cores if nothing is compiled yet)"
 
 
 class BinariesError(RuntimeError):
     """A binary can be neither found, downloaded nor built; the message says what to do."""
 
 
-def _required(module: str) -> str:
-    """The version of a module that go.mod names."""
+def _required(module: str, folder: Path = MODULE) -> str | None:
+    """The version of a module that the go.mod in ``folder`` names; None if it names none."""
     try:
-        text = (MODULE / "go.mod").read_text()
+        text = (folder / "go.mod").read_text()
     except FileNotFoundError as error:
         raise BinariesError(
             f"LMCACHE_KUBE_VERSION={VERSION}: no such version, there are {NEWEST} and {OLDEST}"
         ) from error
-    found = re.search(rf"^\s+{re.escape(module)} (v\S+)$", text, re.MULTILINE)
-    assert found is not None, f"{MODULE}/go.mod does not require {module}"
-    return found[1]
+    found = re.search(rf"^\s+{re.escape(module)} (v\S+)(?: // indirect)?$", text, re.MULTILINE)
+    return found[1] if found else None
 
 
-KUBERNETES, ETCD = _required("k8s.io/kubernetes"), _required("go.etcd.io/etcd/server/v3")
+def _pinned(module: str, folder: Path = MODULE) -> str:
+    version = _required(module, folder)
+    assert version is not None, f"{folder}/go.mod does not require {module}"
+    return version
+
+
+KUBERNETES, ETCD = _pinned("k8s.io/kubernetes"), _pinned("go.etcd.io/etcd/server/v3")
+HELM, KWOK = _pinned("helm.sh/helm/v3", HERE), _pinned("sigs.k8s.io/kwok", HERE)
 _MAJOR, _MINOR, _ = KUBERNETES.removeprefix("v").split(".")
 # Helm takes the version of Kubernetes that it renders for from its linker flags; unset, it is 1.20.
 _HELM_PACKAGE = "helm.sh/helm/v3/pkg/chartutil.k8sVersion"
@@ -73,14 +84,16 @@ LDFLAGS = (
     f"-X {_HELM_PACKAGE}Major={_MAJOR} -X {_HELM_PACKAGE}Minor={_MINOR}"
 )
 
+# -l (no inlining) halves the time of compiling Kubernetes; its price is 0.7 s at a control plane's start. No
+# debugger reads these programs, and leaving the debug information out saves another 5 %.
+GCFLAGS = "all=-l -dwarf=false"
+
 
 @dataclass(frozen=True)
 class Program:
     """Where one program comes from: a Go package, and an official download if its checksum is published."""
 
     package: str
-    minutes: float
-    """What a first build takes on two cores."""
     url: str = ""
     checksums: str = ""
     """The file with the SHA-256, alone or in lines of ``sha256  file``."""
@@ -98,37 +111,46 @@ class Program:
 def _kubernetes(name: str) -> Program:
     url = f"https://dl.k8s.io/{KUBERNETES}/bin/linux/{ARCH}/{name}"
     if name == "kubectl":
-        return Program("k8s.io/kubernetes/cmd/kubectl", 0.5, url, f"{url}.sha256")
-    return Program(".", 6, url, f"{url}.sha256", built_as="kube")
+        return Program("k8s.io/kubernetes/cmd/kubectl", url, f"{url}.sha256")
+    if name in KUBELET:
+        return Program("./node", url, f"{url}.sha256", built_as="node")
+    return Program(".", url, f"{url}.sha256", built_as="kube")
 
 
-def _containerd(name: str) -> Program:
-    return Program(f"github.com/containerd/containerd/v2/cmd/{name}@{CONTAINERD}", 1.5)
+def _shared(module: str, package: str, version: str) -> str:
+    """The package as it is built.
+
+    The newest release's go.mod requires the module, so that it shares the compiled packages of Kubernetes.
+    The oldest release is too old for it: there the module is built with its own dependencies.
+    """
+    return f"{module}/{package}" + ("" if _required(module) else f"@{version}")
 
 
 _ETCD = f"https://github.com/etcd-io/etcd/releases/download/{ETCD}"
 _HELM = f"https://get.helm.sh/helm-{HELM}-linux-{ARCH}.tar.gz"
 PROGRAMS: dict[str, Program] = {
-    **{name: _kubernetes(name) for name in (*COMPONENTS[1:], "kubectl")},
-    "etcd": Program(
-        ".", 6, f"{_ETCD}/etcd-{ETCD}-linux-{ARCH}.tar.gz", f"{_ETCD}/SHA256SUMS", built_as="kube"
-    ),
-    "helm": Program(f"helm.sh/helm/v3/cmd/helm@{HELM}", 1.7, _HELM, f"{_HELM}.sha256sum"),
-    "kwok": Program(f"sigs.k8s.io/kwok/cmd/kwok@{KWOK}", 1.8),
-    "kubeconform": Program(f"github.com/yannh/kubeconform/cmd/kubeconform@{KUBECONFORM}", 0.2),
-    **{name: _containerd(name) for name in NODE[:3]},
-    "coredns": Program(".", 1, module="coredns"),
+    **{name: _kubernetes(name) for name in (*CONTROL_PLANE[1:], *KUBELET, "kubectl")},
+    "etcd": Program(".", f"{_ETCD}/etcd-{ETCD}-linux-{ARCH}.tar.gz", f"{_ETCD}/SHA256SUMS", built_as="kube"),
+    "helm": Program(_shared("helm.sh/helm/v3", "cmd/helm", HELM), _HELM, f"{_HELM}.sha256sum"),
+    "kwok": Program(_shared("sigs.k8s.io/kwok", "cmd/kwok", KWOK)),
+    "kubeconform": Program(f"github.com/yannh/kubeconform/cmd/kubeconform@{KUBECONFORM}"),
+    **{
+        name: Program(f"github.com/containerd/containerd/v2/cmd/{name}@{CONTAINERD}")
+        for name in CONTAINERD_PROGRAMS
+    },
+    "coredns": Program(".", module="coredns"),
 }
 ALL = tuple(name for name in PROGRAMS if name not in NODE)
 
 
 def cache_directory() -> Path:
     """The folder of exactly these versions: another pin gets another folder."""
-    digest = hashlib.sha256(repr((KWOK, KUBECONFORM, CONTAINERD, LDFLAGS, ARCH)).encode())
+    digest = hashlib.sha256(repr((HELM, KWOK, KUBECONFORM, CONTAINERD, LDFLAGS, GCFLAGS, ARCH)).encode())
     for path in (
         MODULE / "go.mod",
         MODULE / "go.sum",
         HERE / "main.go",
+        HERE / "node" / "main.go",
         *sorted((HERE / "coredns").iterdir()),
     ):
         digest.update(path.read_bytes())
@@ -168,9 +190,9 @@ def _say(text: str) -> None:
 
 def _install(names: Sequence[str], bin_dir: Path) -> None:
     online = True
-    for name in names:
-        if (bin_dir / name).exists():
-            continue
+    missing = [name for name in names if not (bin_dir / name).exists()]
+    to_build = []
+    for name in missing:
         program = PROGRAMS[name]
         with tempfile.TemporaryDirectory(prefix=".new-", dir=bin_dir) as temporary:
             if online and program.url:
@@ -181,7 +203,13 @@ def _install(names: Sequence[str], bin_dir: Path) -> None:
                 except OSError as error:  # no route, refused, time-out, 404
                     _say(f"no official download ({error}); building with Go instead")
                     online = False
-            _build(name, Path(temporary), bin_dir)
+        to_build.append(name)
+    # One call for all that share Kubernetes' go.mod: one program is linked while others are compiled.
+    together = [name for name in to_build if PROGRAMS[name].is_of_kubernetes]
+    alone = [[name] for name in to_build if name not in together]
+    for group in filter(None, [together, *alone]):
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=bin_dir) as temporary:
+            _build(group, Path(temporary), bin_dir)
 
 
 def _fetch(url: str) -> bytes:
@@ -213,35 +241,35 @@ def _download(name: str, target: Path) -> None:
     target.chmod(0o755)
 
 
-def _build(name: str, temporary: Path, bin_dir: Path) -> None:
-    """Builds with ``go install``; Kubernetes and etcd come together, as links to one binary."""
-    program = PROGRAMS[name]
-    env = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(temporary)}
-    # -l (no inlining) halves the time of compiling Kubernetes; its price is 0.7 s at a control plane's start.
+def _build(names: Sequence[str], temporary: Path, bin_dir: Path) -> None:
+    """Builds programs of one go.mod with ``go install``."""
+    programs = {PROGRAMS[name].built_as or name: PROGRAMS[name] for name in names}
+    (module, is_of_kubernetes), *others = {(p.module, p.is_of_kubernetes) for p in programs.values()}
+    assert not others, "programs of one build share their go.mod"
     argv = [
         _go(),
         "install",
         "-v",
         "-buildvcs=false",
         "-trimpath",
-        "-gcflags=all=-l",
+        f"-gcflags={GCFLAGS}",
         "-ldflags",
         LDFLAGS,
-        *([f"-modfile={MODULE / 'go.mod'}"] if program.is_of_kubernetes else []),
-        program.package,
+        *([f"-modfile={MODULE / 'go.mod'}"] if is_of_kubernetes else []),
+        *(program.package for program in programs.values()),
     ]
-    _say(
-        f"building {program.built_as or name}: {program.minutes:g} min on 2 cores if nothing is compiled yet"
-    )
-    _run_with_progress(argv, HERE / program.module, temporary / "log", env)
-    os.replace(temporary / (program.built_as or name), bin_dir / (program.built_as or name))
-    for link in COMPONENTS if program.built_as else ():
-        (temporary / link).symlink_to(program.built_as)
-        os.replace(temporary / link, bin_dir / link)
+    _say(f"building {', '.join(programs)}{HOW_LONG if 'kube' in programs else ''}")
+    env = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(temporary)}
+    _run_with_progress(argv, HERE / module, temporary / "log", env)
+    for binary in programs:
+        os.replace(temporary / binary, bin_dir / binary)
+        for link in LINKS.get(binary, ()):
+            (temporary / link).symlink_to(binary)
+            os.replace(temporary / link, bin_dir / link)
 
 
 def _run_with_progress(argv: Sequence[str], module: Path, log: Path, env: dict[str, str]) -> None:
-    start = time.monotonic()
+    start, cpu_start = time.monotonic(), _cpu_seconds()
     with log.open("w") as output:
         process = subprocess.Popen(argv, cwd=module, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -260,7 +288,14 @@ def _run_with_progress(argv: Sequence[str], module: Path, log: Path, env: dict[s
         raise BinariesError(
             f"{' '.join(argv[:2])} {argv[-1]} failed (is the Go module proxy reachable?):\n{tail}"
         )
-    _say(f"done in {time.monotonic() - start:.0f} s")
+    cpu = _cpu_seconds() - cpu_start
+    _say(f"done in {time.monotonic() - start:.0f} s ({cpu:.0f} s of processor time)")
+
+
+def _cpu_seconds() -> float:
+    """Of the processes that we started and that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _go() -> str:

@@ -5,7 +5,6 @@
 package main
 
 import (
-	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -18,9 +17,7 @@ import (
 	_ "k8s.io/component-base/metrics/prometheus/version"
 	apiserver "k8s.io/kubernetes/cmd/kube-apiserver/app"
 	controllermanager "k8s.io/kubernetes/cmd/kube-controller-manager/app"
-	proxy "k8s.io/kubernetes/cmd/kube-proxy/app"
 	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
-	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
 )
 
 func command(name string) *cobra.Command {
@@ -31,15 +28,6 @@ func command(name string) *cobra.Command {
 		return controllermanager.NewControllerManagerCommand()
 	case "kube-scheduler":
 		return scheduler.NewSchedulerCommand()
-	case "kubelet":
-		switch command := any(kubelet.NewKubeletCommand).(type) {
-		case func(context.Context) *cobra.Command:
-			return command(context.Background())
-		case func() *cobra.Command: // until 1.33
-			return command()
-		}
-	case "kube-proxy":
-		return proxy.NewProxyCommand()
 	}
 	return nil
 }

@@ -18,9 +18,11 @@ GO = """#!/bin/sh
 [ "$1" = list ] && exit 0
 echo "$@" >> "{log}"
 [ -n "{fails}" ] && {{ echo "go: cannot find module"; exit 1; }}
-for last; do :; done
-case "$last" in .) name=kube;; *) name=${{last##*/}}; name=${{name%%@*}};; esac
-printf '#!/bin/sh\\necho built' > "$GOBIN/$name"; chmod +x "$GOBIN/$name"
+while :; do case "$1" in -ldflags) shift 2;; -*|install) shift;; *) break;; esac; done
+for package; do
+  case "$package" in .) name=kube;; *) name=${{package##*/}}; name=${{name%%@*}};; esac
+  printf '#!/bin/sh\\necho built' > "$GOBIN/$name"; chmod +x "$GOBIN/$name"
+done
 """
 
 
@@ -101,12 +103,30 @@ def test_assets_of_the_user_come_first_if_they_hold_all_that_is_asked_for(tmp_pa
     assert binaries.directory(["etcd", "kwok"]) == binaries.cache_directory()
 
 
-def test_components_are_links_to_one_binary_that_is_built_once(go):
-    log = go()
-    folder = binaries.directory(binaries.COMPONENTS)
-    assert {os.readlink(folder / name) for name in binaries.COMPONENTS} == {"kube"}
-    assert binaries.directory(binaries.COMPONENTS) == folder
+@pytest.mark.parametrize("binary", binaries.LINKS)
+def test_programs_of_one_binary_are_links_to_it_and_it_is_built_once(go, binary):
+    log, names = go(), binaries.LINKS[binary]
+    folder = binaries.directory(names)
+    assert {os.readlink(folder / name) for name in names} == {binary}
+    assert binaries.directory(names) == folder
     assert len(log.read_text().splitlines()) == 1
+
+
+def test_programs_that_share_the_packages_of_kubernetes_are_built_by_one_call(go):
+    log = go()
+    binaries.directory([*binaries.CONTROL_PLANE, "kubectl", "helm", "kwok"])
+    (line,) = log.read_text().splitlines()
+    assert "@" not in line  # a package at a version would be built with dependencies of its own
+    assert "./node" not in line
+
+
+def test_a_release_that_is_too_old_to_share_gets_helm_and_kwok_at_their_pins(monkeypatch):
+    monkeypatch.setattr(binaries, "_required", lambda module: None)
+    assert binaries._shared("sigs.k8s.io/kwok", "cmd/kwok", "v0.8.0") == "sigs.k8s.io/kwok/cmd/kwok@v0.8.0"
+
+
+def test_what_only_a_node_needs_is_not_built_for_tests():
+    assert not {"kubelet", "kube-proxy", "containerd"} & set(binaries.ALL)
 
 
 def test_only_what_is_asked_for_is_built(go):
