@@ -23,8 +23,9 @@ kube: setup ## the Kubernetes binaries, built once into the cache directory (6-8
 images: setup ## the images of a release and of tests, with their sizes (root; 3 min from nothing, then seconds)
 	@$(PY) -m tools.images
 
-demo: setup ## the main job on real parts, with something to look at
-	@$(PY) -m demo
+demo: ## the main job on real parts, with something to look at
+	@tools/setup.sh base
+	@$${PYTHON:-python3} -m demo.start
 
 test: setup kube ## everything that needs no GPU, on real Redis, vLLM and kube-apiserver
 	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # older than the engines that load it

@@ -1,20 +1,28 @@
-"""First half: one prompt, three engines. Cold; from the sidecar's memory; from Redis."""
+"""First half: one prompt, three engines. Cold; from the sidecar's memory; from Redis.
+
+Nothing else runs while a prompt is measured: the build is paused, and the sidecar has written all rows.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 import urllib.request
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from demo.show import command, note, step, title
+from testing.child_process import free_port
 from testing.engine.process import ServedEngine, connector_config
 from testing.processes import RedisProcess, SidecarProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_TOKENS, ANSWER_TOKENS, CHUNK_TOKENS = 8192, 32, 256
-ENGINE_PORT = 18080
+ROWS = PROMPT_TOKENS // CHUNK_TOKENS
+Alone = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which no other work of the demo runs."""
 
 
 @dataclass(frozen=True)
@@ -56,41 +64,60 @@ def ask(url: str, tokens: list[int], max_tokens: int) -> Answer:
     return Answer(ttft, answer, cached)
 
 
-def one_engine(what: str, sidecar: SidecarProcess, log: Path) -> Answer:
-    """Start an engine whose KV cache is empty, ask, and stop it."""
+def start_engine(sidecar: SidecarProcess, number: int, logs: Path) -> ServedEngine:
+    """Start an engine whose KV cache is empty; it is not waited for."""
     config = connector_config(sidecar.socket_path)
     command(f'vllm serve tiny --kv-transfer-config \'{{"kv_connector": "{config["kv_connector"]}", ...}}\'')
-    with ServedEngine(log, ENGINE_PORT, config) as engine:
-        with step("a new vLLM server, its KV cache empty (real vLLM on the CPU, a tiny random-weight Llama)"):
-            engine.wait_ready()
+    return ServedEngine(logs / f"engine-{number}.log", free_port(), config)
+
+
+def measure(what: str, engine: ServedEngine, sidecar: SidecarProcess, alone: Alone) -> Answer:
+    """Ask an engine, and stop it when the sidecar has written what it stored."""
+    with alone():
         ask(engine.url, [7] * CHUNK_TOKENS, 1)  # the first request of a process pays for lazy imports
+        wait_until_written(sidecar, 1)
         answer = ask(engine.url, prompt(), ANSWER_TOKENS)
-        note(f"answer: {answer.tokens[:12]} ...")
-        note(f"{what}: first token after {answer.ttft_seconds * 1e3:.0f} ms,"
-             f" {answer.num_cached_tokens} of {PROMPT_TOKENS} prompt tokens from the cache")  # fmt: skip
+    note(f"answer: {answer.tokens[:12]} ...")
+    note(f"{what}: first token after {answer.ttft_seconds * 1e3:.0f} ms,"
+         f" {answer.num_cached_tokens} of {PROMPT_TOKENS} prompt tokens from the cache")  # fmt: skip
+    wait_until_written(sidecar, ROWS + 1)  # the first request's row, too
+    engine.close()
     return answer
 
 
-def wait_until_written(sidecar: SidecarProcess) -> None:
-    """Until the prompt's chunks are in Redis."""
-    rows = PROMPT_TOKENS // CHUNK_TOKENS
-    sidecar.wait_until(lambda stats: stats["remote"]["written"] >= rows)
+def wait_until_written(sidecar: SidecarProcess, num_rows: int) -> None:
+    """Wait until the sidecar has ``num_rows`` rows in memory and none left to write to Redis."""
+    sidecar.wait_until(
+        lambda stats: stats["memory"]["used_rows"] >= num_rows and not stats["num_unwritten_rows"]
+    )
 
 
-def run(logs: Path) -> dict[str, object]:
-    """The three rounds; returns what goes into the report."""
+def run(logs: Path, alone: Alone) -> dict[str, object]:
+    """Measure the three engines. Returns what goes into the report."""
     title("1. One prompt of 8,192 tokens, three engines that never met")
     rounds: dict[str, Answer] = {}
-    with RedisProcess() as redis:
-        with sidecar_over(redis) as sidecar:
-            rounds["cold"] = one_engine("cold", sidecar, logs / "engine-1.log")
-            wait_until_written(sidecar)
-            note("The engine is stopped: its own KV is gone. The sidecar stays.")
-            rounds["memory hit"] = one_engine("memory hit", sidecar, logs / "engine-2.log")
-            with step("stopping engine and sidecar; the memory tier is thrown away, only Redis is left"):
-                sidecar.terminate()
-        with sidecar_over(redis) as sidecar:
-            rounds["remote hit"] = one_engine("remote hit", sidecar, logs / "engine-3.log")
+    with (
+        RedisProcess() as redis,
+        sidecar_over(redis) as first,
+        sidecar_over(redis) as second,
+        ExitStack() as stack,
+    ):
+        engines = [
+            stack.enter_context(start_engine(sidecar, number, logs))
+            for number, sidecar in enumerate((first, first, second), 1)
+        ]
+        with step(
+            "three vLLM servers, their KV caches empty (real vLLM on the CPU, a tiny random-weight Llama)"
+        ):
+            for engine in engines:
+                engine.wait_ready()
+        rounds["cold"] = measure("cold", engines[0], first, alone)
+        note("This engine is stopped: its own KV is gone. Its sidecar stays. The second engine is asked.")
+        rounds["memory hit"] = measure("memory hit", engines[1], first, alone)
+        with step("stopping engine and sidecar: their memory is gone, only Redis is left"):
+            first.terminate()
+        note("The third engine is asked. Its own sidecar has never had a request.")
+        rounds["remote hit"] = measure("remote hit", engines[2], second, alone)
     return report(rounds)
 
 

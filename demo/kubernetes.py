@@ -10,6 +10,7 @@ from typing import Any
 from demo.show import command, note, step, title
 from testing.kube.cluster import Cluster
 from testing.kube.operator import SERVICE_ACCOUNT, SYSTEM_NAMESPACE, Operator
+from tools.kube import binaries, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE, RELEASE, NAME = "default", "lmcache", "qwen3-8b"
@@ -29,7 +30,7 @@ def run(logs: Path) -> dict[str, object]:
     """Returns what goes into the report, times in seconds."""
     title("2. One object, a real control plane, our chart")
     with step("etcd, kube-apiserver, controller-manager, scheduler; nodes with GPUs are simulated by kwok"):
-        cluster = Cluster()
+        cluster = Cluster(bin_dir=machine.directory(binaries.CLUSTER))
         cluster.__enter__()
     try:
         return _with(cluster, logs)

@@ -2,6 +2,8 @@
 # Makes .venv with everything the targets need, and the system packages. Idempotent: a second run takes under a second.
 #
 #   tools/setup.sh        the Python environment and the system packages
+#   tools/setup.sh base   only what a build of Kubernetes needs: the system packages and uv, which fetches Go
+#   tools/setup.sh check  install nothing; succeed if the Python environment is complete
 #
 # Pins: tools/requirements/*.txt, made by `make pins`. The engine is vLLM's CPU build, installed without its
 # dependency resolution because its metadata asks for a torch build that the plain one replaces.
@@ -14,6 +16,12 @@ die() { printf '[setup] %s\n' "$*" >&2; exit 1; }
 cache=${LMCACHE_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/lmcache-cluster}
 uv_version=0.13.8
 python=${PYTHON:-python3}
+
+# -- is there anything to do?
+stamp=.venv/.setup-stamp
+want=$(cat tools/requirements/*.txt pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1)
+is_done() { [ "$(cat $stamp 2>/dev/null)" = "$want" ]; }
+if [ "${1:-}" = check ]; then is_done; exit; fi
 
 # -- system packages: (command that must exist, Debian package that has it)
 missing=""
@@ -34,9 +42,7 @@ fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "Python 3.11 or newer is needed; set PYTHON to one (found $("$python" -V))"
 
 # -- the Python environment
-stamp=.venv/.setup-stamp
-want=$(cat tools/requirements/*.txt pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1)
-[ "$(cat $stamp 2>/dev/null)" = "$want" ] && exit 0
+is_done && exit 0
 
 if command -v uv >/dev/null 2>&1; then uv=uv; else
   uv=$cache/uv-$uv_version/bin/uv
@@ -45,6 +51,7 @@ if command -v uv >/dev/null 2>&1; then uv=uv; else
     "$python" -m pip install --quiet --disable-pip-version-check --root-user-action ignore --target "$cache/uv-$uv_version" "uv==$uv_version"
   fi
 fi
+[ "${1:-}" = base ] && exit 0
 say "making .venv"
 "$uv" venv --quiet --allow-existing --python "$python" .venv
 # Compiled once here: where the environment forbids writing bytecode, every engine's start would compile it anew.

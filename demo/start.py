@@ -1,0 +1,80 @@
+"""``python3 -m demo.start [HALF...]``: set-up and the build of Kubernetes at once, then ``python -m demo``.
+
+It runs before the environment is there, so it imports nothing but the standard library and the build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from demo import build as background
+from demo.build import Build
+from tools.kube import binaries, machine
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+LOGS = HERE / "logs"
+BUILD_LOG = LOGS / "kubernetes-build.log"
+HALVES = ("engine", "kubernetes")
+SECONDS = {"engine": 65, "kubernetes": 25}
+"""What each half takes on two cores when all is there."""
+SET_UP_MINUTES, BUILD_MINUTES = 2.5, 5.5
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m demo", description=description)
+    parser.add_argument("halves", nargs="*", metavar="HALF", default=list(HALVES), help=", ".join(HALVES))
+    # From `main`, after set-up: the `Build.handle` of what it started, empty if that is nothing.
+    parser.add_argument("--build", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.halves) - set(HALVES):
+        parser.error(f"unknown half {', '.join(sorted(unknown))}; there are {', '.join(HALVES)}")
+    return options
+
+
+def expected(halves: Sequence[str], *, is_set_up: bool) -> str:
+    """How long it will take, on two cores."""
+    missing = machine.missing(binaries.CLUSTER) if "kubernetes" in halves else []
+    seconds = sum(SECONDS[half] for half in halves)
+    if is_set_up and not missing:
+        return f"This takes about {seconds} seconds."
+    # The build goes on beside set-up and the engine; each of them also takes some of the build's time.
+    minutes = seconds / 60 + max(0 if is_set_up else SET_UP_MINUTES, BUILD_MINUTES if missing else 0)
+    lines = [f"This takes about {minutes:.0f} minutes this first time, later {seconds} seconds."]
+    if not is_set_up:
+        lines.append("3 GB of Python packages are downloaded and installed.")
+    if missing:
+        lines.append(f"Kubernetes is built from source in the background ({', '.join(missing)}).")
+        lines.append(f"It is kept in {binaries.cache_directory().parent}.")
+        lines.append("The build pauses while something is measured.")
+    return "\n".join(lines)
+
+
+def build() -> Build:
+    LOGS.mkdir(exist_ok=True)
+    return background.kubernetes(BUILD_LOG, binaries.CLUSTER)
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    set_up = ROOT / "tools" / "setup.sh"
+    python = str(ROOT / ".venv" / "bin" / "python")
+    argv = [python, "-m", "demo", *options.halves]
+    if subprocess.run([set_up, "check"]).returncode == 0:
+        os.execv(python, argv)
+    print(expected(options.halves, is_set_up=False), flush=True)
+    with build() if "kubernetes" in options.halves else nullcontext() as started:
+        if status := subprocess.run([set_up]).returncode:
+            sys.exit(status)
+        # The process stays the same, so that the build stays its child.
+        os.execv(python, [*argv, f"--build={started.handle if started else ''}"])
+
+
+if __name__ == "__main__":
+    main()
