@@ -1,14 +1,21 @@
-"""What autoscaled tiers cost, compared with the best size that never changes, in a loop with exact tiers."""
+"""What autoscaled tiers cost, compared with the best size that never changes, in a loop with exact tiers.
+
+CASES=rows runs only those with rows of a real engine, CASES=others the others.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.report import Figure, Report, at_most
+from lmcache_operator.autoscaling.tier import Prices
+from lmcache_operator.scaling.sizing import SHARD_USABLE
+
+from benchmarks.report import Figure, Report, at_least, at_most
 from testing.workloads import requests
-from testing.workloads.closed_loop import Run, Setup, scattered, simulate
+from testing.workloads.closed_loop import Run, Setup, scattered, simulate, sticky
 from testing.workloads.remote_loop import RemoteSetup, simulate_remote
 from testing.workloads.requests import HOUR, chat, together
 
@@ -30,12 +37,80 @@ MEMORY: dict[str, Callable[[], Setup]] = {
 }
 
 
+POD_NUMBERS = (2, 4, 8)
+PAID, FREE = Prices(2.50, 0.004, 0.004), Prices(2.50, 0.0, 0.004)
+PAYLOAD = 0.8 * 0.98
+"""Of a shard's memory. ``maxmemory`` is 80 % of it, and 97-99.8 % of that payload (``benchmarks shards``)."""
+
+
 def run() -> Report:
-    figures = [figure for name, setup in MEMORY.items() for figure in _memory(name, setup())]
-    figures += _remote()
+    cases, figures = os.environ.get("CASES", "all"), list[Figure]()
+    if cases != "rows":
+        figures += [figure for name, setup in MEMORY.items() for figure in _memory(name, setup())]
+        figures += _remote()
+    if cases != "others":
+        figures += _rows()
     return Report(
         "sizing", "2 pods, 16-512 GiB each, from 64; 4 pods and 1-8 shards of 64 GiB, from 2", figures
     )
+
+
+def _conversations(num_pods: int) -> requests.Workload:
+    """Return 48 hours of chat, with as many sessions for each pod.
+
+    A row is 512 tokens of an 8B model, 64 MiB. With four pods one row stands for two, with eight for four, so
+    that the simulation takes no longer.
+    """
+    return chat(48, 0.02 * num_pods, scale=num_pods / 2, systems=20)
+
+
+def _rows() -> Iterator[Figure]:
+    """Rows as engines have them, and routing that keeps sessions in their pods."""
+    for num_pods in POD_NUMBERS:
+        workload = _conversations(num_pods)
+        setups = [Setup(workload, num_pods, sticky, prices=prices) for prices in (PAID, FREE)]
+        hits = setups[0].constant_hits()
+        for setup in setups:
+            yield from _worth_memory(f"{num_pods} sticky pods, memory", setup, hits)
+        shards = RemoteSetup(
+            workload, num_pods, sticky, prices=FREE, usable_share=PAYLOAD, first_guess=SHARD_USABLE,
+            counts=(1, 2, 3, 4),
+        )  # fmt: skip
+        yield from _worth_shards(f"{num_pods} sticky pods, shards beside 64 GiB", shards)
+
+
+def _worth_memory(name: str, setup: Setup, hits: Callable[[float], float]) -> Iterator[Figure]:
+    cost = setup.cost_of(hits)
+    best, uncached, run = (
+        min(setup.sizes(), key=cost),
+        setup.rows_per_hour * setup.usd_per_miss,
+        simulate(setup),
+    )
+    name = f"{name} at {setup.prices.memory_gib_hour:g} USD (best {best:.0f} GiB)"
+    yield from _worth(name, run, uncached - cost(best), uncached, cost)
+
+
+def _worth_shards(name: str, setup: RemoteSetup) -> Iterator[Figure]:
+    """Yield what both tiers save, less the price of the shards.
+
+    The shards alone are worth nearly nothing behind pods that hit their own sessions.
+    """
+    costs = {count * setup.shard_gib: setup.with_shards(count) for count in setup.counts}
+    best = min(costs, key=costs.__getitem__)
+    uncached, run = setup.rows_per_hour * setup.usd_per_row, simulate_remote(setup)
+    name = f"{name} (best {best / setup.shard_gib:.0f} shards)"
+    yield from _worth(name, run, uncached - costs[best], uncached, costs.__getitem__)
+
+
+def _worth(
+    name: str, run: Run, best: float, uncached: float, cost: Callable[[float], float]
+) -> Iterator[Figure]:
+    end = run.moments[-1].size
+    share = 100 * (uncached - cost(end)) / best
+    yield at_least(f"{name}: worth at the end, of the best constant", share, "%", 95)
+    yield Figure(f"{name}: worth of the 48 h", 100 * (uncached - run.usd_per_hour) / best, "%")
+    yield Figure(f"{name}: at the end", end, "GiB")
+    yield at_most(f"{name}: changes", len(run.resizes), "", 6)
 
 
 def _memory(name: str, setup: Setup) -> Iterator[Figure]:

@@ -87,28 +87,39 @@ class Setup:
             batch.append((route(request), request))
         yield end, batch
 
-    def constant(self) -> Callable[[float], float]:
-        """What a size (GiB) that never changes would have cost, in USD per hour."""
+    def constant_hits(self) -> Callable[[float], float]:
+        """Return the share of all rows that a size (GiB) hits if it never changes."""
         smallest = min(self.bounds[0], self.engine_gib or self.bounds[0])
         curve = MissRatioCurve(
             10**7, smallest_bytes=0.45 * smallest * GIB, largest_bytes=2 * self.bounds[1] * GIB
         )
         for _, batch in self.ticks():
             curve.feed(lookups(self.workload, batch))
-        rows = sum(len(request.keys) for request in self.workload.requests) / self.workload.hours
+        return lambda gib: curve.hit_ratio(max(gib, self.engine_gib) * GIB).hit_ratio
 
-        def cost(gib: float) -> float:
-            hits = curve.hit_ratio(max(gib, self.engine_gib) * GIB).hit_ratio
-            return rows * (1 - hits) * self.usd_per_miss + gib * self.usd_per_gib_hour
+    def constant(self) -> Callable[[float], float]:
+        """Return the cost of a size (GiB) that never changes, in USD per hour."""
+        return self.cost_of(self.constant_hits())
 
-        return cost
+    def cost_of(self, hits: Callable[[float], float]) -> Callable[[float], float]:
+        """Return the cost of a size in USD per hour, from the share of rows that the size hits."""
+        usd = self.rows_per_hour * self.usd_per_miss
+        return lambda gib: (1 - hits(gib)) * usd + gib * self.usd_per_gib_hour
+
+    @property
+    def rows_per_hour(self) -> float:
+        """Rows that all pods look up in an hour."""
+        return sum(len(request.keys) for request in self.workload.requests) / self.workload.hours
+
+    def sizes(self) -> list[float]:
+        """Sizes (GiB) within the bounds, a sixteenth of an octave apart."""
+        lowest, highest = self.bounds
+        return [size for i in range(400) if (size := lowest * 2 ** (i / 16)) < highest] + [highest]
 
     def best_constant(self) -> tuple[float, float]:
         """The size (GiB) that would have cost least, and USD per hour of it."""
         cost = self.constant()
-        lowest, highest = self.bounds
-        sizes = [size for i in range(400) if (size := lowest * 2 ** (i / 16)) < highest] + [highest]
-        best = min(sizes, key=cost)
+        best = min(self.sizes(), key=cost)
         return best, cost(best)
 
 

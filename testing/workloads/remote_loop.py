@@ -25,6 +25,10 @@ class RemoteSetup(Setup):
     shard_gib: float = 64.0
     load_bytes_per_second: float = 3e9
     refresh: float | None = None
+    usable_share: float = 1.0
+    """Share of a shard's memory that holds payload."""
+    first_guess: float = 0.95
+    """What the autoscaler takes for that share before it has measured it."""
 
     @property
     def service(self) -> Service:
@@ -55,7 +59,8 @@ class RemoteSetup(Setup):
 
     def pods(self, count: int) -> tiers.Service:
         rows = self.workload.rows
-        remote = tiers.Shards(count, rows(self.shard_gib * GIB), refresh=self.refresh)
+        held = rows(self.usable_share * self.shard_gib * GIB)
+        remote = tiers.Shards(count, held, refresh=self.refresh)
         return tiers.Service(self.num_pods, rows(self.engine_gib * GIB), rows(self.start * GIB), remote)
 
 
@@ -70,6 +75,7 @@ class RemoteLoop(Loop):
             "ns", min(setup.start, *shards) * GIB, max(shards) * GIB, max_keys=10**7, is_shared=True
         )
         self.traffic.memory(0.0, setup.start * GIB, setup.service, State(usable=1.0))
+        self.state = State(usable=setup.first_guess)
         self.pods = setup.pods(setup.start_count)
         self.size = setup.start_count * setup.shard_gib
         self.moved = Window(FAST_HALF_LIFE, 1.0, 2.0)

@@ -12,7 +12,8 @@ def change(tier: Tier, present: float, target: float, gain: Gain) -> str:
     sizes = f"{tier.describe(target)} instead of {size_of_copy(tier, present)}"
     hits, saved, paid = 100 * abs(gain.hits), usd(gain.saved), usd(gain.paid)
     if target > present:
-        return f"{sizes}: {hits:.1f} % more prompt tokens hit, {saved} of GPU time, for {paid} of memory"
+        price = f"{paid} of memory" if gain.paid else "memory that costs nothing"
+        return f"{sizes}: {hits:.1f} % more prompt tokens hit, {saved} of GPU time, for {price}"
     return f"{sizes}: {paid} of memory less, and {hits:.1f} % fewer prompt tokens hit, {saved} of GPU time"
 
 

@@ -23,7 +23,7 @@ POLL_SECONDS = 60.0
 STALE_SECONDS = 3 * POLL_SECONDS
 _CHANGE_SECONDS = 30 * 60.0
 """For one more pod to have the size that was chosen: after that, those it has not can't get it."""
-_SHARD_USABLE = 0.78
+SHARD_USABLE = 0.78
 """First guess of the share of a shard's memory that holds payload. ``maxmemory`` is 80 % of the memory, and
 at least 96 % of it is payload (``python -m benchmarks shards``)."""
 
@@ -106,7 +106,7 @@ class Sizing:
 
     def __init__(self, saved: Saved | None = None) -> None:
         self._memory = _Sized(State(), saved.memory if saved else None)
-        self._remote = _Sized(State(usable=_SHARD_USABLE), saved.shards if saved else None)
+        self._remote = _Sized(State(usable=SHARD_USABLE), saved.shards if saved else None)
         traffic: Mapping[str, Any] = {}
         self._state_basis: object = None
         self._state_text = ""

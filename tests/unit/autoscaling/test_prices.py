@@ -45,4 +45,6 @@ def test_memory_that_costs_nothing_grows_without_waiting_for_what_it_brings() ->
     sizes = [size for _, size in run.resizes]
     assert sizes == sorted(sizes)
     assert sizes[-1] > 64
+    grown = next(decision for _, decision in run.decisions if decision.next > decision.size)
+    assert grown.reason.endswith("USD/h of GPU time, for memory that costs nothing")
     assert not {decision.limited_by for _, decision in run.decisions} & {"Verifying", "Frozen"}
