@@ -1,0 +1,195 @@
+"""Causes: one for each token of a prompt, for all requests and for each recent one.
+
+::
+
+    0 ............ position ............. known .............. chunks .............. prompt
+      engine, or     reason why the         new, or diverged     tail: less than a
+      loaded         first chunk after      from an earlier      chunk, or the last
+                     the hit was no hit     prompt               token
+
+A chunk can only be used if all chunks before it can. The reason of the first chunk that an earlier request
+looked up, and that was not a hit, therefore applies to all chunks after it that earlier requests looked up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.tiers.base import RowKey
+from lmcache.tiers.memory.contracts import Chains
+from lmcache.tiers.stats import counter, counters
+from lmcache.tiers.tiered.absences import Absence
+from lmcache.tiers.tiered.history import ChunkHistory, Names, chunk_names
+from lmcache_sidecar.explain.branches import Branches
+from lmcache_sidecar.explain.sources import loaded_tokens
+
+NEW, DIVERGED, TAIL, NOT_CACHEABLE = "new", "diverged", "tail", "not_cacheable"
+_DEPTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_MAX_REQUESTS = 1000
+_DEFER_SECONDS = 0.02
+_STORING_SECONDS = 60.0
+"""Time in which an engine computes and stores a chunk that it looked up."""
+_SLICE_CHUNKS, _REQUEST_CHUNKS = 1024, 64
+"""Chunks to count before other tasks run, in about 1 ms. A request costs as much as 64 chunks."""
+
+
+@dataclass
+class CauseStats:
+    """Counters of the tokens of all prompts."""
+
+    prompt_tokens: int = counter("Tokens of prompts that engines scheduled")
+    cause_tokens: Counter[str] = counters(
+        "cause", "The same tokens, by where they were found, or by the reason why they were computed"
+    )
+    diverged_requests: Counter[str] = counters(
+        "depth", "Requests that left an earlier prompt, by the common tokens: at most this number"
+    )
+    diverged_tokens: Counter[str] = counters("depth", "Tokens computed by these requests after that point")
+
+
+class ExplainedRequest(NamedTuple):
+    """One recent request."""
+
+    time: float
+    """Seconds since 1970."""
+    request_id: str
+    tokens: Mapping[str, int]
+    """Tokens of the prompt by cause. Causes without tokens are left out."""
+    common_tokens: int
+    """Leading tokens that an earlier request had, too; a lower bound."""
+
+
+class Scheduled(NamedTuple):
+    """A request whose causes are not counted yet."""
+
+    time: float
+    request_id: str
+    chains: Chains
+    message: pb.Scheduled
+    sources: bytes
+    history: ChunkHistory
+    blocking: Absence
+    """Reason why the first chunk after the hit was not one, if an earlier request looked it up."""
+    is_unstored: bool = False
+    """True if no KV group has, or had, a row of that chunk: an engine may still compute it."""
+
+
+def call_later(seconds: float, action: Callable[[], None]) -> None:
+    """Call a function on the running loop."""
+    asyncio.get_running_loop().call_later(seconds, action)
+
+
+class Causes:
+    """Finds the causes of each scheduled request. The event loop owns it.
+
+    ``note`` is on the hot path and only queues the request. The rest follows in slices.
+    """
+
+    def __init__(self, defer: Callable[[float, Callable[[], None]], object] = call_later) -> None:
+        """``defer``: calls a function after some seconds, but not at once."""
+        self.stats = CauseStats()
+        self.branches = Branches()
+        self.requests: deque[ExplainedRequest] = deque(maxlen=_MAX_REQUESTS)
+        """Recent requests, the newest last."""
+        self._defer = defer
+        self._queue: deque[Scheduled] = deque()
+
+    def note(self, request: Scheduled) -> None:
+        """Queue a request."""
+        self._queue.append(request)
+        if len(self._queue) == 1:
+            self._defer(_DEFER_SECONDS, self._settle_slice)  # after calls that arrived together
+
+    def settle(self) -> None:
+        """Count all queued requests."""
+        while self._queue:
+            self._explain(self._queue.popleft())
+
+    def _settle_slice(self) -> None:
+        num_left = _SLICE_CHUNKS
+        try:
+            while self._queue and num_left > 0:
+                request = self._queue.popleft()
+                num_left -= _REQUEST_CHUNKS + request.chains.num_chunks
+                self._explain(request)
+        finally:
+            if self._queue:  # without a pause, so that any rate of requests is counted
+                self._defer(0.0, self._settle_slice)
+
+    def _explain(self, request: Scheduled) -> None:
+        chains, message, sources = request.chains, request.message, request.sources
+        chunk, num_chunks, num_hit = chains.chunk_tokens, chains.num_chunks, len(request.sources)
+        num_prompt = max(message.num_prompt_tokens, num_chunks * chunk)  # an older engine sends 0
+        num_engine = min(message.num_engine_tokens or sources.count(b"e") * chunk, num_prompt)
+        num_loaded = min(message.num_loaded_tokens, num_prompt - num_engine)
+        tokens = Counter(engine=num_engine, **loaded_tokens(sources, num_loaded, chunk))
+        position = depth = num_engine + num_loaded
+        tokens["memory"] += position - tokens.total()  # of chunks for which the lookup had no keys
+        if num_chunks:
+            blocks = _first_blocks(message, chains.keys[0][0])
+            chain = np.concatenate((blocks, chunk_names(list(chains.keys[0]))))
+            before = len(blocks) if num_hit else 0
+            past = request.history.observe(
+                chain, before + sources.count(b"e"), before + num_hit, request.time
+            )
+            num_known = max(0, past.num_known - len(blocks))
+            depth = max(depth, num_known * chunk or min(past.num_known * message.block_tokens, chunk))
+            if num_known > num_hit:
+                first_seconds = request.history.first_seconds(chain[len(blocks) + num_hit :])
+                is_recent = request.time - first_seconds < _STORING_SECONDS
+                is_storing = is_recent and request.is_unstored
+                blocking = Absence.BEING_STORED if is_storing else request.blocking
+                tokens[blocking.value] = max(0, num_known * chunk - max(position, num_hit * chunk))
+            num_new = max(0, num_chunks * chunk - max(position, num_known * chunk))
+            tokens[DIVERGED if past.has_diverged else NEW] = num_new
+            if past.has_diverged:
+                self._note_divergence(int(chain[past.num_known - 1]), depth, num_new)
+        rest = num_prompt - sum(tokens.values())
+        tokens[TAIL if num_chunks or num_prompt <= chunk else NOT_CACHEABLE] = rest
+        present = {cause: number for cause, number in tokens.items() if number}
+        self.stats.prompt_tokens += num_prompt
+        for cause, number in present.items():
+            self.stats.cause_tokens[cause] += number
+        self.requests.append(ExplainedRequest(request.time, request.request_id, present, depth))
+
+    def _note_divergence(self, prefix: int, depth: int, num_tokens: int) -> None:
+        number = bisect_left(_DEPTHS, depth)
+        label = str(_DEPTHS[number]) if number < len(_DEPTHS) else "more"
+        self.stats.diverged_requests[label] += 1
+        self.stats.diverged_tokens[label] += num_tokens
+        self.branches.note(prefix, depth, num_tokens)
+
+
+def blocking_absence(chains: Chains, num_hit: int, absence: Callable[[RowKey], Absence]) -> Absence:
+    """Return why the first chunk after the hit was not one: the reason of the first KV group that lacked it.
+
+    A row that arrives late does not decide if another group has none. ``absence`` says why a row is not in
+    memory.
+    """
+    if num_hit >= chains.num_chunks:
+        return Absence.BEING_STORED
+    reasons = [absence(keys[num_hit]) for keys in chains.keys]
+    arriving = Absence.TOO_LATE if Absence.TOO_LATE in reasons else Absence.BEING_STORED
+    return next((reason for reason in reasons if reason not in (arriving, Absence.BEING_STORED)), arriving)
+
+
+def is_unstored(blocking: Absence, chains: Chains, chunk: int, history: ChunkHistory) -> bool:
+    """Return True if no KV group has, or had, a row of the chunk.
+
+    Call this with the report: the request stores the chunk itself soon.
+    """
+    return blocking is Absence.NOT_STORED and not any(history.is_stored(keys[chunk]) for keys in chains.keys)
+
+
+def _first_blocks(message: pb.Scheduled, key: RowKey) -> Names:
+    """Return the names of the engine's blocks in the first chunk, without the last block."""
+    names: Names = np.frombuffer(message.first_blocks, "<u8") ^ np.frombuffer(key[:8], "<u8")
+    return names

@@ -1,0 +1,167 @@
+"""Causes of computed tokens, as a sidecar counts them for engines under vLLM's scheduler."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.sim_config import CHUNK, SimSettings
+from tests.harness.sim_world import SimWorld, make_tokens, world
+
+__all__ = ["world"]
+
+pytestmark = pytest.mark.vllm
+
+SETTINGS = SimSettings(num_blocks=256)
+BLOCK = SETTINGS.groups[0].block_tokens
+
+
+class Difference:
+    """Causes of what engines computed since it was made."""
+
+    def __init__(self, sidecar: SidecarProcess) -> None:
+        self.sidecar = sidecar
+        self._before = sidecar.stats()["causes"]
+
+    def tokens(self, num_tokens: int) -> dict[str, int]:
+        """Tokens by cause, once the sidecar knows of ``num_tokens``."""
+        end = self._before["prompt_tokens"] + num_tokens
+        self.sidecar.wait_until(lambda stats: stats["causes"]["prompt_tokens"] >= end)
+        after, before = self.sidecar.stats()["causes"], self._before["cause_tokens"]
+        assert after["prompt_tokens"] == end
+        difference = {cause: n - before.get(cause, 0) for cause, n in after["cause_tokens"].items()}
+        return {cause: number for cause, number in difference.items() if number}
+
+
+def run(engine, tokens):
+    """Run one request alone, in an engine whose own cache is empty."""
+    name = engine.add(tokens)
+    engine.run(name)
+    engine.run()
+    engine.forget()
+    return engine.results[name]
+
+
+def causes_of(sidecar, engine, *prompts) -> dict[str, int]:
+    wait_reported(engine)
+    difference = Difference(sidecar)
+    for prompt in prompts:
+        run(engine, prompt)
+    return difference.tokens(sum(map(len, prompts)))
+
+
+def wait_reported(engine) -> None:
+    """Wait until the sidecar has all reports of the engine."""
+    done = threading.Event()
+    engine.scheduler.connector._scheduler._lookups._queue.put(done.set)
+    assert done.wait(60)
+
+
+def test_first_prompt_is_new_and_the_second_a_hit(world):
+    prompt = make_tokens(4 * CHUNK + 7)
+    with world.engines(SETTINGS) as (engine,):
+        assert causes_of(world.sidecar, engine, prompt) == {"new": 4 * CHUNK, "tail": 7}
+        assert causes_of(world.sidecar, engine, prompt) == {"memory": 4 * CHUNK, "tail": 7}
+
+
+def test_short_prompts_are_tails(world):
+    with world.engines(SETTINGS) as (engine,):
+        assert causes_of(world.sidecar, engine, make_tokens(9), make_tokens(11)) == {"tail": 20}
+
+
+def test_timestamp_at_token_40_is_a_divergence_in_the_first_64_tokens(world):
+    prompt = make_tokens(3 * CHUNK + 1)
+    with world.engines(SETTINGS) as (engine,):
+        stamped = [[*prompt[:40], *make_tokens(8), *prompt[48:]] for _ in range(5)]
+        causes = causes_of(world.sidecar, engine, *stamped)
+        stats = world.sidecar.stats()["causes"]
+    assert causes == {"new": 3 * CHUNK, "diverged": 4 * 3 * CHUNK, "tail": 5}
+    assert stats["diverged_requests"]["64"] >= 4
+    (largest, *_) = stats["branches"]
+    assert largest["depth_tokens"] == 40 // BLOCK * BLOCK
+    assert largest["num_tokens"] == 4 * 3 * CHUNK
+
+
+def test_chunks_that_another_engine_computes_are_being_stored(world):
+    prompt = make_tokens(8 * CHUNK + 1)
+    slow = SimSettings(num_blocks=256, max_num_batched_tokens=CHUNK // 2)
+    with world.engines(slow, SETTINGS) as (first, second):
+        wait_reported(first)
+        wait_reported(second)
+        difference = Difference(world.sidecar)
+        name = first.add(prompt)
+        first.step()
+        wait_reported(first)
+        other = second.add(prompt)
+        second.step()
+        wait_reported(second)
+        assert difference.tokens(2 * len(prompt)) == {
+            "new": 8 * CHUNK, "being_stored": 8 * CHUNK, "tail": 2,
+        }  # fmt: skip
+        first.run(name)
+        second.run(other)
+        first.run()
+        second.run()
+
+
+def test_prompts_larger_than_the_cache_are_evicted():
+    prompts = [make_tokens(8 * CHUNK + 1) for _ in range(60)]
+    with SidecarProcess(memory_size="4Mi") as sidecar:
+        simulated = SimWorld(sidecar)
+        with simulated.engines(SETTINGS) as (engine,):
+            causes_of(sidecar, engine, *prompts)
+            num_rows = sidecar.stats()["memory"]["usable_rows"]
+            more = [make_tokens(8 * CHUNK + 1) for _ in range(num_rows // 8)]
+            causes_of(sidecar, engine, *more)
+            again = causes_of(sidecar, engine, *prompts)
+        simulated.close()
+    assert max(again, key=lambda cause: again[cause]) == "evicted"
+    assert again == {"evicted": 60 * 8 * CHUNK, "tail": 60}
+
+
+@pytest.mark.redis
+def test_rows_below_a_frozen_redis_are_unavailable():
+    prompt = make_tokens(4 * CHUNK + 1)
+    with RedisProcess() as redis, SidecarProcess(remote_url=redis.unix_url, memory_size="4Mi") as sidecar:
+        simulated = SimWorld(sidecar)
+        with simulated.engines(SETTINGS) as (engine,):
+            run(engine, prompt)
+            sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+            num_rows = sidecar.stats()["memory"]["usable_rows"]
+            for _ in range(num_rows // 8 + 1):
+                run(engine, make_tokens(8 * CHUNK + 1))
+            redis.freeze()
+            run(engine, make_tokens(CHUNK + 1))
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+            causes = causes_of(sidecar, engine, prompt)
+            redis.thaw()
+        simulated.close()
+    assert causes == {"tier_unavailable": 4 * CHUNK, "tail": 1}
+
+
+@pytest.mark.redis
+def test_rows_that_only_redis_has_are_remote_hits():
+    prompt = make_tokens(4 * CHUNK + 1)
+    with RedisProcess() as redis:
+        for causes in ({"new": 4 * CHUNK, "tail": 1}, {"remote": 4 * CHUNK, "tail": 1}):
+            with SidecarProcess(remote_url=redis.unix_url) as sidecar:
+                simulated = SimWorld(sidecar)
+                with simulated.engines(SETTINGS) as (engine,):
+                    assert causes_of(sidecar, engine, prompt) == causes
+                    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+                simulated.close()
+
+
+def test_engines_own_hits_count_for_the_engine(world):
+    prompt = make_tokens(4 * CHUNK + BLOCK + 1)
+    with world.engines(SimSettings(num_blocks=256, has_prefix_caching=True)) as (engine,):
+        run(engine, prompt)
+        wait_reported(engine)
+        difference = Difference(world.sidecar)
+        for _ in range(2):
+            engine.run(engine.add(prompt))
+            engine.run()
+        causes = difference.tokens(2 * len(prompt))
+    assert causes == {"memory": 4 * CHUNK, "engine": 4 * CHUNK + BLOCK, "tail": BLOCK + 2}

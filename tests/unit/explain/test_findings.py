@@ -1,0 +1,70 @@
+"""Findings about the causes, and their table on a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.explain import tables
+from lmcache.explain.causes import CAUSES, COMPUTED, HITS
+from lmcache.explain.findings import findings
+
+
+def causes(diverged: dict[str, int] | None = None, **tokens: int) -> dict:
+    diverged = diverged or {}
+    tokens |= {"diverged": sum(diverged.values())} if diverged else {}
+    return {"prompt_tokens": sum(tokens.values()), "cause_tokens": tokens, "diverged_tokens": diverged}
+
+
+def text(counted: dict) -> str:
+    return "\n".join(tables.overview(counted))
+
+
+def test_timestamps_at_the_front_are_the_first_finding():
+    first, second = findings(causes({"64": 700, "4096": 100}, memory=100, evicted=100))
+    assert first.statement == "78 % of computed tokens follow a divergence within the first 64 tokens."
+    assert "Move it to the end" in first.advice
+    assert second.statement.startswith("10 % of all prompt tokens were stored before")
+
+
+def test_divergence_after_a_long_document_is_no_fault():
+    (finding,) = findings(causes({"256": 100, "8192": 900}, memory=1000))
+    assert finding.statement == "100 % of computed tokens follow a divergence within the first 8,192 tokens."
+    assert "Nothing is wrong" in finding.advice
+
+
+def test_very_deep_divergence_is_not_mentioned():
+    assert not findings(causes({"more": 900}, memory=100))
+
+
+@pytest.mark.parametrize("cause", sorted(COMPUTED.keys() - {"new", "diverged"}))
+def test_each_large_cause_has_advice_and_a_small_one_has_none(cause):
+    (finding,) = findings(causes(memory=500, **{cause: 500}))
+    assert finding.share == 0.5
+    assert finding.advice.endswith(".")
+    assert not findings(causes(memory=960, **{cause: 40}))
+
+
+def test_new_tokens_and_hits_need_no_advice():
+    assert not findings(causes(new=900, memory=100))
+    assert "Nothing stands out." in text(causes(new=900, memory=100))
+
+
+def test_no_prompt_is_said_so():
+    assert text(causes()) == "No prompt was counted yet: send a request to the engine."
+    assert not findings(causes())
+
+
+def test_overview_shows_every_cause_with_its_share():
+    shown = text(causes({"64": 10}, **dict.fromkeys([c for c in CAUSES if c != "diverged"], 10)))
+    assert shown.startswith("170 tokens of prompts: 24 % loaded, 76 % computed.")
+    for title in (*HITS.values(), *COMPUTED.values()):
+        assert title in shown
+    assert all(len(line) <= 120 for line in shown.splitlines())
+
+
+def test_request_shows_only_its_own_causes():
+    explained = {"request_id": "cmpl-1", "tokens": {"remote": 2000, "tail": 5}, "common_tokens": 2000}
+    shown = "\n".join(tables.request(explained))
+    assert shown.startswith("Request cmpl-1: 2,005 tokens.")
+    assert "remote tier" in shown
+    assert "memory tier" not in shown

@@ -1,0 +1,293 @@
+"""One cause for each token of a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lmcache_sidecar.explain.causes import Causes, ExplainedRequest, Scheduled, blocking_absence, is_unstored
+from lmcache_sidecar.explain.sources import find_sources
+
+from lmcache.explain.causes import CAUSES
+from lmcache.kv_groups import KVGroup
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.tiers.memory.contracts import Chains
+from lmcache.tiers.tiered.absences import Absence
+from lmcache.tiers.tiered.history import ChunkHistory
+
+CHUNK, BLOCK = 256, 16
+
+
+class Engine:
+    """Reports prompts to ``causes``, in which a letter stands for the 16 tokens of a block."""
+
+    def __init__(self) -> None:
+        self.deferred: list = []
+        self.causes = Causes(lambda seconds, action: self.deferred.append((seconds, action)))
+        self.history = ChunkHistory(1 << 10)
+
+    def report(
+        self,
+        prompt: str,
+        num_engine: int = 0,
+        num_loaded: int = 0,
+        blocking: Absence = Absence.EVICTED,
+        num_tail: int = 5,
+        time: float = 0.0,
+        **origins: str,
+    ) -> ExplainedRequest:
+        """``num_engine`` and ``num_loaded`` are tokens; ``origins``: tiers by chunk, like ``c1="disk"``."""
+        prefixes = [prompt[: end + 1] for end in range(len(prompt))]
+        keys = [b"n" * 32 + hashlib.sha256(part.encode()).digest() for part in prefixes]
+        per_chunk = CHUNK // BLOCK
+        chunk_keys = keys[per_chunk - 1 :: per_chunk]
+        chains = Chains(CHUNK, (KVGroup(0, BLOCK, 4096),), (chunk_keys,))
+        num_held = num_engine // CHUNK
+        message = pb.Scheduled(
+            num_engine_chunks=num_held,
+            num_hit_chunks=max(num_held, -(-(num_engine + num_loaded) // CHUNK) if num_loaded else 0),
+            num_loaded_tokens=num_loaded,
+            num_prompt_tokens=len(prompt) * BLOCK + num_tail,
+            num_engine_tokens=num_engine,
+            first_blocks=b"".join(key[-8:] for key in keys[: per_chunk - 1]) if chunk_keys else b"",
+            block_tokens=BLOCK,
+        )
+        tiers = {chunk_keys[int(name[1:])]: tier for name, tier in origins.items()}
+        sources = find_sources(chains, message, tiers)
+        unstored = is_unstored(blocking, chains, len(sources), self.history)
+        self.causes.note(Scheduled(time, "id", chains, message, sources, self.history, blocking, unstored))
+        self.causes.settle()
+        return self.causes.requests[-1]
+
+
+def run_deferred(engine: Engine) -> None:
+    """Count one slice."""
+    _, action = engine.deferred.pop()
+    action()
+
+
+def prompt(*chunks: str) -> str:
+    """A prompt of whole chunks, each a letter."""
+    return "".join(chunk * (CHUNK // BLOCK) for chunk in chunks)
+
+
+def test_a_first_prompt_is_new_but_for_its_tail():
+    assert Engine().report(prompt("a", "b")).tokens == {"new": 2 * CHUNK, "tail": 5}
+
+
+def test_a_hit_counts_for_the_tier_that_held_it():
+    engine = Engine()
+    explained = engine.report(prompt("a", "b", "c", "d", "e"), CHUNK, 3 * CHUNK, c1="disk", c2="remote")
+    assert explained.tokens == {
+        "engine": CHUNK,
+        "disk": CHUNK,
+        "remote": CHUNK,
+        "memory": CHUNK,
+        "new": CHUNK,
+        "tail": 5,
+    }
+
+
+def test_the_next_turn_of_a_conversation_is_new():
+    engine = Engine()
+    engine.report(prompt("a", "b"))
+    explained = engine.report(prompt("a", "b", "c"), num_loaded=2 * CHUNK)
+    assert explained.tokens == {"memory": 2 * CHUNK, "new": CHUNK, "tail": 5}
+    assert explained.common_tokens == 2 * CHUNK
+
+
+def test_a_prompt_that_leaves_an_earlier_one_has_diverged():
+    engine = Engine()
+    engine.report(prompt("a", "b", "c"))
+    explained = engine.report(prompt("a", "x", "c"), num_loaded=CHUNK)
+    assert explained.tokens == {"memory": CHUNK, "diverged": 2 * CHUNK, "tail": 5}
+    assert engine.causes.stats.diverged_tokens == {"256": 2 * CHUNK}
+    (branch,) = engine.causes.branches.top(10)
+    assert (branch.depth_tokens, branch.num_requests, branch.num_tokens) == (CHUNK, 1, 2 * CHUNK)
+
+
+def test_a_timestamp_in_the_first_chunk_is_a_divergence():
+    engine = Engine()
+    for second in range(10):
+        explained = engine.report("sy" + str(second) + prompt("a", "b"))
+    assert explained.tokens == {"diverged": 2 * CHUNK, "tail": 5 + 3 * BLOCK}
+    assert explained.common_tokens == 2 * BLOCK
+    assert engine.causes.stats.diverged_requests == {"64": 9}
+    assert engine.causes.branches.top(1)[0].num_requests == 9
+
+
+def test_chunks_of_earlier_prompts_have_the_reason_of_the_first_absent_one():
+    engine = Engine()
+    engine.report(prompt("a", "b", "c"))
+    explained = engine.report(prompt("a", "b", "c", "d"), num_loaded=CHUNK, blocking=Absence.TOO_LATE)
+    assert explained.tokens == {"memory": CHUNK, "too_late": 2 * CHUNK, "new": CHUNK, "tail": 5}
+
+
+def test_chunks_of_a_request_that_just_began_are_being_stored():
+    engine = Engine()
+    engine.report(prompt("a"), time=1000.0)
+    engine.report(prompt("a", "b"), num_loaded=CHUNK, time=2000.0)
+    for time, cause in ((2000.5, "being_stored"), (2059.0, "being_stored"), (2061.0, "not_stored")):
+        explained = engine.report(prompt("a", "b"), num_loaded=CHUNK, blocking=Absence.NOT_STORED, time=time)
+        assert explained.tokens == {"memory": CHUNK, cause: CHUNK, "tail": 5}
+    explained = engine.report(prompt("a", "b"), blocking=Absence.EVICTED, time=2061.0)
+    assert explained.tokens == {"evicted": 2 * CHUNK, "tail": 5}
+
+
+def test_a_chunk_that_only_another_kv_group_stored_is_not_stored():
+    """An engine has no snapshot of a state at the end of every chunk."""
+    engine = Engine()
+    for text in (prompt("a", "b"), prompt("a")):
+        engine.report(text, num_loaded=len(text) * BLOCK)  # so that the row of the first group is stored
+    assert engine.report(prompt("a", "b"), blocking=Absence.NOT_STORED).tokens == {
+        "not_stored": 2 * CHUNK, "tail": 5,
+    }  # fmt: skip
+
+
+def test_the_last_token_of_a_full_hit_is_tail():
+    engine = Engine()
+    engine.report(prompt("a", "b"), num_tail=0)
+    explained = engine.report(prompt("a", "b"), num_loaded=2 * CHUNK - BLOCK, num_tail=0)
+    assert explained.tokens == {"memory": 2 * CHUNK - BLOCK, "tail": BLOCK}
+
+
+def test_half_a_chunk_in_the_engine_is_not_computed():
+    engine = Engine()
+    engine.report(prompt("a", "b"))
+    explained = engine.report(prompt("a", "b"), CHUNK + 3 * BLOCK)
+    assert explained.tokens == {"engine": CHUNK + 3 * BLOCK, "evicted": CHUNK - 3 * BLOCK, "tail": 5}
+
+
+def test_a_request_without_keys_is_not_cacheable_unless_it_is_short():
+    engine = Engine()
+    assert engine.report("a" * 3).tokens == {"tail": 3 * BLOCK + 5}
+    assert engine.report("", num_tail=CHUNK + 1).tokens == {"not_cacheable": CHUNK + 1}
+
+
+def test_loaded_chunks_after_the_last_looked_up_one_count_for_memory():
+    """A lookup holds 4,096 keys of all KV groups, and an engine may load more chunks."""
+    engine = Engine()
+    keys = [b"n" * 32 + bytes([number]) * 32 for number in range(2)]
+    chains = Chains(CHUNK, (KVGroup(0, BLOCK, 4096),), (keys,))
+    message = pb.Scheduled(
+        num_engine_chunks=1,
+        num_hit_chunks=5,
+        num_loaded_tokens=4 * CHUNK,
+        num_prompt_tokens=6 * CHUNK + 5,
+        num_engine_tokens=CHUNK,
+    )
+    sources = find_sources(chains, message, {keys[1]: "remote"})
+    engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, Absence.EVICTED))
+    engine.causes.settle()
+    assert engine.causes.stats.cause_tokens == {
+        "engine": CHUNK, "remote": CHUNK, "memory": 3 * CHUNK, "tail": CHUNK + 5,
+    }  # fmt: skip
+
+
+def test_a_report_of_fewer_tokens_than_its_chunks_counts_the_chunks():
+    engine = Engine()
+    assert engine.report(prompt("a", "b"), num_tail=-7).tokens == {"new": 2 * CHUNK}
+
+
+def test_tokens_in_the_engine_are_common_tokens():
+    engine = Engine()
+    assert engine.report("a" * 3, 2 * BLOCK).common_tokens == 2 * BLOCK
+
+
+def test_an_engine_that_sends_no_tokens_counts_whole_chunks():
+    engine = Engine()
+    keys = [b"n" * 32 + bytes([number]) * 32 for number in range(4)]
+    chains = Chains(CHUNK, (KVGroup(0, BLOCK, 4096),), (keys,))
+    message = pb.Scheduled(num_engine_chunks=1, num_hit_chunks=3, num_loaded_tokens=2 * CHUNK)
+    sources = find_sources(chains, message, {})
+    engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, Absence.EVICTED))
+    engine.causes.settle()
+    assert engine.causes.stats.cause_tokens == {"engine": CHUNK, "memory": 2 * CHUNK, "new": CHUNK}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text("ab", max_size=70), st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 600)
+        ),
+        max_size=20,
+    )
+)
+def test_causes_add_up_to_the_prompts_for_any_report(reports):
+    engine = Engine()
+    for text, num_engine, num_loaded, num_tail in reports:
+        explained = engine.report(text, num_engine, num_loaded, num_tail=num_tail)
+        assert sum(explained.tokens.values()) == len(text) * BLOCK + num_tail
+        assert all(number > 0 for number in explained.tokens.values())
+        assert explained.tokens.keys() <= set(CAUSES)
+    stats = engine.causes.stats
+    assert sum(stats.cause_tokens.values()) == stats.prompt_tokens
+    assert sum(stats.diverged_tokens.values()) <= stats.cause_tokens["diverged"]
+
+
+def test_requests_are_counted_in_slices_after_the_call():
+    engine = Engine()
+    report = engine.causes.settle
+    engine.causes.settle = lambda: None
+    engine.causes.requests.append(None)
+    for _ in range(20):
+        engine.report(prompt("a"))
+    assert engine.causes.stats.prompt_tokens == 0
+    assert len(engine.deferred) == 1
+    run_deferred(engine)
+    assert engine.causes.stats.prompt_tokens == 16 * (CHUNK + 5)
+    assert engine.deferred[0][0] == 0.0  # a pause would bound the rate of requests
+    run_deferred(engine)
+    assert (engine.causes.stats.prompt_tokens, engine.deferred) == (20 * (CHUNK + 5), [])
+    report()
+
+
+def test_few_long_requests_are_counted_in_a_slice():
+    engine = Engine()
+    engine.causes.settle = lambda: None
+    engine.causes.requests.append(None)
+    for _ in range(4):
+        engine.report(prompt(*"abcdefgh" * 50))
+    run_deferred(engine)
+    assert len(engine.causes.requests) == 1 + 3
+
+
+def test_a_request_that_cannot_be_counted_does_not_stop_the_others(monkeypatch):
+    engine = Engine()
+    engine.causes.settle = lambda: None
+    engine.causes.requests.append(None)
+    engine.report(prompt("a"))
+    engine.report(prompt("b"))
+    monkeypatch.setattr(engine.causes, "_explain", Mock(side_effect=RuntimeError))
+    with pytest.raises(RuntimeError):
+        run_deferred(engine)
+    monkeypatch.undo()
+    run_deferred(engine)
+    assert engine.causes.stats.prompt_tokens == CHUNK + 5
+
+
+def test_branches_keep_those_with_the_most_tokens():
+    engine = Engine()
+    for number in range(1000):
+        engine.causes.branches.note(number, 64, 1000 if number == 3 else 1)
+    assert engine.causes.branches.top(1)[0].prefix == f"{3:016x}"
+    assert len(engine.causes.branches.top(10_000)) <= 256
+
+
+def test_the_group_whose_row_is_absent_blocks():
+    groups = (KVGroup(0, BLOCK, 4096), KVGroup(1, BLOCK, 4096))
+    chains = Chains(CHUNK, groups, ([b"a", b"b"], [b"c", b"d"]))
+    reasons = {b"b": Absence.BEING_STORED, b"d": Absence.EVICTED}
+    assert blocking_absence(chains, 1, reasons.get) is Absence.EVICTED
+    assert blocking_absence(chains, 2, reasons.get) is Absence.BEING_STORED
+    reasons = {b"b": Absence.TOO_LATE, b"d": Absence.INVALID}
+    assert blocking_absence(chains, 1, reasons.get) is Absence.INVALID
+    reasons = {b"b": Absence.BEING_STORED, b"d": Absence.TOO_LATE}
+    assert blocking_absence(chains, 1, reasons.get) is Absence.TOO_LATE
+
+
+def test_every_reason_has_a_title():
+    assert {absence.value for absence in Absence} <= CAUSES.keys()

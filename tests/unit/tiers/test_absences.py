@@ -1,0 +1,254 @@
+"""Why a row was not in memory when a request needed it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmcache.tiers.memory.contracts import Geometry
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.tiered.absences import Absence
+from lmcache.tiers.tiered.history import chunk_names
+from lmcache.tiers.tiered.store import TieredStore
+from tests.harness.tiered_world import (
+    LEASE,
+    NUM_COLUMNS,
+    OWNER,
+    SIZE,
+    FakeTier,
+    World,
+    chain,
+    run,
+    until,
+)
+
+(KEY,) = chain(1)
+
+
+async def put(world: World, keys: list[bytes]) -> None:
+    for key in keys:
+        world.put([key], request=key.hex())
+        assert await world.store.drain(60)
+
+
+async def fill_memory(world: World) -> None:
+    """Evict all rows that are not in use."""
+    world.store.memory.release_adopted()
+    await put(world, chain(16, start=1))
+
+
+async def heal(world: World) -> None:
+    """End the probes of the tier."""
+    world.remote.is_unhealthy = False
+    await until(lambda: world.lower.is_healthy)
+
+
+def absence(world: World) -> Absence:
+    return world.store.absence(KEY)
+
+
+@run
+async def test_not_stored_is_a_row_that_no_engine_committed(world):
+    assert absence(world) is Absence.NOT_STORED
+
+
+@run
+async def test_being_stored_is_a_row_with_a_writer(world):
+    world.fill([KEY], 0)
+    assert absence(world) is Absence.BEING_STORED
+    world.put(chain(1, start=1))
+    assert absence(world) is Absence.BEING_STORED
+
+
+@run
+async def test_a_request_that_stores_a_row_itself_did_not_find_it_being_stored(world):
+    await put(world, [KEY])
+    world.remote.objects.clear()
+    await fill_memory(world)
+    world.fill([KEY], 0, request="later")
+    assert world.store.absence(KEY, "later") is Absence.EVICTED
+    assert world.store.absence(KEY, "another") is Absence.BEING_STORED
+
+
+@run
+async def test_a_preempted_request_that_stored_a_row_finds_it_evicted(world):
+    world.put([KEY], request="preempted")
+    world.remote.objects.clear()
+    await fill_memory(world)
+    world.remote.objects.clear()
+    assert world.store.absence(KEY, "preempted") is Absence.EVICTED
+
+
+@run
+async def test_a_request_whose_store_is_refused_has_the_reason_of_before(world):
+    await put(world, [KEY])
+    await fill_memory(world)
+    world.remote.objects.clear()
+    world.fill(chain(16, start=30), 0)
+    world.store.reserve([KEY], 0, OWNER, length=SIZE, request="refused")
+    assert world.store.absence(KEY, "refused") is Absence.EVICTED
+    assert world.store.absence(KEY, "another") is Absence.STORE_REFUSED
+
+
+@run
+async def test_refused_is_a_row_for_which_all_rows_were_in_use(world):
+    world.fill(chain(16, start=1), 0)
+    world.store.reserve([KEY], 0, OWNER, length=SIZE)
+    assert absence(world) is Absence.STORE_REFUSED
+
+
+@run
+async def test_evicted_is_a_row_that_was_stored(world):
+    await put(world, [KEY])
+    world.remote.objects.clear()
+    await fill_memory(world)
+    assert absence(world) is Absence.EVICTED
+
+
+@run
+async def test_too_late_is_a_row_on_its_way(world):
+    world.remote.fill([KEY])
+    world.remote.open.clear()
+    world.lookup([KEY])
+    await until(lambda: world.remote.num_waiting)
+    assert absence(world) is Absence.TOO_LATE  # the tier is asked
+    world.remote.held.remove("probe")
+    world.remote.open.set()
+    await world.until_resident([KEY])
+    assert absence(world) is Absence.TOO_LATE  # it arrived after the engine went on
+
+
+@run
+async def test_slower_is_a_row_whose_load_takes_longer_than_computing(world):
+    (measured,) = chain(1, start=1)
+    world.remote.fill([KEY, measured])
+    world.remote.held = {"load"}
+    world.remote.open.clear()
+    world.lookup([measured])
+    await until(lambda: world.remote.num_waiting)
+    world.now += 1.0  # so that the rate of loads is known: one row a second
+    world.remote.open.set()
+    await world.until_resident([measured])
+    world.lookup([KEY], row_seconds=0.5)
+    await until(lambda: world.lower.stats.skipped_slower_than_recompute)
+    assert absence(world) is Absence.SLOWER
+    world.now += 60  # the decision was about an earlier lookup
+    assert absence(world) is Absence.EVICTED
+
+
+@run
+async def test_rows_that_another_sidecar_stored_are_not_new(world):
+    keys = chain(3)
+    world.remote.fill(keys)
+    world.remote.held = {"load"}
+    world.remote.open.clear()
+    world.lookup(keys)
+    await until(lambda: world.remote.num_waiting)
+    past = world.store.history.observe(chunk_names([*keys, *chain(1, start=3)]))
+    assert past.num_known == 3
+    assert absence(world) is Absence.TOO_LATE
+
+
+@run
+async def test_unavailable_is_a_row_below_a_tier_that_is_down(world):
+    await put(world, [KEY])
+    await fill_memory(world)
+    world.remote.is_unhealthy = True
+    world.put(chain(1, start=17))
+    await until(lambda: not world.lower.is_healthy)
+    assert absence(world) is Absence.UNAVAILABLE
+    await heal(world)
+
+
+@run
+async def test_unavailable_is_a_row_whose_load_failed(world):
+    world.remote.fill([KEY])
+    world.remote.held = {"load"}
+    world.remote.open.clear()
+    world.lookup([KEY])
+    await until(lambda: world.remote.num_waiting)
+    world.remote.is_unhealthy = True
+    world.remote.open.set()
+    await until(lambda: world.is_idle)
+    assert absence(world) is Absence.UNAVAILABLE
+    await heal(world)
+
+
+def test_unavailable_is_a_row_that_one_of_two_tiers_may_have():
+    async def main() -> None:
+        async with World(disk=FakeTier()) as world:
+            await put(world, [KEY])
+            await fill_memory(world)
+            world.store.lower["disk"]._tier.objects.clear()
+            world.remote.is_unhealthy = True
+            world.put(chain(1, start=17))
+            await until(lambda: not world.lower.is_healthy)
+            assert absence(world) is Absence.UNAVAILABLE
+            await heal(world)
+
+    asyncio.run(main())
+
+
+@run
+async def test_a_damaged_copy_that_another_tier_replaced_is_forgotten(world):
+    world.remote.fill([KEY])
+    world.remote.stats.note_invalid(KEY, "checksum")
+    await world.until_resident([KEY])
+    world.store.memory.release(LEASE)
+    await fill_memory(world)
+    world.remote.held = {"load"}
+    world.remote.open.clear()
+    world.lookup([KEY], "later")
+    await until(lambda: world.remote.num_waiting)
+    world.remote.is_unhealthy = True
+    world.remote.open.set()
+    await until(lambda: world.is_idle)
+    assert absence(world) is Absence.UNAVAILABLE
+    await heal(world)
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True], ids=["remote", "memory"])
+def test_invalid_is_a_row_that_was_damaged(is_in_memory):
+    async def main() -> None:
+        async with World() as world:
+            if is_in_memory:
+                await put(world, [KEY])
+                world.arena.view(world.slots([KEY])[0].row, 1)[77] ^= 1
+        async with World(arena=world.arena) as world:
+            if not is_in_memory:
+                world.remote.fill([KEY])
+                world.remote.stats.note_invalid(KEY, "checksum")
+                world.remote.objects[KEY, 1] = FakeTier.INVALID
+            world.lookup([KEY])
+            await until(lambda: world.is_idle)
+            assert absence(world) is Absence.INVALID
+            world.remote.objects.clear()
+            await put(world, [KEY])
+            await fill_memory(world)
+            assert absence(world) is not Absence.INVALID  # the new row was intact
+
+    asyncio.run(main())
+
+
+@run
+async def test_private_is_an_evicted_row_that_lower_tiers_never_get(world):
+    world.store._labels.clear()
+    await put(world, [KEY])
+    await fill_memory(world)
+    assert absence(world) is Absence.PRIVATE
+
+
+def test_without_lower_tiers_an_evicted_row_is_evicted():
+    async def main() -> None:
+        store = TieredStore(PrivateArena(Geometry(SIZE, NUM_COLUMNS), 1))
+        for key in chain(2):
+            store.memory.release_adopted()
+            answers = [store.reserve([key], column, OWNER, length=SIZE)[0] for column in range(NUM_COLUMNS)]
+            for column, answer in enumerate(answers):
+                store.commit([answer.slot], column, OWNER)
+            assert await store.drain(60)
+        assert store.absence(KEY) is Absence.EVICTED
+        await store.close()
+
+    asyncio.run(main())
