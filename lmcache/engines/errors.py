@@ -1,22 +1,24 @@
-"""The connectors' errors: why an engine, or a part of what it computes, is not cached.
+"""Errors of the connectors: why an engine, or a part of its KV, is not cached.
 
 ::
 
     EngineError
-    ├── UnsupportedError   this engine is not cached at all
-    └── UnnamedError       files that can't be told from others: no KV of theirs is shared
+    ├── UnsupportedError   the cache does not support this engine: the engine runs without the cache
+    └── UnnamedError       the weights or a LoRA adapter can't be identified by the content of their files
 
-Neither reaches the engine: it runs untouched.
+The connector catches both errors and logs the reason. After an UnnamedError for the weights, the engine uses
+the cache, but does not share its KV with other engines. After one for an adapter, the cache skips the
+adapter's requests.
 """
 
 
 class EngineError(Exception):
-    """Base of all errors of the connectors; the message says why, for a log line."""
+    """Base of all errors of the connectors. The message gives the reason, for a log line."""
 
 
 class UnsupportedError(EngineError):
-    """This engine runs untouched, nothing is offered; the message is a sentence that says why."""
+    """The engine can't be cached and runs without the cache. The message is a sentence with the reason."""
 
 
 class UnnamedError(EngineError):
-    """The files can't be told from others; the message says why, as the end of a sentence."""
+    """Weights or an adapter can't be identified by their files. The message is a clause with the reason."""

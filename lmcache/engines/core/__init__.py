@@ -1,1 +1,1 @@
-"""What every engine connector is made of: jobs, lookups, transfers, copiers. No engine is imported here."""
+"""Engine-neutral parts of all connectors: jobs, lookups, transfers, copiers. Imports no engine."""

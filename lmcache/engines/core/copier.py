@@ -1,8 +1,13 @@
-"""Copy whole chunks between the engine's paged KV and a slot of the arena.
+"""Copies whole chunks between the engine's paged KV and the arena: the contract, and host memory.
 
-A slot holds the blocks of a chunk in order, each with its layers: ``[block][layer][page bytes]``. So an
-engine that keeps all layers of a block together (``BLHNC``) has one run of bytes per block on both sides. One
-call moves all blocks of a chunk, without the GIL; there is no Python loop over blocks.
+The arena is the file in shared memory that holds the cache. A **row** of it is one chunk of one KV group. A
+**slot** is the part of a row that belongs to this rank.
+
+A slot holds the last blocks of its chunk in order, each with its layers: ``[block][layer][page bytes]``. A
+page is one layer's part of a block. If the engine uses vLLM's KV layout ``BLHNC``, it stores all layers of a
+block together. A block is then one run of bytes on both sides.
+
+One call copies all blocks of a chunk, without the GIL; there is no Python loop over blocks.
 """
 
 from __future__ import annotations
@@ -16,62 +21,71 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmcache import streaming
-from lmcache.cuda.driver import Device
-from lmcache.cuda.errors import CudaUnavailableError
+from lmcache.common import nontemporal
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.engines.core.layout import Layout
 from lmcache.rpc.hello import TransferOffer
 
 Fence = Any
-"""A point of the engine's compute stream: copies wait until the work before it is done. None on the CPU."""
+"""A point in the engine's compute stream: copies wait for the work before it. None for KV in host memory."""
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 
 
 class EngineCopier(Protocol):
-    """Moves bytes between the engine's KV and one slot; returns when they are there. Thread-safe."""
+    """Copies bytes between the engine's KV and one slot, and returns when they have arrived. Thread-safe."""
 
     row_bytes: Mapping[int, int]
-    """By KV group: bytes of a row of this rank."""
+    """Bytes of this rank's part of one row, by KV group."""
 
     def fence(self) -> Fence:
-        """Mark the present end of the engine's work; called on the engine's thread."""
+        """Mark the present end of the engine's work. Must be called on the engine's thread."""
 
     def wait(self, fence: Fence) -> None:
         """Return when the engine's work before the fence is done."""
 
     def offer(self) -> TransferOffer:
-        """Where the KV lies, for the sidecar to copy stores."""
+        """Describe where the KV is, so that the sidecar can copy new KV into the arena for the engine."""
 
     def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
-        """The first rows of a mapping of the arena, ``[num_rows, slot_bytes]``, may be touched now, others
-        not (any more). ``is_alone``: no copy to or from an older mapping goes on.
+        """Prepare copies from and to the first ``ready_rows`` slots of a mapping of this rank's slots.
 
-        Raises CudaError when a device may have others pinned still.
+        Only these slots have memory. The others must not be accessed from now on.
+
+        Args:
+            slots: the mapping, ``[num_rows, slot_bytes]``.
+            ready_rows: number of slots with memory.
+            is_alone: no copy from or to an older mapping is running.
+
+        Raises:
+            CudaError: a slot without memory may still be pinned for a device.
         """
 
     def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:
-        """Call ``on_change`` now, and from any thread whenever more or less of the arena is pinned; never
-        where copies need no pinned memory. It must not block.
+        """Call ``on_change`` now and, from any thread, whenever the pinned part of the arena changes.
+
+        ``on_change`` must not block. It is never called if copies need no pinned memory.
         """
 
     def share(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on as many threads at once as loads gain from; returns when all have ended."""
+        """Call ``work`` once on each thread of a load. Return when all calls have ended.
+
+        The calls divide the copies among themselves. The copier chooses the number of threads.
+        """
 
     def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
-        """Fill ``blocks`` of a KV group from the slot's blocks ``first_block`` and following."""
+        """Fill ``blocks`` of a KV group from the slot's blocks, beginning at ``first_block``."""
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """Fill the slot from ``blocks``, which are one full row of a KV group."""
 
     def close(self) -> None:
-        """Let go of all that was made; no copy is under way, and none comes."""
+        """Release all resources. No copy may be running, or begin later."""
 
 
 class Places:
-    """Where the pages of a KV group's blocks lie, in the engine's KV and in a slot."""
+    """Addresses of the pages of a KV group's blocks, in the engine's KV and in a slot."""
 
     def __init__(self, layout: Layout) -> None:
         self._num_blocks = len(layout.pages[0])
@@ -80,18 +94,18 @@ class Places:
         self._strides = np.array([pages.stride(0) for pages in layout.pages], np.uint64)
         self.sizes = np.array([pages.shape[1] for pages in layout.pages], np.uint64)
         self.starts = np.cumsum(self.sizes) - self.sizes
-        """Of each layer within a block of a slot."""
-        # A request waits while the addresses of its pages are computed: whatever is the same for every row is
-        # computed once. All callers get the same sizes, so they are read-only, as bytes are.
+        """Offset of each layer within a block of a slot, in bytes."""
+        # A request waits while the addresses of its pages are computed. So values that are the same for every
+        # row are computed once. All callers share the sizes, which are therefore read-only.
         self._offsets = np.arange(0, self._row_bytes, layout.block_bytes, np.uint64)[:, None] + self.starts
         self._row_sizes = np.frombuffer(np.tile(self.sizes, self._blocks_per_row).tobytes(), np.uint64)
 
     def of(
         self, slot: Bytes, first_block: int, blocks: Sequence[int]
-    ) -> tuple[streaming.Words, streaming.Words, streaming.Words]:
-        """Addresses in the slot and in the KV, and bytes, of each page, block after block.
+    ) -> tuple[nontemporal.Words, nontemporal.Words, nontemporal.Words]:
+        """Return (addresses in the slot, addresses in the KV, bytes) of each page, block after block.
 
-        Raises ValueError when a place is not within both: nobody checks addresses later.
+        Raises ValueError if a page is not inside both. Addresses are not checked again later.
         """
         ids = self.checked(slot, first_block, blocks).astype(np.uint64)[:, None]
         in_slot = self._offsets[first_block : first_block + len(ids)] + np.uint64(slot.ctypes.data)
@@ -99,43 +113,45 @@ class Places:
         return in_slot.ravel(), in_kv.ravel(), self._row_sizes[: in_kv.size]
 
     def checked(self, slot: Bytes, first_block: int, blocks: Sequence[int]) -> Ids:
-        """The blocks' numbers. Raises ValueError."""
+        """Return the blocks' numbers as an array. Raises ValueError if one is out of range."""
         lowest, highest = min(blocks), max(blocks)
         if not 0 <= lowest <= highest < self._num_blocks:
-            raise ValueError(f"blocks {lowest} to {highest} are not all blocks of the KV")
+            raise ValueError(f"blocks {lowest} to {highest} are out of range: the KV has {self._num_blocks}")
         if not 0 <= first_block <= self._blocks_per_row - len(blocks) or self._row_bytes > slot.nbytes:
-            raise ValueError("the blocks are not all blocks of the slot")
+            raise ValueError("the blocks exceed the slot")
         return np.array(blocks, np.int64)
 
 
 class LoadThreads:
-    """Threads that share the copies of a load, beside the one that began it."""
+    """Threads that share the copies of a load with the thread that began it."""
 
     def __init__(self, layouts: Mapping[int, Layout], num_threads: int) -> None:
         self.row_bytes: Mapping[int, int] = {group: layout.row_bytes for group, layout in layouts.items()}
         self._num_threads = num_threads
-        self._others = futures.ThreadPoolExecutor(max(1, num_threads - 1), "lmcache-copy", spread)
+        self._helpers = futures.ThreadPoolExecutor(max(1, num_threads - 1), "lmcache-copy", use_all_cores)
 
     def share(self, work: Callable[[], None]) -> None:
         """See ``EngineCopier``."""
-        others = [self._others.submit(work) for _ in range(self._num_threads - 1)]
+        helpers = [self._helpers.submit(work) for _ in range(self._num_threads - 1)]
         try:
             work()
-        finally:  # a load has ended only when nothing writes to its blocks any more
-            futures.wait(others)
-        for other in others:
-            other.result()
+        finally:  # a load has ended only when no thread writes to its blocks
+            futures.wait(helpers)
+        for helper in helpers:
+            helper.result()
 
     def close(self) -> None:
         """See ``EngineCopier``."""
-        self._others.shutdown()
+        self._helpers.shutdown()
 
 
 class CpuCopier(LoadThreads):
-    """KV in host memory. The engine's forward is done when its hooks run, so there is nothing to wait for.
+    """Copies KV in host memory.
 
-    Loads are shared among threads, chunk by chunk: a request waits for them. Stores are not: the engine
-    computes meanwhile.
+    There is no fence: an engine on CPUs has finished its forward pass when it calls the connector.
+
+    Several threads share a load, because a request waits for it. One thread copies a store, because the
+    engine computes meanwhile.
     """
 
     def __init__(self, layouts: Mapping[int, Layout], num_threads: int = 1) -> None:
@@ -143,21 +159,21 @@ class CpuCopier(LoadThreads):
         self._groups = {group: _CpuGroup(layout) for group, layout in layouts.items()}
 
     def fence(self) -> Fence:
-        """Nothing to mark."""
+        """Return None: there is nothing to wait for."""
         return None
 
     def wait(self, fence: Fence) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def offer(self) -> TransferOffer:
-        """Only memory of a GPU is offered."""
+        """Return an empty offer: only GPU memory can be offered."""
         return TransferOffer()
 
     def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
-        """Nothing to prepare."""
+        """Do nothing: host memory needs no preparation."""
 
     def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:
-        """Copies in host memory need no pinned memory."""
+        """Do nothing: copies in host memory need no pinned memory."""
 
     def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
@@ -174,64 +190,43 @@ class _CpuGroup:
     def __init__(self, layout: Layout) -> None:
         self._layers: list[Bytes] = [pages.numpy() for pages in layout.pages]
         self._places, self._block_bytes = Places(layout), layout.block_bytes
-        can_stream = not (self._places.sizes % streaming.PIECE_BYTES).any() and not any(
-            (layer.ctypes.data | layer.strides[0]) % streaming.LINE for layer in self._layers
+        can_stream = not (self._places.sizes % nontemporal.PIECE_BYTES).any() and not any(
+            (layer.ctypes.data | layer.strides[0]) % nontemporal.LINE for layer in self._layers
         )
-        self.stream = streaming.make_copy() if can_stream else None
-        """None: the pages are not made for it."""
+        self.stream = nontemporal.make_copy() if can_stream else None
+        """Copies that bypass the processor's caches; None if the pages are not aligned for them."""
 
     def copy(self, slot: Bytes, first_block: int, blocks: Sequence[int], *, is_load: bool) -> None:
-        if self.stream is not None and not slot.ctypes.data % streaming.LINE:
+        if self.stream is not None and not slot.ctypes.data % nontemporal.LINE:
             in_slot, in_kv, sizes = self._places.of(slot, first_block, blocks)
-            to, from_ = (in_kv, in_slot) if is_load else (in_slot, in_kv)
-            self.stream(to, from_, sizes)
+            targets, sources = (in_kv, in_slot) if is_load else (in_slot, in_kv)
+            self.stream(targets, sources, sizes)
             return
         ids = self._places.checked(slot, first_block, blocks)
         start, size = first_block * self._block_bytes, len(ids) * self._block_bytes
         rows = slot[start : start + size].reshape(len(ids), -1)
-        for layer, at in zip(self._layers, self._places.starts.tolist(), strict=True):
-            part = rows[:, at : at + layer.shape[1]]
+        for layer, offset in zip(self._layers, self._places.starts.tolist(), strict=True):
+            part = rows[:, offset : offset + layer.shape[1]]
             if is_load:
                 layer[ids] = part
             else:
                 part[...] = layer[ids]
 
 
-def make_copier(layouts: Mapping[int, Layout], num_threads: int | None = None) -> EngineCopier:
-    """Choose by where the KV is, as the driver says. Raises ValueError when no copier fits.
-
-    ``layouts`` by KV group; ``num_threads`` of a load; by default 2 where there is more than one core.
-    """
-    pages = next(iter(layouts.values())).pages[0]
-    try:
-        device = Device.of(pages.data_ptr())
-    except CudaUnavailableError as error:
-        if pages.device.type == "cuda":
-            raise ValueError(f"KV lies on a GPU that can't be used: {error}") from error
-        device = None
-    if device is not None:
-        from lmcache.engines.core.cuda_copier import CudaCopier  # it stands on this module
-
-        return CudaCopier(layouts, device)
-    if pages.device.type == "cpu":
-        return CpuCopier(layouts, num_threads or min(2, len(allowed_cores())))
-    raise ValueError(f"no copier for KV on a {pages.device.type} device")
-
-
 def allowed_cores() -> set[int]:
-    """Where copies may run: also the cores that the engine keeps free of its own computing.
+    """Return the cores on which copies may run, including cores that the engine does not compute on.
 
-    vLLM binds the thread that starts ours to one core, and with it all that it starts. Its parent is not
-    bound.
+    vLLM binds the thread that starts the copy threads to one core, and they inherit that. Its parent process
+    is not bound.
     """
-    own = os.sched_getaffinity(0)
+    cores = os.sched_getaffinity(0)
     try:
-        return own | os.sched_getaffinity(os.getppid())
-    except OSError:  # the parent is outside our container, or gone
-        return own
+        return cores | os.sched_getaffinity(os.getppid())
+    except OSError:  # the parent is outside this container, or has ended
+        return cores
 
 
-def spread() -> None:
+def use_all_cores() -> None:
     """Let the calling thread run on all allowed cores."""
-    with contextlib.suppress(OSError):  # some may have been taken from us: stay where we are
+    with contextlib.suppress(OSError):  # a core may no longer be allowed: the thread stays on its core
         os.sched_setaffinity(0, allowed_cores())

@@ -1,7 +1,7 @@
-"""The engine's own copies between KV in device memory and a slot of the arena, on the CUDA driver alone.
+"""Copies between KV in device memory and a slot of the arena, made by the engine through the CUDA driver.
 
-A row is one batch of copies: one call of the driver for all its pages. They are one piece per block where the
-engine keeps all layers of a block together.
+A row is one batch of copies, which is one call of the driver for all its pages. If the engine stores all
+layers of a block together, each block is one piece of the batch.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from lmcache.engines.core.layout import Layout
 from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
 
 _LOAD_THREADS = 2
-"""While one waits for its row, the other one has made the next one's batch: the bus is never idle."""
+"""Two threads keep the bus busy: while one waits for its row, the other creates the next batch."""
 
-_PINNED_AT_ONCE = 64 << 20
-"""Bytes of one registration: some 10 ms, in the background. One that is ready in part is not registered."""
+_PIN_EXTENT_BYTES = 64 << 20
+"""Bytes of one registration, about 10 ms of work in the background. All of its rows must be ready."""
 
 
 class CudaCopier(LoadThreads):
-    """KV in device memory. Copies wait for a fence in the stream that the engine computes on."""
+    """Copies KV in device memory. Copies wait for a fence in the stream that the engine computes on."""
 
     def __init__(
         self, layouts: Mapping[int, Layout], device: Device, compute_stream: Callable[[], int] | None = None
     ) -> None:
-        """``compute_stream``: raw handle of the stream that the calling thread computes on; not given:
-        torch's.
+        """``compute_stream``: returns the raw handle of the stream that the calling thread computes on; by
+        default the current stream of torch.
 
         Raises CudaError.
         """
@@ -49,12 +49,12 @@ class CudaCopier(LoadThreads):
         self._compute_stream = compute_stream or _torch_stream(next(iter(layouts.values())).pages[0].device)
         self._load_stream, self._store_stream = Stream(self._context), Stream(self._context)
         self.pins: Pins | None = None
-        """Of the mapping of the arena that was prepared last."""
+        """Pinned memory of the arena's mapping that was prepared last."""
         self._mapping: Callable[[], object]
-        self._mappings: list[tuple[Any, Pins]] = []  # their finalizers; the present one is the last
+        self._mappings: list[tuple[Any, Pins]] = []  # (finalizer, pins); the present mapping is the last
         self._report_pins: Callable[[PinStatus], None] = lambda _: None
-        # The finalizers refer to the pins. If these referred to the copier, they would keep alive the
-        # mapping whose end they wait for: the copier leads to the client, and that to its session.
+        # The finalizers refer to the pins. The pins must not refer to the copier: the copier refers to the
+        # client, whose session keeps alive the mapping that the finalizers wait for.
         pins_changed = weakref.WeakMethod(self._pins_changed)
 
         def on_pins_changed() -> None:
@@ -68,7 +68,7 @@ class CudaCopier(LoadThreads):
         return _Fence(self._context, self._compute_stream())
 
     def wait(self, fence: Fence) -> None:
-        """See ``EngineCopier``. Sleeps, without the GIL. Raises CudaError."""
+        """See ``EngineCopier``. Sleeps without holding the GIL. Raises CudaError."""
         fence.event.synchronize()
 
     def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
@@ -99,29 +99,28 @@ class CudaCopier(LoadThreads):
             try:
                 stream.wait(fence.event)
                 batch.submit(stream, is_source_stable=is_source_stable)
-            finally:  # also a copy that failed has ended only when nothing of it is queued any more
+            finally:  # even a failed copy has ended only when the stream has no piece of it queued
                 stream.synchronize()
 
     def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
-        """See ``EngineCopier``. Registers what may be touched, in the background.
+        """See ``EngineCopier``. Registers the ready rows with the driver in the background.
 
-        The rows of an older mapping stay registered until no copy goes on there, or nothing refers to it any
-        more.
+        The rows of an older mapping stay registered until none of its copies runs, or nothing refers to it.
         """
         mapping, slot_bytes = slots.base, slots.shape[1]
         if self.pins is None or self._mapping() is not mapping:
             self.pins = Pins(
-                self._context, slots.ctypes.data, slots.nbytes, _PINNED_AT_ONCE, self._on_pins_changed
+                self._context, slots.ctypes.data, slots.nbytes, _PIN_EXTENT_BYTES, self._on_pins_changed
             )
             unpin = weakref.finalize(mapping, self.pins.close)
-            unpin.atexit = False  # the device is gone before
+            unpin.atexit = False  # at exit the driver is shut down before finalizers run
             self._mapping = weakref.ref(mapping)
             self._mappings.append((unpin, self.pins))
         self.pins.set_ready(ready_rows * slot_bytes)
         *older, present = self._mappings
         for unpin, _ in older if is_alone else ():
             unpin()
-        older = [each for each in older if each[0].alive or each[1].pinned_bytes]
+        older = [(unpin, pins) for unpin, pins in older if unpin.alive or pins.pinned_bytes]
         self._mappings = [*older, present]
         if is_alone and older:
             raise CudaError("cuMemHostUnregister", 0, "refused", ": an older mapping stays registered")
@@ -135,8 +134,8 @@ class CudaCopier(LoadThreads):
         self._report_pins(self.pins.status if self.pins is not None else PinStatus())
 
     def offer(self) -> TransferOffer:
-        """Export each allocation of the KV once; or say why it can't be shared."""
-        allocations: dict[int, Allocation] = {}  # by their addresses, in the order of the offer
+        """Export each allocation of the KV once, or return the reason why it can't be shared."""
+        allocations: dict[int, Allocation] = {}  # by address, in the order of the offer
         groups = []
         try:
             for group, layout in self._layouts.items():
@@ -144,10 +143,10 @@ class CudaCopier(LoadThreads):
                 for pages in layout.pages:
                     if not ipc.is_exportable(self._context, pages.data_ptr()):
                         return TransferOffer(self._uuid, refusal=_NOT_EXPORTABLE)
-                    found = ipc.export(self._context, pages.data_ptr())
-                    allocations.setdefault(found.base, Allocation(found.handle, found.num_bytes))
-                    number = list(allocations).index(found.base)
-                    layers.append(LayerPages(number, found.offset, pages.shape[1], pages.stride(0)))
+                    exported = ipc.export(self._context, pages.data_ptr())
+                    allocations.setdefault(exported.base, Allocation(exported.handle, exported.num_bytes))
+                    number = list(allocations).index(exported.base)
+                    layers.append(LayerPages(number, exported.offset, pages.shape[1], pages.stride(0)))
                 groups.append(GroupPages(group, len(layout.pages[0]), layout.blocks_per_row, tuple(layers)))
         except CudaError as error:
             return TransferOffer(self._uuid, refusal=f"the KV can't be exported: {error}")
@@ -155,25 +154,25 @@ class CudaCopier(LoadThreads):
 
 
 _NOT_EXPORTABLE = (
-    "the KV lies in memory that CUDA IPC can't share (of virtual memory management: sleep mode, "
-    "--enable-cumem-allocator, expandable_segments in PYTORCH_ALLOC_CONF)"
+    "CUDA IPC can't share virtual memory, in which the KV lies: start the engine without sleep mode, "
+    "--enable-cumem-allocator, and expandable_segments in PYTORCH_ALLOC_CONF"
 )
 
 
 class _Fence:
-    """An event that lives as long as somebody may wait for it."""
+    """An event in the compute stream that is destroyed with its last reference."""
 
     def __init__(self, context: Context, stream: int) -> None:
         self.event = Event(context)
         self.event.record(Stream(context, stream))
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at exit the driver may be gone before
+        with contextlib.suppress(Exception):  # at exit the driver may already be shut down
             self.event.close()
 
 
 def _torch_stream(device: torch.device) -> Callable[[], int]:
-    """The stream that torch computes on; of an engine that computes on the host the legacy one, 0."""
+    """Return a function that returns torch's current stream, or the legacy stream 0 on the host."""
     if device.type != "cuda":
         return lambda: 0
     return lambda: int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,8 +1,8 @@
-"""What comes into the sidecar's memory and what leaves it, as far as an engine's requests have to do with it.
+"""Finds out which of the engine's chunks the sidecar has in memory, for the engine's KV events.
 
-For routers that send a request where its prefix is. Nothing is asked: chunks that were stored or loaded are
-looked for in the index in shared memory, and those that were told of are looked for again, a few in each
-step, so that what the sidecar gave up is told within some steps.
+Routers use these events to send a request to the engine that has its prefix. The events need no calls. Chunks
+that were stored or loaded are looked up in the index in shared memory. Reported chunks are looked up again, a
+few in each step, so that evictions are reported within some steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lmcache.engines.core.requests import EngineRequest
 from lmcache.tiers.base import ROW_KEY_BYTES, RowKey
 
 CHECKED_PER_STEP = 32
-"""Chunks that are looked for again: some 30 us of the scheduler's thread."""
+"""Number of reported chunks that each step looks up again, about 30 us of the scheduler's thread."""
 
 
 class Chunk(NamedTuple):
@@ -31,65 +31,69 @@ class Chunk(NamedTuple):
 
 
 class ChunkEvents:
-    """See the module. The scheduler's thread calls it.
+    """Chunks that came into memory or left it, see the module. Only the scheduler's thread uses it.
 
-    A chunk goes by its row of the first KV group that has rows, and is told of by the engine's own hashes.
+    A chunk is identified by its row in the first KV group that has rows. It is reported by the engine's own
+    block hashes.
     """
 
     def __init__(self) -> None:
-        self._storing: dict[int, dict[RowKey, Chunk]] = {}  # by job
-        self._seen: dict[RowKey, Chunk] = {}  # perhaps in memory
-        # The engine's hashes, the next to look for first: a dict would be searched for its first again.
-        self._told: OrderedDict[RowKey, tuple[bytes, ...]] = OrderedDict()
-        self._gone: list[tuple[bytes, ...]] = []
+        self._storing: dict[int, dict[RowKey, Chunk]] = {}  # by job id
+        self._candidates: dict[RowKey, Chunk] = {}  # chunks that may be in memory
+        # The engine's hashes of reported chunks, in the order of the next checks. An OrderedDict, because a
+        # dict is slow at finding its first key after many removals.
+        self._reported: OrderedDict[RowKey, tuple[bytes, ...]] = OrderedDict()
+        self._removed: list[tuple[bytes, ...]] = []
 
     def begin_stores(self, request: EngineRequest, jobs: Iterable[StoreJob], group: int) -> None:
-        """Chunks are to be stored; ``group``: the one by whose rows they go."""
+        """Record the chunks of new StoreJobs; ``group``: the group whose rows identify them."""
         for job in jobs:
             self._storing[job.job_id] = {
-                part.keys[at : at + ROW_KEY_BYTES]: Chunk(request, number)
+                part.keys[offset : offset + ROW_KEY_BYTES]: Chunk(request, number)
                 for part in job.groups
                 if part.group == group
-                for number, at in enumerate(range(0, len(part.keys), ROW_KEY_BYTES), part.first_chunk)
+                for number, offset in enumerate(range(0, len(part.keys), ROW_KEY_BYTES), part.first_chunk)
             }
 
     def end_store(self, job_id: int) -> None:
-        """All ranks ended it; what came of it, the index says."""
-        self._seen |= self._storing.pop(job_id, {})
+        """Record that all ranks ended the job. The index then shows which chunks it stored."""
+        self._candidates |= self._storing.pop(job_id, {})
 
     def note_found(self, request: EngineRequest, row_keys: Iterable[RowKey]) -> None:
-        """The leading chunks were in memory just now."""
-        self._seen |= {key: Chunk(request, number) for number, key in enumerate(row_keys)}
+        """Record that a lookup found these leading chunks in memory."""
+        self._candidates |= {key: Chunk(request, number) for number, key in enumerate(row_keys)}
 
     def clear(self) -> None:
-        """Nothing of what there was is found any more."""
-        self._gone += self._told.values()
-        for known in (self._storing, self._seen, self._told):
-            known.clear()
+        """Report all chunks as removed: no request can find them any more."""
+        self._removed += self._reported.values()
+        for chunks in (self._storing, self._candidates, self._reported):
+            chunks.clear()
 
     def take(self, index: Index | None, hashes_per_chunk: int) -> tuple[list[Chunk], list[tuple[bytes, ...]]]:
-        """Return (chunks that came, hashes of each that left) since the last call; without an index nothing
-        can be loaded."""
+        """Return (chunks that came into memory, hashes of each removed chunk) since the last call.
+
+        ``index``: None if there is no sidecar; all chunks are then reported as removed.
+        """
         if index is None:
             self.clear()
-        seen = {key: chunk for key, chunk in self._seen.items() if key not in self._told}
-        again = list(islice(self._told, CHECKED_PER_STEP))
-        is_there = dict(_look(index, [*seen, *again]))
-        for key in again:
-            hashes = self._told.pop(key)
+        candidates = {key: chunk for key, chunk in self._candidates.items() if key not in self._reported}
+        to_check = list(islice(self._reported, CHECKED_PER_STEP))
+        is_there = dict(_look_up(index, [*candidates, *to_check]))
+        for key in to_check:
+            hashes = self._reported.pop(key)
             if is_there[key]:
-                self._told[key] = hashes
+                self._reported[key] = hashes
             else:
-                self._gone.append(hashes)
-        stored = {key: chunk for key, chunk in seen.items() if is_there[key]}
+                self._removed.append(hashes)
+        stored = {key: chunk for key, chunk in candidates.items() if is_there[key]}
         for key, (request, number) in stored.items():
             first, end = number * hashes_per_chunk, (number + 1) * hashes_per_chunk
-            self._told[key] = tuple(request.block_hashes[first:end])
-        gone, self._gone, self._seen = self._gone, [], {}
-        return list(stored.values()), gone
+            self._reported[key] = tuple(request.block_hashes[first:end])
+        removed, self._removed, self._candidates = self._removed, [], {}
+        return list(stored.values()), removed
 
 
-def _look(index: Index | None, row_keys: list[RowKey]) -> Iterable[tuple[RowKey, bool]]:
+def _look_up(index: Index | None, row_keys: list[RowKey]) -> Iterable[tuple[RowKey, bool]]:
     if index is None or not row_keys:
         return []
     words = np.frombuffer(b"".join(row_keys), "<u8").reshape(len(row_keys), -1)

@@ -1,4 +1,4 @@
-"""What memory has of a request, by the index: where it can resume, and where its rows are. Pure."""
+"""Finds a request's rows in the index of the memory tier, and where the request can resume. Pure."""
 
 from __future__ import annotations
 
@@ -19,36 +19,39 @@ Words = npt.NDArray[np.uint64]
 
 
 class Index(Protocol):
-    """What is in memory; ``MappedIndex`` is one."""
+    """Index of the rows in memory, such as ``MappedIndex``."""
 
     def find(self, keys: Words) -> Found:
-        """Find the leading ones of these rows."""
+        """Find the leading rows of these keys, up to the first row that is missing."""
 
     def find_each(self, keys: Words) -> Located:
-        """Say of each of these rows whether it is there, and where."""
+        """Return for each of these keys whether its row is in memory, and where."""
 
 
 class Hit(NamedTuple):
     """Rows of a request that are in memory."""
 
     num_chunks: int
-    """Leading chunks at whose end the request can resume."""
+    """Number of leading chunks that can be loaded: the request can resume at their end."""
     num_leading: int
-    """Leading chunks of the groups that need all of them: a window may be missing there."""
+    """Number of leading chunks that all full-attention groups have. Windows may lack rows there."""
     found: tuple[Found, ...]
-    """Per group with rows, where at least the needed ones of ``num_chunks`` are."""
+    """Places of the rows that a load of ``num_chunks`` needs, and possibly of more; per group with rows."""
 
 
 _NOWHERE = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
 def no_hit(grid: Grid) -> Hit:
-    """Nothing is there."""
+    """Return a hit of no chunks."""
     return Hit(0, 0, (_NOWHERE,) * len(grid.stored))
 
 
 def find_hit(index: Index, grid: Grid, words: Sequence[Words], at_least: int = 0) -> Hit:
-    """Look for the chunks of ``words``, per group with rows; the engine itself has ``at_least`` of them."""
+    """Find the longest hit of the chunks whose row keys are ``words``, per group with rows.
+
+    ``at_least``: leading chunks that the engine itself has.
+    """
     found = [
         index.find(part) if group.is_full else _NOWHERE
         for group, part in zip(grid.stored, words, strict=True)
@@ -61,7 +64,7 @@ def find_hit(index: Index, grid: Grid, words: Sequence[Words], at_least: int = 0
         return Hit(num_leading, num_leading, tuple(found))
 
     def resume_at(start: int) -> int:
-        """Where a request can resume by the windows' rows from chunk ``start`` on."""
+        """Return the longest hit, given the windows' rows of chunk ``start`` and later."""
         residency = [b"\1" * num_leading] * len(grid.stored)
         for number in windows:
             is_there, rows, generations = index.find_each(words[number][start:num_leading])
@@ -70,7 +73,7 @@ def find_hit(index: Index, grid: Grid, words: Sequence[Words], at_least: int = 0
         return longest_hit(grid.stored, grid.chunk_tokens, residency, at_least, num_leading)
 
     num_chunks = min(at_least, num_leading)
-    if num_leading > at_least:  # mostly nothing is missing near the end
+    if num_leading > at_least:  # usually no row near the end is missing
         near = (first_needed_chunk(grid.stored[number], num_leading, grid.chunk_tokens) for number in windows)
         num_chunks = resume_at(max(at_least, min(near)))
         if num_chunks < num_leading:
@@ -79,5 +82,5 @@ def find_hit(index: Index, grid: Grid, words: Sequence[Words], at_least: int = 0
 
 
 def _behind(num_chunks: int, places: npt.NDArray[T]) -> npt.NDArray[T]:
-    """Let places begin at a later chunk."""
+    """Shift places by ``num_chunks`` chunks, filled with zeros."""
     return np.concatenate((np.zeros(num_chunks, places.dtype), places))

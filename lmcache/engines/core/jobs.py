@@ -1,6 +1,6 @@
-"""What is loaded and stored, and the messages of a step between the scheduler side and the worker sides.
+"""Jobs to load and store blocks, and the messages of a step between scheduler side and worker sides. Pure.
 
-Pure: imports neither the engine nor torch. Every part of a job names its KV group.
+Imports neither the engine nor torch. Every part of a job names its KV group.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lmcache.common.units import ceil_div
 from lmcache.engines.core.grid import NULL_BLOCK, BlockTables, Grid
 from lmcache.rpc.hello import ClientHello
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Slot
-from lmcache.units import ceil_div
 
 
 class Offer(NamedTuple):
-    """What the engine was told that it can load: ``num_tokens`` from token ``start`` on."""
+    """Load that the connector has offered the engine: ``num_tokens`` tokens from token ``start`` on."""
 
     start: int
     num_tokens: int
     found: tuple[Found, ...]
-    """Per group with rows: where the request's leading chunks are, those at least that are needed."""
+    """Places of the rows that the load needs, per group with rows."""
 
 
 class Piece(NamedTuple):
-    """Consecutive blocks of one slot and where they are in the engine's KV."""
+    """Consecutive blocks of one slot, and their numbers in the engine's KV."""
 
     group: int
     slot: Slot
     first_block: int
-    """Within the row."""
+    """Position of the first block in the row."""
     blocks: tuple[int, ...]
 
 
@@ -43,13 +43,13 @@ class GroupLoad(NamedTuple):
     group: int
     blocks: tuple[int, ...]
     found: Found | None = None
-    """Where its chunks are; None: nowhere, the load is to be reported as failed."""
+    """Places of the chunks' rows; None: the load must be reported as failed."""
     first_block: int = 0
-    """Within the first row."""
+    """Position of the first block in the first row."""
     blocks_per_row: int = 1
 
     def pieces(self) -> Iterator[Piece]:
-        """Cut it at the edges of rows."""
+        """Split the load at the edges of rows."""
         start, first_block = 0, self.first_block
         for slot in self.found.slots() if self.found is not None else ():
             end = start + self.blocks_per_row - first_block
@@ -59,23 +59,24 @@ class GroupLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Fill blocks of a request.
+    """A load: fill blocks of a request from rows in memory.
 
-    It is cut into pieces where it is copied: the engine's scheduler has no time for it.
+    The worker side splits it into pieces, because the engine's scheduler has no time for that.
     """
 
     request_id: str
     groups: tuple[GroupLoad, ...]
     fails_by_block: bool = True
-    """See ``Grid``. The job says it: a rank that is not attached does not know, and has to report it."""
+    """See ``Grid``. Stated in the job, because a rank that is not attached has no grid but must report it."""
 
     @classmethod
     def from_offer(
         cls, request_id: str, grid: Grid, offer: Offer, num_tokens: int, tables: BlockTables
     ) -> LoadJob:
-        """Load the first ``num_tokens`` (> 0) of an offer into the request's blocks.
+        """Create a load of the first ``num_tokens`` (> 0) of an offer into the request's blocks.
 
-        Fails where that can't be done: another end needs other rows, and a null block holds nothing.
+        Returns a failing job if that is impossible: a shorter load would need other rows, or the engine holds
+        no block at a place that the load must fill.
         """
         end, loads = offer.start + num_tokens, []
         for group, found in zip(grid.stored, offer.found, strict=True):
@@ -94,17 +95,17 @@ class LoadJob:
 
     @classmethod
     def failing(cls, request_id: str, grid: Grid, tables: BlockTables) -> LoadJob:
-        """Report all the blocks as not loaded: what was promised can't be kept."""
+        """Create a job that reports all blocks as not loaded, for a load that the engine waits for."""
         loads = tuple(GroupLoad(group, tuple(ids)) for group, ids in enumerate(tables))
         return cls(request_id, loads, grid.fails_by_block)
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """All blocks, in the order of the pieces, and null blocks where nothing is to be filled."""
+        """All blocks in the order of the pieces, with null blocks where the engine holds none."""
         return tuple(itertools.chain.from_iterable(load.blocks for load in self.groups))
 
     def pieces(self) -> list[Piece]:
-        """Cut it at the edges of chunks, group after group."""
+        """Split the load at the edges of chunks, group by group."""
         return [piece for load in self.groups for piece in load.pieces()]
 
 
@@ -116,81 +117,84 @@ class GroupStore(NamedTuple):
     keys: bytes
     """Row keys, one per chunk."""
     blocks: tuple[int, ...]
-    """As many per row."""
+    """Blocks of the rows, one row after the other; the same number for each row."""
 
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Store full chunks of a request."""
+    """A store: copy full chunks of a request to memory."""
 
     job_id: int
     request_id: str
     groups: tuple[GroupStore, ...]
     tenant: bytes = b""
     is_transient: bool = False
-    """The engine may hand out these blocks while the request runs."""
+    """True if the engine may reuse these blocks while the request runs."""
 
     @property
     def num_rows(self) -> int:
-        """In all groups."""
+        """Number of rows in all groups."""
         return sum(len(group.keys) for group in self.groups) // ROW_KEY_BYTES
 
 
 @dataclass
 class StepMeta:
-    """From the scheduler side to every worker side, once per engine step."""
+    """Message from the scheduler side to every worker side, once per engine step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     reclaimed: set[int] = field(default_factory=set)
-    """Ids of StoreJobs whose blocks may be given to others in this step: what they read later is not
-    committed."""
+    """Ids of StoreJobs whose blocks the engine may reuse in this step. Rows read later are not committed."""
     held: list[str] = field(default_factory=list)
-    """Requests that finished and whose blocks wait for our stores."""
+    """Finished requests whose blocks the engine holds until their stores end."""
     is_idle: bool = False
-    """Nothing is computed in this step."""
+    """True if this step computes nothing."""
     timed_step: int = 0
-    """Not 0: say when the step is over."""
+    """Number of the step if the workers must report its end; 0: no report."""
     left_behind: set[int] = field(default_factory=set)
-    """As ``reclaimed``, of blocks that windows and states moved on from: any long prompt does so, there is
-    more time to end them."""
+    """Like ``reclaimed``, for blocks that windows and states left behind. Every long prompt leaves blocks
+    behind, so the workers wait longer for these jobs."""
 
 
 @dataclass(frozen=True)
 class EngineIdentity:
-    """Whose bytes these are and how they lie. The workers know it first, the scheduler side needs it."""
+    """Identity and layout of an engine's KV. Workers determine it, and send it to the scheduler side."""
 
     hello: ClientHello
-    """As a worker says it."""
+    """The worker's first message to the sidecar."""
     hash_tokens: int
+    """Tokens of one of the engine's block hashes."""
     num_replicas: int = 1
-    """Ranks that hold the same KV as this one, itself included."""
+    """Number of ranks that hold the same KV as this rank, including this rank."""
     is_replica: bool = False
-    """Another one of these stores it."""
+    """True if another rank stores the same KV."""
 
     @property
     def grid(self) -> Grid:
-        """How the engine's tokens are cut."""
+        """The grid of the engine's tokens."""
         return Grid(self.hello.chunk_tokens, self.hash_tokens, self.hello.groups)
 
     @property
     def num_ranks(self) -> int:
-        """Of the engine."""
+        """Number of ranks of the engine."""
         return self.hello.num_columns * self.num_replicas
 
 
 @dataclass
 class WorkerReport:
-    """From the worker sides to the scheduler side, once per engine step when there is something to say."""
+    """Message from the worker sides to the scheduler side, at the end of steps with something to report."""
 
     stores_ended: Counter[int] = field(default_factory=Counter)
-    """Job id -> ranks that ended it. One that stores nothing has ended it at once."""
+    """Job id -> number of ranks that ended the job. A rank that stores nothing ends it at once."""
     failed_loads: set[str] = field(default_factory=set)
+    """Ids of requests whose load failed."""
     timed_step: int = 0
+    """Number of the timed step that ended; 0: none."""
     identity: EngineIdentity | None = None
+    """Identity of the engine, in a worker's first report."""
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """Join the reports of two ranks (called by the engine)."""
+        """Merge the reports of two ranks. The engine calls this."""
         return WorkerReport(
             self.stores_ended + other.stores_ended,
             self.failed_loads | other.failed_loads,

@@ -1,7 +1,8 @@
-"""From the engine's KV tensors to byte views of whole blocks.
+"""Views of the engine's KV tensors as the bytes of whole blocks.
 
-The cache moves whole blocks and never looks inside; what their bytes mean is the engine's to name. The order
-of layers and blocks in memory does not matter: slots have their own (``copier``).
+The cache copies whole blocks and never interprets their bytes. The engine may store layers and blocks in any
+order, because the cache stores a block in an order of its own: ``[block][layer][page bytes]`` (see
+``copier``).
 """
 
 from __future__ import annotations
@@ -14,40 +15,42 @@ import torch
 from lmcache.engines.errors import UnsupportedError
 
 KVCaches = Mapping[str, "torch.Tensor | Sequence[torch.Tensor]"]
-"""The engine's KV by layer, as it registers it with a connector."""
+"""The engine's KV tensors by layer name, as the engine registers them with a connector."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's KV of one KV group as bytes: per layer uint8 ``[num_blocks, page_bytes]`` over the engine's
-    memory. A layer's blocks need not be adjacent: others' pages or padding may lie between them."""
+    """One rank's KV of one KV group, as bytes."""
 
     pages: tuple[torch.Tensor, ...]
+    """A view of the engine's memory per layer, uint8 ``[num_blocks, page_bytes]``. A layer's blocks need not
+    be adjacent: pages of other layers or padding may lie between them."""
     blocks_per_row: int
-    """Of a chunk, its last, that its row holds."""
+    """Number of blocks of each chunk that the cache stores: the last ones. A sliding window needs no more."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of this rank, all layers."""
+        """Bytes of one block of this rank, over all layers."""
         return sum(pages.shape[1] for pages in self.pages)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of this rank."""
+        """Bytes that the cache stores of one chunk, for this rank."""
         return self.blocks_per_row * self.block_bytes
 
 
 def page_views(layers: Sequence[str], kv_caches: KVCaches, num_blocks: int) -> list[torch.Tensor]:
-    """View the layers, in their order, as uint8 ``[num_blocks, page_bytes]``; those that share KV count once.
+    """View the layers, in their order, as uint8 ``[num_blocks, page_bytes]``.
 
-    Raises UnsupportedError when a block is not one run of bytes.
+    Layers that share their KV get one view together. Raises UnsupportedError if a block is not one contiguous
+    run of bytes.
     """
     views: dict[tuple[int, int], torch.Tensor] = {}
     for layer, tensor in [(name, tensor) for name in layers for tensor in tensors_of(kv_caches[name])]:
         blocks = by_block(tensor, num_blocks)
         if not _is_dense(blocks):
             raise UnsupportedError(
-                f"a block of {layer} is not one run of bytes (strides {tuple(blocks.stride())})"
+                f"a block of layer {layer} is not contiguous in memory (strides {tuple(blocks.stride())})"
             )
         item = blocks.element_size()
         page_bytes = blocks[0].numel() * item
@@ -62,18 +65,21 @@ def page_views(layers: Sequence[str], kv_caches: KVCaches, num_blocks: int) -> l
 
 
 def tensors_of(kv: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """A layer of states may have several tensors."""
+    """Return a layer's tensors: a state layer may have several."""
     return [kv] if isinstance(kv, torch.Tensor) else kv
 
 
 def num_bytes(kv_caches: KVCaches) -> int:
-    """Return what all of it takes: layers may share memory."""
+    """Return the bytes of all KV. Memory that layers share counts once."""
     storages = [tensor.untyped_storage() for kv in kv_caches.values() for tensor in tensors_of(kv)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def by_block(kv: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Make the engine's blocks dimension 0: a backend may have split each into several kernel blocks."""
+    """Return the KV with the engine's blocks as dimension 0.
+
+    An attention backend with smaller kernel blocks splits each block of the engine into several of them.
+    """
     return kv if kv.shape[0] == num_blocks else kv.view(num_blocks, -1, *kv.shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler side knows of the engine's requests."""
+"""State of the engine's requests on the scheduler side."""
 
 from __future__ import annotations
 
@@ -16,74 +16,88 @@ from lmcache.tiers.base import ROW_KEY_BYTES, RowKey
 from lmcache.tiers.memory.contracts import LookupResult
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
-"""What chunks depend on beside their tokens: LoRA and media, as (first chunk, fingerprint), ascending."""
+"""Fingerprints of adapters and media that chunks depend on, as (first chunk, fingerprint), ascending."""
 
 FindExtraKeys = Callable[[], "ExtraKeys | None"]
-"""May do I/O. What returns None is not cached, or not yet."""
+"""Finds a request's extra keys. May do I/O. None: the request can't be cached, or not yet."""
 
 _WORD = np.dtype("<u8")
 
 
 class EngineRequest(Protocol):
-    """What is read of an engine's request; vLLM's own is one."""
+    """The fields of an engine's request that the scheduler side reads, such as vLLM's ``Request``."""
 
     request_id: str
     num_tokens: int
     num_computed_tokens: int
     block_hashes: Sequence[bytes]
-    """Chained: each folds in all tokens before its end."""
+    """Hashes of the engine's blocks. Each covers all tokens up to the block's end."""
     cache_salt: str | None
     skip_reading_prefix_cache: bool
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request's question to the sidecar. The lookup thread writes what follows ``asked_at``, the
-    scheduler reads."""
+    """One request's lookups.
+
+    The scheduler's thread creates the ticket. The lookup thread then asks the sidecar, and writes the answer.
+    A **hint** is a lookup without a lease, sent when the request arrives and while it waits. The sidecar
+    answers which chunks it is loading from lower tiers, and begins to load more.
+    """
 
     request_id: str
     hashes: list[bytes]
-    """Of each chunk to look up: its last block's."""
+    """Hash of the last block of each chunk to look up."""
     namespace: bytes
-    """The engine's, or since a reset another one."""
+    """Namespace of the request's keys. Each reset of the engine's prefix cache begins a new namespace."""
     cache_salt: str = ""
     tenant: bytes = b""
-    """Opaque, of the salt."""
+    """Tenant as the sidecar sees it, a hash of the salt."""
     find_extra_keys: FindExtraKeys | None = None
-    """None: it depends on nothing but its tokens."""
+    """Finds the extra keys; None if the KV depends on nothing but the tokens."""
     is_read: bool = True
-    """Else it is only stored."""
+    """False if the request only stores KV."""
+    first_hashes: Sequence[bytes] = ()
+    """Hashes of the engine's blocks in the first chunk, without the last block."""
     asked_at: float = 0.0
-    """The scheduler's own."""
+    """Time of the last hint. Only the scheduler's thread uses it."""
     extra_keys: ExtraKeys | None = None
-    """None: not known yet, or not to be cached."""
+    """Extra keys of the request; None: not known yet, or the request can't be cached."""
     keys: tuple[list[RowKey], ...] | None = None
-    """Per group with rows, of the chunks; None: not known yet, and never again."""
+    """Row keys of the chunks, per group with rows; None: not known yet. Once known they don't change."""
     words: tuple[npt.NDArray[np.uint64], ...] = ()
-    """The same for the index: ``[chunks, 8]``. Written before ``keys``."""
+    """The same keys as 64-bit numbers ``[chunks, 8]``, for lookups in the arena's index. Set before
+    ``keys``."""
     answer: LookupResult | None = None
-    """None: not answered yet."""
+    """The sidecar's last answer; None: not answered yet."""
     answered_at: float = 0.0
     is_asking: bool = False
-    """A hint is on its way."""
+    """True while a hint is queued, or the sidecar's answer to it is awaited."""
     may_be_leased: bool = False
-    """Also when no answer came; the lookup thread's own."""
+    """True if the sidecar may protect the request's rows from eviction (a lease).
+
+    This is so once a lease was requested, even without an answer. Only the lookup thread uses this field.
+    """
 
     def __post_init__(self) -> None:
         if self.find_extra_keys is None:
             self.extra_keys = ()
 
     def make_keys(self, groups: Sequence[int]) -> None:
-        """Make the keys of all chunks; both threads may come to it, and do the same then."""
+        """Compute the keys of all chunks.
+
+        Both the scheduler's thread and the lookup thread may call this; they compute the same keys.
+        """
         hashes = self.hashes if self.extra_keys is not None else []
-        made = tuple(self.row_keys(group, hashes) for group in groups)
+        keys_by_group = tuple(self.row_keys(group, hashes) for group in groups)
         words = ROW_KEY_BYTES // _WORD.itemsize
-        self.words = tuple(np.frombuffer(b"".join(part), _WORD).reshape(-1, words) for part in made)
-        self.keys = made
+        self.words = tuple(np.frombuffer(b"".join(part), _WORD).reshape(-1, words) for part in keys_by_group)
+        self.keys = keys_by_group
 
     def row_keys(self, group: int, hashes: Sequence[bytes], first_chunk: int = 0) -> list[RowKey]:
-        """Make the keys of chunks from ``first_chunk`` on in one KV group."""
+        """Compute the row keys of the chunks from ``first_chunk`` on in one KV group."""
         row_keys: list[RowKey] = []
+        # At each edge another fingerprint begins. Every pass adds the keys of the chunks before one edge.
         fingerprint, edges = b"", (*(self.extra_keys or ()), (first_chunk + len(hashes), b""))
         for edge, following in edges:
             part = hashes[len(row_keys) : max(0, edge - first_chunk)]
@@ -95,36 +109,38 @@ class Ticket:
 
 
 class RequestState:
-    """What is known of one request."""
+    """State of one request on the scheduler side."""
 
     def __init__(self, request: EngineRequest, ticket: Ticket) -> None:
         self.request = request
         self.is_finished = False
-        self.has_failed = False  # a load failed: don't try again, it could fail for ever
+        self.has_failed = False  # a load failed: it is not repeated, because it could fail forever
         self.is_loading = False
-        self.num_stores = 0  # StoreJobs that not all ranks ended
-        self.has_drafts = False  # how many of its tokens are computed may be known later only
+        self.num_stores = 0  # StoreJobs that not all ranks have ended
+        self.has_drafts = False  # True: the number of computed tokens may only be known later
         self.restart(ticket)
 
     def restart(self, ticket: Ticket) -> None:
-        """Nothing of it is computed, or not any more."""
+        """Reset the request to a state in which none of its tokens is computed."""
         self.ticket = ticket
-        self.is_allocated = False  # to be asked for after that means to restart
-        self.wait: RowWait | None = None  # while it waits for rows
-        self.num_found = 0  # leading chunks in memory, when it was last asked for
-        self.num_held = 0  # and in the engine itself
+        self.is_allocated = False  # True: if the engine asks for the request again, it restarts
+        self.wait: RowWait | None = None  # while the request waits for rows
+        self.num_found = 0  # leading chunks in memory at the last lookup
+        self.num_held = 0  # leading chunks in the engine itself at that time
+        self.num_engine_tokens = 0  # leading tokens in the engine itself at that time
         self.forget_progress()
 
     def forget_progress(self) -> None:
-        """Its blocks are given away."""
-        self.offer: Offer | None = None
-        self.num_stored_chunks = 0  # leading chunks that need no store: stored, or found
+        """Reset what depends on the request's blocks, because the engine reuses them."""
+        self.offer: Offer | None = None  # the load that the connector has offered the engine
+        self.num_stored_chunks = 0  # leading chunks that need no store, because they are stored already
 
 
 class Computing:
-    """Chunks that are being computed now, until they are stored: whoever needs one waits for it.
+    """Chunks that are being computed and not stored yet. Requests that need one of them wait for it.
 
-    A chunk goes by its key in the first KV group with rows, which is stored last.
+    A chunk is identified by its key in the first KV group that stores KV. A StoreJob copies chunks from the
+    engine to the sidecar's memory. When the last StoreJob of a chunk ends, ``Stores`` calls ``end``.
     """
 
     def __init__(self) -> None:
@@ -134,17 +150,17 @@ class Computing:
         return key in self._states
 
     def begin(self, state: RequestState) -> None:
-        """The request computes what was not found."""
+        """Record that the request computes its chunks that are not stored."""
         self._states |= dict.fromkeys(_chunks(state)[state.num_stored_chunks :], state)
 
-    def end(self, state: RequestState, chunks: slice = slice(None)) -> None:  # immutable
-        """The request does not compute these any more, or they are stored."""
+    def end(self, state: RequestState, chunks: slice = slice(None)) -> None:
+        """Record that the request no longer computes these chunks, or that they are stored."""
         for key in _chunks(state)[chunks]:
             if self._states.get(key) is state:
                 del self._states[key]
 
     def clear(self) -> None:
-        """Nothing that is computed now is for others."""
+        """Forget all chunks: no other request can use what is computed now."""
         self._states.clear()
 
 

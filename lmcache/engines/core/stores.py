@@ -1,14 +1,14 @@
-"""Which chunks are stored, from which blocks, and whose blocks must not be read any more. Scheduler side.
+"""Plans stores: which chunks are stored, from which blocks, and which copies no longer count. Scheduler side.
 
 A row holds the blocks of its chunk that a hit can use. When a step completes a chunk, the engine still has
-them: a window leaves them behind with a later step at the earliest. What it left behind before (null blocks)
-is not stored. A state's snapshot is at a chunk's edge only where a step ended there, or where the engine says
-so.
+these blocks: a window leaves them behind in a later step at the earliest. Blocks that it left behind before
+(null blocks) are not stored. A state has a snapshot at the edge of a chunk only if a step ended there, or if
+the engine hands one over.
 
-**What is read must be the request's own until the copy ended.** Full attention keeps its blocks while the
-request runs, and then they are held. The others give theirs away meanwhile, and the engine hands them out
-again in the same step, mostly these first. So every step, all blocks that it hands out are compared with
-those that copies still read: such a copy is to end before the step computes, or is not committed.
+**Blocks must belong to the request until their copy has ended.** A full-attention group retains its blocks
+while the request runs, and afterwards the engine holds them. Other groups return blocks earlier, and the
+engine allocates these blocks again in the same step. So in every step, all allocated blocks are compared with
+the blocks that copies still read. Such a copy must end before the step computes, or it is not committed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from lmcache.engines.core.requests import Computing, RequestState
 from lmcache.kv_groups import GroupKind, KVGroup
 
 Snapshot = tuple[int, int, int]
-"""A state that the engine hands over: (KV group, block, tokens that it holds)."""
+"""A state that the engine hands over: (KV group, block, number of tokens that the state covers)."""
 
 
 @dataclass
 class _Job:
     state: RequestState
     num_missing: int
-    """Ranks that did not end it."""
+    """Number of ranks that have not ended the job."""
     chunks: slice
-    """That are stored when it ended."""
+    """Chunks that are stored when the job has ended."""
     transient: Set[int]
-    """Blocks that the engine may hand out while the request runs."""
+    """Blocks that the engine may allocate again while the request runs."""
 
 
 class Stores:
-    """The StoreJobs under way of one engine."""
+    """The running StoreJobs of one engine."""
 
     def __init__(self, grid: Grid, num_ranks: int, computing: Computing) -> None:
         self._grid = grid
@@ -49,7 +49,7 @@ class Stores:
 
     @property
     def reads_transient_blocks(self) -> bool:
-        """Must ``reclaim_blocks`` be told what a step hands out?"""
+        """True if ``reclaim_blocks`` must be called with the blocks that a step allocates."""
         return not self._grid.is_full and any(job.transient for job in self._jobs.values())
 
     def plan(
@@ -61,8 +61,10 @@ class Stores:
         *,
         is_step_end: bool = True,
     ) -> list[StoreJob]:
-        """Store what is complete when so many tokens are computed, and was not stored. ``is_step_end``: a
-        state has been computed up to there, and no further."""
+        """Create StoreJobs for the chunks within ``num_computed_tokens`` that are not stored yet.
+
+        ``is_step_end``: the states of the request cover exactly ``num_computed_tokens`` tokens.
+        """
         grid, hashes = self._grid, state.request.block_hashes
         first, end = state.num_stored_chunks, grid.num_full_chunks(len(hashes), num_computed_tokens)
         if end <= first or state.ticket.extra_keys is None:
@@ -88,26 +90,26 @@ class Stores:
         state.num_stored_chunks = end
         if not (stable or transient):
             self._computing.end(state, slice(first, end))
-        # The transient ones first: their blocks are given away first.
+        # The job with transient blocks comes first, because the engine reuses its blocks first.
         jobs = [self._begin(state, transient, slice(0) if stable else slice(first, end))] if transient else []
         return [*jobs, self._begin(state, stable, slice(first, end))] if stable else jobs
 
     def reclaim(self, state: RequestState) -> set[int]:
-        """Jobs of a request that must not be committed from now on.
+        """Return the ids of the request's jobs, none of which must be committed from now on.
 
-        By job: its table may be that of its next life by now, and its blocks may be others' as well, who keep
-        them.
+        Compares jobs and not blocks. The request may have restarted with a new table, and it may share blocks
+        with other requests that retain them.
         """
         if not state.num_stores:
             return set()
         return {job_id for job_id, job in self._jobs.items() if job.state is state}
 
-    def reclaim_blocks(self, handed_out: Set[int]) -> set[int]:
-        """Jobs that read blocks which this step gives to somebody."""
-        return {job_id for job_id, job in self._jobs.items() if not job.transient.isdisjoint(handed_out)}
+    def reclaim_blocks(self, allocated: Set[int]) -> set[int]:
+        """Return the ids of jobs that read blocks which this step allocates."""
+        return {job_id for job_id, job in self._jobs.items() if not job.transient.isdisjoint(allocated)}
 
     def note_ended(self, job_id: int, num_ranks: int) -> bool:
-        """So many ranks ended it; whether these were the last. Unknown jobs are ignored."""
+        """Record that ``num_ranks`` ranks ended a job. Return True if all have. Ignores unknown jobs."""
         if (job := self._jobs.get(job_id)) is None:
             return False
         job.num_missing -= num_ranks
@@ -120,8 +122,8 @@ class Stores:
 
     def _begin(self, state: RequestState, parts: Sequence[GroupStore], chunks: slice) -> StoreJob:
         full = {group.group for group in self._grid.stored if group.is_full}
-        lent = itertools.chain.from_iterable(part.blocks for part in parts if part.group not in full)
-        transient = frozenset(lent)
+        blocks = itertools.chain.from_iterable(part.blocks for part in parts if part.group not in full)
+        transient = frozenset(blocks)
         self._last_id += 1
         self._jobs[self._last_id] = _Job(state, self._num_ranks, chunks, transient)
         state.num_stores += 1
@@ -129,14 +131,16 @@ class Stores:
         return StoreJob(self._last_id, ticket.request_id, tuple(parts), ticket.tenant, bool(transient))
 
     def _run(self, group: KVGroup, table: Sequence[int], first: int, end: int) -> tuple[int, tuple[int, ...]]:
-        """Blocks of the rows of chunks ``first`` to ``end``, or of the last ones that the engine still has,
-        and the first one's number."""
+        """Return (number of the first chunk, blocks of the rows up to chunk ``end``).
+
+        Starts with chunk ``first``, or with a later one if the engine no longer has all blocks before it.
+        """
         per_chunk, per_row = self._grid.blocks_per_chunk(group), self._grid.blocks_per_row(group)
         if per_row == per_chunk:
             blocks = tuple(table[first * per_chunk : end * per_chunk])
         else:
             ends = range((first + 1) * per_chunk, end * per_chunk + 1, per_chunk)
-            blocks = tuple(itertools.chain.from_iterable(table[at - per_row : at] for at in ends))
+            blocks = tuple(itertools.chain.from_iterable(table[edge - per_row : edge] for edge in ends))
         if NULL_BLOCK not in blocks:
             return first, blocks
         last_null = len(blocks) - 1 - blocks[::-1].index(NULL_BLOCK)
@@ -146,7 +150,7 @@ class Stores:
     def _snapshots(
         self, group: KVGroup, table: Sequence[int], end: int, snapshots: Iterable[Snapshot], *, is_exact: bool
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """States at the edges of chunks up to ``end``."""
+        """Yield (number of the chunk, its block) for each state at the edge of a chunk up to ``end``."""
         chunk_tokens = self._grid.chunk_tokens
         blocks = {
             num_tokens // chunk_tokens - 1: block
@@ -160,12 +164,14 @@ class Stores:
                 yield chunk, (block,)
 
     def _keys(self, state: RequestState, number: int, chunks: range) -> bytes:
-        """Row keys of chunks in the stored group of that number: they were made for the prompt, and may be
-        late."""
+        """Return the chunks' row keys in the stored group at position ``number``, joined.
+
+        Computes keys that the ticket lacks: it has those of the prompt only, or none yet.
+        """
         ticket, grid = state.ticket, self._grid
         keys = ticket.keys[number][chunks.start : chunks.stop] if ticket.keys is not None else []
-        after = chunks.start + len(keys)
-        if after < chunks.stop:
-            hashes = grid.chunk_hashes(state.request.block_hashes, after, chunks.stop)
-            keys = keys + ticket.row_keys(grid.stored[number].group, hashes, after)
+        first = chunks.start + len(keys)
+        if first < chunks.stop:
+            hashes = grid.chunk_hashes(state.request.block_hashes, first, chunks.stop)
+            keys = keys + ticket.row_keys(grid.stored[number].group, hashes, first)
         return b"".join(keys)

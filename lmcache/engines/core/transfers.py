@@ -1,8 +1,8 @@
-"""One load or store between the engine's KV and the arena. A thread of ``worker`` runs it.
+"""Loads and stores between the engine's KV and the arena. A thread of ``worker`` runs each of them.
 
-- **Store**: waits for the fence that was set after the step's forward; a slot is committed only if its copy
-  ended while the engine still owned the blocks (``StoreTransfer.note_copied``).
-- **Load**: each slot is checked after its copy; was it given away meanwhile, the blocks count as not loaded.
+- **Store**: waits for the fence after the step's forward pass. A slot is committed only if its copy ended
+  before the engine reused the blocks (``StoreTransfer.note_copied``).
+- **Load**: checks each slot after its copy. If the slot was reused meanwhile, the blocks are not loaded.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from operator import itemgetter
 
 from lmcache.engines.core.copier import EngineCopier, Fence
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece, StoreJob
-from lmcache.rpc.client import Session
 from lmcache.rpc.errors import EngineCopiesError
-from lmcache.rpc.session import BlockCopy
+from lmcache.rpc.session import BlockCopy, Session
 from lmcache.tiers.memory.contracts import Slot
 
 logger = logging.getLogger(__name__)
 
 _SLOTS_PER_CALL = 16
-"""Of the sidecar. What it has copied counts from its answer on: much at once is little that counts when the
-engine takes blocks back, and makes others wait."""
+"""Slots that the sidecar copies in one call. Their copies count only when the sidecar has answered. So with
+large calls, more copies are lost when the engine reuses blocks, and other clients wait longer."""
 
 
 class LoadTransfer:
-    """A LoadJob under way."""
+    """A running LoadJob."""
 
     def __init__(self, job: LoadJob, fence: Fence) -> None:
         self.job = job
@@ -37,91 +36,94 @@ class LoadTransfer:
         self.seconds = 0.0
         self._fence = fence
         self._pieces: list[Piece] = []
-        self._good: list[bool] = []  # of each piece: its bytes are proven
+        self._good: list[bool] = []  # for each piece: its bytes are proven right
 
     @property
     def bad_blocks(self) -> tuple[int, ...]:
-        """Blocks that can't be used: all, until their pieces are proven good."""
-        good = itertools.takewhile(lambda at: self._good[at], range(len(self._pieces)))
-        return self.job.blocks[sum(len(self._pieces[at].blocks) for at in good) :]
+        """Blocks that hold no valid KV. A block is valid if its piece and all earlier pieces are right."""
+        good = itertools.takewhile(self._good.__getitem__, range(len(self._pieces)))
+        return self.job.blocks[sum(len(self._pieces[number].blocks) for number in good) :]
 
     @property
     def figures(self) -> dict[str, float]:
-        """What came of it, to be summed up."""
+        """Counts and seconds of this load, by the names of ``vllm.stats.FIGURES``."""
         num_blocks, num_bad = len(self.job.blocks), len(self.bad_blocks)
         figures = {"loads": 1, "failed_loads": num_bad > 0, "loaded_blocks": num_blocks - num_bad}
         return figures | {"load_seconds": self.seconds}
 
     def run(self, session: Session, copier: EngineCopier) -> None:
-        """Copy piece by piece; a bad one ends it: KV after a gap is useless. Raises SidecarError."""
+        """Copy piece by piece, until one fails: KV after a gap is useless. Raises SidecarError."""
         if session.slots is None:
             return
         self._pieces = self.job.pieces()
         self._good = [False] * len(self._pieces)
-        todo = iter(range(len(self._pieces)))  # each thread takes the next one
+        remaining = iter(range(len(self._pieces)))  # each thread takes the next piece
 
         def copy_pieces() -> None:
             try:
-                for at in todo:
-                    self._good[at] = self._copy(session, copier, self._pieces[at])
-                    if not self._good[at]:
+                for number in remaining:
+                    self._good[number] = self._copy(session, copier, self._pieces[number])
+                    if not self._good[number]:
                         return
             finally:
-                collections.deque(todo, 0)  # nobody goes on
+                collections.deque(remaining, 0)  # exhausts the iterator, so that all threads stop
 
         with session.copying():
             copier.share(copy_pieces)
 
     def _copy(self, session: Session, copier: EngineCopier, piece: Piece) -> bool:
-        """Return whether the bytes are good."""
+        """Copy a piece. Return True if its bytes are right."""
         if session.slots is None or not session.holds(piece.slot):
-            return False  # from an older arena: its row may not even exist
+            return False  # the slot is of an older arena: its row may not even exist
         row = session.view(piece.slot.row, copier.row_bytes[piece.group])
         copier.load(piece.group, row, piece.first_block, piece.blocks, self._fence)
         return session.holds(piece.slot)
 
 
 class StoreTransfer:
-    """A StoreJob under way. ``cancel`` may come at any time, from the engine's thread."""
+    """A running StoreJob. The engine's thread may call ``cancel`` at any time."""
 
     def __init__(self, job: StoreJob) -> None:
         self.job = job
         self.fence: Fence = None  # set before ``run``
         self.ended = threading.Event()
         self.seconds = 0.0
-        self._lock = threading.Lock()  # protects what follows
+        self._lock = threading.Lock()  # protects the fields below
         self._is_cancelled = False
         self._copied: list[Slot] = []
-        self._num_rows = job.num_rows  # to copy, as far as is known
+        self._num_rows = job.num_rows  # rows to copy; after the reservation, those that got a slot
 
     @property
     def figures(self) -> dict[str, float]:
-        """What came of it, to be summed up."""
+        """Counts and seconds of this store, by the names of ``vllm.stats.FIGURES``."""
         num_rows = len(self._copied)
         num_lost = self._num_rows - num_rows if self._is_cancelled else 0
         return {"stores": 1, "stored_rows": num_rows, "lost_rows": num_lost, "store_seconds": self.seconds}
 
     def cancel(self) -> None:
-        """From now on no copy of this job counts: the engine takes the blocks back."""
+        """Let no later copy of this job count, because the engine reuses the blocks."""
         with self._lock:
             self._is_cancelled = True
 
     def note_copied(self, slot: Slot) -> bool:
-        """Count a copy that ended, unless the engine took the blocks back before: its bytes may be torn."""
+        """Count a copy that ended, unless the job was cancelled before. Return True if it counts.
+
+        The bytes of a copy that ended after ``cancel`` may be torn.
+        """
         with self._lock:
             if not self._is_cancelled:
                 self._copied.append(slot)
             return not self._is_cancelled
 
     def run(self, session: Session, copier: EngineCopier) -> None:
-        """Reserve, copy, commit what was copied in time, abort the rest. Raises SidecarError.
+        """Reserve slots and copy into them. Commit copies that count, abort the rest. Raises SidecarError.
 
-        All groups of a chunk go together, for it is of no use without one of them: the head of the chain
-        first, where all of it is needed, else the last chunk.
+        Copies all groups of a chunk one after the other, because a chunk needs all of them. Begins with the
+        first chunk; for groups that need only the last chunks, with the last one.
         """
         if session.slots is None or self._is_cancelled:
             return
-        reserved: list[tuple[int, Piece]] = []  # by chunk
+        reserved: list[tuple[int, Piece]] = []  # (number of the chunk, its piece)
         with session.copying():
             try:
                 for store in self.job.groups:
@@ -129,7 +131,7 @@ class StoreTransfer:
                 reserved.sort(key=itemgetter(0), reverse=self.job.is_transient)
                 self._num_rows = len(reserved)
                 pieces = [piece for _, piece in reserved]
-                if session.store_copier.is_sidecar and self._have_copied(session, copier, pieces):
+                if session.store_copier.is_sidecar and self._copy_by_sidecar(session, copier, pieces):
                     return
                 for piece in pieces:
                     if piece.slot in self._copied:
@@ -141,20 +143,20 @@ class StoreTransfer:
             finally:
                 self._commit(session, [piece.slot for _, piece in reserved])
 
-    def _have_copied(self, session: Session, copier: EngineCopier, reserved: Sequence[Piece]) -> bool:
-        """Let the sidecar copy. False: it can't any more, and the engine has to copy the rest.
+    def _copy_by_sidecar(self, session: Session, copier: EngineCopier, pieces: Sequence[Piece]) -> bool:
+        """Let the sidecar copy. Returns False if the sidecar can't, and the engine must copy the rest.
 
-        It reads what lies in the blocks when it is told to, so the engine's work on them must be done before.
+        The sidecar does not wait for the engine's GPU work. So that work must have ended before the call.
         """
         copier.wait(self.fence)
-        for at in range(0, len(reserved), _SLOTS_PER_CALL):
+        for first in range(0, len(pieces), _SLOTS_PER_CALL):
             if self._is_cancelled:
                 break
-            part = [BlockCopy(p.group, p.slot, p.blocks) for p in reserved[at : at + _SLOTS_PER_CALL]]
+            part = [BlockCopy(p.group, p.slot, p.blocks) for p in pieces[first : first + _SLOTS_PER_CALL]]
             try:
                 is_filled = session.copy_blocks(part)
             except EngineCopiesError as error:
-                logger.warning("From now on the engine copies its stores itself: %s", error.message)
+                logger.warning("The sidecar stops copying: the engine copies its stores: %s", error.message)
                 return False
             for copy, is_good in zip(part, is_filled, strict=True):
                 if is_good:
@@ -162,7 +164,7 @@ class StoreTransfer:
         return True
 
     def _reserve(self, session: Session, store: GroupStore) -> list[tuple[int, Piece]]:
-        """Numbers of chunks, and what is to be copied of them."""
+        """Reserve slots. Return (number of the chunk, piece to copy) for each chunk that got a slot."""
         answers = session.reserve(
             store.group,
             store.keys,
@@ -171,7 +173,7 @@ class StoreTransfer:
             tenant=self.job.tenant,
         )
         per_chunk = len(store.blocks) // len(answers)
-        blocks = (store.blocks[at : at + per_chunk] for at in range(0, len(store.blocks), per_chunk))
+        blocks = (store.blocks[first : first + per_chunk] for first in range(0, len(store.blocks), per_chunk))
         return [
             (chunk, Piece(store.group, answer.slot, 0, part))
             for chunk, (answer, part) in enumerate(zip(answers, blocks, strict=True), store.first_chunk)
@@ -179,11 +181,11 @@ class StoreTransfer:
         ]
 
     def _commit(self, session: Session, reserved: list[Slot]) -> None:
-        """Commit what was copied in time, give the rest back."""
-        rest = [slot for slot in reserved if slot not in self._copied]
+        """Commit the slots whose copies count, and abort the other slots."""
+        uncopied = [slot for slot in reserved if slot not in self._copied]
         try:
             if self._copied:
                 session.commit(self._copied)
         finally:
-            if rest:
-                session.abort(rest)
+            if uncopied:
+                session.abort(uncopied)

@@ -1,50 +1,55 @@
-"""How long a request waits for rows on their way, and how fast the engine would compute them. Pure."""
+"""How long a request waits for rows that are promoted, and how fast the engine computes. Pure."""
 
 from __future__ import annotations
 
 STALL_SECONDS = 0.05
-"""Rows that are on their way and do not come for so long are waited for no longer, unless computing them
-takes longer."""
+"""Longest wait for the next row, unless computing the missing rows takes longer."""
 
 FIRST_ROW_SECONDS = 0.2
-"""The first one may take longer: nothing is known of its tier yet."""
+"""Longest wait for the first row, unless ``silence_seconds`` is longer. The tier's speed is not known yet."""
 
 _WEIGHT = 0.3
-"""Of the latest measurement in an average."""
+"""Weight of the latest measurement in a moving average."""
 
 
 class Arrivals:
-    """How fast rows come up, seen by all requests of the engine that wait for some."""
+    """How fast promoted rows arrive, measured by all requests of the engine that wait for rows."""
 
     def __init__(self) -> None:
-        self.at = 0.0
-        """When the last ones came."""
+        self.last_at = 0.0
+        """Time at which the last rows arrived."""
         self.seconds_per_row = 0.0
-        """0: not known yet."""
+        """Average time between two rows; 0: not known yet."""
 
     def note(self, num_rows: int, began_at: float, now: float) -> None:
-        """Rows came since the last ones, or since somebody began to wait; just now: that tells no pace."""
-        seconds = (now - max(self.at, began_at)) / num_rows
+        """Record ``num_rows`` rows that arrived since the last ones, or since the wait began at ``began_at``.
+
+        If no time has passed since, they don't change the average.
+        """
+        seconds = (now - max(self.last_at, began_at)) / num_rows
         if seconds > 0:
             self.seconds_per_row = _averaged(self.seconds_per_row, seconds)
-        self.at = now
+        self.last_at = now
 
 
 class RowWait:
-    """How long one request waits for rows on their way up: as long as they come, and come faster than its
-    engine would compute them.
+    """How long one request waits for rows that are promoted.
 
-    Silence is tolerated for as long as computing what is missing would take, within bounds: it may be the
-    machine's, which is as busy for who computes.
+    It waits as long as rows arrive faster than the engine would compute them. If no row arrives, it waits at
+    most for the time that computing the missing rows would take, within bounds. The reason: a busy machine
+    delays the computation just as it delays the rows.
     """
 
     def __init__(self, num_found: int, now: float, num_steps: int, silence_seconds: float = 0.0) -> None:
-        """``silence_seconds``: silence that may be tolerated at most, if more than ``FIRST_ROW_SECONDS``."""
-        self._began_at = self._looked_at = now
+        """``silence_seconds``: longest wait for the first row, if more than ``FIRST_ROW_SECONDS``.
+
+        It also limits how far the time to compute the missing rows extends later waits.
+        """
+        self._began_at = self._checked_at = now
         self._num_found = num_found
         self._num_steps = num_steps
         self._silence_seconds = max(FIRST_ROW_SECONDS, silence_seconds)
-        self._has_some = False
+        self._has_arrivals = False
         self._is_excused = False
 
     def is_over(
@@ -56,44 +61,52 @@ class RowWait:
         chunk_seconds: float,
         num_steps: int,
     ) -> bool:
-        """``num_found``: rows here now; ``num_missing``: that may come yet; ``chunk_seconds``: what computing
-        one takes (0.0: not known); ``num_steps``: in which the engine computed something, so far."""
-        is_unseen = num_steps != self._num_steps and now - self._looked_at >= STALL_SECONDS
-        self._looked_at, self._num_steps = now, num_steps
-        # During a long step nobody looked at what came, and it took the processor from who brings it: once,
-        # such a time says nothing.
-        is_excused = is_unseen and not self._is_excused
+        """Return True if the request shall wait no longer.
+
+        Args:
+            num_found: rows in memory now.
+            num_missing: rows that may still arrive.
+            now: present time.
+            arrivals: how fast rows arrive.
+            chunk_seconds: time to compute one chunk; 0.0: not known.
+            num_steps: steps so far in which the engine computed something.
+        """
+        is_after_long_step = num_steps != self._num_steps and now - self._checked_at >= STALL_SECONDS
+        self._checked_at, self._num_steps = now, num_steps
+        # During a long step, arrivals were not noticed, and the step took processor time from the promotion.
+        # So the time of one such step does not count.
+        is_excused = is_after_long_step and not self._is_excused
         if num_found > self._num_found:
             arrivals.note(num_found - self._num_found, now if is_excused else self._began_at, now)
-            self._num_found, self._has_some = num_found, True
+            self._num_found, self._has_arrivals = num_found, True
         if is_excused:
             self._is_excused, self._began_at = True, now
             return False
         pace, missing_seconds = arrivals.seconds_per_row, num_missing * chunk_seconds
-        if self._has_some and 0 < chunk_seconds < pace and now - self._began_at >= missing_seconds:
+        if self._has_arrivals and 0 < chunk_seconds < pace and now - self._began_at >= missing_seconds:
             return True
-        has_begun = self._has_some or arrivals.at >= self._began_at
+        has_begun = self._has_arrivals or arrivals.last_at >= self._began_at
         stall = max(STALL_SECONDS, 4 * pace, min(missing_seconds, self._silence_seconds))
-        return now - max(self._began_at, arrivals.at) >= (stall if has_begun else self._silence_seconds)
+        return now - max(self._began_at, arrivals.last_at) >= (stall if has_begun else self._silence_seconds)
 
 
 class PrefillRate:
-    """Tokens per second of the engine's prefill, from timed steps. Steps may overlap (async scheduling)."""
+    """The engine's prefill rate, measured in timed steps. Steps may overlap (async scheduling)."""
 
     MIN_STEP_TOKENS = 256
-    """Smaller steps are dominated by fixed costs."""
+    """Smallest step that is timed. Fixed costs dominate smaller steps."""
 
     def __init__(self, fixed_tokens_per_second: float = 0.0) -> None:
-        """``fixed_tokens_per_second``: said by the user, not measured; 0.0: measure it."""
+        """``fixed_tokens_per_second``: the rate that the user has set; 0.0: measure it."""
         self.tokens_per_second = fixed_tokens_per_second
-        """0: not known yet."""
+        """Tokens per second; 0: not known yet."""
         self._is_fixed = fixed_tokens_per_second > 0
         self._steps: dict[int, tuple[int, float]] = {}  # step -> (tokens, time it was scheduled)
         self._num_steps = 0
         self._last_end = 0.0
 
     def begin(self, num_tokens: int, now: float) -> int:
-        """Time a step of ``num_tokens``; returns its number, 0 when it is too small to tell something."""
+        """Start timing a step of ``num_tokens``. Return its number; 0 if the step is not timed."""
         if self._is_fixed or num_tokens < self.MIN_STEP_TOKENS:
             return 0
         self._num_steps += 1
@@ -101,7 +114,7 @@ class PrefillRate:
         return self._num_steps
 
     def end(self, step: int, now: float) -> None:
-        """The step is over; unknown numbers are ignored."""
+        """Record the end of a step. Ignores unknown numbers."""
         num_tokens, began = self._steps.pop(step, (0, now))
         seconds = now - max(began, self._last_end)
         self._last_end = now
@@ -110,5 +123,5 @@ class PrefillRate:
 
 
 def _averaged(known: float, latest: float) -> float:
-    """A moving average; 0.0 is not known yet."""
+    """Return the moving average after a measurement; ``known`` is 0.0 before the first one."""
     return known + _WEIGHT * (latest - known) if known else latest

@@ -1,22 +1,26 @@
-"""The worker side: one rank's copies, on three threads, and the rules of how long blocks must live.
+"""The worker side of a connector: one rank's copies, on three threads, and how long they may hold blocks.
 
-Loads and stores have a thread each: a request that waits for its load must not queue behind stores. The
-methods are called on the engine's model thread; none waits longer than it says. Both sides of the engine's
-contract are kept here, whatever fails: every load is reported exactly once, and only after its copy ended;
-every held request is reported exactly once, at most ``HOLD_SECONDS`` later.
+Loads and stores use separate threads, so that a request that waits for its load never queues behind stores.
+The engine's model thread calls the methods; none waits longer than its docstring says. The contract with the
+engine holds whatever fails:
 
-- **Finished**: blocks are held at most ``HOLD_SECONDS``, then what is not copied is aborted.
-- **Reclaimed** (a preempted request's, say): waits at most ``PREEMPTION_SECONDS`` for copies that read the
-  blocks, then aborts them.
-- **Left behind** by a window or a state: the same, for at most ``LEFT_BEHIND_SHARE`` of the engine's time and
-  ``LEFT_BEHIND_SECONDS`` at once. They have a thread of their own: what can wait must not be in their way.
+- Every load is reported exactly once, and only after its copy has ended.
+- Every held request is reported exactly once, at most ``HOLD_SECONDS`` later.
 
-The blocks then go back to the engine even if a copy still reads them: its bytes may be torn, so the slot of
-an aborted copy is never committed.
+The time limit for a copy depends on its blocks. At the limit the worker side aborts the copy:
 
-The engine's model runners call ``collect`` and ``start_stores`` of a step in either order (vLLM's V1 runner
-collects first when it speculates), and some ranks leave the latter out. So a step's stores count as under way
-from whichever call comes first, and begin with the next step at the latest.
+- **Finished requests**: the engine holds the blocks for at most ``HOLD_SECONDS``.
+- **Reclaimed blocks**, such as those of a preempted request: the engine waits at most
+  ``PREEMPTION_SECONDS`` for copies that read them.
+- **Blocks left behind** by a window or a state: the engine waits at most ``LEFT_BEHIND_SECONDS`` in one step,
+  and ``LEFT_BEHIND_SHARE`` of its time. Their copies have a thread of their own, because they are urgent.
+
+The engine then reuses the blocks even if a copy still reads them. The bytes of such a copy may be torn, so
+the slot of an aborted copy is never committed.
+
+The engine's model runners call ``collect`` and ``start_stores`` of a step in either order: vLLM's V1 runner
+collects first when it speculates. Some ranks never call ``start_stores``. So a step's stores count as running
+from the first of the two calls, and begin with the next step at the latest.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from concurrent import futures
 from contextlib import ExitStack
 from typing import Any
 
-from lmcache.engines.core.copier import EngineCopier, Fence, spread
+from lmcache.engines.core.copier import EngineCopier, Fence, use_all_cores
 from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
 from lmcache.rpc.client import SidecarClient
@@ -40,91 +44,97 @@ from lmcache.rpc.errors import SidecarError
 logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 2.0
+"""Longest time for which the blocks of a finished request are held."""
+
 PREEMPTION_SECONDS = 0.005
+"""Longest wait of a step for copies that read blocks of a preempted request."""
 
 LEFT_BEHIND_SECONDS = 0.05
-"""Of a step that computes in the blocks that windows left behind: without these copies nothing of a long
-prompt could be resumed."""
+"""Longest wait of a step for copies that read blocks which windows left behind. Without these copies, a long
+prompt could not be resumed."""
 
 LEFT_BEHIND_SHARE = 0.25
-"""Of the engine's time that may be spent so. Long steps, which leave much behind, wait longer; a sidecar
-that hangs costs no more, and when it is back, copies get their time again."""
+"""Largest share of the engine's time spent on these waits. Long steps, which leave many blocks behind, may
+wait longer. The share also bounds the cost of a sidecar that hangs."""
 
 ATTACH_WAIT_SECONDS = 2.0
-"""Of the engine's start for the cache: time enough for weights whose hashes are known, so that the first
-request is cached."""
+"""Longest wait of the engine's start for the cache. It suffices for weights whose hashes are known, so that
+the first request is cached."""
 
 LOAD_WAIT_SECONDS = 0.005
-"""Of an engine with nothing to do but to wait for a load: most end within one step then, where a step without
-a wait costs the engine 1 ms of sleep and the loading thread its GIL. A new request can be delayed by as much.
-"""
+"""Longest wait of an idle engine for a load. Most loads end within such a step. Without the wait, the engine
+would sleep 1 ms and take the GIL from the loading thread. A new request can be delayed by the same time."""
 
 Attach = Callable[[Mapping[str, Any]], tuple[SidecarClient, EngineCopier, EngineIdentity]]
+"""Attaches this rank to the sidecar, given the engine's KV tensors by layer."""
 
 
 _NO_STEP = StepMeta()
 
 
 class WorkerSide:
-    """See the module. Until ``register_kv_caches`` succeeds, loads fail and nothing is stored."""
+    """The worker side, see the module. Before ``register_kv_caches`` succeeds, it copies nothing."""
 
     def __init__(self, attach: Attach, clock: Callable[[], float] = time.monotonic) -> None:
-        """``attach`` takes the engine's KV tensors by layer; what it raises says why nothing is cached."""
+        """``attach`` attaches this rank to the sidecar. If it raises, its message is logged as the reason."""
         self.identity: EngineIdentity | None = None
-        self._is_told = False  # the scheduler side knows the identity
+        """Identity of this rank's engine; None until it is attached."""
+        self._is_identity_reported = False  # to the scheduler side
         self._attach = attach
         self._clock = clock
         self._lock = threading.Lock()  # protects the next two against the thread that attaches
         self._is_offline = False
         self._client: SidecarClient | None = None  # None: nothing is copied
         self._copier: EngineCopier | None = None
-        self._attached = ExitStack()  # is closed at the end, also after going offline
-        self._loader = futures.ThreadPoolExecutor(1, "lmcache-load", spread)
-        self._storer = futures.ThreadPoolExecutor(1, "lmcache-store", spread)
-        self._urgent_storer = futures.ThreadPoolExecutor(1, "lmcache-urgent", spread)
+        self._resources = ExitStack()  # closed in ``close``, also after going offline
+        self._loader = futures.ThreadPoolExecutor(1, "lmcache-load", use_all_cores)
+        self._storer = futures.ThreadPoolExecutor(1, "lmcache-store", use_all_cores)
+        self._urgent_storer = futures.ThreadPoolExecutor(1, "lmcache-urgent", use_all_cores)
         self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
         self._loading: set[str] = set()
-        self._stores: dict[int, StoreTransfer] = {}  # by job: those that did not end
-        self._step = StepMeta()  # whose stores were announced last
-        self._waiting: list[StoreTransfer] = []  # of that step, not begun
-        self._patience, self._patient_at = LEFT_BEHIND_SECONDS, clock()  # seconds that may be waited, then
-        self._held: dict[str, float] = {}  # request id -> when it was first asked for
+        self._stores: dict[int, StoreTransfer] = {}  # job id -> store that has not ended
+        self._step = StepMeta()  # the last step whose stores were announced
+        self._waiting: list[StoreTransfer] = []  # stores of that step that have not begun
+        # Seconds that a step may wait for copies of blocks left behind, as of the time ``_patience_at``.
+        self._patience, self._patience_at = LEFT_BEHIND_SECONDS, clock()
+        self._held: dict[str, float] = {}  # finished request -> since when its blocks are held
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._report = WorkerReport()
         self._figures: Counter[str] = Counter()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Begin to work on these tensors; on a reason not to, log it and stay idle.
+        """Start caching these tensors in the background. On failure, log the reason and stay idle.
 
-        Naming the weights may take minutes: after ``ATTACH_WAIT_SECONDS`` the engine starts without a cache.
+        Waits at most ``ATTACH_WAIT_SECONDS``. Hashing the weights may take minutes: meanwhile the engine runs
+        without a cache.
         """
         thread = threading.Thread(target=self._begin, args=(kv_caches,), name="lmcache-begin", daemon=True)
         thread.start()
         thread.join(ATTACH_WAIT_SECONDS)
 
     def go_offline(self) -> None:
-        """Copy nothing any more. What is under way is still reported."""
+        """Begin no more copies. Running loads and stores are still reported."""
         with self._lock:
             self._is_offline = True
             self._client = None
         _cancel(self._stores.values())
 
     def handle_preemptions(self, meta: Any) -> None:
-        """Blocks are about to be overwritten: end what reads them, or abort it."""
+        """Wait for copies of blocks that the engine is about to overwrite, and abort them at the limit."""
         step = _step(meta)
         if step.reclaimed:
             self._end(step.reclaimed, PREEMPTION_SECONDS)
         if step.left_behind:
             began = self._clock()
-            gained = LEFT_BEHIND_SHARE * (began - self._patient_at)
+            gained = LEFT_BEHIND_SHARE * (began - self._patience_at)
             patience = min(LEFT_BEHIND_SECONDS, self._patience + gained)
             self._end(step.left_behind, patience)
-            self._patient_at = self._clock()
-            self._patience = max(0.0, patience - (self._patient_at - began))
+            self._patience_at = self._clock()
+            self._patience = max(0.0, patience - (self._patience_at - began))
 
     def start_loads(self, meta: Any) -> None:
-        """Begin the step's loads. A load that was begun already is not begun again."""
+        """Begin the step's loads, unless they have already begun."""
         if not (jobs := _step(meta).loads):
             return
         loads = [job for job in jobs if job.request_id not in self._loading]
@@ -134,12 +144,15 @@ class WorkerSide:
             self._loader.submit(self._run, LoadTransfer(job, fence))
 
     def start_stores(self, meta: Any) -> None:
-        """Begin the step's stores: its forward is done or, on a GPU, queued before the fence."""
+        """Begin the step's stores. Its forward pass has ended or, on a GPU, is queued before the fence."""
         self._announce(_step(meta))
         self._begin_waiting()
 
     def collect(self, meta: Any) -> tuple[set[str], set[str]]:
-        """Return (requests whose blocks are not needed any more, requests whose load ended)."""
+        """Return (finished requests whose blocks are released, requests whose load ended).
+
+        Waits at most ``LOAD_WAIT_SECONDS`` for a load, and only if the step computes nothing.
+        """
         step = _step(meta)
         self._announce(step)
         if step.held:
@@ -152,20 +165,20 @@ class WorkerSide:
         return (self._release_held() if self._held else set()), loaded
 
     def take_bad_blocks(self) -> set[int]:
-        """Blocks of the ended loads that hold no KV, of an engine that fails loads by block."""
+        """Return blocks of ended loads that hold no valid KV, for an engine that fails loads by block."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose ended loads failed, of an engine that begins them again then."""
+        """Return requests whose loads failed, for an engine that restarts such requests."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_report(self, meta: Any) -> WorkerReport | None:
-        """What the scheduler side has to know."""
+        """Return the report for the scheduler side since the last call; None if it would be empty."""
         timed_step = _step(meta).timed_step
-        if not self._is_told and self.identity is not None:
-            self._is_told, self._report.identity = True, self.identity
+        if not self._is_identity_reported and self.identity is not None:
+            self._is_identity_reported, self._report.identity = True, self.identity
         if not (timed_step or self._report):
             return None
         report, self._report = self._report, WorkerReport()
@@ -173,33 +186,33 @@ class WorkerSide:
         return report
 
     def take_figures(self) -> dict[str, float]:
-        """What copies that ended since the last call came to."""
+        """Return the summed figures of the copies that ended since the last call."""
         figures, self._figures = self._figures, Counter()
         return dict(figures)
 
     def close(self) -> None:
-        """End the threads and detach; waits for the copy and the call under way."""
+        """End the threads and detach. Waits for running copies and calls."""
         self.go_offline()
         for thread in (self._loader, self._storer, self._urgent_storer):
             thread.shutdown()
-        self._attached.close()
+        self._resources.close()
 
     def _begin(self, kv_caches: Mapping[str, Any]) -> None:
         try:
             client, copier, identity = self._attach(kv_caches)
-        except Exception as error:  # of any kind: an engine that we don't understand must run untouched
+        except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected
             logger.warning("LMCache Cluster does not cache this engine: %s", error)
             return
         with self._lock:
             if not self._is_offline:
                 self._copier, self.identity, self._client = copier, identity, client
-                self._attached.callback(copier.close)
-                self._attached.callback(client.close)
+                self._resources.callback(copier.close)
+                self._resources.callback(client.close)
                 return
         client.close()
 
     def _end(self, job_ids: Iterable[int], seconds: float) -> None:
-        """Give copies time to end, then abort them."""
+        """Wait for copies at most ``seconds`` in total, then abort them."""
         transfers = [self._stores[job_id] for job_id in job_ids if job_id in self._stores]
         deadline = self._clock() + seconds
         for transfer in transfers:
@@ -208,7 +221,7 @@ class WorkerSide:
         _cancel(transfers)
 
     def _announce(self, step: StepMeta) -> None:
-        """Count the step's stores as under way, once; first begin those of the step before if nobody did."""
+        """Count the step's stores as running, once. First begin stores of the last step, if necessary."""
         if step is self._step:
             return
         self._begin_waiting()
@@ -249,10 +262,10 @@ class WorkerSide:
             session = client.session if client is not None else None
             if session is not None and copier is not None:
                 transfer.run(session, copier)
-        except SidecarError as error:  # without an answer this session is over: no further store waits
-            logger.debug("The sidecar did not take part in a copy: %s", error)
+        except SidecarError as error:  # an unanswered call ends the session, so later stores don't wait
+            logger.debug("A copy for request %s failed: %s", transfer.job.request_id, error)
         except Exception:
-            logger.exception("A copy failed; the cache goes on without it")
+            logger.exception("A copy for request %s failed; later copies go on", transfer.job.request_id)
         finally:
             transfer.seconds = time.perf_counter() - began
             transfer.ended.set()
@@ -275,13 +288,13 @@ class WorkerSide:
                 self._failed_requests.add(request_id)
 
     def _release_held(self) -> set[str]:
-        ended_by = self._clock() - HOLD_SECONDS
+        expired_since = self._clock() - HOLD_SECONDS
         busy = {transfer.job.request_id for transfer in self._stores.values()}
-        free = {name for name, since in self._held.items() if name not in busy or since <= ended_by}
-        for request_id in free:
+        released = {name for name, since in self._held.items() if name not in busy or since <= expired_since}
+        for request_id in released:
             del self._held[request_id]
-        _cancel(transfer for transfer in self._stores.values() if transfer.job.request_id in free)
-        return free
+        _cancel(transfer for transfer in self._stores.values() if transfer.job.request_id in released)
+        return released
 
 
 def _cancel(transfers: Iterable[StoreTransfer]) -> None:
@@ -290,5 +303,5 @@ def _cancel(transfers: Iterable[StoreTransfer]) -> None:
 
 
 def _step(meta: Any) -> StepMeta:
-    """The scheduler side's message; an empty one when that side does not run."""
+    """Return the scheduler side's message; an empty message if that side does not run."""
     return meta if isinstance(meta, StepMeta) else _NO_STEP

@@ -1,7 +1,7 @@
-"""transformers models whose prompts' KV is stored in, and retrieved from, an LMCacheEngine.
+"""Models of transformers that store the KV of prompts in an LMCacheEngine, and reuse it.
 
-``CachedModel`` reuses the KV of a common prefix, and answers exactly. ``BlendedModel`` reuses the KV of
-documents in any order (CacheBlend), and answers approximately.
+``CachedModel`` reuses the KV of a common prefix and generates exactly as the model does. ``BlendedModel``
+reuses the KV of documents in any order (CacheBlend), which is approximate.
 """
 
 from lmcache.engines.huggingface.blended import BlendedModel, Prefilled

@@ -1,8 +1,13 @@
-"""Blending inside of a model's own forward pass: a cache that blends, and hooks that leave selected tokens.
+"""Blends inside a model's own forward pass: a cache that blends, and hooks that drop unselected tokens.
 
-Attention gives each layer's fresh K and V to the cache and computes with what it gets back, so that is where
-they are blended. A hook before each decoder layer leaves of the hidden states those of the selected tokens.
-Both know a blended prefill by its cache: calls with any other run as if there were no hooks.
+Blending answers a prompt of several documents and a question. It reuses the stored KV of the documents. Only
+the question and some selected tokens of the documents are computed afresh. A ``Selection`` chooses these
+tokens (``lmcache.blend.selection``).
+
+Attention passes each layer's fresh K and V to the cache, and computes with the K and V that the cache
+returns. The cache therefore returns stored K and V, with those of the selected tokens replaced by fresh ones.
+A hook before each decoder layer reduces the hidden states to those of the selected tokens. The hooks act only
+in passes with a BlendedCache that still blends. All other calls run as if there were no hooks.
 """
 
 from __future__ import annotations
@@ -19,11 +24,11 @@ from lmcache.blend.executor import CacheBlendImpl
 from lmcache.blend.interfaces import BlendRetrieverTask
 
 _TOKEN_DIM = 1
-"""Of K and V without the batch: ``[num_kv_heads, num_tokens, head_size]``."""
+"""Dimension of the tokens in K and V without the batch, ``[num_kv_heads, num_tokens, head_size]``."""
 
 
 class BlendingPass:
-    """One prefill of a row of prompts, each with positions from 0."""
+    """One prefill of prompts that are packed side by side, each with positions from 0."""
 
     def __init__(
         self,
@@ -34,8 +39,9 @@ class BlendingPass:
         additive_mask: torch.dtype | None,
         attention: torch.Tensor | None = None,
     ) -> None:
-        """``lengths``: of each prompt, in tokens. ``additive_mask``: the dtype of masks that are added to the
-        scores; None: masks are bool. ``attention``: what the selection reads, see ``Candidates``."""
+        """``lengths``: tokens of each prompt; ``additive_mask``: dtype of masks that are added to the scores,
+        None for bool masks; ``attention``: the questions' attention to each token, which some selections read
+        (``lmcache.blend.selection.Candidates``)."""
         self._task = task
         self._executor = executor
         self._mask_dtype = additive_mask
@@ -44,29 +50,28 @@ class BlendingPass:
         counts = torch.tensor(lengths, device=device)
         self._request = torch.arange(len(lengths), device=device).repeat_interleave(counts)
         self._selected: torch.Tensor | None = None
-        """The tokens that are computed from now on; None: all."""
+        """Tokens that later layers compute; None: all."""
         self._narrow: dict[str, Any] = {}
-        """A decoder layer's arguments for the selected tokens, from the first layer on that gets them."""
-        found = task.result(0)
-        stored_at = found.original_positions.to(device)
-        self._select(executor.begin(found.valid_mask, stored_at, self.query_start_loc, attention))
+        """A decoder layer's arguments for the selected tokens; empty before the first such layer."""
+        retrieved = task.result(0)
+        positions = retrieved.original_positions.to(device)
+        self._select(executor.begin(retrieved.valid_mask, positions, self.query_start_loc, attention))
 
     @property
     def selected(self) -> torch.Tensor:
-        """int64: the tokens that are computed from now on, in rising order."""
+        """Tokens that later layers compute, int64 in ascending order."""
         if self._selected is None:
             return torch.arange(len(self.positions), device=self.positions.device)
         return self._selected
 
     def mask(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the attention mask of ``tokens`` (None: all): ``[1, 1, len(tokens), num_tokens]``."""
+        """Return the attention mask of ``tokens`` (None: all), ``[1, 1, len(tokens), num_tokens]``."""
         is_visible = self.is_visible(torch.arange(len(self.positions)) if tokens is None else tokens)
         if self._mask_dtype is None:
             return is_visible[None, None]
         lowest = torch.finfo(self._mask_dtype).min
-        return torch.zeros_like(is_visible, dtype=self._mask_dtype).masked_fill_(~is_visible, lowest)[
-            None, None
-        ]
+        mask = torch.zeros_like(is_visible, dtype=self._mask_dtype).masked_fill_(~is_visible, lowest)
+        return mask[None, None]
 
     def is_visible(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return which tokens each of ``tokens`` may attend to: bool ``[len(tokens), num_tokens]``."""
@@ -74,15 +79,15 @@ class BlendingPass:
         return is_before & (self._request == self._request[tokens, None])
 
     def blend(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of all tokens, for fresh ``[1, num_kv_heads, num_selected, head_size]``."""
-        found = self._task.result(layer_id)
+        """Return K and V of all tokens, given fresh ones ``[1, num_kv_heads, num_selected, head_size]``."""
+        retrieved = self._task.result(layer_id)
         out = self._executor.blend(
             layer_id,
-            found.k if found.k is None else found.k.to(k.device),
-            found.v if found.v is None else found.v.to(v.device),
-            found.valid_mask,
-            found.original_positions,
-            k[0],  # stands for Q, which is not seen here: the hook before the next layer does what it would
+            retrieved.k if retrieved.k is None else retrieved.k.to(k.device),
+            retrieved.v if retrieved.v is None else retrieved.v.to(v.device),
+            retrieved.valid_mask,
+            retrieved.original_positions,
+            k[0],  # a stand-in for Q, which the cache never sees: the result for Q is not used
             k[0],
             v[0],
             self.positions if self._selected is None else self.positions[self._selected],
@@ -108,12 +113,12 @@ class BlendingPass:
         return hidden, kwargs | self._narrow
 
     def _select(self, tokens: torch.Tensor | None) -> None:
-        if tokens is not None and len(tokens) < len(self.positions):  # all: the pass stays as it is
+        if tokens is not None and len(tokens) < len(self.positions):  # selecting all tokens changes nothing
             self._selected = tokens
 
 
 class BlendedCache(DynamicCache):  # type: ignore[misc]
-    """A DynamicCache whose first update of each layer blends; after the prefill it is like any other."""
+    """A DynamicCache that blends in the first update of each layer, and is ordinary after the prefill."""
 
     def __init__(self, blending: BlendingPass, num_layers: int) -> None:
         super().__init__()
@@ -124,7 +129,7 @@ class BlendedCache(DynamicCache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of all tokens, from fresh ones ``[1, num_kv_heads, num_selected, head_size]``."""
+        """Return K and V of all tokens, given fresh ones ``[1, num_kv_heads, num_selected, head_size]``."""
         if self.blending is None:
             kv: tuple[torch.Tensor, torch.Tensor] = super().update(
                 key_states, value_states, layer_idx, *args, **kwargs
@@ -140,23 +145,33 @@ class BlendedCache(DynamicCache):  # type: ignore[misc]
 
 
 class QuestionAttention:
-    """Sums up over layers how strongly the questions look at every token: the largest weight that any head of
-    any of their tokens gives it. (A mean lets the many that look elsewhere outvote the one that needs it:
-    a sixth more divergence at the same share.)"""
+    """Measures how strongly the questions attend to every token, summed over layers.
+
+    The question is the last part of a prompt. In each layer, the measure is the largest weight that any head
+    of any of the question's tokens gives the token. A mean would be a worse measure, because most heads
+    attend to other tokens: for the same number of selected tokens, the answers' KL divergence from a full
+    prefill is a sixth larger.
+    """
 
     def __init__(self, blending: BlendingPass, is_question: torch.Tensor) -> None:
-        """``is_question``: bool ``[num_tokens]``, which tokens to look at; all of them are selected."""
+        """``is_question``: the tokens to observe, bool ``[num_tokens]``. All of them must be selected."""
         self._rows = is_question[blending.selected].nonzero().squeeze(1)
         self._is_visible = blending.is_visible(is_question.nonzero().squeeze(1))
-        self._layers: set[int] = set()  # that were seen: several BlendedModels may have hooks on one model
+        self._layers: set[int] = set()  # layers counted so far: several BlendedModels may hook one model
         self.total = torch.zeros(len(is_question), device=is_question.device)
-        """float32 ``[num_tokens]``"""
+        """Sums of the weights, float32 ``[num_tokens]``."""
 
     def add(self, attention: Any, hidden: torch.Tensor, rotations: Any, k: torch.Tensor) -> None:
-        """Add a layer's: ``attention`` its module, ``hidden`` and ``rotations`` (cosines, sines) what it was
-        given, ``k`` of all tokens ``[1, num_kv_heads, num_tokens, head_size]``.
+        """Add the weights of one layer, unless they were added before.
 
-        Computes Q of these few tokens again, as transformers' modules of all ``FAMILIES`` do.
+        Computes Q of the observed tokens again. Attention modules of all supported models
+        (``blended.FAMILIES``) compute Q in this way.
+
+        Args:
+            attention: the layer's attention module.
+            hidden: input of that module.
+            rotations: (cosines, sines) of that input.
+            k: K of all tokens, ``[1, num_kv_heads, num_tokens, head_size]``.
         """
         if attention.layer_idx in self._layers:
             return
@@ -169,15 +184,17 @@ class QuestionAttention:
             rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
             q = rotate(q, q, *(x[:, self._rows] for x in rotations))[0]
         q = q.unflatten(1, (k.shape[1], -1))  # [1, num_kv_heads, heads of one, num_rows, head_size]
-        scores = (
-            q.flatten(2, 3) @ k.transpose(-1, -2)
-        ).float() * attention.scaling  # K is not copied per head
+        products = q.flatten(2, 3) @ k.transpose(-1, -2)  # K is not copied per head
+        scores = products.float() * attention.scaling
         scores = scores.unflatten(2, (-1, len(self._rows))).masked_fill_(~self._is_visible, -torch.inf)
         self.total += scores.softmax(-1).amax((0, 1, 2, 3))
 
 
 def add_hooks(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Let the model's decoder layers compute selected tokens only, in passes with a BlendedCache."""
+    """Let the model's decoder layers compute only selected tokens in passes with a BlendedCache.
+
+    Returns the hooks, which the caller must remove.
+    """
     layers = model.get_decoder().layers
     narrow = [layer.register_forward_pre_hook(_before_layer, with_kwargs=True) for layer in layers]
     observe = [layer.self_attn.register_forward_hook(_after_attention, with_kwargs=True) for layer in layers]

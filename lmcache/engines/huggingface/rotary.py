@@ -1,4 +1,4 @@
-"""Rotating K by a difference of positions, as transformers' rotary embeddings rotate it to a position."""
+"""Moves K to other positions, by rotations like those of transformers' rotary embeddings."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import torch
 from transformers import PreTrainedModel
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies are the same whatever the length of the prompt is (transformers' names)."""
+"""Rotary types, by transformers' names, whose frequencies don't depend on the length of the prompt."""
 _SERIAL_NUMBERS = 1 << 15
-"""In pieces below this size torch works in one thread on the CPU (its ``GRAIN_SIZE``), and in its caches. A
-team of threads for every piece costs more than it saves, and stalls as soon as one of its cores is taken."""
+"""Largest piece, in numbers, that torch processes with one thread on a CPU (its ``GRAIN_SIZE``). Several
+threads for each piece cost more than they save, and stall if one of their cores is busy."""
 
 
 class RotaryShift:
-    """Rotates K in place; what was rotated to p is then as if it had been rotated to p + shift.
+    """Rotates K in place, from its position p to position p + shift.
 
-    Rotations to a position and by a difference are of the same kind, so that one rotation by the difference
-    takes the place of one back and one forth. It is done in float32: in half precision the angle of a far
-    position would lose digits.
+    One rotation by the difference of positions replaces a rotation back and one forward. It is computed in
+    float32, because in half precision the angle of a far position would lose digits.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ValueError when the model's rotary embedding is none that is known here."""
+        """Raises ValueError if the type of the model's rotary embedding is not supported."""
         decoder = model.get_decoder()
         rotary = getattr(decoder, "rotary_emb", None)
         rope_type = getattr(rotary, "rope_type", None)
@@ -31,7 +30,7 @@ class RotaryShift:
         self._is_rotated = [getattr(layer.self_attn, "use_rope", True) for layer in decoder.layers]
 
     def __call__(self, k: torch.Tensor, shift: int, layer_id: int) -> None:
-        """Rotate ``k`` ``[..., head_size]`` of one layer, pairs being the two halves of the head."""
+        """Rotate ``k`` ``[..., num_tokens, head_size]`` of one layer. The halves of a head form the pairs."""
         if not self._is_rotated[layer_id]:
             return
         angles = (self._frequencies * shift).to(k.device)

@@ -1,4 +1,4 @@
-"""Connects the two sides to the sidecar. The only part that reads the engine's configuration by name."""
+"""Attaches the two sides of the connector to the sidecar, from the engine's configuration."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from lmcache import keys, options
-from lmcache.engines.core.copier import EngineCopier, make_copier
+from lmcache import keys
+from lmcache.common import options
+from lmcache.common.units import round_up
+from lmcache.engines.core.copier import EngineCopier
+from lmcache.engines.core.copier_choice import make_copier
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.layout import KVCaches, Layout, num_bytes, page_views, tensors_of
 from lmcache.engines.errors import UnnamedError, UnsupportedError
@@ -21,50 +24,46 @@ from lmcache.engines.vllm import files, fingerprint
 from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
 from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
 from lmcache.kv_groups import KVGroup, stored_blocks
-from lmcache.rpc.client import ClientHello, Role, SidecarClient, TransferOffer
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.hello import ClientHello, Role, TransferOffer
 from lmcache.rpc.service import DEFAULT_SOCKET
-from lmcache.units import round_up
 
 logger = logging.getLogger(__name__)
 
 
-_READERS: dict[str, options.Reader] = {
-    "socket": str,
-    "chunk_tokens": options.number(int, 1, math.inf, "a positive number"),
-    "answer_seconds": options.number(float, 0, math.inf, "a number of seconds"),
-    "prefill_tokens_per_second": options.number(float, 0, math.inf, "a number of tokens per second"),
-    "copy_threads": options.number(int, 1, 64, "a number from 1 to 64"),
-    "kv_cache_layout": options.one_of("LBHNC", "LBNHC", "BLHNC", "BLNHC"),
-}
+_RATE = options.number(float, 0, math.inf, "a number of tokens per second")
 
 
-class Settings(NamedTuple):
-    """``kv_connector_extra_config`` of the connector; keys start with ``lmcache.``."""
+@dataclass(frozen=True)
+class Settings:
+    """Settings in ``kv_connector_extra_config``, where their names start with ``lmcache.``."""
 
-    socket: str = DEFAULT_SOCKET
-    chunk_tokens: int = 256
-    answer_seconds: float = 0.0
-    """The sidecar may be silent for so long, before an answer and between rows; 0: as measured."""
-    prefill_tokens_per_second: float = 0.0
-    """What loading is compared with; 0: as measured."""
-    copy_threads: int | None = None
-    kv_cache_layout: str | None = None
-    """Order of KV in device memory to ask the engine for: layers, blocks, heads, tokens, content. With blocks
-    before layers a block is one piece. None: whatever the engine prefers."""
+    socket: str = options.setting(DEFAULT_SOCKET, str)
+    chunk_tokens: int = options.setting(256, options.number(int, 1, math.inf, "a positive number"))
+    answer_seconds: float = options.setting(0.0, options.number(float, 0, math.inf, "a number of seconds"))
+    """Longest silence of the sidecar before an answer, and between two promoted rows; 0: as measured."""
+    prefill_tokens_per_second: float = options.setting(0.0, _RATE)
+    """Speed of the engine, with which loads are compared; 0: as measured."""
+    copy_threads: int | None = options.setting(None, options.number(int, 1, 64, "a number from 1 to 64"))
+    """Threads of a load in host memory; None: 2 if there is more than one core."""
+    kv_cache_layout: str | None = options.setting(None, options.one_of("LBHNC", "LBNHC", "BLHNC", "BLNHC"))
+    """Order of layers, blocks, heads, tokens and content in device memory to require from the engine. If
+    blocks come first, a block is one piece. None: the engine's default."""
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:
-        """Read and check; ``LMCACHE_SOCKET`` beats the configuration. Raises UnsupportedError."""
+        """Read and check the settings. ``LMCACHE_SOCKET`` takes precedence. Raises UnsupportedError."""
+        readers = options.readers_of(cls)
         given = {
             key.removeprefix("lmcache."): str(value)
             for key, value in extra_config.items()
             if key.startswith("lmcache.") and value is not None
         }
-        if unknown := sorted(given.keys() - _READERS.keys()):
-            known = ", ".join(f"lmcache.{name}" for name in sorted(_READERS))
+        if unknown := sorted(given.keys() - readers.keys()):
+            known = ", ".join(f"lmcache.{name}" for name in sorted(readers))
             raise UnsupportedError(f"unknown setting lmcache.{unknown[0]} (known: {known})")
         sources = options.environment(["socket"], os.environ), options.Source("lmcache.{}".format, given)
-        values, mistakes = options.read_values(_READERS, sources)
+        values, mistakes = options.read_values(readers, sources)
         if mistakes:
             raise UnsupportedError(mistakes[0])
         return cls(**values)
@@ -73,9 +72,9 @@ class Settings(NamedTuple):
 def attach_worker(
     vllm_config: Any, kv_cache_config: Any, kv_caches: KVCaches
 ) -> tuple[SidecarClient, EngineCopier, EngineIdentity]:
-    """Find out who this rank is and start its client. May read all weights.
+    """Identify this rank and its KV, and start its client. May read all weights to hash them.
 
-    Raises UnsupportedError and ValueError.
+    Raises UnsupportedError or ValueError if the engine can't be cached.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -105,7 +104,7 @@ def attach_worker(
         private_reason=reason,
         model=vllm_config.model_config.model,
         transfer=_transfer(copier, is_replica=bool(rank % replicas)),
-        kv_bytes=0 if rank % replicas else num_bytes(kv_caches),  # ranks that hold the same are one cache
+        kv_bytes=0 if rank % replicas else num_bytes(kv_caches),  # replicas count as one cache
     )
     identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier), copier, identity
@@ -132,9 +131,9 @@ def whole_chunk_tokens(wanted_tokens: int, block_tokens: int) -> int:
 def _lay_out(
     specs: Sequence[GroupSpec], chunk_tokens: int, kv_caches: KVCaches, num_blocks: int
 ) -> tuple[list[KVGroup], dict[int, Layout]]:
-    """Find the groups, full ones first, and where the KV is of those that store something.
+    """Return the KV groups, those with full attention first, and the layouts of groups that store rows.
 
-    Raises UnsupportedError.
+    Raises UnsupportedError if no group stores rows.
     """
     groups, layouts = [], {}
     for number, spec in enumerate(specs):
@@ -144,18 +143,18 @@ def _lay_out(
             layouts[number], group = layout, replace(group, chunk_bytes=layout.row_bytes)
         groups.append(group)
     if not layouts:
-        raise UnsupportedError("nothing of this KV is needed at the edges of chunks")
+        raise UnsupportedError("nothing can be cached: no KV group has blocks that a hit could use")
     return sorted(groups, key=lambda group: not group.is_full), layouts
 
 
 def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClient:
-    """Attach the scheduler side of the engine that a worker told of."""
+    """Start the client of the scheduler side, from the identity that a worker has reported."""
     hello = replace(identity.hello, role=Role.SCHEDULER, column=0, transfer=TransferOffer(), kv_bytes=0)
     return start_client(socket, hello)
 
 
 def start_client(socket: str, hello: ClientHello, copier: EngineCopier | None = None) -> SidecarClient:
-    """Start attaching in the background. A worker's copier prepares the arena, and says what it pinned."""
+    """Start a client that attaches in the background. A worker's copier prepares the arena for copies."""
     client = SidecarClient(socket, hello, on_rows=copier.prepare if copier else None)
     if copier is not None:
         copier.watch_pins(client.report_pins)
@@ -166,18 +165,17 @@ def start_client(socket: str, hello: ClientHello, copier: EngineCopier | None = 
 def _namespace(
     vllm_config: Any, contents: list[fingerprint.GroupContents], shards: int, grid_tokens: tuple[int, int]
 ) -> tuple[bytes, str]:
-    """Name the engine's KV; with a reason why nobody else has KV of that name, or none."""
+    """Return the engine's namespace, and why no other engine shares it; empty if others can."""
     from vllm.v1.core import kv_cache_utils
 
     reason = fingerprint.private_reason(vllm_config, hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"))
     weights = None
     if not reason:
         try:
-            weights = files.in_background(
-                fingerprint.weights_fingerprint, vllm_config, files.process_began()
-            ).result()
+            began = files.process_start_time()
+            weights = files.in_background(fingerprint.weights_fingerprint, vllm_config, began).result()
         except UnnamedError as error:
-            reason = f"the weights can't be fingerprinted: {error}"
+            reason = f"the weights can't be identified: {error}"
     listing = fingerprint.listing(vllm_config, weights, contents, shards, grid_tokens)
     if reason:
         listing["private_to"] = _engine_uuid(vllm_config)
@@ -188,7 +186,7 @@ def _namespace(
 def _list_group(
     vllm_config: Any, spec: GroupSpec, kv_caches: KVCaches, num_blocks: int
 ) -> fingerprint.GroupContents:
-    """Say what the group's bytes mean, layer by layer."""
+    """Return the group's kind and sizes, and the content ids of its layers."""
     contents = [
         (layer, _content_id(vllm_config, layer, tensor, num_blocks))
         for layer in spec.layers
@@ -207,7 +205,7 @@ def _content_id(vllm_config: Any, layer: str, kv: torch.Tensor, num_blocks: int)
 
 
 def _place() -> tuple[int, int]:
-    """This rank's pipeline stage, and its tensor-parallel rank there."""
+    """Return this rank's pipeline stage, and its tensor-parallel rank in that stage."""
     from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
     return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
@@ -223,19 +221,19 @@ def _transfer(copier: EngineCopier, *, is_replica: bool) -> TransferOffer:
 def _of_largest_stage(
     vllm_config: Any, groups: Sequence[KVGroup], layouts: Mapping[int, Layout]
 ) -> tuple[KVGroup, ...]:
-    """Pipeline stages may differ in layers; all columns of a row have the size of the largest."""
+    """Return the groups with the row size of the largest pipeline stage, which is that of all columns."""
     stages = fingerprint.stages(vllm_config)
     if not stages:
         return tuple(groups)
-    most = max(end - start for start, end in stages)
+    max_layers = max(end - start for start, end in stages)
     ((number, layout),) = layouts.items()
-    row_bytes = layout.blocks_per_row * layout.pages[0].shape[1] * most
+    row_bytes = layout.blocks_per_row * layout.pages[0].shape[1] * max_layers
     return tuple(
         replace(group, chunk_bytes=row_bytes) if group.group == number else group for group in groups
     )
 
 
 def _engine_uuid(vllm_config: Any) -> bytes:
-    """The same in all processes of one engine instance, another one after a restart."""
+    """Return the id of this engine instance: the same in all its processes, and new after a restart."""
     instance = f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}"
     return hashlib.sha256(instance.encode()).digest()[:16]

@@ -8,9 +8,9 @@
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"lmcache.socket": "/run/lmcache/kvcache.sock"}}'
 
-**A cache failure is never an inference failure.** A hook that raises takes its side offline for the life of
-the process: one log line with the stack, then every hook answers as if there were no cache. What was promised
-to the engine before is still reported.
+**A cache failure is never an inference failure.** If a hook raises, its side goes offline for the life of the
+process, and one log line shows the stack. After that, every hook returns what an engine without a cache
+expects. Loads that the engine already waits for are still reported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is untyped
-    """See the module. The scheduler's process has the scheduler side, each worker's the worker side."""
+    """The connector, see the module: the scheduler side in the scheduler's process, else a worker side."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -56,36 +56,39 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         try:
             check_version(vllm.__version__)
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = _make_scheduler(vllm_config)
+                self._scheduler = _make_scheduler(vllm_config, kv_cache_config)
             else:
                 self._worker = _make_worker(vllm_config, kv_cache_config)
         except Exception as error:
-            # One line for an engine, whatever the number of its workers.
-            is_said = isinstance(error, UnsupportedError) and role == KVConnectorRole.WORKER
-            level = logging.DEBUG if is_said else logging.WARNING
+            # The scheduler side warns once for the engine, so the workers need not repeat it.
+            is_repeated = isinstance(error, UnsupportedError) and role == KVConnectorRole.WORKER
+            level = logging.DEBUG if is_repeated else logging.WARNING
             logger.log(level, "LMCache Cluster is off, the engine runs without it: %s", error)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A best-effort cache: a dropped store is a future miss."""
+        """False: a dropped store is only a future miss."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """What is asked for; an attention that can't have it makes vLLM take another one, with a warning.
+        """Return the KV layout of the settings, or None if none is set.
 
-        Only if it is set: in a MultiConnector, layouts that differ from another child's end the engine.
+        If the attention backend does not support it, vLLM uses another layout and logs a warning. There is no
+        default, because an engine ends if two children of a MultiConnector require different layouts.
         """
         try:
             return _wanted_layout(vllm_config)
-        except Exception as error:  # a wrong setting: the worker says so
-            logger.debug("No layout of KV is asked for: %s", error)
+        except Exception as error:  # an invalid setting, about which the worker warns
+            logger.debug("The connector requires no KV layout: %s", error)
             return None
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Asked by 0.33, which refuses to start where the answer is no. An engine that may sleep is not
-        cached (``layouts``), so there is nothing to follow."""
+        """Return True, because vLLM 0.33 would otherwise refuse to start.
+
+        An engine that may sleep is not cached (``layouts``), so the connector need not follow its sleep.
+        """
         return True
 
     def shutdown(self) -> None:
@@ -96,21 +99,21 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Take the engine's KV tensors."""
+        """Start caching the engine's KV tensors."""
         _call(self._worker, "register_kv_caches", None, kv_caches)
 
     def get_handshake_metadata(self) -> EngineIdentity | None:
-        """Tell the scheduler side who we are, before the first request.
+        """Return the engine's identity for the scheduler side, before the first request.
 
-        Inside another connector (MultiConnector) it would be given to all of its children, who don't know
-        what to do with it: there the first step's report says it.
+        Inside a MultiConnector, all of its children would get the identity and fail. So it returns None
+        there, and the report of the first step carries the identity.
         """
         if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
             return None
         return self._worker.identity
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Blocks of preempted requests are about to be overwritten."""
+        """Wait shortly for copies of blocks that the engine is about to overwrite, or abort them."""
         _call(self._worker, "handle_preemptions", None, kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -118,41 +121,41 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         _call(self._worker, "start_loads", None, self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: no layer waits."""
+        """Do nothing: loads are asynchronous, so no layer waits."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Chunks are stored as a whole after the step."""
+        """Do nothing: whole chunks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's stores; waits for nothing."""
+        """Begin the step's stores without waiting for them."""
         _call(self._worker, "start_stores", None, self._connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report requests whose blocks are not needed any more, and ended loads."""
+        """Return the requests whose blocks are released, and the requests whose loads ended."""
         return _call(self._worker, "collect", (None, None), self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same, and loads that failed as a whole (vLLM 0.30 and later)."""
+        """Return the same as ``get_finished``, and loads that failed as a whole (vLLM 0.30 and later)."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving = _call(self._worker, "take_failed_requests", set())
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of failed loads, in the step that reports the load as ended."""
+        """Return blocks of failed loads, in the step that reports the load as ended."""
         return _call(self._worker, "take_bad_blocks", set())
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What the scheduler side has to know."""
+        """Return the worker's report for the scheduler side; None if it would be empty."""
         return _call(self._worker, "take_report", None, self._connector_metadata)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What the copies that ended in this step came to."""
+        """Return the figures of copies that ended in this step, if any did."""
         figures: dict[str, float] = _call(self._worker, "take_figures", {})
         return self.build_kv_connector_stats(figures) if figures else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """The same where vLLM logs and counts it, made of its ``data``."""
+        """Create the statistics from the ``data`` of another process, where vLLM logs and counts them."""
         from lmcache.engines.vllm.stats import LMCacheStats
 
         return LMCacheStats(data or {})
@@ -161,76 +164,78 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KVConnectorPromMetrics:
-        """Where vLLM counts it for Prometheus."""
+        """Create the Prometheus metrics in which vLLM counts the statistics."""
         from lmcache.engines.vllm.stats import LMCachePromMetrics
 
         return LMCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- scheduler ----
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Take what the workers said (older engines)."""
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        """Take the workers' identities. Inside a MultiConnector, messages may be another connector's."""
         _call(self._scheduler, "adopt", None, metadata.values())
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Take what the workers said. Inside a MultiConnector it may be another connector's."""
-        _call(self._scheduler, "adopt", None, metadata.values())
+    set_xfer_handshake_metadata = set_xfer_handshake_metadata_pp_aware  # older engines call this name
 
     def on_new_request(self, request: Any) -> None:
-        """Begin to look up."""
+        """Send the sidecar a hint of the request."""
         _call(self._scheduler, "on_new_request", None, request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded beyond the computed ones; None: ask again in the next step."""
+        """Return (tokens to load after the computed ones, True if the load is asynchronous).
+
+        None tokens: vLLM asks again in the next step.
+        """
         return _call(self._scheduler, "get_num_new_matched_tokens", (0, False), request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks are allocated: make the load."""
+        """Create the load, now that vLLM has allocated its blocks."""
         _call(self._scheduler, "update_state_after_alloc", None, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta | KVConnectorMetadata:
-        """Hand out the step's loads and stores."""
+        """Return the step's loads and stores for the workers."""
         return _call(self._scheduler, "build_connector_meta", KVConnectorMetadata(), scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Note what the workers ended."""
+        """Record the jobs that the workers ended."""
         _call(self._scheduler, "update_connector_output", None, connector_output)
 
     def take_events(self) -> list[KVCacheEvent]:
-        """KV events since the last call, for vLLM's publisher."""
+        """Return the KV events since the last call, for vLLM's publisher."""
         return _call(self._scheduler, "take_events", [])
 
     def reset_cache(self) -> bool:
-        """Forget what is cached: the weights may have changed. False: not possible now."""
+        """Invalidate all cached KV, because the weights may change. Returns False if a load still runs."""
         return _call(self._scheduler, "reset_cache", True)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether the blocks must be held."""
+        """Return (True if the engine must hold the request's blocks, None)."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether the blocks must be held."""
+        """Return (True if the engine must hold the request's blocks, None)."""
         return _call(self._scheduler, "finish", False, request, block_ids), None
 
 
-with contextlib.suppress(ValueError):  # a MultiConnector finds the figures of its children by their names
+with contextlib.suppress(ValueError):  # a MultiConnector finds its children's statistics by their names
     KVConnectorFactory.register_connector(
         LMCacheClusterConnector.__name__, __name__, LMCacheClusterConnector.__name__
     )
 
 
 def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args: Any) -> T:
-    """Call a hook of a side. If it raises, the side goes offline and is asked once more: offline it keeps the
-    promises that were made (fails the loads that the engine waits for, gives held blocks back).
+    """Call a hook of a side. If it raises, take the side offline and call the hook once more.
+
+    An offline side still fails the loads that the engine waits for, and releases held blocks.
     """
     if side is None:
         return neutral
     try:
         return cast("T", getattr(side, hook)(*args))
     except Exception:
-        logger.exception("LMCache Cluster goes offline in this process, the engine runs on without it")
+        logger.exception("LMCache Cluster goes offline in this process: %s failed, the engine goes on", hook)
     try:
         side.go_offline()
         return cast("T", getattr(side, hook)(*args))
@@ -238,10 +243,10 @@ def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args:
         return neutral
 
 
-# The sides are imported here and not above: an import that fails must leave an engine that runs.
+# Imported here and not above, so that the engine runs even if an import fails.
 
 
-def _make_scheduler(vllm_config: Any) -> VLLMScheduler:
+def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     from lmcache.engines.core.events import ChunkEvents
     from lmcache.engines.vllm.attach import Settings, start_scheduler_client
     from lmcache.engines.vllm.extra_keys import ExtraKeyFinder
@@ -255,6 +260,7 @@ def _make_scheduler(vllm_config: Any) -> VLLMScheduler:
         ExtraKeyFinder().extra_keys_of,
         settings.answer_seconds,
         settings.prefill_tokens_per_second,
+        num_blocks=kv_cache_config.num_blocks,
         events=ChunkEvents() if events is not None and events.enable_kv_cache_events else None,
     )
 
@@ -264,7 +270,7 @@ def _wanted_layout(vllm_config: Any) -> str | None:
 
     from lmcache.engines.vllm.attach import Settings
 
-    if current_platform.is_cpu():  # its attention knows one layout
+    if current_platform.is_cpu():  # its attention supports only one layout
         return None
     return Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
 

@@ -1,4 +1,4 @@
-"""What comes into the sidecar's memory and leaves it, in vLLM's own KV events, for vLLM's own publisher."""
+"""Translates chunks that came into the sidecar's memory, or left it, to vLLM's KV events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lmcache.engines.core.events import Chunk
 from lmcache.engines.core.grid import Grid
 
 MEDIUM = "CPU"
-"""vLLM's word for host memory."""
+"""vLLM's name for host memory."""
 
 
 def stored_event(chunk: Chunk, grid: Grid) -> BlockStored:
-    """The blocks of a chunk that is in memory now, as vLLM says it of blocks in its own."""
+    """Create the event for a chunk's blocks in memory, like vLLM's event for blocks in its own memory."""
     request: Any = chunk.request
     group, lora = grid.stored[0], request.lora_request
     first, end = chunk.number * grid.chunk_tokens, (chunk.number + 1) * grid.chunk_tokens
@@ -35,23 +35,23 @@ def stored_event(chunk: Chunk, grid: Grid) -> BlockStored:
 
 
 def removed_event(hashes: tuple[bytes, ...], grid: Grid) -> BlockRemoved:
-    """The blocks of a chunk that left."""
+    """Create the event for the blocks of a chunk that left memory."""
     return BlockRemoved(_converted(hashes, grid), medium=MEDIUM, group_idx=grid.stored[0].group)
 
 
 def _converted(hashes: Any, grid: Grid) -> list[Any]:
-    """A block's hash is its last one."""
+    """Return the hashes of a chunk's blocks in vLLM's form. A block's hash is the last hash in it."""
     step = grid.stored[0].block_tokens // grid.hash_tokens
     return [kv_cache_utils.maybe_convert_block_hash(each) for each in hashes[step - 1 :: step]]
 
 
 def _extra_keys(request: Any, first: int, end: int, block_tokens: int) -> Any:
-    """As vLLM hashed them, an entry per block."""
-    found, medium = [], 0
+    """Return the extra keys with which vLLM hashed the blocks, an entry per block."""
+    extra_keys, medium = [], 0
     for start in range(first, end, block_tokens):
         keys, medium = kv_cache_utils.generate_block_hash_extra_keys(
             request, start, start + block_tokens, medium
         )
-        found.append(keys)
-    # Since vLLM 0.30 the hashes have tagged ones, and the events don't.
-    return getattr(kv_cache_utils, "to_event_extra_keys", list)(found)
+        extra_keys.append(keys)
+    # Since vLLM 0.30, extra keys are tagged in hashes but not in events.
+    return getattr(kv_cache_utils, "to_event_extra_keys", list)(extra_keys)

@@ -1,8 +1,8 @@
-"""What the KV of a request depends on beside its tokens and the model: its LoRA adapter and its media.
+"""Identifies what a request's KV depends on apart from its tokens and the model: LoRA adapter and media.
 
-The engine's block hashes hold a name and a path of the adapter and an identifier of each image, which a
-client may have chosen or a counter made. Here both are named by their content, as far as the engine has it.
-They hold the rows of embeddings too, but not which places have any.
+The engine's block hashes include the name and path of the adapter, and an identifier of each image, which a
+client may choose or a counter may assign. This module identifies both by their content, if the engine has it.
+Block hashes also include the rows of prompt embeddings, but not which positions have embeddings.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from typing import Any
 import torch
 
 from lmcache import keys
+from lmcache.common.recent import Recent
 from lmcache.engines.core.requests import ExtraKeys, FindExtraKeys
 from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm import files
-from lmcache.recent import Recent
 
 logger = logging.getLogger(__name__)
 
 _MAX_IDENTIFIERS = 1 << 16
-"""Remembered; far more than the engine keeps outputs of its media encoder."""
+"""Media identifiers to remember: far more than the outputs that the engine's media encoder caches."""
 
 _COUNTED = re.compile(r"renderer\d+-mm-\d+-")
-"""How vLLM calls media that it does not hash. Never the same again: storing such chunks is of no use."""
+"""Identifiers of media that vLLM does not hash. They never occur twice, so storing such chunks is useless."""
 
 
 class ExtraKeyFinder:
-    """Finds the extra keys of requests. One thread calls what ``extra_keys_of`` returns."""
+    """Finds the extra keys of requests. Only one thread may call what ``extra_keys_of`` returns."""
 
     def __init__(self, began: float | None = None) -> None:
-        """``began``: when the engine could load the first adapter; by default when this process began."""
-        self._began = files.process_began() if began is None else began
+        """``began``: earliest time at which the engine loads an adapter; by default the process's start."""
+        self._began = files.process_start_time() if began is None else began
         self._adapters: dict[str, futures.Future[bytes | None]] = {}
-        self._media: dict[int, bytes] = {}  # id of an item of the engine's -> digest, as long as it lives
-        # By identifier; None: the engine may mix up two contents.
+        self._media: dict[int, bytes] = {}  # id() of the engine's live media items -> digest
+        # Digests by identifier; None: two contents had this identifier, so the engine may mix them up.
         self._identifiers: Recent[str, bytes | None] = Recent(_MAX_IDENTIFIERS)
 
     def extra_keys_of(self, request: Any, chunk_tokens: int) -> FindExtraKeys | None:
-        """Return what finds the request's extra keys; None: it has none."""
+        """Return a function that finds the request's extra keys; None if it has none."""
         has_any = (
             request.lora_request is not None
             or getattr(request, "mm_features", None)
@@ -56,7 +56,7 @@ class ExtraKeyFinder:
         return partial(self.extra_keys, request, chunk_tokens) if has_any else None
 
     def extra_keys(self, request: Any, chunk_tokens: int) -> ExtraKeys | None:
-        """Return what the request's chunks depend on; None: don't cache it, or not yet."""
+        """Return the extra keys of the request's chunks; None if it can't be cached, or not yet."""
         lora = self._adapter(request.lora_request)
         if lora is None:
             return None
@@ -68,26 +68,26 @@ class ExtraKeyFinder:
             named.append((feature.mm_position.offset // chunk_tokens, digest))
         named.sort(key=lambda item: item[0])
         digests = [digest for _, digest in named]
-        media = ((at, keys.media_fingerprint(lora, digests[:n])) for n, (at, _) in enumerate(named, 1))
+        media = ((chunk, keys.media_fingerprint(lora, digests[:n])) for n, (chunk, _) in enumerate(named, 1))
         return (*([(0, lora)] if lora else ()), *media)
 
     def _adapter(self, lora_request: Any) -> bytes | None:
         if lora_request is None:
             return b""
         if getattr(lora_request, "tensorizer_config_dict", None):
-            return None  # it is loaded from elsewhere
+            return None  # the adapter is not loaded from ``lora_path``
         path = Path(lora_request.lora_path or "")
-        known = self._adapters.get(str(path))
-        if known is None:
-            known = self._adapters[str(path)] = files.in_background(_adapter_fingerprint, path, self._began)
-        if not known.done():
+        future = self._adapters.get(str(path))
+        if future is None:
+            future = self._adapters[str(path)] = files.in_background(_adapter_fingerprint, path, self._began)
+        if not future.done():
             return None
         try:
             for file in _adapter_files(path):
                 files.check_unchanged(file, self._began)
         except (OSError, UnnamedError):
             return None
-        return known.result()
+        return future.result()
 
     def _medium(self, feature: Any) -> bytes | None:
         if feature.data is None or _COUNTED.match(feature.identifier):
@@ -101,7 +101,7 @@ class ExtraKeyFinder:
                 return None
             self._media[id(feature.data)] = digest
             weakref.finalize(feature.data, self._media.pop, id(feature.data), None)
-        # The engine keeps its encoder's outputs by identifier: under one it has to be one content.
+        # The engine caches its encoder's outputs by identifier, so two contents must not share one.
         if self._identifiers.setdefault(feature.identifier, digest) != digest:
             self._identifiers[feature.identifier] = digest = None
         return digest
@@ -121,25 +121,25 @@ def _adapter_fingerprint(path: Path, began: float) -> bytes | None:
 
 
 def _embedded_places(request: Any, chunk_tokens: int) -> list[tuple[int, bytes]]:
-    """For each chunk with embeddings instead of tokens, the digest of where they are in it.
+    """Return (chunk, digest of the positions of embeddings) for each chunk that has any.
 
-    The engine's block hash holds the rows, zeros where there are tokens, and the tokens, 0 where there are
-    rows: it is one for rows of zeros and for the token 0.
+    The engine's block hash covers embeddings, with zeros in place of tokens, and tokens, with 0 in place of
+    embeddings. So it can't distinguish an embedding of zeros from token 0.
     """
     if getattr(request, "prompt_embeds", None) is None:
         return []
     is_token = getattr(request, "prompt_is_token_ids", None) or [False] * request.num_prompt_tokens
-    found = []
+    places = []
     for start in range(0, len(is_token), chunk_tokens):
         mask = bytes(is_token[start : start + chunk_tokens])
-        if 0 in mask:  # behind the prompt there are tokens
+        if 0 in mask:  # the positions after the prompt have tokens, hence the padding with 1
             digest = hashlib.sha256(keys.sized(b"places of embeddings") + mask.ljust(chunk_tokens, b"\1"))
-            found.append((start // chunk_tokens, digest.digest()))
-    return found
+            places.append((start // chunk_tokens, digest.digest()))
+    return places
 
 
 def _item_digest(feature: Any) -> bytes:
-    """Digest the processed data of an image, a video or a sound. Raises TypeError for what it can't read."""
+    """Hash the processed data of an image, a video or a sound. Raises TypeError for unknown types of data."""
     digest = hashlib.sha256(keys.sized(feature.modality.encode()))
     data = feature.data.get_data()
     for name in sorted(data):
@@ -150,7 +150,7 @@ def _item_digest(feature: Any) -> bytes:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Nested lists of tensors and numbers as bytes, injectively."""
+    """Yield nested lists of tensors and numbers as bytes, so that different values have different bytes."""
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         content = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
         yield keys.sized(f"{value.dtype} {tuple(value.shape)}".encode())
@@ -162,4 +162,4 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, (bool, int, float, str)):
         yield keys.sized(json.dumps([type(value).__name__, value]).encode())
     else:
-        raise TypeError(f"media data of type {type(value).__name__} can't be named by its content")
+        raise TypeError(f"media data of type {type(value).__name__} can't be hashed")

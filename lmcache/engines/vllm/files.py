@@ -1,8 +1,8 @@
-"""Name the content of weights' files by what the engine has loaded from them, not by where they lie.
+"""Identifies the content of weight files by hashes of what the engine has loaded, not by their paths.
 
-A file counts only if it can't have changed since the engine could load it: its bytes are named by their hash
-(Hugging Face's cache), or nothing about it changed since this process began. ``ctime`` says that: unlike
-``mtime`` no tool can set it.
+A file is accepted only if it can't have changed since the engine could load it. Either its name is a hash of
+its bytes (Hugging Face's cache), or its ``ctime`` is older than this process. No tool can set ``ctime``, in
+contrast to ``mtime``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lmcache.engines.errors import UnnamedError
 T = TypeVar("T")
 
 _SLICE_BYTES = 1 << 20
-"""Hashed at once: under 0.2 ms, should a build of xxhash hold the GIL."""
+"""Bytes hashed at once, in less than 0.2 ms, because some builds of xxhash hold the GIL."""
 
 
 def fingerprint(folder: Path, began: float) -> str:
-    """Fingerprint the safetensors files of a folder, from whatever was loaded since ``began`` (Unix time).
+    """Hash the safetensors files of a folder, which the engine loaded after ``began`` (Unix time).
 
-    Reads all bytes of files whose hash is not known: call it on a thread of its own. Raises UnnamedError.
+    Reads all bytes of files whose hash is not known, so call it on a separate thread. Raises UnnamedError.
     """
     try:
         files = sorted(folder.glob("*.safetensors"))
@@ -48,9 +48,9 @@ def fingerprint(folder: Path, began: float) -> str:
 
 
 def check_unchanged(path: Path, began: float) -> None:
-    """Raise UnnamedError when a file, its folder or a link on the way to it changed since ``began``.
+    """Raise UnnamedError if a file, its folder or a link on its path changed since ``began`` (Unix time).
 
-    Raises OSError when there is none.
+    Raises OSError if the file does not exist.
     """
     links = [link.st_ctime for link in _links(path)]
     if max(*links, path.stat().st_ctime, path.parent.stat().st_ctime) >= began:
@@ -58,7 +58,7 @@ def check_unchanged(path: Path, began: float) -> None:
 
 
 def in_background(function: Callable[..., T], *arguments: Any) -> futures.Future[T]:
-    """Run it on a thread that yields to all others and does not keep the process from ending."""
+    """Run a function on a daemon thread of the lowest priority, which does not block the process's exit."""
     result: futures.Future[T] = futures.Future()
 
     def run() -> None:
@@ -72,15 +72,15 @@ def in_background(function: Callable[..., T], *arguments: Any) -> futures.Future
     return result
 
 
-def process_began() -> float:
-    """When this process began, as Unix time."""
+def process_start_time() -> float:
+    """Return the start time of this process, as Unix time."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _links(path: Path) -> Iterator[os.stat_result]:
-    """Every symbolic link on the way to ``path``, also in links' targets; the last is ``path`` itself."""
+    """Yield every symbolic link on the path, also those in targets of links, and finally ``path`` itself."""
     left, here = list(reversed(Path(os.path.abspath(path)).parts)), Path("/")
     while left:
         part = left.pop()
@@ -95,7 +95,7 @@ def _links(path: Path) -> Iterator[os.stat_result]:
 
 
 def _blob_hash(file: Path) -> bytes | None:
-    """Files of a Hugging Face cache are links to blobs that are named by the hash of all their bytes."""
+    """Return the hash of a file in a Hugging Face cache: a link to a blob that is named by its hash."""
     if not file.is_symlink():
         return None
     blob = Path(os.readlink(file))
@@ -108,5 +108,5 @@ def _content_hash(file: Path, began: float) -> bytes:
     with file.open("rb", buffering=0) as stream:
         while num_bytes := stream.readinto(buffer):
             digest.update(memoryview(buffer)[:num_bytes])
-    check_unchanged(file, began)  # afterwards: it must hold for all that was read
+    check_unchanged(file, began)  # after the read, so that it covers all bytes that were read
     return digest.digest()

@@ -1,4 +1,4 @@
-"""What makes KV comparable: the listing that becomes the namespace."""
+"""Lists everything that makes KV comparable. The namespace is a hash of this listing."""
 
 from __future__ import annotations
 
@@ -14,47 +14,50 @@ from lmcache.engines.vllm import files
 from lmcache.keys import Listed
 
 _FILE_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes", "mistral"}
-"""``load_format``s that read the safetensors files of the model's folder."""
+"""Values of ``load_format`` that read the safetensors files of the model's folder."""
 
 GroupContents = tuple[Sequence["str | int"], Sequence[tuple[str, str]]]
-"""Of a KV group: what it is, and name and content id of this rank's layers in the order of their bytes."""
+"""A KV group: its kind and sizes, and (name, content id) of this rank's layers in their order of bytes."""
 
 _VOLATILE_CONFIG = {"_name_or_path", "_commit_hash", "transformers_version"}
+"""Fields of a model's configuration that don't influence its KV."""
 
 
 def weights_fingerprint(vllm_config: Any, began: float) -> str:
-    """Fingerprint what the engine loaded since ``began``. May read all weights. Raises UnnamedError."""
+    """Hash the weights that the engine loaded since ``began`` (Unix time). May read all of them.
+
+    Raises UnnamedError if the weights can't be identified.
+    """
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":
-        raise UnnamedError("they are dummies")
+        raise UnnamedError("load format dummy loads random weights")
     if load_format not in _FILE_FORMATS:
         raise UnnamedError(f"load format {load_format} does not read the model's safetensors files")
     return files.fingerprint(model_dir(vllm_config), began)
 
 
 def model_dir(vllm_config: Any) -> Path:
-    """Find where the engine has the model's files. May return a directory that does not exist."""
+    """Return the directory of the model's files, which may not exist."""
     model = vllm_config.model_config
     if os.path.isdir(model.model):
         return Path(model.model)
-    # What a branch's name means may have changed since: the configuration knows its commit.
+    # A branch may point to another commit by now. The configuration has the commit that was loaded.
     revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
     try:
         from huggingface_hub import snapshot_download
 
         folder = vllm_config.load_config.download_dir
-        return Path(
-            snapshot_download(model.model, revision=revision, cache_dir=folder, local_files_only=True)
-        )
-    except Exception:  # not installed, not in its cache, not a repository's name: all mean "not found"
+        found = snapshot_download(model.model, revision=revision, cache_dir=folder, local_files_only=True)
+        return Path(found)
+    except Exception:  # not installed, not in the hub's cache, or not a repository: treated as not found
         return Path(model.model)
 
 
 def private_reason(vllm_config: Any, has_fixed_hash_seed: bool) -> str:
-    """Say why chunk keys mean nothing outside this engine process; empty when they do.
+    """Return why chunk keys are valid only in this engine process; empty if other processes can share them.
 
-    Of vLLM's hash algorithms only ``sha256_cbor`` is accepted: the pickles that ``sha256`` hashes depend on
-    which equal strings are one object, and xxhash is not safe against made collisions.
+    Of vLLM's hash algorithms only ``sha256_cbor`` is accepted. ``sha256`` hashes pickles, which depend on the
+    identity of equal strings. xxhash does not resist deliberate collisions.
     """
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm != "sha256_cbor":
@@ -63,7 +66,7 @@ def private_reason(vllm_config: Any, has_fixed_hash_seed: bool) -> str:
             "start vLLM with --prefix-caching-hash-algo sha256_cbor"
         )
     if "PYTHONHASHSEED" not in os.environ and not has_fixed_hash_seed:
-        return "block hashes are seeded at random: set PYTHONHASHSEED=0"
+        return "block hashes have a random seed: set PYTHONHASHSEED=0"
     return ""
 
 
@@ -74,11 +77,16 @@ def listing(
     shards: int,
     grid_tokens: tuple[int, int],
 ) -> dict[str, Listed]:
-    """List what makes the bytes of chunks comparable. The engine's version is not in it, see ``layouts``.
+    """List everything that makes the bytes of chunks comparable, except the engine's version (``layouts``).
 
-    ``groups`` in the order of the engine's block tables; ``shards``: parts that tensor parallelism makes of a
-    layer's KV; ``grid_tokens``: of a chunk and of a hash. All ranks must make the same listing, so with
-    pipeline stages the layers' names give way to where the stages are cut.
+    All ranks must create the same listing. So with pipeline stages, it names the stages and not their layers.
+
+    Args:
+        vllm_config: configuration of the engine.
+        weights: fingerprint of the weights; None if they can't be identified.
+        groups: KV groups in the order of the engine's block tables.
+        shards: number of parts into which tensor parallelism splits a layer's KV.
+        grid_tokens: tokens of a chunk, and of a block hash.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     cuts = stages(vllm_config)
@@ -89,7 +97,7 @@ def listing(
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
         "kv_dtype_skip_layers": list(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
-        "slot": "block, layer",  # the order of bytes that ``engines/core/copier`` keeps
+        "slot": "block, layer",  # the order of bytes in a slot, see ``engines/core/copier``
         "groups": [
             [fields, sorted({content for _, content in layers}) if cuts else list(map(list, layers))]
             for fields, layers in groups
@@ -108,7 +116,7 @@ def listing(
 
 
 def stages(vllm_config: Any) -> list[list[int]]:
-    """Return first and last layer of each pipeline stage; empty when there is one."""
+    """Return the first and last layer of each pipeline stage; empty if there is only one stage."""
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
     if num_stages == 1:
         return []
@@ -120,14 +128,14 @@ def stages(vllm_config: Any) -> list[list[int]]:
 
 def effective_config(config: Mapping[str, Any], max_model_len: int) -> str:
     """Return the model's configuration as the engine uses it, in canonical JSON."""
-    kept: dict[str, Any] = {name: value for name, value in config.items() if name not in _VOLATILE_CONFIG}
-    if re.search(r'"(longrope|dynamic|su)"', json.dumps(kept, default=str)):  # K turns by max_model_len
-        kept["lmcache.max_model_len"] = max_model_len
-    return json.dumps(kept, sort_keys=True, default=str)
+    fields: dict[str, Any] = {name: value for name, value in config.items() if name not in _VOLATILE_CONFIG}
+    if re.search(r'"(longrope|dynamic|su)"', json.dumps(fields, default=str)):  # K depends on max_model_len
+        fields["lmcache.max_model_len"] = max_model_len
+    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def _draft_model(vllm_config: Any) -> list[str]:
-    """Name the model that drafts: its layers may lie among the others."""
+    """Identify the model that drafts tokens, whose layers may be part of the KV groups."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if speculative is None or draft is None or draft.model == vllm_config.model_config.model:
@@ -136,7 +144,7 @@ def _draft_model(vllm_config: Any) -> list[str]:
 
 
 def _media_options(model: Any) -> str:
-    """Options that change what the model makes of media. Their data are in ``extra_keys``."""
+    """Return the options for processing media. The media themselves are in ``extra_keys``."""
     options = getattr(model, "multimodal_config", None)
     names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
     return json.dumps([getattr(options, name, None) for name in names], sort_keys=True, default=str)

@@ -1,6 +1,6 @@
-"""vLLM's KV cache groups in our words: which can be cached, as what kind, and which ranks hold the same.
+"""Translates vLLM's KV cache groups: which of them can be cached, their kinds, and ranks with the same KV.
 
-Specs are told apart by the names of their classes: a subclass may mean something else by its blocks.
+Specs are distinguished by the names of their classes, because a subclass may use its blocks differently.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ _LATENTS = "MLAAttentionSpec"
 
 
 class GroupSpec(NamedTuple):
-    """What vLLM says of one of its groups."""
+    """One of vLLM's KV cache groups."""
 
     kind: GroupKind
     window_tokens: int
-    """As in ``KVGroup``."""
+    """Same as in ``KVGroup``."""
     block_tokens: int
     layers: Sequence[str]
+    """Names of the group's layers."""
     is_drafter: bool
+    """True for the layers of a model that drafts tokens."""
 
 
 def read_groups(kv_cache_config: Any, *, can_fail_requests: bool) -> list[GroupSpec]:
     """Read the groups in the order of the engine's block tables.
 
-    ``can_fail_requests``: the engine takes a failed load of several groups, or of a window, back as a whole
-    (vLLM 0.30 and later). Raises UnsupportedError with the reason why they can't be cached.
+    ``can_fail_requests``: the engine restarts a request whose load of several groups, or of a window, failed
+    (vLLM 0.30 and later). Raises UnsupportedError with the reason if the groups can't be cached.
     """
     groups = [_read_group(group) for group in kv_cache_config.kv_cache_groups]
     is_plain = len(groups) == 1 and groups[0].kind is GroupKind.FULL_ATTENTION
     if not (is_plain or can_fail_requests):
         raise UnsupportedError(
-            "KV that is not one group of full attention is cached with vLLM 0.30 and later: this one can't"
-            " compute a request anew whose load failed"
+            "this model needs vLLM 0.30 or later to be cached: older versions can't restart a request whose"
+            " load failed, unless all layers have full attention in one KV group"
         )
     return groups
 
@@ -47,7 +49,7 @@ def _read_group(group: Any) -> GroupSpec:
         raise UnsupportedError("KV that vLLM itself keeps in host memory, or derives, can't be cached")
     kinds = {_kind(spec) for spec in layer_specs(group.kv_cache_spec)}
     if len(kinds) != 1:
-        raise UnsupportedError("the layers of a KV group are of unlike kinds")
+        raise UnsupportedError("a KV group has layers of different kinds, which can't be cached")
     ((kind, window_tokens),) = kinds
     block_tokens = group.kv_cache_spec.block_size
     return GroupSpec(kind, window_tokens, block_tokens, group.layer_names, bool(group.is_eagle_group))
@@ -65,26 +67,26 @@ def _kind(spec: Any) -> tuple[GroupKind, int]:
         return GroupKind.STATE, 0
     if name == "MambaSpec":
         raise UnsupportedError(
-            f"states in mode {spec.mamba_cache_mode!r} leave no snapshots where requests could resume: start"
-            " vLLM with --enable-prefix-caching and --mamba-cache-mode align"
+            f"state layers in mode {spec.mamba_cache_mode!r} leave no snapshots to resume from: start vLLM"
+            " with --enable-prefix-caching and --mamba-cache-mode align"
         )
     raise UnsupportedError(f"KV of kind {name} can't be cached yet")  # also DeepSeek V4's compressed latents
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """Those of a group whose layers differ, else the group's own."""
+    """Return the specs of a group's layers if they differ, otherwise the group's only spec."""
     by_layer = getattr(spec, "kv_cache_specs", None)
     return list(by_layer.values()) if by_layer else [spec]
 
 
 def num_replicas(tensor_parallel: int, kv_cache_config: Any) -> int:
-    """Count the consecutive tensor-parallel ranks that hold the same KV: latents are not split by heads, and
-    there may be more ranks than KV heads.
+    """Return how many consecutive tensor-parallel ranks hold the same KV.
 
-    vLLM says it since 0.31; before, latents alone are known to be the same.
+    Several ranks do if KV heads are fewer than ranks, or if the KV is latent and has no heads. vLLM 0.31 and
+    later provide the number. In earlier versions, only latents are known to be the same.
     """
-    known: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
-    if known is not None:
-        return known
+    replicas: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is not None:
+        return replicas
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
     return tensor_parallel if all(type(spec).__name__ == _LATENTS for spec in specs) else 1

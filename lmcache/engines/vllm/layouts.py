@@ -1,8 +1,12 @@
-"""What the bytes of a block mean, and how vLLM must be set up for them to be cached.
+"""The meaning of a block's bytes, and the configurations of vLLM that can be cached.
 
-Two engines can share if a block means the same to both: the same content order (the attention backend's, on
-the CPU also the packing of its instruction set), the same order of heads and tokens inside a block, the same
-data type and sizes. A *content id* says all of that; the ids of all layers are part of the namespace.
+Two engines can share KV if these properties of a block are the same in both:
+
+- the order of its content: that of the attention backend, and on a CPU the packing of its instruction set
+- the order of heads and tokens
+- the data type and the sizes
+
+A *content id* contains all of them. The ids of all layers are part of the namespace.
 """
 
 from __future__ import annotations
@@ -19,21 +23,21 @@ KNOWN_CONTENTS: Mapping[tuple[str, str], str] = {
     # Per block and head: K transposed [head_size, tokens], then V [tokens, head_size].
     ("CPU_ATTN", "vec"): "cpu-vec-1",
 }
-"""(attention backend, instruction set) -> id of a content order whose bytes a golden test pins.
+"""(attention backend, instruction set) -> id of a content order that a golden test verifies.
 
-The id of any other content holds the engine's version: its bytes are shared within one minor release only.
+Ids of other content include the engine's minor version, so that only engines of that version share it.
 """
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise UnsupportedError when the engine is set up in a way that can't be cached."""
+    """Raise UnsupportedError if the engine's configuration can't be cached."""
     zeroes_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
     if zeroes_blocks and getattr(vllm_config, "use_v2_model_runner", False):
-        # ``GPUModelRunner.update_requests`` in v1/worker/gpu comes before ``handle_preemptions``: a copy may
-        # end in between, and would be committed with zeros.
+        # ``GPUModelRunner.update_requests`` in v1/worker/gpu runs before ``handle_preemptions``. A copy that
+        # ends in between would be committed with zeros.
         raise UnsupportedError(
-            "vLLM's second model runner zeroes blocks of states, or of KV in several precisions, before it"
-            " says whose they were; start vLLM with VLLM_USE_V2_MODEL_RUNNER=0 to cache"
+            "vLLM's V2 model runner zeroes blocks of states, or of KV in several precisions, while they may"
+            " still be copied; start vLLM with VLLM_USE_V2_MODEL_RUNNER=0 to cache"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -41,18 +45,18 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             raise UnsupportedError(f"{name} > 1 is not supported yet")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise UnsupportedError(
-            "sleep mode takes KV away without a word to the connector, also under a copy; "
+            "sleep mode frees KV without notice to the connector, even during a copy; "
             "start vLLM without --enable-sleep-mode to cache"
         )
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise UnsupportedError(
-            'kv_load_failure_policy is not "recompute": a failed load would fail the request; '
+            'kv_load_failure_policy is not "recompute", so a failed load would fail its request; '
             "set it in --kv-transfer-config"
         )
 
 
 def check_stages(vllm_config: Any, layouts: Collection[Layout]) -> None:
-    """Raise UnsupportedError when pipeline stages may differ unseen: each rank sees only its own layers."""
+    """Raise UnsupportedError if pipeline stages may differ: a rank sees only its own stage's layers."""
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         return
     if len(layouts) != 1:
@@ -66,9 +70,9 @@ def check_stages(vllm_config: Any, layouts: Collection[Layout]) -> None:
 def content_id(
     kv: torch.Tensor, num_blocks: int, backend: str, instruction_set: str, engine_version: str
 ) -> str:
-    """Say what the bytes of a block of this layer mean; equal ids mean equal bytes for equal KV.
+    """Return the content id of a layer: layers with equal ids have equal bytes for equal KV.
 
-    ``kv`` is the engine's view ``[blocks, heads, tokens, content]``, in whatever physical order.
+    ``kv``: the engine's view ``[blocks, heads, tokens, content]``, in any physical order.
     """
     known = KNOWN_CONTENTS.get((backend, instruction_set))
     minor = ".".join(engine_version.split(".")[:2])

@@ -1,4 +1,4 @@
-"""Which versions of vLLM are supported, and where what we say stands."""
+"""Supported versions of vLLM, and the log handlers of the connectors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lmcache.engines.errors import UnsupportedError
 
 SUPPORTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
 
-for _handler in logging.getLogger("vllm").handlers:  # what we say stands in vLLM's own log
+for _handler in logging.getLogger("vllm").handlers:  # the connectors' messages appear in vLLM's own log
     logging.getLogger("lmcache.engines").addHandler(_handler)
 
 
 def check_version(version: str) -> None:
-    """Raise UnsupportedError for a version that nobody has tried.
+    """Raise UnsupportedError for a version that was not tested.
 
-    To run with it would be a bet on other people's promises: when a block may be reused, what its bytes mean.
-    Both have changed between minor releases, and what a wrong guess costs is wrong KV, not a miss.
+    The connector depends on when a version reuses blocks and what their bytes mean. Both have changed between
+    minor releases, and a wrong assumption causes wrong KV, not a miss.
     """
     if ".".join(version.split(".")[:2]) not in SUPPORTED_VERSIONS:
         raise UnsupportedError(

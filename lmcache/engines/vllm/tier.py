@@ -7,9 +7,9 @@
             "secondary_tiers": [{"type": "LMCacheTier", "module_path": "lmcache.engines.vllm.tier",
                                  "remote_url": "rediss://cache:6379", "weights_path": "/models/llama"}]}}'
 
-Experimental, as vLLM says of the interface. vLLM calls every method on the scheduler's thread and lets an
-exception end the engine: a method that fails takes this tier offline, one log line with the stack, and the
-engine goes on with the tiers that it has. Every job is reported once, whatever happens to it.
+Experimental, because vLLM's interface is experimental. vLLM calls every method on the scheduler's thread, and
+an exception would end the engine. So if a method fails, this tier goes offline, one log line shows the stack,
+and the engine continues with its other tiers. Every job is reported exactly once, whatever happens.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 32
-"""Of block hashes by SHA-256. The others, of xxhash, can be made to collide by whoever writes prompts."""
+"""Length of block hashes by SHA-256. Authors of prompts can cause collisions of the others, by xxhash."""
 
 _START_SECONDS = 2.0
-"""Of the engine's start for the weights' name: time enough where hashes are known, so that the first request
-finds something."""
+"""Longest wait of the engine's start for the fingerprint of the weights. It suffices if hashes are known, so
+that the first request can have hits."""
 
 _CLOSE_SECONDS = 2.0
+"""Longest wait for the threads when the tier closes."""
 
 _RESULTS = {None: LookupResult.RETRY, True: LookupResult.HIT, False: LookupResult.MISS}
 
 
 def _guarded(neutral: Any) -> Callable[[F], F]:
-    """Make a hook that answers ``neutral`` while the tier is off, and takes it offline if it raises."""
+    """Decorate a hook: return ``neutral`` while the tier is off, and take it offline if the hook raises."""
 
     def decorate(hook: F) -> F:
         @functools.wraps(hook)
@@ -68,7 +69,7 @@ def _guarded(neutral: Any) -> Callable[[F], F]:
 
 
 class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untyped
-    """See the module. Its settings are in ``tier_settings``, its work is done by ``core.tier_access``."""
+    """The tier, see the module. ``tier_settings`` has its settings; ``core.tier_access`` does its work."""
 
     medium = base.Medium.STORAGE
 
@@ -85,8 +86,8 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
         super().__init__(offloading_spec, primary_kv_view, tier_type, **optional)
         self._is_off = True
         self._open: dict[int, Any] = {}
-        """vLLM's jobs that it waits for."""
-        self._refused: list[int] = []
+        """Jobs that vLLM waits for, by id."""
+        self._refused: list[int] = []  # ids of jobs that could not begin, to be reported as failed
         self._namespace: bytes | None = None
         try:
             self._start(offloading_spec.config, primary_kv_view, settings)
@@ -95,7 +96,7 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
             logger.warning("The LMCache tier is off, the engine runs without it: %s", error)
 
     def _start(self, config: Any, view: memoryview, given: dict[str, object]) -> None:
-        # Imported here and not above: an import that fails must leave an engine that runs.
+        # Imported here and not above, so that the engine runs even if an import fails.
         import numpy as np
         from vllm.platforms import current_platform
 
@@ -107,7 +108,7 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
         settings = TierSettings.read(given)
         self.locality = base.Locality.REMOTE if settings.remote_url else base.Locality.LOCAL
         rows = np.asarray(view).view(np.uint8)
-        # Neither the attention backend nor the model's configuration is told: these stand in for them.
+        # vLLM does not pass attention backend and model configuration: version and device replace them.
         minor, device = ".".join(vllm.__version__.split(".")[:2]), str(current_platform.get_device_name())
         self._listing = listing(config, row_bytes=rows.shape[1], version=minor, device=device)
         self._tier = settings.open(config.parallel)
@@ -115,48 +116,48 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
         futures.wait([self._weights], _START_SECONDS)
         self._access = TierAccess(self._tier, rows, settings.lookup_seconds, settings.job_seconds)
 
-    # ---- what is there ----
+    # ---- lookups ----
 
     @_guarded(LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Say whether a chunk is here; RETRY until that is known."""
+        """Return if the tier has a chunk; RETRY until that is known."""
         row_keys = self._row_keys([key])
         return _RESULTS[self._access.find(req_context.req_id, row_keys[0])] if row_keys else LookupResult.MISS
 
     @_guarded(None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Mark chunks as used that were hit in a tier above."""
+        """Mark chunks as recently used, because they were hit in a tier above."""
         self._access.touch(self._row_keys(keys))
 
     def on_new_request(self, req_context: Any) -> base.RequestOffloadingContext:
-        """Only new chunks are wanted: those that were hit are here."""
+        """Return a context that requests only new chunks: this tier has those that were hit."""
         return base.RequestOffloadingContext()
 
     @_guarded(None)
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget what was found for it: others may have stored since."""
+        """Drop the request's lookups: other engines may store its missing chunks."""
         self._access.forget(req_context.req_id)
 
     @_guarded(None)
     def on_schedule_end(self, context: Any) -> None:
-        """At a step's end: look for what was asked for in it."""
+        """Start the lookups of the step that ends."""
         self._access.flush()
 
     # ---- jobs ----
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to write chunks."""
-        self._submit(job_metadata)
+        """Begin to write chunks, or to read them."""
+        self._open[job_metadata.job_id] = job_metadata
+        if not self._begin(job_metadata):
+            self._refused.append(job_metadata.job_id)
 
-    def submit_load(self, job_metadata: Any) -> None:
-        """Begin to read chunks."""
-        self._submit(job_metadata)
+    submit_load = submit_store
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Report each job once, in which call ever it ended."""
+        """Return the results of jobs that ended since the last call. Each job is reported once."""
         ended = [*self._take_ended(), *((job_id, []) for job_id in self._refused)]
         self._refused = []
-        if self._is_off:  # no thread touches their rows any more
+        if self._is_off:  # no thread accesses the rows of open jobs any more
             ended += [(job_id, []) for job_id in self._open]
         results = []
         for job_id, done in ended:
@@ -171,20 +172,17 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
 
     @_guarded(None)
     def drain_jobs(self) -> None:
-        """Wait for all jobs, before the engine empties its cache: it sleeps, or its weights may be others
-        afterwards. What is stored from then on has a name of its own."""
+        """Wait for all jobs, before the engine empties its cache: it sleeps, or its weights may change.
+
+        Chunks that are stored later get a new, private namespace.
+        """
         self._access.drain()
         self._namespace = self._make_namespace("the engine's cache was reset, its weights may have changed")
 
     def shutdown(self) -> None:
-        """End the threads, and drop the references to the engine's memory."""
+        """End the threads and drop all references to the engine's memory."""
         if not self._is_off:
             self._go_offline()
-
-    def _submit(self, job: Any) -> None:
-        self._open[job.job_id] = job
-        if not self._begin(job):
-            self._refused.append(job.job_id)
 
     @_guarded(False)
     def _begin(self, job: Any) -> bool:
@@ -203,13 +201,16 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
         self._access.note_absent(request_id, self._row_keys(failed))
 
     def _row_keys(self, offload_keys: Collection[bytes]) -> list[bytes]:
-        """Name chunks here; none while that can't be done. Salts, LoRA and media are in the block hashes."""
-        named = [(base.get_offload_block_hash(key), base.get_offload_group_idx(key)) for key in offload_keys]
+        """Return the row keys of chunks, or none if that is impossible yet, or at all.
+
+        The engine's block hashes already cover salts, LoRA adapters and media.
+        """
+        hashes = [(base.get_offload_block_hash(key), base.get_offload_group_idx(key)) for key in offload_keys]
         if self._namespace is None and self._weights.done():
             self._namespace = self._make_namespace()
-        if self._namespace is None or any(len(block_hash) != _HASH_BYTES for block_hash, _ in named):
+        if self._namespace is None or any(len(block_hash) != _HASH_BYTES for block_hash, _ in hashes):
             return []
-        return [self._namespace + keys.chunk_key(block_hash, group=group) for block_hash, group in named]
+        return [self._namespace + keys.chunk_key(block_hash, group=group) for block_hash, group in hashes]
 
     def _make_namespace(self, private_reason: str = "") -> bytes:
         weights = ""
@@ -233,5 +234,5 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
     def _close(self, timeout_seconds: float | None) -> None:
         if self._access.close(timeout_seconds):
             self._tier.close()
-        else:  # a thread is stuck in it
+        else:  # a thread still uses the tier: close it when the thread has ended
             threading.Thread(target=self._close, args=(None,), name="lmcache-close", daemon=True).start()

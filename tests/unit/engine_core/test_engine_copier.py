@@ -1,4 +1,4 @@
-"""From tensors to bytes in every physical order that an engine can choose, and from blocks to slots."""
+"""Copies between engine tensors and slots, in every physical order of KV that an engine can choose."""
 
 import mmap
 import os
@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.core.copier import CpuCopier, Places, allowed_cores, make_copier, spread
+from lmcache.engines.core.copier import CpuCopier, Places, allowed_cores, use_all_cores
+from lmcache.engines.core.copier_choice import make_copier
 from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnsupportedError
 from tests.harness.kv_layouts import ORDERS, B, C, H, N, kv_caches
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_a_page_is_all_bytes_of_a_block_in_memory_order(order):
+def test_page_views_return_all_bytes_of_a_block_in_memory_order(order):
     caches = kv_caches(order)
     views = page_views(list(caches), caches, B)
     inner = [d for d in order if d > 1]
@@ -27,18 +28,18 @@ def test_a_page_is_all_bytes_of_a_block_in_memory_order(order):
             in_memory_order = kv[block].permute([d - 2 for d in inner]).contiguous()
             assert view[block].numpy().tobytes() == in_memory_order.numpy().tobytes()
         view[2] = 0xFF
-        assert (kv[2].contiguous().view(torch.uint8) == 0xFF).all(), "a view of the engine's own memory"
+        assert (kv[2].contiguous().view(torch.uint8) == 0xFF).all(), "the view must share the engine's memory"
         assert not (kv[1].contiguous().view(torch.uint8) == 0xFF).all()
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3, 4), (1, 2, 0, 3, 4)], ids=["LHBNC", "BHLNC"])
-def test_a_scattered_block_is_refused(order):
+def test_page_views_refuse_scattered_blocks(order):
     caches = kv_caches(order)
-    with pytest.raises(UnsupportedError, match="not one run of bytes"):
+    with pytest.raises(UnsupportedError, match="is not contiguous in memory"):
         page_views(list(caches), caches, B)
 
 
-def test_kernel_blocks_are_joined_and_shared_layers_count_once():
+def test_page_views_join_kernel_blocks_and_skip_shared_layers():
     kv = torch.arange(6 * H * N * C, dtype=torch.float32).view(6, H, N, C)  # 3 blocks of 2 kernel blocks
     (view,) = page_views(["a", "b"], {"a": kv, "b": kv}, 3)
     assert view.shape == (3, 2 * H * N * C * 4)
@@ -54,12 +55,12 @@ PAGES = {"by numpy": (64, 64, 64), "streamed": (512, 4096, 512)}
 
 
 def make_slot(num_bytes):
-    """Aligned as a slot of the arena."""
+    """A buffer with the alignment of an arena slot."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
 def test_golden_slot_bytes():
-    """[block][layer][page]: whoever changes this must change what the namespace lists."""
+    """The order is [block][layer][page]. A change of it needs a new entry in the namespace's inputs."""
     pages = tuple(torch.tensor([[10 * layer + block] * 2 for block in range(4)]).byte() for layer in range(2))
     slot = np.zeros(16, np.uint8)
     make_copier({0: Layout(pages, blocks_per_row=2)}).store(0, slot, [3, 1], None)
@@ -68,7 +69,7 @@ def test_golden_slot_bytes():
 
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
 @pytest.mark.parametrize(("first", "count"), [(0, 4), (0, 1), (1, 2), (3, 1)])
-def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count, pages):
+def test_load_fills_only_the_given_blocks(first, count, pages):
     source, target = layout(pages=pages), layout(pages=pages)
     slot = make_slot(32 << 10)
     slot[:] = 7
@@ -83,30 +84,30 @@ def test_a_load_fills_the_named_blocks_and_no_other_byte(first, count, pages):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_work_is_shared_among_threads_and_the_last_one_is_waited_for(num_threads):
-    everybody, ended = threading.Barrier(num_threads), []
+def test_share_runs_work_in_all_threads_and_waits_for_them(num_threads):
+    all_threads, ended = threading.Barrier(num_threads), []
 
     def work():
-        everybody.wait(60)
+        all_threads.wait(60)
         ended.append(threading.get_ident())
 
     CpuCopier({0: layout(pages=PAGES["streamed"])}, num_threads).share(work)
     assert len(set(ended)) == num_threads
 
 
-def test_a_fault_in_any_thread_is_raised():
-    here = threading.get_ident()
+def test_share_raises_the_error_of_any_thread():
+    main_thread = threading.get_ident()
 
     def work():
-        if threading.get_ident() != here:
-            raise ValueError("in the other thread")
+        if threading.get_ident() != main_thread:
+            raise ValueError("in a helper thread")
 
-    with pytest.raises(ValueError, match="in the other thread"):
+    with pytest.raises(ValueError, match="in a helper thread"):
         CpuCopier({0: layout(pages=PAGES["streamed"])}, 2).share(work)
 
 
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
-def test_a_slot_has_the_same_bytes_however_it_was_written(pages):
+def test_streamed_and_plain_stores_write_the_same_bytes(pages):
     source = layout(pages=pages)
     slot, unaligned = make_slot(source.row_bytes), make_slot(source.row_bytes + 4096)[16:]
     copier = CpuCopier({0: source})
@@ -117,15 +118,15 @@ def test_a_slot_has_the_same_bytes_however_it_was_written(pages):
     np.testing.assert_array_equal(unaligned[: len(expected)], expected)
 
 
-def test_every_vllm_can_stream():
-    """By the compiler that it brings along; without one copies are only slower."""
+def test_streaming_copies_are_available():
+    """vLLM includes the compiler that this needs. Without a compiler copies are only slower."""
     assert CpuCopier({0: layout(pages=PAGES["streamed"])})._groups[0].stream is not None
     assert CpuCopier({0: layout(pages=PAGES["by numpy"])})._groups[0].stream is None
 
 
 @pytest.mark.parametrize("blocks", [[9], [-1], [0, 1, 2, 3, 4]])
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
-def test_no_byte_is_written_beyond_the_kv_or_the_slot(pages, blocks):
+def test_copy_refuses_blocks_outside_the_kv_or_the_slot(pages, blocks):
     copier, slot = CpuCopier({0: layout(pages=pages)}), make_slot(32 << 10)
     with pytest.raises((ValueError, IndexError)):
         copier.load(0, slot, 0, blocks, None)
@@ -134,13 +135,13 @@ def test_no_byte_is_written_beyond_the_kv_or_the_slot(pages, blocks):
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(-1, [0]), (3, [0, 1]), (4, [0])])
-def test_no_byte_is_read_from_outside_the_row(first, blocks):
+def test_load_refuses_blocks_outside_the_row(first, blocks):
     copier, slot = CpuCopier({0: layout(pages=PAGES["streamed"])}), make_slot(32 << 10)
-    with pytest.raises(ValueError, match="not all blocks of the slot"):
+    with pytest.raises(ValueError, match="exceed the slot"):
         copier.load(0, slot, first, blocks, None)
 
 
-def test_addresses_and_sizes_of_pages_of_different_sizes():
+def test_places_return_addresses_and_sizes_of_pages():
     kv = layout(pages=PAGES["streamed"])
     slot, places = make_slot(32 << 10), Places(kv)
     in_slot, in_kv, sizes = places.of(slot, 1, [5, 2])
@@ -151,26 +152,26 @@ def test_addresses_and_sizes_of_pages_of_different_sizes():
         pages.data_ptr() + block * pages.stride(0) for block in (5, 2) for pages in kv.pages
     ]
     with pytest.raises(ValueError, match="read-only"):
-        sizes[0] = 0  # every caller gets the same memory
+        sizes[0] = 0  # all callers share the returned array
 
 
-def test_threads_of_ours_may_leave_the_core_of_the_thread_that_starts_them():
-    """vLLM binds its model thread to the first core of its computing."""
+def test_spread_lets_threads_leave_the_core_of_their_creator():
+    """vLLM binds its model thread to its first core, and child threads inherit that."""
     assert allowed_cores() >= os.sched_getaffinity(os.getppid())
     core = min(os.sched_getaffinity(0))
 
-    def start_bound():
+    def affinity_after_spread():
         os.sched_setaffinity(0, {core})
-        with futures.ThreadPoolExecutor(1, initializer=spread) as ours:
-            return ours.submit(os.sched_getaffinity, 0).result()
+        with futures.ThreadPoolExecutor(1, initializer=use_all_cores) as executor:
+            return executor.submit(os.sched_getaffinity, 0).result()
 
-    with futures.ThreadPoolExecutor(1) as bound:
-        assert bound.submit(start_bound).result() >= os.sched_getaffinity(os.getppid())
+    with futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(affinity_after_spread).result() >= os.sched_getaffinity(os.getppid())
 
 
 @pytest.mark.parametrize("page", [64, 512])
-def test_what_lies_between_the_blocks_of_a_layer_is_left_alone(page):
-    """Padding, or the pages of other layers; and every KV group has its own pages."""
+def test_copies_do_not_change_bytes_between_blocks(page):
+    """Bytes between blocks are padding, or pages of other layers. Every KV group has its own pages."""
     memory = torch.randint(0, 255, (2, 9, 2 * page), dtype=torch.uint8)
     groups = {group: Layout((memory[group, :, :page],), 2) for group in range(2)}
     copier, slot, before = CpuCopier(groups), make_slot(2 * page), memory.clone()
@@ -183,8 +184,8 @@ def test_what_lies_between_the_blocks_of_a_layer_is_left_alone(page):
 
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_copies_release_the_gil(direction):
-    big = Layout((torch.zeros(64, 1 << 20, dtype=torch.uint8),), 64)
-    copier, slot = CpuCopier({0: big}), make_slot(64 << 20)
+    layout_64_mib = Layout((torch.zeros(64, 1 << 20, dtype=torch.uint8),), 64)
+    copier, slot = CpuCopier({0: layout_64_mib}), make_slot(64 << 20)
     progress, is_over = [], threading.Event()
 
     def count():
@@ -196,11 +197,11 @@ def test_copies_release_the_gil(direction):
     copier.store(0, slot, ids, None)  # touches the pages first
     thread = threading.Thread(target=count)
     thread.start()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(4):
         copier.load(0, slot, 0, ids, None) if direction == "load" else copier.store(0, slot, ids, None)
-    ended = time.perf_counter()
+    end = time.perf_counter()
     is_over.set()
     thread.join()
-    seen = [moment for moment in progress if began < moment < ended]
-    assert len(seen) > 20, "another thread ran while bytes were copied"
+    during_copies = [moment for moment in progress if start < moment < end]
+    assert len(during_copies) > 20, "another thread must run during the copies"

@@ -1,4 +1,4 @@
-"""Two KV groups with blocks of different sizes: every key, piece and block is of its own group."""
+"""Two KV groups with blocks of different sizes: keys, pieces and blocks are separate by group."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def row_keys(group, *chunk_hashes):
     return b"".join(NAMESPACE + keys.chunk_key(chunk_hash, group=group) for chunk_hash in chunk_hashes)
 
 
-def found(*rows):
+def found_rows(*rows):
     return Found(np.array(rows), np.ones(len(rows), np.uint64))
 
 
@@ -33,27 +33,27 @@ def rig():
 
 
 def schedule(rig, request, num_computed_tokens=200, tables=TABLES, **fields):
-    """A step after which so many tokens are computed."""
+    """End a step after which this many tokens are computed."""
     rig.scheduler.note_scheduled(request.request_id, lambda _: tables, num_computed_tokens, **fields)
     return rig.scheduler.end_step(200)
 
 
 def commit(rig, job):
     for store in job.groups:
-        for at in range(0, len(store.keys), ROW_KEY_BYTES):
+        for offset in range(0, len(store.keys), ROW_KEY_BYTES):
             slot = Slot(len(rig.session.rows), 1)
-            rig.session.rows[store.keys[at : at + ROW_KEY_BYTES].removeprefix(NAMESPACE)] = slot
+            rig.session.rows[store.keys[offset : offset + ROW_KEY_BYTES].removeprefix(NAMESPACE)] = slot
             rig.session.committed.append(slot)
 
 
-def test_a_load_ends_on_an_edge_of_the_blocks_of_all_groups():
+def test_load_ends_at_a_block_edge_of_all_groups():
     grid = Grid(64, 16, (SMALL, LARGE))
     assert grid.loadable_tokens(0, 65, 1) == 64
-    assert grid.loadable_tokens(0, 63, 1) == 32, "48 is an edge of the small blocks alone"
+    assert grid.loadable_tokens(0, 63, 1) == 32, "48 is an edge of only the small blocks"
     assert grid.loadable_tokens(16, 200, 3) == 0, "the engine's own hit ends inside a large block"
 
 
-def test_chunks_are_stored_under_a_key_and_from_the_blocks_of_each_group(rig):
+def test_stores_use_keys_and_blocks_of_each_group(rig):
     request = rig.arrive(make_request(200))
     (job,) = schedule(rig, request, 130).stores
     assert job.groups == (
@@ -61,13 +61,13 @@ def test_chunks_are_stored_under_a_key_and_from_the_blocks_of_each_group(rig):
         GroupStore(2, 0, row_keys(2, b"p1", b"p3"), tuple(range(500, 504))),
     )
     request.block_hashes = hashes(256)
-    # What was decoded completes chunks that no lookup asked for.
+    # Decoding completes chunks that no lookup contained.
     tables = TABLES[0] + list(range(113, 116)), [], TABLES[2] + [507]
     (job,) = schedule(rig, request, 256, tables).stores
     assert job.groups[1] == GroupStore(2, 2, row_keys(2, b"p5", b"p7"), tuple(range(504, 508)))
 
 
-def test_what_every_group_has_is_offered_and_loaded_into_its_blocks(rig):
+def test_chunks_of_all_groups_are_loaded_into_their_blocks(rig):
     first = rig.arrive(make_request(200, "first"))
     (job,) = schedule(rig, first).stores
     commit(rig, job)
@@ -88,7 +88,7 @@ def test_what_every_group_has_is_offered_and_loaded_into_its_blocks(rig):
     assert rig.session.leased == {"second"}
 
 
-def test_a_chunk_that_a_group_lacks_is_not_offered(rig):
+def test_chunk_that_is_missing_in_a_group_is_not_offered(rig):
     first = rig.arrive(make_request(200, "first"))
     (job,) = schedule(rig, first).stores
     commit(rig, job)
@@ -96,21 +96,21 @@ def test_a_chunk_that_a_group_lacks_is_not_offered(rig):
     assert rig.scheduler.num_loadable(rig.arrive(make_request(200, "second")), 0) == 64
 
 
-def test_a_load_that_can_t_be_kept_fails_the_blocks_of_all_groups(rig):
+def test_load_of_an_unknown_request_fails_blocks_of_all_groups(rig):
     rig.scheduler.note_allocated("unknown", TABLES, 160)
     (load,) = rig.scheduler.end_step(0).loads
     assert load.pieces() == []
     assert set(load.blocks) == {block for table in TABLES for block in table}
 
 
-def test_a_store_of_all_groups_is_taken_back_as_one(rig):
+def test_preemption_reclaims_the_store_of_all_groups(rig):
     (job,) = schedule(rig, rig.arrive(make_request(200))).stores
     rig.scheduler.note_preempted("r")
     assert rig.scheduler.end_step(1).reclaimed == {job.job_id}
 
 
-class Copies:
-    """Notes what is copied."""
+class RecordingCopier:
+    """A copier that records copies."""
 
     def __init__(self):
         self.stored, self.loaded, self.row_bytes = [], [], {0: 4096, 2: 4096}
@@ -125,8 +125,8 @@ class Copies:
         work()
 
 
-def test_a_fault_in_one_group_fails_what_follows_in_all(rig):
-    copier, session = Copies(), rig.session
+def test_evicted_slot_fails_the_following_blocks_of_all_groups(rig):
+    copier, session = RecordingCopier(), rig.session
     job = StoreJob(
         1,
         "r",
@@ -135,19 +135,19 @@ def test_a_fault_in_one_group_fails_what_follows_in_all(rig):
     StoreTransfer(job).run(session, copier)
     assert copier.stored == [(0, 1, 2, 3, 4), (2, 8, 9)]
     assert session.committed == [Slot(0, 1), Slot(1, 1)]
-    parts = (GroupLoad(0, (1, 2, 3, 4), found(0), 0, 4), GroupLoad(2, (8, 9), found(1), 0, 2))
-    good = LoadTransfer(LoadJob("r", parts), None)
-    good.run(session, copier)
-    assert good.bad_blocks == ()
+    parts = (GroupLoad(0, (1, 2, 3, 4), found_rows(0), 0, 4), GroupLoad(2, (8, 9), found_rows(1), 0, 2))
+    good_transfer = LoadTransfer(LoadJob("r", parts), None)
+    good_transfer.run(session, copier)
+    assert good_transfer.bad_blocks == ()
     del session.committed[1]
-    bad = LoadTransfer(LoadJob("r", parts), None)
-    bad.run(session, copier)
-    assert bad.bad_blocks == (8, 9)
+    bad_transfer = LoadTransfer(LoadJob("r", parts), None)
+    bad_transfer.run(session, copier)
+    assert bad_transfer.bad_blocks == (8, 9)
 
 
-def test_an_offer_is_cut_where_each_group_s_blocks_are():
+def test_offer_is_split_by_the_blocks_of_each_group():
     grid = Grid(64, 32, (SMALL, LARGE))
-    offer = Offer(96, 64, (found(7, 8, 9), found(17, 18, 19)))
+    offer = Offer(96, 64, (found_rows(7, 8, 9), found_rows(17, 18, 19)))
     load = LoadJob.from_offer("r", grid, offer, 64, TABLES)
     assert load.pieces() == [
         Piece(0, Slot(8, 1), 2, (106, 107)),
@@ -157,7 +157,7 @@ def test_an_offer_is_cut_where_each_group_s_blocks_are():
     ]
 
 
-def test_a_load_says_whether_the_engine_takes_back_single_blocks_of_it():
+def test_load_job_states_whether_it_fails_by_block():
     window = KVGroup(0, 32, 4096, 40, GroupKind.SLIDING_WINDOW)
-    for groups, is_so in [((SMALL,), True), ((SMALL, LARGE), False), ((window,), False)]:
-        assert LoadJob.failing("r", Grid(64, 32, groups), TABLES).fails_by_block == is_so
+    for groups, expected in [((SMALL,), True), ((SMALL, LARGE), False), ((window,), False)]:
+        assert LoadJob.failing("r", Grid(64, 32, groups), TABLES).fails_by_block == expected

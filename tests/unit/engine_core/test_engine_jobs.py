@@ -1,4 +1,4 @@
-"""The arithmetic of loads and stores, for any edges."""
+"""Arithmetic of loads and stores for all alignments, and messages between processes."""
 
 import math
 import pickle
@@ -31,33 +31,35 @@ GRIDS = st.builds(
 
 
 @given(GRIDS)
-def test_edges_of_chunks_are_edges_of_blocks_and_hashes(grid):
+def test_chunk_edges_are_edges_of_blocks_and_hashes(grid):
     assert grid.chunk_tokens % grid.step_tokens == 0
     assert grid.chunk_tokens % grid.hash_tokens == 0
 
 
 @given(GRIDS, st.integers(0, 40), st.integers(1, 3000), st.integers(0, 12))
-def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blocks, num_tokens, num_leased):
+def test_load_covers_exactly_the_missing_leased_blocks(grid, computed_blocks, num_tokens, num_leased):
     computed = min(computed_blocks, (num_tokens - 1) // grid.step_tokens) * grid.step_tokens
     num_loaded = grid.loadable_tokens(computed, num_tokens, num_leased)
     end = computed + num_loaded
 
     assert end % grid.step_tokens == 0
-    assert end < num_tokens, "a token must be left to compute"
+    assert end < num_tokens, "at least a token must remain to compute"
     if num_loaded:
         assert end <= num_leased * grid.chunk_tokens
         is_all_leased = end == num_leased * grid.chunk_tokens
-        assert is_all_leased or num_tokens - end <= grid.step_tokens, "not one block more would fit"
+        assert is_all_leased or num_tokens - end <= grid.step_tokens, "no further block must fit"
     else:
-        most = min(num_leased * grid.chunk_tokens, (num_tokens - 1) // grid.step_tokens * grid.step_tokens)
-        assert most <= computed, "nothing loadable was left out"
+        max_loadable = min(
+            num_leased * grid.chunk_tokens, (num_tokens - 1) // grid.step_tokens * grid.step_tokens
+        )
+        assert max_loadable <= computed, "all loadable tokens must be offered"
 
     blocks = [1000 + i for i in range(math.ceil(num_tokens / grid.step_tokens))]
-    found = Found(7 * np.arange(num_leased), np.arange(num_leased, dtype=np.uint64))
-    job = LoadJob.from_offer("r", grid, Offer(computed, num_loaded, (found,)), num_loaded, [blocks])
+    found_rows = Found(7 * np.arange(num_leased), np.arange(num_leased, dtype=np.uint64))
+    job = LoadJob.from_offer("r", grid, Offer(computed, num_loaded, (found_rows,)), num_loaded, [blocks])
     loaded = {}
     for piece in job.pieces() if num_loaded else ():
-        chunk = found.slots().index(piece.slot)
+        chunk = found_rows.slots().index(piece.slot)
         for offset, block in enumerate(piece.blocks):
             token = chunk * grid.chunk_tokens + (piece.first_block + offset) * grid.step_tokens
             loaded[token] = block
@@ -66,7 +68,7 @@ def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blo
     assert loaded == {token: blocks[token // grid.step_tokens] for token in wanted}
     assert job.blocks == tuple(loaded.values())
     assert not num_loaded or job.groups[0].found.rows[0] == 7 * (computed // grid.chunk_tokens), (
-        "none before it"
+        "earlier chunks must not be in the job"
     )
 
 
@@ -74,16 +76,16 @@ def test_what_is_loaded_is_exactly_what_is_missing_and_leased(grid, computed_blo
     ("num_tokens", "num_leased", "loaded"),
     [(255, 0, 0), (256, 1, 224), (257, 1, 256), (288, 1, 256), (512, 2, 480), (513, 2, 512)],
 )
-def test_known_edges(num_tokens, num_leased, loaded):
+def test_loadable_tokens_leave_a_token_to_compute(num_tokens, num_leased, loaded):
     assert make_grid(256, 32, 32).loadable_tokens(0, num_tokens, num_leased) == loaded
 
 
-def test_an_unaligned_local_hit_is_left_alone():
+def test_unaligned_local_hit_has_nothing_loadable():
     assert make_grid(256, 32, 32).loadable_tokens(33, 600, 2) == 0
 
 
 @given(GRIDS, st.integers(0, 400), st.integers(0, 4000))
-def test_full_chunks_have_all_their_hashes_and_tokens(grid, num_hashes, num_tokens):
+def test_full_chunks_have_all_hashes_and_tokens(grid, num_hashes, num_tokens):
     chunks = grid.num_full_chunks(num_hashes, num_tokens)
     assert chunks * grid.chunk_tokens <= min(num_tokens, num_hashes * grid.hash_tokens)
     assert (chunks + 1) * grid.chunk_tokens > min(num_tokens, num_hashes * grid.hash_tokens)
@@ -94,10 +96,10 @@ def test_full_chunks_have_all_their_hashes_and_tokens(grid, num_hashes, num_toke
     ]
 
 
-def test_the_prefill_rate_of_overlapping_steps_counts_no_second_twice():
+def test_prefill_rate_counts_overlapping_steps_once():
     rate = PrefillRate()
     assert rate.begin(PrefillRate.MIN_STEP_TOKENS - 1, now=0) == 0
-    first, second = rate.begin(1000, now=0), rate.begin(1000, now=0.1)  # scheduled while the first runs
+    first, second = rate.begin(1000, now=0), rate.begin(1000, now=0.1)  # scheduled during the first step
     rate.end(first, now=1)
     assert rate.tokens_per_second == pytest.approx(1000)
     rate.end(second, now=2)
@@ -106,16 +108,16 @@ def test_the_prefill_rate_of_overlapping_steps_counts_no_second_twice():
     assert rate.tokens_per_second == pytest.approx(1000)
 
 
-def test_reports_of_ranks_add_up():
-    one = WorkerReport(Counter({1: 1, 2: 1}), {"a"}, timed_step=3)
-    two = WorkerReport(Counter({1: 1}), {"b"}, timed_step=3)
-    both = one.aggregate(two)
-    assert both == WorkerReport(Counter({1: 2, 2: 1}), {"a", "b"}, 3)
+def test_worker_reports_of_ranks_are_added():
+    first = WorkerReport(Counter({1: 1, 2: 1}), {"a"}, timed_step=3)
+    second = WorkerReport(Counter({1: 1}), {"b"}, timed_step=3)
+    combined = first.aggregate(second)
+    assert combined == WorkerReport(Counter({1: 2, 2: 1}), {"a", "b"}, 3)
     assert not WorkerReport()
 
 
-def test_messages_between_processes_arrive_as_they_were():
-    """Engines pickle them for the other ranks, and for the scheduler's process."""
+def test_messages_survive_pickling():
+    """Engines pickle these messages for the other ranks and for the scheduler's process."""
     identity = make_identity()
     offer = Offer(0, 64, (Found(np.array([3]), np.array([1], np.uint64)),))
     load = LoadJob.from_offer("r", identity.grid, offer, 64, [[5, 6]])

@@ -1,4 +1,4 @@
-"""A reset of the engine's caches: nothing of before is found, stored or loaded afterwards."""
+"""Resets of the engine's caches: no earlier KV is found, stored or loaded afterwards."""
 
 import pytest
 
@@ -14,38 +14,38 @@ def rig():
     rig.scheduler.go_offline()
 
 
-def test_after_a_reset_nothing_from_before_is_found_and_new_rows_are(rig):
+def test_reset_hides_earlier_rows_and_finds_new_rows(rig):
     rig.session.memory_only = True
     rig.stored(3)
-    before = rig.arrive(make_request(200, "before"))
-    assert rig.match(before) == (192, True)
+    request_before = rig.arrive(make_request(200, "before"))
+    assert rig.match(request_before) == (192, True)
     assert rig.scheduler.reset_cache() is True
-    assert rig.match(before) == (0, False), "also for a request that arrived before"
-    rig.allocate(before, blocks(7), 0)
+    assert rig.match(request_before) == (0, False), "the reset also applies to earlier requests"
+    rig.allocate(request_before, blocks(7), 0)
     (job,) = rig.step(new=[("before", blocks(7), 0, 200)]).stores
     (store,) = job.groups
-    for at in 0, ROW_KEY_BYTES:
+    for offset in 0, ROW_KEY_BYTES:
         slot = Slot(len(rig.session.rows), 1)
-        rig.session.rows[store.keys[at : at + ROW_KEY_BYTES]] = slot
+        rig.session.rows[store.keys[offset : offset + ROW_KEY_BYTES]] = slot
         rig.session.committed.append(slot)
     rig.report(ended=[job.job_id])
     assert rig.match(rig.arrive(make_request(200, "after"))) == (128, True)
     assert rig.scheduler.reset_cache() is True
-    assert rig.match(rig.arrive(make_request(200, "last"))) == (0, False), "every reset is another"
+    assert rig.match(rig.arrive(make_request(200, "last"))) == (0, False), "each reset starts a new namespace"
 
 
-def test_a_request_that_runs_through_a_reset_stores_nothing_more(rig):
-    """Its KV is of the old weights, or partly."""
+def test_request_running_during_a_reset_stores_no_more_chunks(rig):
+    """The KV of such a request belongs to the old weights, at least partly."""
     rig.arrive(make_request(200))
-    before = rig.step(new=[("r", blocks(7), 0, 100)])
-    assert chunk_ranges(before) == [(0, 1)]
+    step_before = rig.step(new=[("r", blocks(7), 0, 100)])
+    assert chunk_ranges(step_before) == [(0, 1)]
     rig.scheduler.reset_cache()
     meta = rig.step(cached=[("r", None, 100, 100, False)])
     assert meta.stores == []
-    assert meta.reclaimed == job_ids(before), "and what is being copied is given up"
+    assert meta.reclaimed == job_ids(step_before), "copies in progress must be reclaimed"
 
 
-def test_a_reset_during_a_load_is_refused(rig):
+def test_reset_is_refused_during_a_load(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (192, True)

@@ -1,10 +1,10 @@
-"""What the sidecar is told of each request, once: which of its chunks the engine had, loads, or computes."""
+"""Reports of scheduled requests to the sidecar: chunks that the engine had, loads, or computes."""
 
 from __future__ import annotations
 
 import pytest
 
-from lmcache.rpc.client import Scheduled
+from lmcache.rpc.session import Scheduled
 from tests.harness.scheduler_rig import Rig, blocks, make_request
 
 CHUNK = 64
@@ -17,14 +17,21 @@ def rig():
     rig.scheduler.go_offline()
 
 
-def told(rig) -> list:
+def reported(rig) -> list:
     rig.scheduler.end_step(64)
     rig.drain_lookups()
     return rig.session.scheduled
 
 
+def figures(
+    num_engine: int, num_hit: int, num_loaded: int, prompt: int = 200, computed: int = 0
+) -> Scheduled:
+    """Expected report: chunks in the engine, chunks of the hit, and tokens."""
+    return Scheduled(num_engine, num_hit, num_loaded, prompt, computed, b"p0", 32)
+
+
 def schedule(rig, request, computed=0):
-    """As vLLM does: ask, then allocate what was offered."""
+    """Schedule as vLLM does: get the number of matched tokens, and allocate their blocks."""
     num_tokens, _ = rig.match(request, computed)
     rig.allocate(request, blocks(-(-request.num_tokens // 32)), num_tokens)
     return num_tokens
@@ -33,44 +40,44 @@ def schedule(rig, request, computed=0):
 @pytest.mark.parametrize(
     ("num_stored", "computed", "expected"),
     [
-        (0, 0, Scheduled(0, 0, 0)),
-        (1, 0, Scheduled(0, 1, 64)),
-        (3, 0, Scheduled(0, 3, 192)),
-        (3, 64, Scheduled(1, 3, 128)),
-        (3, 96, Scheduled(1, 3, 96)),  # half of a chunk
-        (3, 192, Scheduled(3, 3, 0)),
-        (0, 128, Scheduled(2, 2, 0)),
-        (1, 128, Scheduled(2, 2, 0)),  # the engine has more
+        (0, 0, figures(0, 0, 0)),
+        (1, 0, figures(0, 1, 64)),
+        (3, 0, figures(0, 3, 192)),
+        (3, 64, figures(1, 3, 128, computed=64)),
+        (3, 96, figures(1, 3, 96, computed=96)),  # half of a chunk
+        (3, 192, figures(3, 3, 0, computed=192)),
+        (0, 128, figures(2, 2, 0, computed=128)),
+        (1, 128, figures(2, 2, 0, computed=128)),  # the engine has more chunks than the cache
     ],
 )
-def test_a_request_is_told_with_all_its_chunks(rig, num_stored, computed, expected):
+def test_scheduled_request_is_reported_with_all_chunks(rig, num_stored, computed, expected):
     rig.stored(num_stored)
     request = rig.arrive(make_request(200))
     assert rig.match(request, computed) == rig.match(request, computed)
-    assert not told(rig), "asking is no access"
+    assert not reported(rig), "a lookup alone is not reported"
     schedule(rig, request, computed)
-    assert told(rig) == [("r", 3, expected)]
-    rig.allocate(request, blocks(7), 0)  # vLLM says it again when the load is done
-    assert len(told(rig)) == 1
+    assert reported(rig) == [("r", 3, expected)]
+    rig.allocate(request, blocks(7), 0)  # vLLM calls this again when the load is done
+    assert len(reported(rig)) == 1
 
 
 @pytest.mark.parametrize("computed", [160, 192])
-def test_the_chunk_that_a_prompt_ends_with_is_there_but_for_what_must_be_computed(rig, computed):
+def test_last_chunk_of_a_prompt_counts_as_engine_hit(rig, computed):
     request = rig.arrive(make_request(192))
     schedule(rig, request, computed)
-    assert told(rig) == [("r", 3, Scheduled(3, 3, 0))]
+    assert reported(rig) == [("r", 3, figures(3, 3, 0, 192, computed))]
 
 
-def test_one_call_leases_and_tells_where_all_is_loaded(rig):
+def test_full_load_is_leased_and_reported_in_a_single_call(rig):
     rig.stored(3)
     request, calls = rig.arrive(make_request(200)), []
     rig.session.before_lookup = lambda: calls.append(None)
     schedule(rig, request)
-    assert len(told(rig)) == len(calls) == 1
+    assert len(reported(rig)) == len(calls) == 1
     assert rig.session.leased == {"r"}
 
 
-def test_a_load_that_ends_within_an_idle_step_is_counted_and_never_leased(rig):
+def test_load_that_ends_within_an_idle_step_is_reported_without_lease(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     rig.session.release = lambda *_, **__: pytest.fail("nothing was leased")
@@ -80,13 +87,13 @@ def test_a_load_that_ends_within_an_idle_step_is_counted_and_never_leased(rig):
     assert not rig.session.scheduled
     rig.report(received=["r"])
     rig.drain_lookups()
-    assert rig.session.scheduled == [("r", 3, Scheduled(0, 3, 192))]
+    assert rig.session.scheduled == [("r", 3, figures(0, 3, 192))]
     assert rig.session.leased == set()
     rig.step()
-    assert len(told(rig)) == 1
+    assert len(reported(rig)) == 1
 
 
-def test_a_load_that_outlasts_an_idle_step_is_leased(rig):
+def test_load_that_outlasts_an_idle_step_is_leased(rig):
     rig.stored(3)
     schedule(rig, rig.arrive(make_request(200)))
     for leased in set(), {"r"}:
@@ -95,8 +102,8 @@ def test_a_load_that_outlasts_an_idle_step_is_leased(rig):
         assert rig.session.leased == leased
 
 
-def test_a_load_beside_a_step_that_computes_is_leased_with_it(rig):
-    """Nobody knows how long the step takes, and rows may be evicted meanwhile."""
+def test_load_during_a_computing_step_is_leased(rig):
+    """The duration of the step is unknown, and rows may be evicted during it."""
     rig.stored(3)
     schedule(rig, rig.arrive(make_request(200)))
     rig.scheduler.end_step(64)
@@ -104,40 +111,42 @@ def test_a_load_beside_a_step_that_computes_is_leased_with_it(rig):
     assert rig.session.leased == {"r"}
 
 
-def test_what_the_engine_loads_less_is_computed(rig):
+def test_reduced_load_is_reported_with_fewer_tokens(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (192, True)
     rig.allocate(request, blocks(6), 96)
-    assert told(rig) == [("r", 3, Scheduled(0, 2, 96))]
+    assert reported(rig) == [("r", 3, figures(0, 2, 96))]
 
 
-def test_a_preempted_request_is_told_again_and_one_whose_load_failed_is_not(rig):
+def test_preempted_request_is_reported_again_and_failed_load_is_not(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     schedule(rig, request)
     rig.report(received=["r"])
     rig.step(preempted=["r"])
     schedule(rig, request)
-    assert [one for _, _, one in told(rig)] == [Scheduled(0, 3, 192)] * 2
+    assert [figures for _, _, figures in reported(rig)] == [figures(0, 3, 192)] * 2
     rig.report(failed=["r"], received=["r"])
     assert schedule(rig, request) == 0
-    assert len(told(rig)) == 2
+    assert len(reported(rig)) == 2
 
 
-def test_requests_that_look_nothing_up_are_not_told(rig):
+def test_requests_without_lookup_are_reported_without_keys(rig):
+    """The sidecar counts their tokens, so that the causes add up to all prompts."""
     short = rig.arrive(make_request(CHUNK - 1, "short"))
     unread = rig.arrive(make_request(200, "unread", skip_reading_prefix_cache=True))
     rig.extra_keys["unknown"] = None
     unnamed = rig.arrive(make_request(200, "unnamed", lora_request="unknown"))
     for request in (short, unread, unnamed):
         schedule(rig, request)
-    assert not told(rig)
+    counted = [(name, num_keys, sent.num_prompt_tokens) for name, num_keys, sent in reported(rig)]
+    assert counted == [("short", 0, CHUNK - 1), ("unread", 0, 200), ("unnamed", 0, 200)]
 
 
-def test_a_sidecar_that_is_away_is_told_nothing_and_nobody_waits(rig):
+def test_unreachable_sidecar_gets_no_report_and_delays_no_request(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     rig.session.is_down = True
     assert schedule(rig, request) == 192
-    assert not told(rig)
+    assert not reported(rig)

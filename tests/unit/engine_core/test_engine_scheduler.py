@@ -1,11 +1,10 @@
-"""The scheduler side against requests and steps made by hand, in the shapes of both model runners."""
+"""The scheduler side with manual requests and steps, in the formats of both model runners."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from lmcache import keys
-from lmcache.engines.core.scheduler import SchedulerSide
 from tests.harness.scheduler_rig import (
     Rig,
     blocks,
@@ -25,11 +24,11 @@ def rig():
     rig.scheduler.go_offline()
 
 
-def test_a_hit_is_offered_loaded_and_its_lease_ended(rig):
+def test_hit_is_leased_loaded_and_released(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (192, True)
-    assert rig.match(request) == (192, True), "asking again changes nothing"
+    assert rig.match(request) == (192, True), "a repeated match must return the same"
     rig.allocate(request, blocks(6), 192)
     (load,) = rig.step().loads
     assert load.blocks == tuple(blocks(6))
@@ -46,7 +45,7 @@ def test_a_hit_is_offered_loaded_and_its_lease_ended(rig):
     assert rig.session.leased == set()
 
 
-def test_a_local_hit_inside_a_chunk_is_loaded_from_there(rig):
+def test_load_starts_at_a_local_hit_inside_a_chunk(rig):
     rig.stored(2)
     request = rig.arrive(make_request(130))
     assert rig.match(request, computed=32) == (96, True)
@@ -56,7 +55,7 @@ def test_a_local_hit_inside_a_chunk_is_loaded_from_there(rig):
     assert [(piece.first_block, piece.blocks) for piece in load.pieces()] == [(1, (101,)), (0, (102, 103))]
 
 
-def test_what_the_engine_has_itself_is_stored_only_if_it_is_not_there(rig):
+def test_engine_hits_are_stored_only_if_not_cached(rig):
     rig.stored(2)
     request = rig.arrive(make_request(200))
     assert rig.match(request, computed=192) == (0, False)
@@ -65,7 +64,7 @@ def test_what_the_engine_has_itself_is_stored_only_if_it_is_not_there(rig):
     assert chunk_ranges(meta) == [(2, 3)]
 
 
-def test_the_engine_may_take_less_than_was_offered(rig):
+def test_engine_may_load_less_than_offered(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (192, True)
@@ -74,26 +73,26 @@ def test_the_engine_may_take_less_than_was_offered(rig):
     assert load.blocks == (100, 101, 102)
 
 
-def test_a_prompt_without_a_full_chunk_waits_for_nothing(rig):
+def test_prompt_without_a_full_chunk_does_not_wait(rig):
     request = make_request(63)
     rig.scheduler.on_new_request(request)
     assert rig.match(request) == (0, False)
 
 
-def test_a_local_hit_of_everything_waits_for_nothing(rig):
+def test_full_local_hit_does_not_wait(rig):
     request = make_request(200)
     rig.scheduler.on_new_request(request)
     assert rig.match(request, computed=192) == (0, False)
 
 
-def test_a_request_that_skips_reads_is_stored_but_not_loaded(rig):
+def test_request_that_skips_reads_is_stored_but_not_loaded(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200, skip_reading_prefix_cache=True))
     assert rig.match(request) == (0, False)
     assert chunk_ranges(rig.step(new=[("r", blocks(7), 0, 200)])) == [(0, 3)]
 
 
-def test_salt_and_adapter_are_part_of_the_key_and_an_unknown_adapter_is_not_cached(rig):
+def test_salt_and_adapter_are_in_keys_and_unknown_adapter_is_not_cached(rig):
     rig.stored(1)
     rig.stored(2, lora_fingerprint=b"L", cache_salt="s")
     rig.extra_keys |= {"known": ((0, b"L"),), "unknown": None}
@@ -105,7 +104,7 @@ def test_salt_and_adapter_are_part_of_the_key_and_an_unknown_adapter_is_not_cach
     assert rig.step(new=[("b", blocks(7), 0, 200)]).stores == []
 
 
-def test_every_chunk_is_stored_in_the_step_that_completes_it(rig):
+def test_chunk_is_stored_in_the_step_that_completes_it(rig):
     request = rig.arrive(make_request(200))
     assert chunk_ranges(rig.step(new=[("r", blocks(4), 0, 100)])) == [(0, 1)]
     meta = rig.step(cached=[("r", blocks(3, 104), 100, 100, False)])
@@ -120,12 +119,12 @@ def test_every_chunk_is_stored_in_the_step_that_completes_it(rig):
     assert chunk_ranges(rig.step(cached=[("r", None, 255, 1, False)])) == [(3, 4)]
 
 
-def test_drafts_that_may_be_rejected_are_not_stored(rig):
+def test_draft_tokens_are_not_stored(rig):
     rig.arrive(make_request(128))
     assert chunk_ranges(rig.step(new=[("r", blocks(5), 0, 66)], drafts={"r": [1, 2, 3]})) == []
 
 
-def test_what_the_lookup_found_is_not_stored_again(rig):
+def test_chunks_found_by_the_lookup_are_not_stored_again(rig):
     rig.stored(2)
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (128, True)
@@ -135,7 +134,7 @@ def test_what_the_lookup_found_is_not_stored_again(rig):
     assert chunk_ranges(rig.step(new=[("r", blocks(7), 128, 72)])) == [(2, 3)]
 
 
-def test_a_failed_load_is_not_tried_again_and_its_chunks_are_stored(rig):
+def test_failed_load_is_not_retried_and_its_chunks_are_stored(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (192, True)
@@ -147,7 +146,7 @@ def test_a_failed_load_is_not_tried_again_and_its_chunks_are_stored(rig):
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
+def test_preempted_request_is_looked_up_and_stored_again(rig, runner):
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (0, False)
     rig.allocate(request, blocks(7), 0)
@@ -171,34 +170,34 @@ def test_a_preempted_request_is_looked_up_and_stored_again(rig, runner):
     assert meta.stores[0].groups[0].blocks == tuple(table[2:6])
 
 
-def test_a_request_that_is_preempted_between_two_steps_gives_up_its_stores(rig):
-    """vLLM resets its prefix cache: the request is asked for again before its preemption is announced."""
+def test_request_preempted_between_steps_reclaims_its_stores(rig):
+    """vLLM resets its prefix cache: it matches the request again before it announces the preemption."""
     request = rig.arrive(make_request(200))
     rig.match(request)
     rig.allocate(request, blocks(7), 0)
-    under_way = job_ids(rig.step(new=[("r", blocks(7), 0, 200)]))
+    jobs_in_progress = job_ids(rig.step(new=[("r", blocks(7), 0, 200)]))
     rig.match(request)
     rig.drain_lookups()
     assert rig.match(request) == (0, False)
     rig.allocate(request, blocks(7, 200), 0)
     meta = rig.step(preempted=["r"], cached=[("r", blocks(7, 200), 0, 200, True)])
-    assert under_way == meta.reclaimed
+    assert jobs_in_progress == meta.reclaimed
     assert chunk_ranges(meta) == [(0, 3)]
 
 
-def test_a_preemption_leaves_stores_of_those_who_share_its_blocks(rig):
-    """Both have the engine's own hit, which ends inside a chunk."""
-    for name in "one", "other":
+def test_preemption_keeps_stores_of_requests_that_share_blocks(rig):
+    """Both requests have the engine's own hit, which ends inside a chunk."""
+    for name in "first", "second":
         request = rig.arrive(make_request(200, name))
         rig.match(request, computed=32)
         rig.allocate(request, blocks(7), 0)
-    metas = [rig.step(new=[(name, blocks(7), 32, 168)]) for name in ("one", "other")]
-    one, other = map(job_ids, metas)
-    assert one != other
-    assert rig.step(preempted=["one"]).reclaimed == one
+    metas = [rig.step(new=[(name, blocks(7), 32, 168)]) for name in ("first", "second")]
+    first, second = map(job_ids, metas)
+    assert first != second
+    assert rig.step(preempted=["first"]).reclaimed == first
 
 
-def test_a_resumed_request_has_a_new_block_table_also_when_its_preemption_was_not_announced(rig):
+def test_resumed_request_uses_its_new_block_table(rig):
     rig.arrive(make_request(200))
     assert chunk_ranges(rig.step(new=[("r", blocks(3), 0, 60)])) == []
     meta = rig.step(cached=[("r", blocks(7, 200), 0, 200, True)])
@@ -206,7 +205,7 @@ def test_a_resumed_request_has_a_new_block_table_also_when_its_preemption_was_no
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_blocks_are_held_until_all_ranks_ended_their_stores(num_ranks):
+def test_blocks_are_held_until_all_ranks_end_their_stores(num_ranks):
     rig = Rig(make_identity(num_columns=num_ranks))
     request = rig.arrive(make_request(200))
     (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
@@ -221,7 +220,7 @@ def test_blocks_are_held_until_all_ranks_ended_their_stores(num_ranks):
     rig.scheduler.go_offline()
 
 
-def test_blocks_are_not_held_when_all_stores_ended(rig):
+def test_blocks_are_not_held_after_all_stores_ended(rig):
     request = rig.arrive(make_request(200))
     (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
     rig.report(ended=[job.job_id])
@@ -230,7 +229,7 @@ def test_blocks_are_not_held_when_all_stores_ended(rig):
     assert rig.scheduler._states == {}
 
 
-def test_with_async_scheduling_the_last_chunk_is_stored_at_the_end(rig):
+def test_async_scheduling_stores_the_last_chunk_at_the_end(rig):
     request = rig.arrive(make_request(200))
     (job,) = rig.step(new=[("r", blocks(8), 0, 200)]).stores
     rig.report(ended=[job.job_id])
@@ -242,7 +241,7 @@ def test_with_async_scheduling_the_last_chunk_is_stored_at_the_end(rig):
     assert meta.held == ["r"]
 
 
-def test_an_abort_during_a_load_leaves_the_blocks_to_the_engine_and_the_lease_to_the_copy(rig):
+def test_abort_during_a_load_frees_blocks_and_keeps_the_lease(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (192, True)
@@ -258,7 +257,7 @@ def test_an_abort_during_a_load_leaves_the_blocks_to_the_engine_and_the_lease_to
     assert rig.scheduler._states == {}
 
 
-def test_a_promised_load_is_handed_out_to_fail_when_it_can_t_be_planned(rig):
+def test_offered_load_that_cannot_be_planned_fails_all_blocks(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     assert rig.match(request) == (192, True)
@@ -267,90 +266,20 @@ def test_a_promised_load_is_handed_out_to_fail_when_it_can_t_be_planned(rig):
     rig.allocate(request, blocks(6), 192)
     (load,) = rig.step().loads
     assert list(load.pieces()) == []
-    assert load.blocks == tuple(blocks(6)), "all of them: none can be trusted"
+    assert load.blocks == tuple(blocks(6)), "all blocks must fail"
     assert rig.finish(request) is False
 
 
-def load(rig, request_id="r"):
-    """A request of which 3 chunks are being loaded, and leased."""
-    request = rig.arrive(make_request(200, request_id))
-    assert rig.match(request) == (192, True)
-    rig.allocate(request, blocks(6), 192)
-    rig.scheduler.end_step(64)
-    return request
-
-
-def test_offline_ends_all_leases(rig):
-    rig.stored(3)
-    load(rig)
-    rig.scheduler.go_offline()
-    rig.lookups._thread.join(60)
-    assert rig.session.leased == set()
-
-
-def test_without_workers_nothing_is_known_of_requests():
-    scheduler = SchedulerSide(None, None)
-    request = make_request(200)
-    scheduler.add(request)
-    assert scheduler.num_loadable(request, 0) == 0
-    assert scheduler.finish(request, ([],)) is False
-
-
-def test_a_silent_sidecar_costs_later_requests_nothing(rig):
-    rig.session.is_down = True
-    assert rig.match(rig.arrive(make_request(200, "a"))) == (0, False)
-    rig.session.before_lookup = lambda: pytest.fail("no call so soon")
-    assert rig.match(rig.arrive(make_request(200, "b"))) == (0, False)
-
-
-def test_a_sidecar_that_is_back_is_asked_at_once(rig):
-    rig.session.is_down = True
-    rig.arrive(make_request(200, "a"))
-    rig.session.is_down = False
-    rig.session.epoch += 1
-    rig.arrive(make_request(200, "b"))
-    assert rig.session.num_hints == 1
-
-
-def test_what_is_in_memory_is_offered_though_the_sidecar_is_silent(rig):
-    rig.stored(3)
-    rig.session.is_down = True
-    assert rig.match(rig.arrive(make_request(200))) == (192, True)
-
-
-def test_a_lease_that_can_t_be_ended_now_is_left_to_the_client(rig):
-    rig.stored(3)
-    load(rig, "a")
-    load(rig, "b")
-    rig.drain_lookups()
-    rig.session.is_down = True
-    rig.report(received=["a"])  # not answered: the session owes it
-    rig.report(received=["b"])  # not even sent: no call so soon
-    rig.drain_lookups()
-    assert rig.session.owed == ["b"]
-
-
-def test_streaming_sessions_are_left_alone(rig):
+def test_resumable_requests_are_not_cached(rig):
     request = make_request(200, resumable=True)
     rig.scheduler.on_new_request(request)
     assert rig.match(request) == (0, False)
 
 
-def test_offline_takes_back_the_blocks_of_stores_under_way(rig):
-    """The engine frees them when the request ends, since nobody holds them: a later commit would be torn."""
-    request = rig.arrive(make_request(200))
-    rig.arrive(make_request(200, "without stores"))
-    under_way = job_ids(rig.step(new=[("r", blocks(7), 0, 200)]))
-    rig.scheduler.go_offline()
-    assert rig.finish(request) is False
-    assert rig.step(preempted=["another"]).reclaimed == under_way
-    assert rig.step().reclaimed == set()
-
-
-def test_vllm_0_29_shows_tables_only_of_requests_that_got_blocks(rig):
+def test_block_tables_are_retained_between_steps_of_vllm_0_29(rig):
     request = rig.arrive(make_request(200))
 
-    def step(computed, scheduled, shown):
+    def step(computed, scheduled, shown_tables):
         cached = SimpleNamespace(req_ids=["r"], new_block_ids=[None], num_computed_tokens=[computed])
         return rig.scheduler.build_connector_meta(
             SimpleNamespace(
@@ -359,7 +288,7 @@ def test_vllm_0_29_shows_tables_only_of_requests_that_got_blocks(rig):
                 num_scheduled_tokens={"r": scheduled},
                 total_num_scheduled_tokens=scheduled,
                 scheduled_spec_decode_tokens={},
-                kv_connector_block_state=SimpleNamespace(block_ids=shown, boundary_state_offloads={}),
+                kv_connector_block_state=SimpleNamespace(block_ids=shown_tables, boundary_state_offloads={}),
             )
         )
 

@@ -1,4 +1,4 @@
-"""Stores that the sidecar copies: when they may begin, what of them counts, and who takes over."""
+"""Stores that the sidecar copies: their start, their results, and the fallback to the engine."""
 
 import threading
 
@@ -12,7 +12,7 @@ from tests.harness.worker_rig import WorkerRig
 
 
 class SidecarCopies:
-    """The sidecar's end: it reads the rig's KV into the slots that it is told of."""
+    """Replaces the sidecar, and copies the rig's KV into the requested slots."""
 
     def __init__(self, rig):
         self._rig = rig
@@ -20,13 +20,13 @@ class SidecarCopies:
         self.gate = threading.Event()
         self.gate.set()
         self.in_copy = threading.Event()
-        self.fault = lambda number: None  # raises, or returns what is answered instead
+        self.fault = lambda number: None  # raises an error, or returns a different answer
         rig.session.store_copier = StoreCopier(True, "")
         rig.session.copy_blocks = self.copy_blocks
 
     def copy_blocks(self, copies):
         assert self._rig.session.is_copying
-        assert self._rig.copier.waits, "the engine's work was waited for"
+        assert self._rig.copier.waits, "the copy must wait for the engine's work"
         self.calls.append([copy.slot for copy in copies])
         self.in_copy.set()
         assert self.gate.wait(60)
@@ -55,26 +55,26 @@ def all_ended(rig):
     return lambda *_: not rig.worker._stores
 
 
-def test_the_sidecar_copies_and_the_engine_commits(rig):
+def test_sidecar_copies_and_engine_commits(rig):
     rig.store()
     rig.collect_until(committed(rig, 2))
     assert rig.stored_bytes() == [[1, 2], [3, 4]]
     assert rig.copier.waits == ["fence"]
-    assert not rig.copier.fences, "the engine copied nothing"
+    assert not rig.copier.fences, "the engine must not copy"
 
 
-def test_nothing_is_read_before_the_engine_s_work_is_done(rig):
-    """The sidecar reads what is there: a kernel that is only queued may write it later."""
-    begun, may_end = threading.Event(), threading.Event()
+def test_sidecar_copy_waits_for_the_engines_work(rig):
+    """The sidecar reads current bytes. A queued kernel may still write them later."""
+    has_started, may_end = threading.Event(), threading.Event()
 
     def wait(fence):
         rig.copier.waits.append(fence)
-        begun.set()
+        has_started.set()
         assert may_end.wait(60)
 
     rig.copier.wait = wait
     rig.store()
-    assert begun.wait(60)
+    assert has_started.wait(60)
     rig.copier.kv |= {1: 51, 2: 52, 3: 53, 4: 54}  # the forward ends
     assert not rig.sidecar.calls
     may_end.set()
@@ -82,18 +82,18 @@ def test_nothing_is_read_before_the_engine_s_work_is_done(rig):
     assert rig.stored_bytes() == [[51, 52], [53, 54]]
 
 
-def test_blocks_taken_back_under_a_copy_are_aborted(rig):
+def test_blocks_reclaimed_during_a_copy_are_aborted(rig):
     rig.sidecar.gate.clear()
     rig.store()
     assert rig.sidecar.in_copy.wait(60)
     rig.reclaim(1)
-    rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # another request's
+    rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # KV of another request
     rig.sidecar.gate.set()
     rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
     assert rig.session.committed == []
 
 
-def test_what_was_answered_before_the_blocks_were_taken_back_counts(rig, monkeypatch):
+def test_copies_finished_before_the_reclaim_are_committed(rig, monkeypatch):
     monkeypatch.setattr(transfers, "_SLOTS_PER_CALL", 1)
 
     def reclaim_in_the_second_call(number):
@@ -105,10 +105,10 @@ def test_what_was_answered_before_the_blocks_were_taken_back_counts(rig, monkeyp
     rig.collect_until(all_ended(rig))
     assert rig.stored_bytes() == [[1, 2]]
     assert len(rig.session.aborted) == 2
-    assert len(rig.sidecar.calls) == 2, "no further copy was begun"
+    assert len(rig.sidecar.calls) == 2, "no further copy must start"
 
 
-def test_slots_that_were_not_filled_are_given_back(rig):
+def test_unfilled_slots_are_aborted(rig):
     rig.sidecar.fault = lambda _: [False, True]
     rig.store()
     rig.collect_until(all_ended(rig))
@@ -117,8 +117,8 @@ def test_slots_that_were_not_filled_are_given_back(rig):
 
 
 @pytest.mark.parametrize("refused_call", [1, 2])
-def test_a_refusal_makes_the_engine_copy_what_is_left(rig, monkeypatch, refused_call):
-    """Nothing is lost, and nothing that the sidecar filled is copied again."""
+def test_refused_call_makes_the_engine_copy_the_rest(rig, monkeypatch, refused_call):
+    """No chunk is lost, and no slot that the sidecar filled is copied again."""
     monkeypatch.setattr(transfers, "_SLOTS_PER_CALL", 1)
 
     def refuse(number):
@@ -133,11 +133,11 @@ def test_a_refusal_makes_the_engine_copy_what_is_left(rig, monkeypatch, refused_
     assert len(rig.copier.fences) == 3 - refused_call
     rig.store(names=(b"c",), blocks=(7, 8))
     rig.collect_until(committed(rig, 3))
-    assert len(rig.sidecar.calls) == refused_call, "it is not asked again"
+    assert len(rig.sidecar.calls) == refused_call, "the sidecar must not get another call"
 
 
-def test_without_an_answer_nothing_counts_and_the_engine_does_not_copy_into_these_slots(rig):
-    """The sidecar may still be filling them."""
+def test_unanswered_call_aborts_the_slots_without_engine_copy(rig):
+    """The sidecar may still fill these slots."""
 
     def lose_the_answer(_):
         raise SidecarUnavailableError("no answer")

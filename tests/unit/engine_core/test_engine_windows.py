@@ -1,4 +1,4 @@
-"""KV groups that keep a part of the tokens: what is stored, offered and loaded, and the fence by block."""
+"""KV groups that keep only some tokens: stored, offered and loaded rows, and reclaimed blocks."""
 
 import numpy as np
 import pytest
@@ -17,15 +17,15 @@ from tests.harness.wire import NAMESPACE
 
 FULL = KVGroup(1, 16, 4096)
 WINDOW = KVGroup(0, 16, 2048, 33, GroupKind.SLIDING_WINDOW)  # reads two blocks before an edge
-CHUNKED = KVGroup(2, 32, 0, 64, GroupKind.CHUNKED_ATTENTION)  # an edge of chunks is one of its own
+CHUNKED = KVGroup(2, 32, 0, 64, GroupKind.CHUNKED_ATTENTION)  # chunk edges are edges of the attention chunks
 STATE = KVGroup(3, 32, 1024, 0, GroupKind.STATE)
 GROUPS = (FULL, WINDOW, CHUNKED, STATE)
 
 
 def tables(num_tokens=200):
-    """All blocks of all groups, numbered by group."""
+    """Block tables of all groups, with numbers by group."""
     return tuple(
-        [100 * group + at for at in range(1, num_tokens // size + 2)]
+        [100 * group + number for number in range(1, num_tokens // size + 2)]
         for group, size in enumerate([16, 16, 32, 32])
     )
 
@@ -41,88 +41,92 @@ def chunk_keys(group, *chunk_hashes):
     return b"".join(NAMESPACE + keys.chunk_key(chunk_hash, group=group) for chunk_hash in chunk_hashes)
 
 
-def schedule(rig, request, num_computed_tokens, now=None, **fields):
-    """A step after which so many tokens are computed."""
-    rig.scheduler.note_scheduled(request.request_id, lambda _: now or tables(), num_computed_tokens, **fields)
+def schedule(rig, request, num_computed_tokens, block_tables=None, **fields):
+    """End a step after which this many tokens are computed."""
+    rig.scheduler.note_scheduled(
+        request.request_id, lambda _: block_tables or tables(), num_computed_tokens, **fields
+    )
     return rig.scheduler.end_step(200)
 
 
 def parts(meta):
-    """Per job and group: first chunk and blocks."""
+    """First chunk and blocks of each job and group."""
     return [{part.group: (part.first_chunk, part.blocks) for part in job.groups} for job in meta.stores]
 
 
 def commit(rig, meta, without=()):
     for store in (part for job in meta.stores for part in job.groups):
-        for number, at in enumerate(range(0, len(store.keys), ROW_KEY_BYTES)):
+        for number, offset in enumerate(range(0, len(store.keys), ROW_KEY_BYTES)):
             if (store.group, store.first_chunk + number) not in without:
                 slot = Slot(len(rig.session.rows), 1)
-                rig.session.rows[store.keys[at : at + ROW_KEY_BYTES].removeprefix(NAMESPACE)] = slot
+                rig.session.rows[store.keys[offset : offset + ROW_KEY_BYTES].removeprefix(NAMESPACE)] = slot
                 rig.session.committed.append(slot)
 
 
-def test_a_row_holds_what_a_hit_at_its_chunk_s_end_reads(rig):
+def test_row_holds_the_blocks_that_a_hit_at_its_end_reads(rig):
     meta = schedule(rig, rig.arrive(make_request(200)), 192)
     assert parts(meta) == [
         {0: (0, (3, 4, 7, 8, 11, 12)), 3: (2, (306,))},
         {1: (0, tuple(range(101, 113)))},
-    ], "what is given away first is stored first; nothing is of chunked attention"
+    ], "groups that free blocks first are stored first; chunked attention stores nothing"
     assert meta.stores[0].groups[0].keys == chunk_keys(0, b"p1", b"p3", b"p5")
     assert meta.stores[0].groups[1].keys == chunk_keys(3, b"p5")
 
 
-def test_a_state_is_stored_where_a_step_ended_or_the_engine_hands_it_over(rig):
+def test_state_is_stored_at_step_ends_and_from_snapshots(rig):
     request = rig.arrive(make_request(200))
     assert 3 not in parts(schedule(rig, request, 70))[0]
     handed_over = [(3, 377, 128), (3, 378, 96), (3, 379, 192), (0, 380, 128)]
     assert parts(schedule(rig, request, 140, snapshots=handed_over))[0][3] == (1, (377,))
-    assert 3 not in parts(schedule(rig, request, 192, num_drafts=2))[0], "some may not be accepted"
+    assert 3 not in parts(schedule(rig, request, 192, num_drafts=2))[0], "drafts may be rejected"
 
 
-def test_what_a_window_left_behind_is_not_stored(rig):
-    now = tables()
-    now[0][:7] = [0] * 7  # of chunk 1 a block is gone
-    assert parts(schedule(rig, rig.arrive(make_request(200)), 200, now))[0] == {0: (2, (11, 12))}
+def test_blocks_freed_by_a_window_are_not_stored(rig):
+    block_tables = tables()
+    block_tables[0][:7] = [0] * 7  # a block of chunk 1 is freed
+    assert parts(schedule(rig, rig.arrive(make_request(200)), 200, block_tables))[0] == {0: (2, (11, 12))}
 
 
 @pytest.mark.parametrize("without", [(), [(0, 1)], [(0, 0), (3, 0)]])
-def test_a_request_resumes_where_all_groups_have_what_is_read_and_loads_that(rig, without):
+def test_request_resumes_where_all_groups_have_the_needed_rows(rig, without):
     first = rig.arrive(make_request(200, "first"))
     for end in (64, 128, 192):
         commit(rig, schedule(rig, first, end), without)
-    second = rig.arrive(make_request(192, "second"))  # a token is left to compute: not all its chunks
+    second = rig.arrive(
+        make_request(192, "second")
+    )  # a token must remain to compute, so not all chunks are loadable
     assert rig.scheduler.num_loadable(second, 0) == (64 if without == [(0, 1)] else 128)
     if without:
         return
     assert rig.scheduler.num_loadable(second, 64) == 64
     rig.scheduler.note_allocated("second", tables(), 64)
     (load,) = rig.scheduler.end_step(0).loads
-    place = {group: rig.session.rows[keys.chunk_key(b"p3", group=group)] for group in (0, 1, 3)}
+    slots = {group: rig.session.rows[keys.chunk_key(b"p3", group=group)] for group in (0, 1, 3)}
     assert load.pieces() == [
-        Piece(1, place[1], 0, (105, 106, 107, 108)),
-        Piece(0, place[0], 0, (7, 8)),
-        Piece(3, place[3], 0, (304,)),
+        Piece(1, slots[1], 0, (105, 106, 107, 108)),
+        Piece(0, slots[0], 0, (7, 8)),
+        Piece(3, slots[3], 0, (304,)),
     ]
 
 
 @pytest.mark.parametrize("fault", ["null block", "fewer tokens"])
-def test_what_can_t_be_filled_is_a_failed_load(rig, fault):
+def test_load_into_missing_blocks_fails(rig, fault):
     commit(rig, schedule(rig, rig.arrive(make_request(200, "first")), 128))
     second = rig.arrive(make_request(200, "second"))
     num_tokens = rig.scheduler.num_loadable(second, 0)
     assert num_tokens == 128
-    now = tables()
+    block_tables = tables()
     if fault == "null block":
-        now[0][7] = 0
+        block_tables[0][7] = 0
     else:
         num_tokens = 64
-    rig.scheduler.note_allocated("second", now, num_tokens)
+    rig.scheduler.note_allocated("second", block_tables, num_tokens)
     (load,) = rig.scheduler.end_step(0).loads
     assert load.pieces() == []
     assert load.blocks
 
 
-def test_a_copy_is_taken_back_when_its_block_is_handed_out_and_only_then(rig):
+def test_store_is_reclaimed_only_when_its_blocks_are_reused(rig):
     request = rig.arrive(make_request(200))
     windows, full = (job.job_id for job in schedule(rig, request, 128).stores)
     assert rig.scheduler.reads_transient_blocks
@@ -135,7 +139,7 @@ def test_a_copy_is_taken_back_when_its_block_is_handed_out_and_only_then(rig):
     assert rig.scheduler.end_step(1).reclaimed == {full}
 
 
-def test_blocks_that_a_load_fills_are_handed_out(rig):
+def test_blocks_that_a_load_fills_count_as_reused(rig):
     first = rig.arrive(make_request(200, "first"))
     commit(rig, meta := schedule(rig, first, 128))
     assert rig.scheduler.num_loadable(rig.arrive(make_request(200, "second")), 0) == 128
@@ -145,7 +149,7 @@ def test_blocks_that_a_load_fills_are_handed_out(rig):
 
 
 @pytest.mark.parametrize("rig", [(WINDOW,)], indirect=True)
-def test_a_window_alone_is_cached_and_its_early_rows_are_not_needed(rig):
+def test_window_group_alone_needs_only_its_last_rows(rig):
     commit(rig, schedule(rig, rig.arrive(make_request(200, "first")), 192), without=[(0, 0), (0, 1)])
     second = rig.arrive(make_request(200, "second"))
     assert rig.scheduler.num_loadable(second, 0) == 192
@@ -154,26 +158,26 @@ def test_a_window_alone_is_cached_and_its_early_rows_are_not_needed(rig):
     assert load.blocks == (11, 12)
 
 
-class Index:
-    """Memory that has some chunks; counts what is asked for."""
+class CountingIndex:
+    """An index that has some chunks, and counts single lookups."""
 
     def __init__(self, residency):
         self.residency = residency
-        self.num_asked = 0
+        self.num_looked_up = 0
 
     def find(self, words):
         (group,) = set(words[:, 0].tolist())
-        is_there = self.residency[group]
-        count = is_there.index(False) if False in is_there else len(is_there)
+        resident = self.residency[group]
+        count = resident.index(False) if False in resident else len(resident)
         return Found(np.arange(count), np.ones(count, np.uint64))
 
     def find_each(self, words):
-        self.num_asked += len(words)
+        self.num_looked_up += len(words)
         chunks = words[:, 1].astype(np.int64)
-        is_there = np.array(
+        resident = np.array(
             [self.residency[group][chunk] for group, chunk in words[:, :2].tolist()], np.bool_
         )
-        return Located(is_there, chunks, np.ones(len(chunks), np.uint64))
+        return Located(resident, chunks, np.ones(len(chunks), np.uint64))
 
 
 @given(
@@ -182,7 +186,7 @@ class Index:
     st.integers(0, 12),
     st.sampled_from([GROUPS, (WINDOW, STATE), (FULL, STATE)]),
 )
-def test_a_hit_is_the_longest_and_all_its_rows_are_found(data, num_chunks, at_least, groups):
+def test_find_hit_returns_the_longest_complete_hit(data, num_chunks, at_least, groups):
     grid = Grid(64, 32, groups)
     residency = {
         group.group: data.draw(st.lists(st.booleans(), min_size=num_chunks, max_size=num_chunks))
@@ -203,19 +207,19 @@ def test_a_hit_is_the_longest_and_all_its_rows_are_found(data, num_chunks, at_le
             for group in grid.stored
         )
 
-    hit = find_hit(Index(residency), grid, words, at_least)
+    hit = find_hit(CountingIndex(residency), grid, words, at_least)
     ends = [end for end in range(at_least + 1, num_chunks + 1) if can_resume(end)]
     assert max(hit.num_chunks, at_least) == max(ends, default=at_least)
     if hit.num_chunks > at_least:
-        for group, found in zip(grid.stored, hit.found, strict=True):
+        for group, group_rows in zip(grid.stored, hit.found, strict=True):
             for chunk in range(max(first_needed_chunk(group, hit.num_chunks, 64), at_least), hit.num_chunks):
-                assert found.rows[chunk] == chunk
-                assert found.generations[chunk] == 1
+                assert group_rows.rows[chunk] == chunk
+                assert group_rows.generations[chunk] == 1
 
 
-def test_where_nothing_is_missing_only_the_end_of_a_window_is_looked_at():
+def test_find_hit_looks_up_only_the_end_of_a_window():
     grid = Grid(64, 32, (FULL, WINDOW))
     words = [np.array([[group, chunk] + [0] * 6 for chunk in range(100)], np.uint64) for group in (1, 0)]
-    index = Index({1: [True] * 100, 0: [True] * 100})
+    index = CountingIndex({1: [True] * 100, 0: [True] * 100})
     assert find_hit(index, grid, words).num_chunks == 100
-    assert index.num_asked == 1
+    assert index.num_looked_up == 1

@@ -1,4 +1,4 @@
-"""``vllm serve`` for tests: whatever becomes of it, nothing of it stays."""
+"""``vllm serve`` for tests: no process is left after any failure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from testing.child_process import free_port, wait_until
 from testing.engine.process import EngineFailed, ServedEngine
 
-LATE = """#!/bin/sh
+SERVER_WITH_CHILD = """#!/bin/sh
 sleep 3600 &
 echo $! >"$CHILD"
 trap 'exit 0' INT
 wait
 """
-"""A server that ends when it is told to, and leaves a process that nobody told."""
+"""A server that ends at SIGINT, and leaves a child process."""
 
 
 def is_alive(process: int) -> bool:
@@ -27,9 +27,9 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_an_engine_that_never_came_up_leaves_no_process(is_killed, tmp_path, monkeypatch):
+def test_engine_that_never_became_ready_leaves_no_process(is_killed, tmp_path, monkeypatch):
     program, child = tmp_path / "vllm", tmp_path / "child"
-    program.write_text(LATE)
+    program.write_text(SERVER_WITH_CHILD)
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", f"{tmp_path}/python")
     with ServedEngine(tmp_path / "log", free_port(), environment={"CHILD": f"{child}"}) as engine:

@@ -1,5 +1,7 @@
-"""One lower tier for an engine's own rows: jobs that end late, and each once. The rest is shown under vLLM's
-own manager in tests/integration/test_vllm_tier*.py."""
+"""A lower tier for an engine's own rows: late jobs, and jobs that end once.
+
+tests/integration/test_vllm_tier*.py tests the rest with vLLM's own manager.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def tier(tmp_path):
     tier.close()
 
 
-def ended(access, timeout=60.0):
+def wait_for_ended(access, timeout=60.0):
     deadline = time.monotonic() + timeout
     while not (jobs := access.take_ended()):
         assert time.monotonic() < deadline
@@ -39,11 +41,11 @@ def ended(access, timeout=60.0):
     return jobs
 
 
-def test_every_job_ends_once(tier, rows):
+def test_job_ends_once(tier, rows):
     before = rows.copy()
     access = TierAccess(tier, rows, 60, 60)
     access.begin(1, KEYS, range(4), is_store=True)
-    assert ended(access) == [(1, [0, 1, 2, 3])]
+    assert wait_for_ended(access) == [(1, [0, 1, 2, 3])]
     access.begin(2, [], [], is_store=False)
     access.begin(3, [KEYS[2], b"x" * 64, KEYS[0]], [3, 1, 2], is_store=False)
     access.drain()
@@ -55,40 +57,40 @@ def test_every_job_ends_once(tier, rows):
     assert access.take_ended() == []
 
 
-def test_a_late_job_ends_when_its_copy_has(tier, rows):
-    """Its row is the engine's again from then on: nothing may be written to it."""
+def test_late_job_ends_after_its_copy(tier, rows):
+    """After the end of the job the engine owns the row, and nothing may write to it."""
     may_copy, is_copying = threading.Event(), threading.Event()
     copy = np.copyto
 
-    def slow(into, source):
+    def slow_copy(into, source):
         is_copying.set()
         assert may_copy.wait(60)
         copy(into, source)
 
     access = TierAccess(tier, rows, 60, 0.05)
-    with mock.patch.object(tier_access.np, "copyto", slow):
+    with mock.patch.object(tier_access.np, "copyto", slow_copy):
         access.begin(1, KEYS[:1], [0], is_store=True)
         assert is_copying.wait(60)
-        time.sleep(0.1)  # its time is over
+        time.sleep(0.1)  # the timeout has passed
         assert access.take_ended() == []
         may_copy.set()
-        assert ended(access) == [(1, [])]
+        assert wait_for_ended(access) == [(1, [])]
     assert access.close(60)
     assert access.take_ended() == []
 
 
-def test_a_tier_that_was_late_is_asked_again_when_it_has_answered(tier, rows, monkeypatch):
-    may_go_on = threading.Event()
+def test_late_tier_is_used_again_after_its_answer(tier, rows, monkeypatch):
+    may_answer = threading.Event()
     store = tier.store
-    monkeypatch.setattr(tier, "store", lambda *arguments: may_go_on.wait(60) and store(*arguments))
+    monkeypatch.setattr(tier, "store", lambda *arguments: may_answer.wait(60) and store(*arguments))
     access = TierAccess(tier, rows, 60, 0.05)
     access.begin(1, KEYS[:1], [0], is_store=True)
-    assert ended(access) == [(1, [])]
+    assert wait_for_ended(access) == [(1, [])]
     assert not access.is_available
     assert access.find("r", KEYS[0]) is False
     access.begin(2, KEYS[:1], [0], is_store=False)
     assert access.take_ended() == [(2, [])]
-    may_go_on.set()
+    may_answer.set()
     deadline = time.monotonic() + 60
     while not access.is_available:
         assert time.monotonic() < deadline
@@ -96,13 +98,13 @@ def test_a_tier_that_was_late_is_asked_again_when_it_has_answered(tier, rows, mo
     assert access.close(60)
 
 
-def test_an_answer_that_comes_while_it_is_given_up_does_not_end_the_tier(tier, rows, monkeypatch):
-    """Nothing would be under way that could find out that the tier answers."""
-    is_asked, may_answer = threading.Event(), threading.Event()
+def test_answer_during_the_timeout_keeps_the_tier_available(tier, rows, monkeypatch):
+    """Otherwise no call would be in progress that could detect that the tier answers."""
+    is_called, may_answer = threading.Event(), threading.Event()
     find_each = tier.find_each
 
     def answer(ids):
-        is_asked.set()
+        is_called.set()
         assert may_answer.wait(60)
         return find_each(ids)
 
@@ -110,15 +112,15 @@ def test_an_answer_that_comes_while_it_is_given_up_does_not_end_the_tier(tier, r
     access = TierAccess(tier, rows, 60, 60)
     assert access.find("r", KEYS[0]) is None
     access.flush()
-    assert is_asked.wait(60)
+    assert is_called.wait(60)
 
-    def late():
-        """The time that is looked at when nothing has come so far; then it comes."""
+    def late_time():
+        """Return a time after the timeout, after the answer has arrived."""
         may_answer.set()
         access._finders.submit(lambda: None).result(60)
         return time.monotonic() + 61
 
-    with mock.patch.object(tier_access, "time", SimpleNamespace(monotonic=late)):
+    with mock.patch.object(tier_access, "time", SimpleNamespace(monotonic=late_time)):
         assert access.find("r", KEYS[0]) is False
     assert access.is_available
     assert access.close(60)

@@ -1,4 +1,4 @@
-"""What names weights, adapters and media: their content, and only if the engine can't have loaded another."""
+"""Names of weights, adapters and media by content, if the engine cannot have loaded different content."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ CHUNK = 64
 
 @pytest.fixture
 def model(tmp_path):
-    """Two files, each longer than what is hashed at once."""
+    """A model of two files that are longer than a hashed slice."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("model-1", "model-2"):
@@ -26,13 +26,13 @@ def model(tmp_path):
     return folder
 
 
-def later():
-    """An engine that starts after all that is written here."""
+def late_start_time():
+    """A start time of the engine that is later than all writes of a test."""
     return time.time() + 3600
 
 
-def tick(folder):
-    """Let the file system's clock, which is coarse, pass what was written so far; what time it is then."""
+def next_filesystem_time(folder):
+    """Wait until the file system's coarse clock is later than all writes, and return its time."""
     probe = folder / "probe"
     probe.touch()
     before = probe.stat().st_ctime
@@ -41,54 +41,56 @@ def tick(folder):
     return probe.stat().st_ctime
 
 
-def test_weights_have_one_fingerprint_wherever_they_lie(model, tmp_path):
+def test_fingerprint_does_not_depend_on_the_folder(model, tmp_path):
     model.rename(tmp_path / "elsewhere")
     model.mkdir()
     for file in (tmp_path / "elsewhere").iterdir():
         (model / file.name).write_bytes(file.read_bytes())
-    prints = {files.fingerprint(folder, later()) for folder in (model, tmp_path / "elsewhere")}
-    assert len(prints) == 1
+    fingerprints = {
+        files.fingerprint(folder, late_start_time()) for folder in (model, tmp_path / "elsewhere")
+    }
+    assert len(fingerprints) == 1
 
 
-@pytest.mark.parametrize("place", [0, 5000, 1 << 20, (3 << 20) + 6], ids=["begin", "middle", "slice", "end"])
-def test_a_change_of_any_byte_changes_it(model, place):
-    before = files.fingerprint(model, later())
+@pytest.mark.parametrize("offset", [0, 5000, 1 << 20, (3 << 20) + 6], ids=["begin", "middle", "slice", "end"])
+def test_fingerprint_changes_with_any_byte(model, offset):
+    before = files.fingerprint(model, late_start_time())
     with (model / "model-2.safetensors").open("r+b") as file:
-        file.seek(place)
+        file.seek(offset)
         file.write(b"x")
-    assert files.fingerprint(model, later()) != before
+    assert files.fingerprint(model, late_start_time()) != before
 
 
-def test_a_blob_s_name_is_its_hash(tmp_path):
+def test_fingerprint_uses_the_hash_in_the_name_of_a_blob(tmp_path):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()
-    prints = set()
+    fingerprints = set()
     for name in ("a" * 64, "b" * 64):
         (snapshot / "model.safetensors").unlink(missing_ok=True)
-        (snapshot / "model.safetensors").symlink_to(f"../blobs/{name}")  # not even read
-        prints.add(files.fingerprint(snapshot, 0))
-    assert len(prints) == 2
+        (snapshot / "model.safetensors").symlink_to(f"../blobs/{name}")  # the file is not read
+        fingerprints.add(files.fingerprint(snapshot, 0))
+    assert len(fingerprints) == 2
 
 
-def test_files_that_changed_after_the_engine_began_have_no_name(model):
+def test_files_changed_after_the_engine_start_are_refused(model):
     with pytest.raises(UnnamedError, match="changed after the engine's start"):
-        files.fingerprint(model, files.process_began())
+        files.fingerprint(model, files.process_start_time())
 
 
-@pytest.mark.parametrize("change", ["content, with the old times", "link", "link in a link", "file beside"])
-def test_no_change_goes_unnoticed(model, tmp_path, change):
+@pytest.mark.parametrize("change", ["content, with the old times", "link", "link in a link", "added file"])
+def test_check_unchanged_detects_every_change(model, tmp_path, change):
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     inner.symlink_to("model")
     outer.symlink_to(inner)
     file = outer / "model-1.safetensors"
-    began = tick(tmp_path)
-    files.check_unchanged(file, began)
+    start_time = next_filesystem_time(tmp_path)
+    files.check_unchanged(file, start_time)
     if change == "content, with the old times":
         times = file.stat()
         file.write_bytes(b"x")
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    elif change == "file beside":
+    elif change == "added file":
         (model / "model-3.safetensors").write_bytes(b"x")
     else:
         link = outer if change == "link" else inner
@@ -96,17 +98,17 @@ def test_no_change_goes_unnoticed(model, tmp_path, change):
         link.unlink()
         link.symlink_to(target)
     with pytest.raises(UnnamedError, match="changed"):
-        files.check_unchanged(file, began)
+        files.check_unchanged(file, start_time)
 
 
-def test_a_process_begins_before_its_own_code_runs():
-    assert time.time() - 3600 * 24 < files.process_began() < time.time()
+def test_process_start_time_is_in_the_past():
+    assert time.time() - 3600 * 24 < files.process_start_time() < time.time()
 
 
-def test_missing_weights_have_no_name(tmp_path):
+def test_missing_weights_are_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UnnamedError, match="no safetensors files"):
-            files.fingerprint(folder, later())
+            files.fingerprint(folder, late_start_time())
 
 
 def request(lora_path=None, *features):
@@ -114,41 +116,41 @@ def request(lora_path=None, *features):
     return SimpleNamespace(lora_request=lora, mm_features=list(features))
 
 
-def hashed(finder, asked):
-    """The extra keys as soon as all files are hashed."""
-    finder.extra_keys(asked, CHUNK)
+def extra_keys_after_hashing(finder, lora_request):
+    """Wait until all files are hashed, and return the extra keys."""
+    finder.extra_keys(lora_request, CHUNK)
     for hashing in finder._adapters.values():
         hashing.result(60)
-    return finder.extra_keys(asked, CHUNK)
+    return finder.extra_keys(lora_request, CHUNK)
 
 
-def test_adapters(model):
-    finder = ExtraKeyFinder(later())
+def test_adapter_name_covers_weights_and_config(model):
+    finder = ExtraKeyFinder(late_start_time())
     assert finder.extra_keys(request(), CHUNK) == ()
-    assert hashed(finder, request("someone/repository")) is None
-    assert hashed(ExtraKeyFinder(later()), request(model)) is None, (
-        "without its rank and alpha it is not known"
+    assert extra_keys_after_hashing(finder, request("someone/repository")) is None
+    assert extra_keys_after_hashing(ExtraKeyFinder(late_start_time()), request(model)) is None, (
+        "an adapter without rank and alpha must have no name"
     )
-    prints = set()
+    fingerprints = set()
     for rank in (8, 16):
         (model / "adapter_config.json").write_text(f'{{"r": {rank}}}')
-        ((first_chunk, name),) = hashed(ExtraKeyFinder(later()), request(model))
+        ((first_chunk, name),) = extra_keys_after_hashing(ExtraKeyFinder(late_start_time()), request(model))
         assert (first_chunk, len(name)) == (0, 32)
-        prints.add(name)
-    assert len(prints) == 2
+        fingerprints.add(name)
+    assert len(fingerprints) == 2
 
 
-def test_an_adapter_that_was_overwritten_is_not_cached_any_more(model, tmp_path):
-    """The engine goes on with what it loaded, or has loaded it anew: nobody can tell."""
+def test_overwritten_adapter_is_not_cached(model, tmp_path):
+    """The engine may use the old or the new weights."""
     (model / "adapter_config.json").write_text("{}")
-    finder = ExtraKeyFinder(tick(tmp_path))
-    assert hashed(finder, request(model))
+    finder = ExtraKeyFinder(next_filesystem_time(tmp_path))
+    assert extra_keys_after_hashing(finder, request(model))
     (model / "model-1.safetensors").write_bytes(b"new weights")
     assert finder.extra_keys(request(model), CHUNK) is None
-    assert hashed(ExtraKeyFinder(finder._began), request(model)) is None
+    assert extra_keys_after_hashing(ExtraKeyFinder(finder._began), request(model)) is None
 
 
-def test_an_adapter_is_hashed_elsewhere(model, monkeypatch):
+def test_adapter_is_hashed_in_a_background_thread(model, monkeypatch):
     (model / "adapter_config.json").write_text("{}")
     gate, threads = threading.Event(), []
 
@@ -158,19 +160,19 @@ def test_an_adapter_is_hashed_elsewhere(model, monkeypatch):
         return "f"
 
     monkeypatch.setattr(files, "fingerprint", hash_slowly)
-    finder = ExtraKeyFinder(later())
+    finder = ExtraKeyFinder(late_start_time())
     for _ in range(3):
         assert finder.extra_keys(request(model), CHUNK) is None
     gate.set()
-    assert hashed(finder, request(model))
+    assert extra_keys_after_hashing(finder, request(model))
     ((thread, niceness),) = threads
     assert thread is not threading.current_thread()
     assert niceness == 19
-    assert thread.daemon, "it does not keep the engine from ending"
+    assert thread.daemon, "the thread must not block the engine's exit"
 
 
 class Item(dict):
-    """As much of vLLM's MultiModalKwargsItem."""
+    """The used part of vLLM's MultiModalKwargsItem."""
 
     def get_data(self):
         return dict(self)
@@ -189,23 +191,27 @@ def row_keys(finder, *features, num_chunks=3):
     return ticket.row_keys(0, [b"0", b"1", b"2"][:num_chunks])
 
 
-def test_media_are_named_by_their_content_from_where_they_begin():
-    plain = row_keys(ExtraKeyFinder())
+def test_media_change_keys_from_their_position():
+    text_only = row_keys(ExtraKeyFinder())
     image = row_keys(ExtraKeyFinder(), feature(offset=70))
-    other = row_keys(ExtraKeyFinder(), feature(offset=70, pixels=torch.ones(4, 4)))
-    two = row_keys(ExtraKeyFinder(), feature(offset=70), feature("j" * 64, offset=130, pixels=torch.ones(2)))
-    assert image == row_keys(ExtraKeyFinder(), feature(offset=70)), "in every process"
-    assert plain[0] == image[0] == other[0] == two[0], "text in front is shared"
-    assert image[1] == two[1], "the next turn brings another image"
-    assert len({plain[1], image[1], other[1]}) == 3
-    assert len({plain[2], image[2], other[2], two[2]}) == 4
+    other_image = row_keys(ExtraKeyFinder(), feature(offset=70, pixels=torch.ones(4, 4)))
+    two_images = row_keys(
+        ExtraKeyFinder(), feature(offset=70), feature("j" * 64, offset=130, pixels=torch.ones(2))
+    )
+    assert image == row_keys(ExtraKeyFinder(), feature(offset=70)), "keys must be equal in every process"
+    assert text_only[0] == image[0] == other_image[0] == two_images[0], (
+        "chunks before the image must be shared"
+    )
+    assert image[1] == two_images[1], "a later image must not change earlier chunks"
+    assert len({text_only[1], image[1], other_image[1]}) == 3
+    assert len({text_only[2], image[2], other_image[2], two_images[2]}) == 4
 
 
-def test_a_store_of_later_chunks_has_the_keys_that_a_lookup_has():
+def test_row_keys_of_later_chunks_equal_those_of_all_chunks():
     ticket = Ticket("r", [], b"n" * 32, "salt")
     ticket.extra_keys = ((0, b"L"), (1, b"M"))
-    whole = ticket.row_keys(0, [b"0", b"1", b"2"])
-    assert ticket.row_keys(0, [b"1", b"2"], first_chunk=1) == whole[1:]
+    all_keys = ticket.row_keys(0, [b"0", b"1", b"2"])
+    assert ticket.row_keys(0, [b"1", b"2"], first_chunk=1) == all_keys[1:]
 
 
 @pytest.mark.parametrize(
@@ -221,36 +227,36 @@ def test_a_store_of_later_chunks_has_the_keys_that_a_lookup_has():
     ],
     ids=str,
 )
-def test_what_differs_anywhere_is_another_medium(data):
+def test_any_difference_in_media_changes_the_keys(data):
     assert row_keys(ExtraKeyFinder(), feature(**data)) != row_keys(ExtraKeyFinder(), feature())
     assert row_keys(ExtraKeyFinder(), feature(modality="video")) != row_keys(ExtraKeyFinder(), feature())
 
 
-def test_media_without_a_name_of_their_own_are_not_cached():
+def test_media_without_content_identifier_are_not_cached():
     def extra_keys(*features, finder=None):
         return (finder or ExtraKeyFinder()).extra_keys(request(None, *features), CHUNK)
 
-    assert extra_keys(feature("renderer0-mm-1-image-0")) is None, "a counter"
+    assert extra_keys(feature("renderer0-mm-1-image-0")) is None, "the identifier is a counter"
     assert extra_keys(feature(data=object())) is None
-    gone = feature()
-    gone.data = None
-    assert extra_keys(gone) is None, "it is in another process's cache"
+    evicted = feature()
+    evicted.data = None
+    assert extra_keys(evicted) is None, "the data is in another process's cache"
 
 
-def test_an_identifier_that_clients_give_to_two_contents_is_not_cached():
-    """The engine looks its encoder's outputs up by identifier: one content could get the other's."""
+def test_identifier_with_two_contents_is_not_cached():
+    """The engine looks up encoder outputs by identifier, so different contents could be confused."""
     finder = ExtraKeyFinder()
-    mine, yours = feature("my picture"), feature("my picture", pixels=torch.ones(4, 4))
-    assert finder.extra_keys(request(None, mine), CHUNK)
-    assert finder.extra_keys(request(None, yours), CHUNK) is None
-    assert finder.extra_keys(request(None, mine), CHUNK) is None
+    first_picture, second_picture = feature("my picture"), feature("my picture", pixels=torch.ones(4, 4))
+    assert finder.extra_keys(request(None, first_picture), CHUNK)
+    assert finder.extra_keys(request(None, second_picture), CHUNK) is None
+    assert finder.extra_keys(request(None, first_picture), CHUNK) is None
     assert finder.extra_keys(request(None, feature("another")), CHUNK)
 
 
-def test_an_item_is_digested_once_and_forgotten_with_it(monkeypatch):
-    finder, asked = ExtraKeyFinder(), feature()
-    first = finder.extra_keys(request(None, asked), CHUNK)
+def test_item_digest_is_cached_for_the_lifetime_of_the_item(monkeypatch):
+    finder, item = ExtraKeyFinder(), feature()
+    first_keys = finder.extra_keys(request(None, item), CHUNK)
     monkeypatch.setattr("lmcache.engines.vllm.extra_keys._item_digest", None)
-    assert finder.extra_keys(request(None, asked), CHUNK) == first
-    del asked
+    assert finder.extra_keys(request(None, item), CHUNK) == first_keys
+    del item
     assert finder._media == {}

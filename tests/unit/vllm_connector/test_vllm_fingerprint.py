@@ -1,6 +1,7 @@
-"""Namespaces: what changes the bytes of KV changes the fingerprint, and nothing else does."""
+"""Namespaces: inputs that change the bytes of KV change the fingerprint, and other inputs do not."""
 
 import time
+from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ def engine(algorithm="sha256_cbor", load_format="auto", model=".", **cache):
     )
 
 
-def test_keys_are_shared_only_when_every_process_makes_the_same(monkeypatch):
+def test_keys_are_shared_only_with_reproducible_hashes(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert fingerprint.private_reason(engine(), has_fixed_hash_seed=False) == ""
     for algorithm in ("sha256", "xxhash_cbor"):
@@ -39,26 +40,27 @@ def test_keys_are_shared_only_when_every_process_makes_the_same(monkeypatch):
 
 @pytest.mark.parametrize(
     ("load_format", "reason"),
-    [("dummy", "dummies"), ("gguf", "load format gguf"), ("auto", "no safetensors")],
+    [("dummy", "load format dummy"), ("gguf", "load format gguf"), ("auto", "no safetensors")],
 )
-def test_weights_that_are_not_read_from_safetensors_have_no_name(tmp_path, load_format, reason):
+def test_weights_without_safetensors_are_refused(tmp_path, load_format, reason):
     with pytest.raises(UnnamedError, match=reason):
         fingerprint.weights_fingerprint(engine(load_format=load_format, model=str(tmp_path)), time.time())
 
 
-def test_the_files_of_a_repository_are_those_that_the_engine_loaded(tmp_path, monkeypatch):
-    """``main`` may name another commit by now, and ``--download-dir`` another cache."""
-    asked = {}
+def test_model_dir_is_the_snapshot_that_the_engine_loaded(tmp_path, monkeypatch):
+    """``main`` may refer to a newer commit now, and ``--download-dir`` to a different cache."""
+    download_options = {}
     monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or str(tmp_path)
+        "huggingface_hub.snapshot_download",
+        lambda name, **options: download_options.update(options) or str(tmp_path),
     )
     config = engine(model="org/model")
     config.model_config.revision, config.load_config.download_dir = "main", "/downloads"
     assert fingerprint.model_dir(config) == tmp_path
-    assert asked == {"revision": "main", "cache_dir": "/downloads", "local_files_only": True}
+    assert download_options == {"revision": "main", "cache_dir": "/downloads", "local_files_only": True}
     config.model_config.hf_config._commit_hash = "c0ffee"
     fingerprint.model_dir(config)
-    assert asked["revision"] == "c0ffee"
+    assert download_options["revision"] == "c0ffee"
 
 
 LAYERS = (("l0", "x"), ("l1", "y"))
@@ -68,7 +70,7 @@ def groups_of(*layers, kind="FULL_ATTENTION", window=0, block_tokens=16, is_draf
     return [([kind, window, block_tokens, is_drafter], part) for part in layers]
 
 
-def test_the_listing_is_canonical_and_complete(monkeypatch):
+def test_namespace_covers_all_inputs_of_kv_bytes(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
     def namespace(
@@ -89,9 +91,9 @@ def test_the_listing_is_canonical_and_complete(monkeypatch):
     media = SimpleNamespace(mm_processor_kwargs={"max_pixels": 9})
     base = namespace()
     assert namespace(set_("model_config", "max_model_len", 50)) == base
-    assert namespace(draft(".", "ngram")) == base, "it has no layers of its own"
-    assert namespace(set_("parallel_config", "tensor_parallel_size", 2)) == base, "both ranks hold the same"
-    others = [
+    assert namespace(draft(".", "ngram")) == base, "a drafter without layers must not change the namespace"
+    assert namespace(set_("parallel_config", "tensor_parallel_size", 2)) == base, "the ranks have the same KV"
+    variants = [
         namespace(weights="v"),
         namespace(layers=(("l0", "y"), ("l1", "x"))),
         namespace(layers=LAYERS[:1]),
@@ -115,11 +117,11 @@ def test_the_listing_is_canonical_and_complete(monkeypatch):
         namespace(draft("org/draft")),
     ]
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-    others.append(namespace())
-    assert len({base, *others}) == len(others) + 1
+    variants.append(namespace())
+    assert len({base, *variants}) == len(variants) + 1
 
 
-def test_all_pipeline_stages_make_one_listing(monkeypatch):
+def test_pipeline_stages_have_the_same_namespace(monkeypatch):
     cuts = [[0, 2], [2, 4]]
     monkeypatch.setattr(fingerprint, "stages", lambda config: cuts)
     config = engine()
@@ -135,28 +137,24 @@ def test_all_pipeline_stages_make_one_listing(monkeypatch):
     assert namespace(first) != before
 
 
-def test_the_longest_request_counts_where_it_changes_the_rotation():
-    plain, rotating = {"rope": "default"}, {"rope_scaling": {"rope_type": "longrope"}}
-    assert fingerprint.effective_config(plain, 1) == fingerprint.effective_config(plain, 2)
-    assert fingerprint.effective_config(rotating, 1) != fingerprint.effective_config(rotating, 2)
-    renamed = plain | {"_name_or_path": "elsewhere", "transformers_version": "9"}
-    assert fingerprint.effective_config(renamed, 1) == fingerprint.effective_config(plain, 1)
+def test_max_model_len_counts_only_for_longrope():
+    default_config, longrope_config = {"rope": "default"}, {"rope_scaling": {"rope_type": "longrope"}}
+    assert fingerprint.effective_config(default_config, 1) == fingerprint.effective_config(default_config, 2)
+    assert fingerprint.effective_config(longrope_config, 1) != fingerprint.effective_config(
+        longrope_config, 2
+    )
+    renamed = default_config | {"_name_or_path": "elsewhere", "transformers_version": "9"}
+    assert fingerprint.effective_config(renamed, 1) == fingerprint.effective_config(default_config, 1)
 
 
-def test_settings(monkeypatch):
+def test_settings_are_read_and_validated(monkeypatch):
     monkeypatch.delenv("LMCACHE_SOCKET", raising=False)
     assert Settings.read({}).socket == "/run/lmcache/kvcache.sock"
-    assert Settings.read({"lmcache.socket": "/s", "lmcache.chunk_tokens": 64, "other": 1}) == (
-        "/s",
-        64,
-        0.0,
-        0.0,
-        None,
-        None,
-    )
+    settings = Settings.read({"lmcache.socket": "/s", "lmcache.chunk_tokens": 64, "other": 1})
+    assert astuple(settings) == ("/s", 64, 0.0, 0.0, None, None)
     monkeypatch.setenv("LMCACHE_SOCKET", "/env")
     assert Settings.read({"lmcache.socket": "/s"}).socket == "/env"
-    for bad, said in [
+    for invalid_settings, message in [
         ({"lmcache.sokcet": "/s"}, "lmcache.sokcet"),
         ({"lmcache.chunk_tokens": 0}, "chunk_tokens"),
         ({"lmcache.answer_seconds": "soon"}, "answer_seconds"),
@@ -164,5 +162,5 @@ def test_settings(monkeypatch):
         ({"lmcache.copy_threads": 0}, "copy_threads"),
         ({"lmcache.kv_cache_layout": "NHD"}, "kv_cache_layout"),
     ]:
-        with pytest.raises(UnsupportedError, match=said):
-            Settings.read(bad)
+        with pytest.raises(UnsupportedError, match=message):
+            Settings.read(invalid_settings)

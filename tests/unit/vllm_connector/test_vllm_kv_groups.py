@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups: what is made of each kind, what is refused, and who holds the same."""
+"""vLLM's KV cache groups: conversion of each kind, refusals, and replicated ranks."""
 
 from types import SimpleNamespace
 
@@ -65,7 +65,7 @@ def config(*specs, **group):
         (STATE, GroupKind.STATE, 0),
     ],
 )
-def test_every_kind_is_read(spec, kind, window):
+def test_read_groups_converts_every_kind(spec, kind, window):
     expected = GroupSpec(kind, window, 32, ["layer0"], False)
     assert read_groups(config(spec), can_fail_requests=True) == [expected]
     (drafter,) = read_groups(config(spec, is_eagle_group=True), can_fail_requests=True)
@@ -78,25 +78,25 @@ def test_every_kind_is_read(spec, kind, window):
         (config(NO_STATE), "--enable-prefix-caching"),
         (config(FULL, SlidingWindowMLASpec(sliding_window=9)), "SlidingWindowMLASpec"),
         (config(MLAAttentionSpec(model_version="deepseek_v4")), "MLAAttentionSpec"),
-        (config(uniform(a=FULL, b=WINDOW)), "unlike kinds"),
+        (config(uniform(a=FULL, b=WINDOW)), "different kinds"),
         (config(FULL, host_resident=True), "host memory"),
         (config(FULL, enable_kv_transfer=False), "derives"),
     ],
 )
-def test_what_can_t_be_cached_is_refused_with_its_reason(unsupported, reason):
+def test_read_groups_refuses_unsupported_groups_with_a_reason(unsupported, reason):
     with pytest.raises(UnsupportedError, match=reason):
         read_groups(unsupported, can_fail_requests=True)
 
 
 @pytest.mark.parametrize("specs", [(WINDOW,), (FULL, WINDOW), (FULL, FULL), (FULL, STATE)])
-def test_an_old_engine_that_can_t_take_a_load_back_caches_full_attention_alone(specs):
+def test_engine_that_cannot_fail_requests_caches_only_full_attention(specs):
     read_groups(config(LATENT), can_fail_requests=False)
     with pytest.raises(UnsupportedError, match=r"0\.30"):
         read_groups(config(*specs), can_fail_requests=False)
 
 
 @pytest.mark.parametrize(
-    ("spec", "said", "replicas"),
+    ("spec", "reported", "replicas"),
     [
         (FULL, None, 1),
         (FULL, 2, 2),
@@ -106,14 +106,14 @@ def test_an_old_engine_that_can_t_take_a_load_back_caches_full_attention_alone(s
         (uniform(a=LATENT, b=STATE), None, 1),
     ],
 )
-def test_ranks_that_hold_the_same_kv_are_counted_also_where_vllm_does_not_say_it(spec, said, replicas):
+def test_num_replicas_counts_ranks_with_the_same_kv(spec, reported, replicas):
     engine = config(spec)
-    if said is not None:
-        engine.kv_tp_replicas = said
+    if reported is not None:
+        engine.kv_tp_replicas = reported
     assert num_replicas(8, engine) == replicas
 
 
-def test_groups_that_store_something_are_laid_out_and_full_ones_come_first():
+def test_layouts_exist_for_stored_groups_with_full_attention_first():
     specs = read_groups(config(WINDOW, FULL, CHUNKED, STATE), can_fail_requests=True)
     kv = {f"layer{number}": torch.zeros(4, 1, 32, 2) for number in range(3)}
     kv["layer3"] = [torch.zeros(4, 5), torch.zeros(4, 3)]  # two tensors per layer

@@ -1,4 +1,4 @@
-"""What the bytes of vLLM's KV are called, and which KV is not cached."""
+"""Content ids of vLLM's KV bytes, and refusals of unsupported KV."""
 
 from types import SimpleNamespace
 
@@ -11,15 +11,15 @@ from lmcache.engines.vllm.layouts import check_stages, check_supported, content_
 from tests.harness.kv_layouts import ORDERS, B, kv_caches
 
 
-def test_content_ids_tell_apart_what_differs_and_only_that():
+def test_content_id_changes_only_with_the_bytes():
     def name(order="LBHNC", dtype=torch.float16, backend="CPU_ATTN", isa="vec", version="0.32.0"):
         return content_id(kv_caches(ORDERS[order], dtype)["layer0"], B, backend, isa, version)
 
-    assert name() == "cpu-vec-1/float16/2x4x8/012"  # golden: changing it orphans what is stored
-    assert name("BLHNC") == name("LBHNC"), "slots have their own order of layers and blocks"
+    assert name() == "cpu-vec-1/float16/2x4x8/012"  # golden: a change makes all stored rows unusable
+    assert name("BLHNC") == name("LBHNC"), "slots have a fixed order of layers and blocks"
     assert name("LBNHC") == "cpu-vec-1/float16/2x4x8/102"
     assert name(dtype=torch.bfloat16) != name()
-    assert name(version="0.33.1") == name(), "a known content outlives releases"
+    assert name(version="0.33.1") == name(), "a known content id must be stable over releases"
     assert name(isa="amx") == "CPU_ATTN-amx@0.32/float16/2x4x8/012"
     assert name(isa="amx", version="0.32.9") == name(isa="amx") != name(isa="amx", version="0.33.0")
 
@@ -33,7 +33,7 @@ def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1):
     return config, SimpleNamespace(needs_kv_cache_zeroing=zeroing)
 
 
-def test_a_plain_engine_is_supported():
+def test_default_engine_is_supported():
     check_supported(*engine())
     check_supported(*engine(runner=2))
     check_supported(*engine(zeroing=True))
@@ -48,7 +48,7 @@ def test_a_plain_engine_is_supported():
         (engine(zeroing=True, runner=2), "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
-def test_what_can_t_be_cached_runs_untouched_with_a_reason(unsupported, reason):
+def test_unsupported_engine_is_refused_with_a_reason(unsupported, reason):
     with pytest.raises(UnsupportedError, match=reason):
         check_supported(*unsupported)
 
@@ -56,7 +56,7 @@ def test_what_can_t_be_cached_runs_untouched_with_a_reason(unsupported, reason):
 @pytest.mark.parametrize(
     ("pages", "skip_layers", "reason"), [((64, 128), None, "one size"), ((64, 64), ["0"], "skip_layers")]
 )
-def test_pipeline_stages_that_can_differ_unseen_are_refused(pages, skip_layers, reason):
+def test_pipeline_stages_that_may_differ_are_refused(pages, skip_layers, reason):
     kv = Layout(tuple(torch.zeros(2, page, dtype=torch.uint8) for page in pages), 2)
 
     def config(num_stages, skip_layers):

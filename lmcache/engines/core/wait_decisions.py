@@ -1,0 +1,97 @@
+"""Decides in each step which requests wait for rows, instead of computing them.
+
+A request waits for rows that another request of this engine is computing. It also waits for rows that the
+sidecar is promoting, as long as they arrive faster than the engine would compute them (``waiting.RowWait``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lmcache.engines.core.lookups import LookupThread
+from lmcache.engines.core.requests import Computing, RequestState, Ticket
+from lmcache.engines.core.waiting import Arrivals, PrefillRate, RowWait
+
+IDLE_WAIT_SECONDS = 0.0005
+"""How long an idle step sleeps for an answer."""
+
+ASK_AGAIN_SECONDS = 0.01
+"""Time between two hints about rows that are being promoted, shared by all requests that wait."""
+
+OLD_SECONDS = 1.0
+"""Answers older than this are stale: the request spent the time in the queue."""
+
+
+class WaitDecisions:
+    """Decides which requests wait, and counts those of the last step. Used by the scheduler's thread only."""
+
+    def __init__(
+        self, computing: Computing, rate: PrefillRate, silence_seconds: float, clock: Callable[[], float]
+    ) -> None:
+        """``silence_seconds``: see ``RowWait``."""
+        self._computing = computing
+        self._rate = rate
+        self._silence_seconds = silence_seconds
+        self._clock = clock
+        self._arrivals = Arrivals()
+        self._num_waiting = 0  # requests that wait in this step
+        self._num_waited = 1  # requests that waited in the last step, at least 1
+        self._num_steps = 0  # steps that computed something
+
+    def is_computed_elsewhere(self, ticket: Ticket, chunk: int, lookups: LookupThread) -> bool:
+        """Return True if the request must wait for ``chunk``, which another request computes and stores."""
+        chunks = ticket.keys[0] if ticket.keys else []
+        is_waiting = chunk < len(chunks) and chunks[chunk] in self._computing and lookups.is_attached
+        self._num_waiting += is_waiting
+        return is_waiting
+
+    def must_wait(
+        self, state: RequestState, lookups: LookupThread, num_hit: int, num_engine: int, chunk_tokens: int
+    ) -> bool:
+        """Return True if the request must wait for more chunks than the ``num_hit`` that it can load now.
+
+        ``num_engine``: leading chunks that the engine itself has.
+        """
+        if self.is_computed_elsewhere(state.ticket, max(state.num_found, num_engine), lookups):
+            return True
+        is_waiting = self._pays_off(state, lookups, num_hit, chunk_tokens)
+        self._num_waiting += is_waiting
+        return is_waiting
+
+    def end_step(self, num_tokens: int, lookups: LookupThread | None) -> None:
+        """Close the step. If it computes nothing while requests wait, sleep shortly for an answer."""
+        if self._num_waiting and not num_tokens and lookups is not None:
+            lookups.answered.wait(IDLE_WAIT_SECONDS)
+            lookups.answered.clear()
+        self._num_waiting, self._num_waited = 0, max(1, self._num_waiting)
+        self._num_steps += num_tokens > 0
+
+    def _pays_off(self, state: RequestState, lookups: LookupThread, num_hit: int, chunk_tokens: int) -> bool:
+        """Return True if missing chunks are expected sooner than computed, or there is no answer yet."""
+        now, ticket = self._clock(), state.ticket
+        rate = self._rate.tokens_per_second
+        chunk_seconds = chunk_tokens / rate if rate else 0.0
+        num_missing = len(ticket.hashes) - num_hit
+        if ticket.keys is None:
+            return lookups.is_attached and not lookups.is_late(ticket, num_missing * chunk_seconds)
+        if lookups.knows_all(ticket):
+            return False
+        answer = ticket.answer
+        if answer is not None and now - ticket.answered_at >= OLD_SECONDS and state.wait is None:
+            ticket.answer = None
+            if not ticket.is_asking:
+                lookups.ask(ticket)
+            return True
+        if answer is None:
+            return not lookups.is_late(ticket, num_missing * chunk_seconds)
+        if num_hit >= answer.num_expected and not answer.is_probing:
+            return False
+        if now - ticket.asked_at >= ASK_AGAIN_SECONDS * self._num_waited and not ticket.is_asking:
+            lookups.ask(ticket)
+        if state.wait is None:
+            state.wait = RowWait(state.num_found, now, self._num_steps, self._silence_seconds)
+        if not answer.is_probing:
+            num_missing = answer.num_expected - num_hit
+        return not state.wait.is_over(
+            state.num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps
+        )

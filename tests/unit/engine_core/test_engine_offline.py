@@ -1,0 +1,88 @@
+"""The scheduler side with a silent sidecar, without workers, and offline."""
+
+import pytest
+
+from lmcache.engines.core.scheduler import SchedulerSide
+from tests.harness.scheduler_rig import (
+    Rig,
+    blocks,
+    job_ids,
+    make_request,
+)
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.scheduler.go_offline()
+
+
+def start_load(rig, request_id="r"):
+    """Start a request with a leased load of 3 chunks."""
+    request = rig.arrive(make_request(200, request_id))
+    assert rig.match(request) == (192, True)
+    rig.allocate(request, blocks(6), 192)
+    rig.scheduler.end_step(64)
+    return request
+
+
+def test_offline_ends_all_leases(rig):
+    rig.stored(3)
+    start_load(rig)
+    rig.scheduler.go_offline()
+    rig.lookups._thread.join(60)
+    assert rig.session.leased == set()
+
+
+def test_scheduler_without_workers_offers_no_load():
+    scheduler = SchedulerSide(None, None)
+    request = make_request(200)
+    scheduler.add(request)
+    assert scheduler.num_loadable(request, 0) == 0
+    assert scheduler.finish(request, ([],)) is False
+
+
+def test_silent_sidecar_does_not_delay_later_requests(rig):
+    rig.session.is_down = True
+    assert rig.match(rig.arrive(make_request(200, "a"))) == (0, False)
+    rig.session.before_lookup = lambda: pytest.fail("no call is allowed so soon")
+    assert rig.match(rig.arrive(make_request(200, "b"))) == (0, False)
+
+
+def test_reattached_sidecar_gets_hints_at_once(rig):
+    rig.session.is_down = True
+    rig.arrive(make_request(200, "a"))
+    rig.session.is_down = False
+    rig.session.epoch += 1
+    rig.arrive(make_request(200, "b"))
+    assert rig.session.num_hints == 1
+
+
+def test_rows_in_memory_are_offered_while_the_sidecar_is_silent(rig):
+    rig.stored(3)
+    rig.session.is_down = True
+    assert rig.match(rig.arrive(make_request(200))) == (192, True)
+
+
+def test_release_that_cannot_be_sent_is_left_to_the_client(rig):
+    rig.stored(3)
+    start_load(rig, "a")
+    start_load(rig, "b")
+    rig.drain_lookups()
+    rig.session.is_down = True
+    rig.report(received=["a"])  # no answer: the session releases it later
+    rig.report(received=["b"])  # not sent, because no call is allowed so soon
+    rig.drain_lookups()
+    assert rig.session.owed == ["b"]
+
+
+def test_offline_reclaims_stores_in_progress(rig):
+    """The engine frees these blocks when the request ends, and a later commit would store torn KV."""
+    request = rig.arrive(make_request(200))
+    rig.arrive(make_request(200, "without stores"))
+    jobs_in_progress = job_ids(rig.step(new=[("r", blocks(7), 0, 200)]))
+    rig.scheduler.go_offline()
+    assert rig.finish(request) is False
+    assert rig.step(preempted=["another"]).reclaimed == jobs_in_progress
+    assert rig.step().reclaimed == set()

@@ -1,0 +1,228 @@
+"""Waits of the scheduler side for rows that are being promoted, or that another request computes."""
+
+import pytest
+
+from lmcache.engines.core.jobs import WorkerReport
+from lmcache.engines.core.waiting import FIRST_ROW_SECONDS, STALL_SECONDS
+from tests.harness.scheduler_rig import Rig, blocks, make_request
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.scheduler.go_offline()
+
+
+def test_promoted_rows_are_waited_for_while_they_arrive(rig):
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    for num_chunks in (0, 1, 2):
+        assert rig.match(request) == (None, False)
+        rig.drain_lookups()
+        rig.stored(num_chunks + 1)
+        rig.session.num_pending = 2 - num_chunks
+        rig.now += 0.15
+    assert rig.match(request) == (192, True), "the wait may take 0.45 s without a known rate"
+
+
+def test_stalled_promotion_ends_the_wait(rig):
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    rig.now = 0.01
+    assert rig.match(request) == (None, False)
+    rig.now += STALL_SECONDS
+    assert rig.match(request) == (64, True)
+
+
+def test_wait_ends_if_no_row_arrives(rig):
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.now = FIRST_ROW_SECONDS
+    assert rig.match(request) == (0, False)
+
+
+def test_wait_ends_if_rows_arrive_slower_than_computing(rig):
+    rig.session.num_pending = 3
+    rig.scheduler._rate.tokens_per_second = 64 / 0.01  # a chunk in 10 ms
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    rig.now = 0.04
+    assert rig.match(request) == (64, True)
+
+
+def test_stall_is_tolerated_while_computing_would_take_longer(rig):
+    """On a busy machine computing is delayed as well."""
+    rig.session.num_pending = 3
+    rig.scheduler._rate.tokens_per_second = 64 / 0.06
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    rig.now = 0.01
+    assert rig.match(request) == (None, False)
+    rig.now += 2 * 0.06 - 0.001
+    assert rig.match(request) == (None, False)
+    rig.now += 0.002
+    assert rig.match(request) == (64, True)
+
+
+def test_time_before_the_first_row_does_not_count_as_rate(rig):
+    """The time before the first row does not determine the rate. To compute the rest would take longer."""
+    rig.session.num_pending = 3
+    rig.scheduler._rate.tokens_per_second = 64 / 0.06
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    rig.now = 0.1
+    assert rig.match(request) == (None, False)
+    rig.stored(3)
+    rig.now = 0.11
+    assert rig.match(request) == (192, True)
+
+
+def test_configured_answer_seconds_extend_all_waits():
+    """The setting applies before the answer, before the first row, and between rows.
+
+    Computing is configured as slow.
+    """
+    rig = Rig(answer_seconds=5.0, prefill_tokens_per_second=1.0)
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    for num_chunks in range(3):
+        assert rig.match(request) == (None, False)
+        rig.drain_lookups()
+        rig.now += 4.999
+        assert rig.match(request) == (None, False), "no row has arrived for a long time"
+        rig.stored(num_chunks + 1)
+    assert rig.match(request) == (192, True)
+    rig.scheduler.go_offline()
+
+
+def test_configured_prefill_rate_is_not_measured():
+    rig = Rig(prefill_tokens_per_second=1234.5)
+    assert rig.step([("r", blocks(8), 0, 512)]).timed_step == 0
+    rig.scheduler.take_report(WorkerReport(timed_step=1))
+    rig.drain_lookups()
+    assert rig.scheduler._rate.tokens_per_second == 1234.5
+    rig.scheduler.go_offline()
+
+
+def test_single_long_step_does_not_end_the_wait(rig):
+    """During the step the scheduler did not look, and promotion had no processor time.
+
+    A second long step is silence.
+    """
+    rig.session.num_pending = 3
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    other_request = [("other", blocks(2), 0, 64)]
+    rig.step(new=other_request)
+    rig.now = 2 * FIRST_ROW_SECONDS
+    assert rig.match(request) == (None, False)
+    rig.step(new=other_request)
+    rig.now += 2 * FIRST_ROW_SECONDS
+    assert rig.match(request) == (0, False)
+
+
+def test_only_pending_rows_are_waited_for(rig):
+    """A missing tail must neither prevent the load of the head, nor delay the request."""
+    rig.session.num_pending = 1
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (None, False)
+    rig.stored(1)
+    assert rig.match(request) == (64, True)
+
+
+def test_queued_request_waits_while_rows_of_others_arrive(rig):
+    rig.session.num_pending = 3
+    first = rig.arrive(make_request(200, "first"))
+    second = rig.arrive(make_request(200, "second", cache_salt="other"))
+    assert rig.match(first) == rig.match(second) == (None, False)
+    for num_chunks in (1, 2):
+        rig.now += 0.15
+        rig.stored(num_chunks)
+        assert rig.match(first) == rig.match(second) == (None, False)
+
+
+def test_all_waiting_requests_are_refreshed(rig):
+    """The first request in the queue is not enough. Otherwise the others would wait while any rows arrive."""
+    original_lookup = rig.session.lookup
+    rig.session.num_pending = 3
+    first = rig.arrive(make_request(4000, "first"))
+    second = rig.arrive(make_request(200, "second", cache_salt="other"))
+
+    def lookup_without_second(request_id, *args, **fields):
+        result = original_lookup(request_id, *args, **fields)
+        return result if request_id == "first" else result._replace(num_pending=0)
+
+    rig.session.lookup = lookup_without_second
+    for num_chunks in range(1, 5):
+        assert rig.match(first) == (None, False)
+        if rig.match(second) == (0, False):
+            return
+        rig.step()
+        rig.drain_lookups()
+        rig.now += 0.015
+        rig.stored(num_chunks)
+    raise AssertionError("the second request waits although no rows arrive for it")
+
+
+def test_shared_prefix_is_computed_once(rig):
+    rig.session.memory_only = True
+    first, second = make_request(200, "first"), make_request(200, "second")
+    rig.scheduler.on_new_request(first)
+    rig.scheduler.on_new_request(second)
+    assert rig.match(first) == (0, False)
+    rig.allocate(first, blocks(7), 0)
+    rig.now = 100.0  # the wait has no time limit
+    assert rig.match(second) == (None, False)
+    (job,) = rig.step(new=[("first", blocks(7), 0, 200)]).stores
+    assert rig.match(second) == (None, False), "the chunk is computed, but not in memory yet"
+    rig.stored(3)
+    rig.report(ended=[job.job_id])
+    assert rig.match(second) == (192, True)
+
+
+def test_rows_in_the_engines_prefix_cache_are_not_waited_for(rig):
+    rig.session.memory_only = True
+    first, second = make_request(200, "first"), make_request(256 + 8, "second")
+    rig.scheduler.on_new_request(first)
+    rig.scheduler.on_new_request(second)
+    assert rig.match(first) == (0, False)
+    rig.allocate(first, blocks(7), 0)
+    assert rig.match(second, computed=64) == (None, False), "the second chunk is still being computed"
+    assert rig.match(second, computed=192) == (0, False), "the chunks are in the engine's prefix cache"
+
+
+@pytest.mark.parametrize("end", ["preempted", "finished", "not stored", "reset"])
+def test_request_that_stopped_computing_is_not_waited_for(rig, end):
+    rig.session.memory_only = True
+    first, second = make_request(200, "first"), make_request(200, "second")
+    rig.scheduler.on_new_request(first)
+    rig.scheduler.on_new_request(second)
+    assert rig.match(first) == (0, False)
+    rig.allocate(first, blocks(7), 0)
+    assert rig.match(second) == (None, False)
+    if end == "preempted":
+        rig.step(preempted=["first"])
+    elif end == "finished":
+        rig.finish(first)
+    elif end == "reset":
+        rig.scheduler.reset_cache()
+    else:
+        (job,) = rig.step(new=[("first", blocks(7), 0, 200)]).stores
+        rig.report(ended=[job.job_id])
+    assert rig.match(second) == (0, False)
+    assert rig.scheduler._computing._states == {}
+
+
+def test_request_does_not_wait_for_itself_after_a_preemption(rig):
+    rig.session.memory_only = True
+    request = rig.arrive(make_request(200))
+    assert rig.match(request) == (0, False)
+    rig.allocate(request, blocks(7), 0)
+    assert rig.match(request) == (0, False)
