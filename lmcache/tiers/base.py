@@ -1,8 +1,8 @@
-"""Words and contracts that all tiers share.
+"""Types and contracts that all tiers share.
 
-A **chunk** is ``chunk_tokens`` tokens of one request. A **row** is one chunk of all ranks of an engine; a
-**column** is one rank's part of it. A row is visible when all its columns are committed, is evicted whole,
-and has one index entry: all ranks agree on hit lengths by construction.
+A **chunk** is ``chunk_tokens`` tokens of one request. A **row** is one chunk of all ranks of an engine. A
+**column** is one rank's part of a row. A row becomes visible when all its columns are committed, is evicted
+as a whole, and has one index entry. All ranks therefore agree on the length of a hit.
 """
 
 from __future__ import annotations
@@ -19,58 +19,58 @@ KEY_BYTES = 32
 ROW_KEY_BYTES = 2 * KEY_BYTES
 
 RowKey = bytes
-"""64 bytes, namespace + chunk key: what goes over the wire, and what the memory tier indexes."""
+"""Namespace and chunk key, 64 bytes: the key in messages and in the index of the memory tier."""
 
 
 class ObjectId(bytes):
-    """One column of a row, as all lower tiers know it; each derives from it what its medium calls the object.
+    """Name of one column of a row in all lower tiers. Each tier derives the name in its medium from it.
 
-    Packed (68 bytes, row key + column), since an index of a disk holds millions, and the garbage collector
-    should pass them by.
+    It is packed into 68 bytes (row key and column): a disk's index holds millions of ids, and the garbage
+    collector does not track bytes.
     """
 
     __slots__ = ()
 
     def __new__(cls, row_key: RowKey, column: int) -> ObjectId:
-        """Pack it."""
+        """Pack a row key and a column."""
         return super().__new__(cls, row_key + column.to_bytes(4, "big"))
 
     @property
     def row_key(self) -> RowKey:
-        """The row."""
+        """Key of the row."""
         return self[:-4]
 
     @property
     def column(self) -> int:
-        """Which part of the row."""
+        """Number of the column."""
         return int.from_bytes(self[-4:], "big")
 
 
 def split_row_key(key: RowKey) -> tuple[bytes, bytes]:
-    """Take a row key apart into (namespace, chunk key)."""
+    """Split a row key into (namespace, chunk key)."""
     return key[:KEY_BYTES], key[KEY_BYTES:]
 
 
 class Loaded(NamedTuple):
-    """A payload that was read and compared with its checksum."""
+    """A payload that was loaded and matches its checksum."""
 
     length: int
-    """In bytes."""
+    """Length of the payload in bytes."""
 
     digests: bytes
-    """``header.digests`` of it."""
+    """``header.digests`` of the payload."""
 
     is_misplaced: bool = False
-    """Whether it was found where it will be looked for only for a while, and so should be stored again."""
+    """Was it found on a server that is asked only for a limited time? Then it should be stored again."""
 
 
 Listener: TypeAlias = Callable[[bool], None]
-"""Called by any thread, and must not block. True: an operation failed; False: a circuit closed, or the
-servers are others now."""
+"""Called in any thread; must not block. True: an operation failed. False: a circuit closed, or the list of
+servers changed."""
 
 
 class Health(ABC):
-    """Whether a medium may be asked, as those see it who use it."""
+    """Health of a medium: whether to send it requests."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
@@ -78,28 +78,28 @@ class Health(ABC):
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """Is it unavailable, as far as is known?"""
+        """Is the medium known to be unavailable?"""
 
     @property
     @abstractmethod
     def num_outages(self) -> int:
-        """Changes whenever what it held may be lost: it was unavailable, or was restarted."""
+        """Number of events after which stored objects may be lost: outages and restarts."""
 
     @property
     def problem(self) -> str:
-        """Why it is unavailable, where an operation has found that; holds no secret."""
+        """Reason why the medium is unavailable, if an operation found one. Holds no secret."""
         return ""
 
     def subscribe(self, listener: Listener) -> None:
-        """Have changes told from now on."""
+        """Call ``listener`` at each change from now on."""
         self._listeners += (listener,)
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Have nothing told any more; a tier outlives those who use it."""
+        """End a subscription. A tier outlives its users, so each user must end its own."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
 
     def notify(self, failed: bool) -> None:
-        """Tell those who subscribed."""
+        """Call all listeners."""
         for listener in self._listeners:
             listener(failed)
 
@@ -107,56 +107,56 @@ class Health(ABC):
 class LowerTier(Protocol):
     """A tier below memory: objects (one column of one row) by id. Thread-safe; every method may block.
 
-    Whatever is wrong with the medium itself raises TierUnavailableError and opens its circuit; from then on
-    methods raise at once until a probe finds it healthy. A wrong or short object is a miss and is counted.
+    A fault of the medium raises TierUnavailableError and opens the circuit. Methods then raise immediately
+    until a probe succeeds. An invalid or short object is a miss and is counted.
     """
 
     @property
     def health(self) -> Health:
-        """Its circuit, or those of its servers."""
+        """Circuit of the tier, or the circuits of its servers."""
 
     @property
     def address(self) -> object:
-        """Where it is; as text it is for people, and holds no secret."""
+        """Location of the medium. Its text is for people, and holds no secret."""
 
     @property
     def stats(self) -> ObjectStats:
-        """What became of objects here."""
+        """Counters of this tier's objects."""
 
     @property
     def used_bytes(self) -> int | None:
-        """What objects take of the medium; None: the tier can't know."""
+        """Bytes that objects take of the medium; None if the tier can't know."""
 
     @property
     def residence_seconds(self) -> float:
-        """How long an object stays here that nobody uses, as things go at present; infinite: not known."""
+        """Seconds for which an unused object stays, at the current rate of eviction; infinite if unknown."""
 
     def check(self) -> None:
-        """Ask the medium how it is, now and then and before anybody needs the tier: the log says what is
-        wrong."""
+        """Check the medium and log problems. Called at intervals, before a request needs the tier."""
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        """Return how many leading rows have all their columns here."""
+        """Return how many leading rows have all their columns in this tier."""
 
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it is here: for those who need others than a chain's head."""
+        """Say of each object whether this tier holds it."""
 
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
-        """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
-        miss (contents of ``into`` undefined)."""
+        """Read one object into ``into``. Returns None on a miss; the contents of ``into`` are then undefined.
+
+        An object whose payload does not have ``length`` bytes is invalid."""
 
     def store(
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
-        """Write one object, or mark as used what is there. ``digests``: of the payload, where they are
-        known. False: refused (full, say).
+        """Write one object, or mark a present one as recently used. Returns False if it was refused, for
+        example because the tier is full. ``digests``: digests of the payload, if known.
 
         Two writers may store different payloads for one object at once. Any mix of their byte ranges must
-        be valid: the remote tier may serve pieces of both."""
+        be valid, because the remote tier may return pieces of both."""
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
-        """Mark rows as used that were hit in a tier above. Return those that are not (whole) here any
-        more."""
+        """Mark rows that were hit in a higher tier as recently used. Returns rows that are absent here, or
+        incomplete."""
 
     def close(self) -> None:
-        """Let go of everything; the threads that used the tier must have ended."""
+        """Release all resources. The threads that used the tier must have ended."""

@@ -1,4 +1,4 @@
-"""Whether a medium is asked at all.
+"""Circuit breaker: whether to send requests to a medium.
 
 ::
 
@@ -6,8 +6,8 @@
                           ^                                  |
                           +------------- failure ------------+
 
-A medium that is down, slow or frozen costs one deadline once, and its users nothing per request: while its
-circuit is open only the circuit's own thread asks it, and nobody waits for that. docs/adr/0013.
+A medium that is down, slow or frozen costs one deadline once. While its circuit is open, requests skip the
+medium. Only the circuit's own thread probes it. See docs/adr/0013.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from lmcache.backoff import Backoff
+from lmcache.common.backoff import Backoff
 from lmcache.tiers.base import Health
 from lmcache.tiers.errors import TierError, TierUnavailableError
 
 logger = logging.getLogger(__name__)
 
-_QUIET_SECONDS = 60.0  # in which the log does not repeat the same problem
+_QUIET_SECONDS = 60.0  # interval in which the log does not repeat the same problem
 
 
 class Circuit(Health):
     """The circuit of one medium. Thread-safe.
 
-    ``probe`` asks the medium, and raises when it is unhealthy. It runs in a thread that lives while the
-    circuit is open. A probe that succeeds closes the circuit but does not forget the failures: a medium that
-    answers probes and fails at work is asked less and less often, after ``base`` seconds, doubled by every
-    failure in a row up to ``cap``.
+    ``probe`` sends the medium a request, and raises when the medium is unhealthy. It runs in a thread that
+    lives while the circuit is open. The first probe runs after ``base`` seconds. Each further failure doubles
+    the pause, up to ``cap``. A successful probe closes the circuit but does not reset this count. A medium
+    that answers probes but fails under load is therefore used less and less often.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Circuit(Health):
         self._backoff = Backoff(base, cap)
         self._clock = clock
         self._ended = threading.Event()
-        self._lock = threading.Lock()  # protects what follows
+        self._lock = threading.Lock()  # protects the following
         self._failures = 0  # in a row
         self._next_probe: float | None = None  # None: closed
         self._num_outages = 0
         self._prober: threading.Thread | None = None  # while the circuit is open
-        self._logged = ("", float("-inf"))  # the last problem in the log, and when
-        self._is_recovery_due = False  # in the log
+        self._logged = ("", float("-inf"))  # the last logged problem, and its time
+        self._is_recovery_due = False  # is a log line about the recovery due?
 
     @property
     def is_open(self) -> bool:
@@ -84,15 +84,17 @@ class Circuit(Health):
             raise TierUnavailableError(f"{self._name} is unavailable")
 
     def success(self) -> None:
-        """An operation succeeded."""
+        """Record a successful operation: reset the count of failures, and close the circuit."""
         if self._failures:
             with self._lock:
                 self._failures = 0
             self._close()
 
     def failure(self, problem: object = None) -> TierUnavailableError:
-        """An operation failed: return what to raise. ``problem`` is logged, but the same one not again and
-        again: a medium that answers probes and fails at work would fill the log."""
+        """Record a failed operation: open the circuit. Returns the error to raise.
+
+        ``problem`` is logged, but the same problem at most once a minute: a medium that answers probes but
+        fails under load would fill the log."""
         if problem is not None:
             self._log(str(problem))
         self._open()
@@ -100,15 +102,15 @@ class Circuit(Health):
         return TierUnavailableError(f"{self._name}: {problem}")
 
     def restarted(self) -> None:
-        """The medium was found restarted: what it held may be lost."""
+        """Record that the medium was restarted: stored objects may be lost."""
         with self._lock:
             self._num_outages += 1
 
     def probe(self) -> bool:
-        """Ask the medium now, and close the circuit if it answers."""
+        """Probe the medium now, and close the circuit if the probe succeeds."""
         try:
             self._probe()
-        except Exception as error:  # whatever it is: nobody but the probe asks again
+        except Exception as error:  # any error: only this thread probes again
             if isinstance(error, (OSError, TierError)):
                 logger.debug("%s is still unavailable: %s", self._name, error)
             else:
@@ -121,7 +123,7 @@ class Circuit(Health):
         return True
 
     def end(self, timeout_seconds: float | None = None) -> None:
-        """End the probes, for good, and wait for one that is under way. The circuit opens no more."""
+        """Stop probing for good, and wait for a running probe. The circuit never opens again."""
         self._ended.set()
         with self._lock:
             prober, self._next_probe = self._prober, None
@@ -139,7 +141,7 @@ class Circuit(Health):
                 try:
                     prober.start()
                     self._prober = prober
-                except RuntimeError:  # there can't be another thread: the next operation is the probe
+                except RuntimeError:  # no thread can be started: the next operation is the probe
                     self._next_probe = None
 
     def _close(self) -> None:
@@ -161,8 +163,8 @@ class Circuit(Health):
                     return
 
     def _log(self, problem: str, bug: Exception | None = None) -> None:
-        said, when = self._logged
-        if problem == said and self._clock() < when + _QUIET_SECONDS:
+        problem_before, logged_at = self._logged
+        if problem == problem_before and self._clock() < logged_at + _QUIET_SECONDS:
             logger.debug("%s: %s", self._name, problem)
         else:
             self._logged, self._is_recovery_due = (problem, self._clock()), True
@@ -171,7 +173,7 @@ class Circuit(Health):
 
 
 class JointHealth(Health):
-    """The circuits of several servers, seen as one: open only if all of them are. They decide."""
+    """Combined health of several servers: open only if all their circuits are open."""
 
     def __init__(self, circuits: Callable[[], Iterable[Circuit]]) -> None:
         super().__init__()
@@ -179,15 +181,15 @@ class JointHealth(Health):
 
     @property
     def is_open(self) -> bool:
-        """Is there no server to be asked?"""
+        """Are all circuits open?"""
         return all(circuit.is_open for circuit in self._circuits())
 
     @property
     def num_outages(self) -> int:
-        """See Health; of any of them."""
+        """Sum over all servers; see Health."""
         return sum(circuit.num_outages for circuit in self._circuits())
 
     @property
     def problem(self) -> str:
-        """See Health; of the first that says it."""
+        """Problem of the first server that has one; see Health."""
         return next((circuit.problem for circuit in self._circuits() if circuit.problem), "")

@@ -1,19 +1,19 @@
-"""What the storage core can raise. A miss is a value, never one of these.
+"""Errors of the storage core. A miss is a value, never an error.
 
 ::
 
     TierError
     ├── ArenaError              the arena can't be made, grown or adopted
-    ├── StaleSlotError          a slot was named by somebody who does not hold it: nothing was changed
+    ├── StaleSlotError          the caller does not hold a slot that it named; nothing was changed
     ├── TierUnavailableError    a lower tier did not answer, or its circuit is open
-    ├── DiskError               the directory can't be used for a disk tier
+    ├── DiskError               the directory is unusable for a disk tier
     │   └── DirectoryInUseError
-    ├── HeaderError             bytes that are no header of this version
-    ├── InvalidObjectError      what is stored is not what its name says
+    ├── HeaderError             bytes that are not a header of this version
+    ├── InvalidObjectError      a stored object that does not match its name
     └── ServerError             an error reply of a Redis server
 
-A caller that only wants to go on without a tier catches ``TierUnavailableError``; ``InvalidObjectError`` and
-``ServerError`` never leave the tier that counts them.
+A caller that can continue without a tier catches ``TierUnavailableError``. ``InvalidObjectError`` and
+``ServerError`` never leave the tier, which counts them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ _MAX_MESSAGE = 200
 
 
 class TierError(Exception):
-    """Base of all errors of the tiers; a miss is a value, never an exception."""
+    """Base class of all errors of the tiers."""
 
 
 class ArenaError(TierError):
-    """The arena can't be made, grown or adopted: the message says how much is needed, and where."""
+    """The arena can't be created, grown or adopted. The message says how much memory is needed, and where."""
 
 
 class StaleSlotError(TierError):
-    """A slot was named by a generation that is over, or by somebody who does not hold it. Nothing was
-    changed."""
+    """The caller named a slot of an old generation, or a slot that it does not hold. Nothing was changed."""
 
 
 class TierUnavailableError(TierError):
@@ -42,15 +41,15 @@ class TierUnavailableError(TierError):
 
 
 class DiskError(TierError):
-    """The directory can't be used for a disk tier: the message says why, and what to do."""
+    """The directory is unusable for a disk tier. The message says why, and what to do."""
 
 
 class DirectoryInUseError(DiskError):
-    """Somebody else has the directory."""
+    """Another process uses the directory."""
 
 
 class InvalidObjectError(TierError):
-    """What is stored under a name is not what the name says; the message is the reason, as it is counted."""
+    """A stored object does not match its name. The message is the reason under which it is counted."""
 
 
 class HeaderError(TierError):
@@ -58,8 +57,11 @@ class HeaderError(TierError):
 
 
 class ServerError(TierError):
-    """An error reply; ``code`` is its first word (``LOADING``, ``OOM``, ...), or ``ERR`` where that is none.
-    What it repeats of the command is cut off: that may be anything, and the message goes to the log."""
+    """An error reply of a Redis server. ``code`` is its first word (``LOADING``, ``OOM``, ...), or ``ERR`` if
+    that word is not a code.
+
+    The message goes to the log. The part that repeats arguments of the command is cut off: it may hold a
+    secret."""
 
     def __init__(self, message: str) -> None:
         message = message.partition(", with args beginning with")[0]

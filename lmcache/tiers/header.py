@@ -1,7 +1,11 @@
 """The header in front of every stored payload, and the checksum of payloads.
 
-A payload is the engine's bytes, untouched. What stands in front says what they are; whoever reads them trusts
-nothing else: not the name of the object, not its length, not that it was written by this version.
+A payload is the engine's bytes, unchanged: one rank's KV of one chunk. Header and payload together are one
+object of a lower tier: a file on disk, or a value in Redis. A reader trusts only the header and its checksum.
+It does not trust the object's name or length, or the version that wrote the object.
+
+The checksum covers **parts** of 4 MiB. These parts exist only in the computation: every object has one header
+and one payload.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ MAX_LABEL_BYTES = 512
 
 _FIELDS = struct.Struct("<8sII64sIIQQ16sH512s62x")
 _ONE_PART = 0, 1
-"""Part number and number of parts. Earlier releases split payloads into parts with a header each."""
-_OWN_CHECKSUM = struct.Struct("<Q")
-HEADER_BYTES = _FIELDS.size + _OWN_CHECKSUM.size
+"""Constant fields: piece 0 of 1. Earlier releases split a payload into several pieces, each with a header."""
+_HEADER_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _HEADER_CHECKSUM.size
 """Length of a header: 704, a multiple of a cache line."""
 
 PART_BYTES = 4 << 20
-"""Length of the parts in which payloads are checksummed. At 10-30 GB/s a part takes well
-under 1 ms, should a build of xxhash hold the GIL."""
+"""Length of the parts in which payloads are checksummed. At 10-30 GB/s a part takes well under 1 ms. A build
+of xxhash that does not release the GIL therefore stops other threads only for that time."""
 
 _DIGEST_BYTES = 16
 _SEALED = struct.Struct("<64sIQ")
@@ -38,19 +42,22 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Header:
-    """What one stored payload is."""
+    """Description of one stored payload."""
 
     key: RowKey
     column: int
+    """Number of the rank whose KV the payload is. Ranks with the same KV share a column."""
     total_bytes: int
+    """Length of the payload."""
     checksum: bytes
-    """``checksum`` of the payload."""
+    """Result of ``checksum`` for the payload."""
 
     label: bytes = b""
-    """Opaque; for people and for the library."""
+    """Bytes that say what the object holds: the sidecar writes the model's name, and the library writes the
+    key. ``parse`` does not interpret them."""
 
     def pack(self) -> bytes:
-        """Return HEADER_BYTES bytes; raises ValueError for fields that ``parse`` would refuse."""
+        """Return the header, HEADER_BYTES bytes. Raises ValueError for fields that ``parse`` would refuse."""
         problem = self._problem()
         if problem:
             raise ValueError(problem)
@@ -61,12 +68,12 @@ class Header:
             self.key,
             *_ONE_PART,
             self.total_bytes,
-            self.total_bytes,
+            self.total_bytes,  # twice, because the only piece is the whole payload
             self.checksum,
             len(self.label),
             self.label,
         )
-        return fields + _OWN_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+        return fields + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
     def _problem(self) -> str:
         if len(self.key) != 2 * KEY_BYTES or len(self.checksum) != 16:
@@ -77,72 +84,76 @@ class Header:
 
 
 def parse(buffer: Buffer) -> Header:
-    """Read a header; raises HeaderError on anything but exactly what ``pack`` makes."""
+    """Parse a header. Raises HeaderError unless the bytes are exactly what ``pack`` returns."""
     raw = bytes(buffer[: HEADER_BYTES + 1])
     if len(raw) != HEADER_BYTES:
         raise HeaderError(f"header has {len(buffer)} bytes, not {HEADER_BYTES}")
     magic, version, column, key, *_, total, checksum, label_bytes, label = _FIELDS.unpack_from(raw)
     if magic != MAGIC:
-        raise HeaderError("wrong magic: not ours")
+        raise HeaderError("wrong magic number: not an object of LMCache")
     if version != VERSION:
         raise HeaderError(f"version {version}, not {VERSION}")
-    if _OWN_CHECKSUM.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
-        raise HeaderError("header checksum does not fit")
+    if _HEADER_CHECKSUM.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
+        raise HeaderError("the header's checksum does not match")
     header = Header(key, column, total, checksum, label[:label_bytes])
     problem = header._problem()
     if problem or label_bytes > MAX_LABEL_BYTES:
         raise HeaderError(problem or "label is too long")
     if header.pack() != raw:
-        raise HeaderError("a field that is always the same is not")
+        raise HeaderError("a constant field has another value")
     return header
 
 
 def checksum(buffer: Buffer) -> bytes:
-    """Of a payload: xxh3-128 of it if it is one part, else of the digests of its parts."""
+    """Return the checksum of a payload: its xxh3-128, or that of its digests if it has several parts."""
     return combined(digests(buffer))
 
 
 class Digests:
-    """The digests of a payload that arrives in pieces of any length."""
+    """Digests of a payload that arrives in pieces of any length."""
 
     def __init__(self) -> None:
         self._done = bytearray()
-        self._current = xxhash.xxh3_128()  # unlike the function for all at once, it lets other threads run
-        self._room = PART_BYTES
+        self._current = xxhash.xxh3_128()  # unlike the one-shot function, it releases the GIL
+        self._part_left = PART_BYTES
 
     def update(self, buffer: Buffer) -> None:
-        """Take the next bytes."""
+        """Add the next bytes of the payload."""
         view = memoryview(buffer)
-        while len(view) > self._room:
-            self._current.update(view[: self._room])
-            view = view[self._room :]
+        while len(view) > self._part_left:
+            self._current.update(view[: self._part_left])
+            view = view[self._part_left :]
             self._done += self._current.digest()
             self._current.reset()
-            self._room = PART_BYTES
+            self._part_left = PART_BYTES
         self._current.update(view)
-        self._room -= len(view)
+        self._part_left -= len(view)
 
     def digests(self) -> bytes:
-        """Return ``digests`` of all bytes so far."""
+        """Return the digests of all bytes so far."""
         return bytes(self._done) + self._current.digest()
 
 
 def digests(buffer: Buffer) -> bytes:
-    """xxh3-128 of each part of a payload, one after the other: with them it is written anywhere without being
-    read for a checksum again."""
+    """Return the xxh3-128 of each part of a payload, concatenated.
+
+    With the digests, the payload can be written to any tier without another pass for its checksum."""
     whole = Digests()
     whole.update(buffer)
     return whole.digests()
 
 
 def combined(part_digests: bytes) -> bytes:
-    """The checksum of a payload with these digests."""
+    """Return the checksum of a payload with these digests."""
     return part_digests if len(part_digests) == _DIGEST_BYTES else _digest(part_digests)
 
 
 def slot_checksum(key: RowKey, column: int, length: int, part_digests: bytes) -> bytes:
-    """What stands in the slot table: it fits this payload under this key, column and length only, since an
-    engine that writes where it must not may have mixed up the table's fields as well."""
+    """Return a checksum of the payload together with its key, column and length.
+
+    It is stored in the slot table of the arena, the file that holds the memory tier. A faulty engine may
+    overwrite this table. If that engine exchanged two entries, the checksum of the payload alone would still
+    match."""
     return _digest(_SEALED.pack(key, column, length) + part_digests)
 
 

@@ -1,12 +1,12 @@
-"""Which row goes when a row is needed. Pure: it knows numbers of rows, not memory.
+"""Eviction order: which row to evict next. Pure: it handles row numbers, not memory.
 
-A policy holds the visible rows that nobody has leased: a leased row is removed from it and comes back when
-its last lease ends, so that finding a victim never means skipping many rows in use. (The few that are being
-written through stay.)
+A policy holds the visible rows without a lease. A leased row leaves it, and returns when its last lease ends.
+Finding a victim therefore never means skipping many rows in use. Rows that are being written through stay in
+the policy; they are few.
 
-**Tails before heads.** A chunk is of no use without all chunks before it, and the chunks of a long prompt are
-stored over many steps of the engine. So rows are held in groups, one per request: what goes first is the last
-row of the group that was used least recently.
+**Tails before heads.** A chunk is useless without all chunks before it, and the engine stores the chunks of a
+long prompt over many steps. The policy therefore keeps rows in groups, one per request. The first victim is
+the last row of the least recently used group.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Protocol
 
 from lmcache.tiers.pages import zeros
 
-_MAX_GROUPS = 2048  # that are remembered by name: requests that are under way at the same time
+_MAX_GROUPS = 2048  # groups remembered by name: concurrent requests
 
 
 class Links(Protocol):
-    """Numbers by number."""
+    """Row numbers by row number."""
 
-    def __getitem__(self, at: int, /) -> int: ...
-    def __setitem__(self, at: int, number: int, /) -> None: ...
+    def __getitem__(self, row: int, /) -> int: ...
+    def __setitem__(self, row: int, number: int, /) -> None: ...
 
 
 class _Group:
-    """A piece of the list: from its oldest row, the deepest, to its newest, the head."""
+    """A section of the list, from its oldest row (the deepest) to its newest row (the head)."""
 
     __slots__ = ("name", "newest", "oldest")
 
@@ -38,26 +38,25 @@ class _Group:
 
 
 class LRU:
-    """The group used least recently first, and of it the deepest row; all operations O(1) per row.
+    """Least recently used groups first, and within a group the deepest row. All operations are O(1) per row.
 
-    One doubly linked list of all rows, the next victim first; a group is a piece of it, and moves as a whole.
-    Which piece belongs to whom is remembered of the last 2048 groups. A row costs 8 bytes, and only if it was
-    ever held.
+    One doubly linked list holds all rows, the next victim first. A group is a section of it that moves as a
+    whole. The policy remembers the sections of the latest 2048 groups. A row takes 8 bytes, once it was held.
 
-    A row is in one group: that of its last use; ``None`` is a group that nobody names again.
+    A row is in one group: the group of its last use. ``None`` is a new group that no later call can name.
     """
 
     def __init__(self, num_rows: int, older: Links | None = None, newer: Links | None = None) -> None:
-        """``older`` and ``newer``: where numbers up to ``num_rows`` are kept, 0 at first."""
-        # Rows are shifted by one: 0 is the end of the list, and zeros are what untouched memory holds.
+        """``older`` and ``newer``: storage for the links of rows up to ``num_rows``, initially 0."""
+        # Rows are shifted by one, so that 0 is the end of the list: untouched memory holds zeros.
         self._older = zeros(num_rows + 1, "I") if older is None else older
         self._newer = zeros(num_rows + 1, "I") if newer is None else newer
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
-        self._ends: dict[int, _Group] = {}  # by their oldest and newest rows
+        self._ends: dict[int, _Group] = {}  # groups by their oldest and newest rows
 
     def admit(self, row: int, group: Hashable) -> None:
-        """The row was stored: put it before the group's oldest, since it is deeper in the chain than all that
-        the group has, and make the group the newest."""
+        """Add a row that was stored. The row becomes the oldest of its group, because it is deeper in the
+        chain than the group's other rows. The group becomes the newest."""
         self.remove(row)
         row += 1
         known = self._recall(group)
@@ -69,8 +68,8 @@ class LRU:
             self._set_ends(known, row, known.newest)
 
     def touch(self, rows: Sequence[int], group: Hashable) -> None:
-        """The rows, head first, were used and may be evicted: put them in front of the group, and make it the
-        newest."""
+        """Add used rows, head first. They become the newest rows of the group, and the group becomes
+        the newest."""
         if not rows:
             return
         rows = list(dict.fromkeys(rows))
@@ -89,7 +88,7 @@ class LRU:
             self._set_ends(known, known.oldest, rows[0] + 1)
 
     def remove(self, *rows: int) -> None:
-        """The rows are in use, or gone; ignored when not held."""
+        """Remove rows that are in use, or were freed. Rows that the policy does not hold are ignored."""
         older_of, newer_of, ends = self._older, self._newer, self._ends
         for number in rows:
             row = number + 1
@@ -111,9 +110,10 @@ class LRU:
                 ends[older] = group
 
     def victims(self, sparing: Hashable = None) -> Iterator[int]:
-        """Yield the oldest group's rows, the last one first, then the next group's, but for those of the
-        group ``sparing``: a chunk that takes the place of one before it in its chain is of no use. Ends with
-        the first change."""
+        """Yield rows in eviction order: the oldest group first, and of each group the deepest row first.
+
+        Skips the group ``sparing``: a chunk that replaces an earlier chunk of its own chain is useless. The
+        iterator is valid until the next change."""
         spared = self._groups.get(sparing)
         row = self._newer[0]
         while row:
@@ -129,7 +129,7 @@ class LRU:
         self._newer[older] = self._older[newer] = row
 
     def _recall(self, name: Hashable) -> _Group | None:
-        """Find a group, and make it the newest."""
+        """Return a group, and make it the newest."""
         group = self._groups.get(name)
         if group is None:
             return None

@@ -1,8 +1,7 @@
-"""What the tiers count: plain numbers that only rise, since the start of the process.
+"""Counters of the tiers: plain numbers that only rise from the start of the process.
 
-Each is declared once, by ``counter`` or ``counters``: its field's name, and what it means in words of users.
-Whoever shows them (``/stats``, ``/metrics``, the guide's table) walks the fields; whoever counts writes
-``stats.hits += 1``.
+Each counter is declared once, by ``counter`` or ``counters``, with a description for users. ``/stats``,
+``/metrics`` and docs/reference/stats.md are made from the fields. Code counts with ``stats.hits += 1``.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmcache.recent import Recent
+from lmcache.common.recent import Recent
 
-_MAX_COUNTED = 4096  # chains that are remembered
+_MAX_CHAINS = 4096  # chains whose counted keys are remembered
+_MAX_INVALID = 1024  # rows whose invalid objects are remembered
 _MAX_REASONS = 32
 
 
@@ -25,34 +25,34 @@ def counter(about: str) -> Any:
 
 
 def counters(label: str, about: str) -> Any:
-    """Declare one such number for each value of ``label``."""
+    """Declare one number that only rises for each value of ``label``."""
     return field(default_factory=Counter, metadata={"about": about, "label": label})
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
-    """Count by a reason that somebody else named: from a certain number on, new ones are ``other``."""
+    """Count by a reason from outside. After a number of different reasons, new ones count as ``other``."""
     is_few = reason in counts or len(counts) < _MAX_REASONS
     counts[reason if is_few else "other"] += 1
 
 
 @dataclass(slots=True)
 class TenantUse:
-    """What a tenant has in memory."""
+    """Rows and bytes of one tenant in memory."""
 
     name: bytes
     num_rows: int = 0
     num_bytes: int = 0
-    """Of slots."""
+    """Bytes of the slots of these rows."""
 
 
 class Tenants:
-    """Rows and bytes in use by tenant; who has no name is one of them."""
+    """Rows and bytes in use, by tenant. Requests without a salt belong to the tenant with an empty name."""
 
     def __init__(self) -> None:
         self._uses = {b"": TenantUse(b"")}
 
     def enter(self, name: bytes, num_bytes: int) -> TenantUse:
-        """Count a row; return what counts it, to be given to ``leave``."""
+        """Count a row. Returns its tenant's use, which the caller must pass to ``leave``."""
         use = self._uses.get(name)
         if use is None:
             use = self._uses[name] = TenantUse(name)
@@ -61,55 +61,55 @@ class Tenants:
         return use
 
     def leave(self, use: TenantUse, num_bytes: int) -> None:
-        """A row is gone."""
+        """Count a row out that left memory."""
         use.num_rows -= 1
         use.num_bytes -= num_bytes
         if use.name and not use.num_rows:
             del self._uses[use.name]
 
     def num_bytes(self, name: bytes) -> int:
-        """What the tenant has."""
+        """Return the bytes that a tenant has in memory."""
         use = self._uses.get(name)
         return use.num_bytes if use else 0
 
     def largest(self, limit: int = 32) -> tuple[list[TenantUse], TenantUse]:
-        """Return what the largest tenants use, the largest first, and what all others use together."""
+        """Return the uses of the largest tenants, the largest first, and the total of all other tenants."""
         uses = sorted(self._uses.values(), key=lambda use: use.num_bytes, reverse=True)
-        others = TenantUse(b"other")
+        remaining = TenantUse(b"other")
         for use in uses[limit:]:
-            others.num_rows += use.num_rows
-            others.num_bytes += use.num_bytes
-        return [replace(use) for use in uses[:limit] if use.num_rows], others
+            remaining.num_rows += use.num_rows
+            remaining.num_bytes += use.num_bytes
+        return [replace(use) for use in uses[:limit] if use.num_rows], remaining
 
 
 class Removal(enum.Enum):
-    """Why an object left a tier; a label of the removal counters."""
+    """Reason why an object left a tier; a label of the removal counters."""
 
     EVICTED = "evicted"  # capacity: the policy chose it
-    QUOTA = "quota"  # its tenant needed the room, and had his share
-    INVALID = "invalid"  # checksum, length, version or key did not fit
+    QUOTA = "quota"  # its tenant stored another row and had used up its quota
+    INVALID = "invalid"  # wrong checksum, length, version or key
 
 
 @dataclass
 class MemoryStats:
-    """Of rows. A key counts once per request, by the first answer about it."""
+    """Counters of rows. A key counts once per request, by the first lookup of it."""
 
     hits: int = counter(
-        "Rows, or chunks of several KV groups, that lookups found in memory, the engine's own included"
+        "Rows (with several KV groups: chunks) that lookups found in memory or in the engine's own cache"
     )
-    misses: int = counter("Rows that lookups did not find there, whatever was brought afterwards")
+    misses: int = counter("Rows that lookups did not find in memory, even if they were promoted afterwards")
     refused: int = counter("Reservations refused because no row could be freed")
     removed: Counter[Removal] = counters(
-        "reason", "Rows that left memory: evicted, evicted for their tenant's quota, or not valid any more"
+        "reason", "Rows that left memory: evicted, evicted for their tenant's quota, or invalid"
     )
-    verified: int = counter("Rows from before a restart that were found intact")
+    verified: int = counter("Rows from before a restart whose checksum was correct at their first use")
     tenants: Tenants = field(default_factory=Tenants)
-    """Who have rows now."""
-    _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_COUNTED))
-    """Keys that were asked for, by chain."""
+    """Tenants that have rows in memory now."""
+    _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_CHAINS))
+    """Number of keys that were counted already, by chain."""
 
     def count_lookup(self, request: Hashable, keys: Sequence[bytes], num_resident: int) -> None:
-        """Engines ask again and again while rows are coming: only keys they did not ask for before count."""
+        """Count a lookup. Engines repeat lookups while rows are promoted: only new keys of a chain count."""
         chain = (request, *keys[:1])
         num_counted = self._counted.get(chain, 0)
         self.hits += max(0, num_resident - num_counted)
@@ -118,39 +118,48 @@ class MemoryStats:
 
 
 class WriteSkipped(enum.Enum):
-    """Why a row is not (yet) in a lower tier; a label of the write counters."""
+    """Reason why a row is not (yet) in a lower tier; a label of the write counters."""
 
-    REFUSED = "refused"  # by the tier: it is full, say; it is asked again later
+    REFUSED = "refused"  # by the tier, for example a full one; tried again later
     DROPPED = "dropped"  # the queue was full, or the arena got another format
     EVICTED = "evicted"  # left the memory tier before its turn
-    FAILED = "failed"  # an error that the log tells of
-    INVALIDATED = "invalidated"  # somebody wrote over it in memory, where it is gone now
+    FAILED = "failed"  # an error; the log has the details
+    INVALIDATED = "invalidated"  # overwritten in memory, and removed there
 
 
 @dataclass
 class TieredStats:
-    """What went between memory and one lower tier, in rows."""
+    """Counters of the traffic between memory and one lower tier, in rows."""
 
-    written: int = counter("Rows written through to the tier, or found there")
-    writes_skipped: Counter[WriteSkipped] = counters("reason", "Rows that were not written (yet): why")
-    promoted: int = counter("Rows brought from the tier into memory")
-    promotions_failed: int = counter(
-        "Rows that were not brought: gone, not valid, no room, or the tier became unavailable"
-    )
+    written: int = counter("Rows written through to the tier, or already present in it")
+    writes_skipped: Counter[WriteSkipped] = counters("reason", "Rows that were not written (yet)")
+    promoted: int = counter("Rows loaded from the tier into memory")
+    promotions_failed: int = counter("Rows not promoted: missing, invalid, memory full, or tier unavailable")
     skipped_slower_than_recompute: int = counter(
-        "Rows left in the tier, since computing them was estimated to be faster"
+        "Rows not promoted, because computing them was estimated to be faster"
     )
 
 
 @dataclass
 class ObjectStats:
-    """Of objects (one column of one row) in one lower tier."""
+    """Counters of objects (one column of one row) in one lower tier."""
 
-    hits: int = counter("Objects (one column of a row) that were loaded and valid")
-    misses: int = counter("Objects that were asked for and not there")
+    hits: int = counter("Objects (one column of a row) that were loaded intact")
+    misses: int = counter("Objects that were requested, but not in the tier")
     stored: int = counter("Objects written")
-    touched: int = counter("Objects that were there already, and count as recently used again")
-    refused: Counter[str] = counters("reason", "Objects that the tier did not take, by the error")
-    invalid: Counter[str] = counters("reason", "Objects that were not valid, by what did not fit")
+    touched: int = counter("Objects already in the tier that were marked as recently used")
+    refused: Counter[str] = counters("reason", "Objects that the tier refused, by error")
+    invalid: Counter[str] = counters("reason", "Objects that were damaged or of another format, by cause")
     failures: int = counter("Operations that found the tier unavailable")
-    evicted: int = counter("Objects removed to make room; of servers, values, whoever had stored them")
+    evicted: int = counter("Objects evicted for capacity; for servers, all evicted values, of any client")
+    _invalid_rows: Recent[bytes, None] = field(default_factory=lambda: Recent(_MAX_INVALID))
+    """Rows with objects that were found invalid recently."""
+
+    def note_invalid(self, row_key: bytes, reason: str) -> None:
+        """Count an invalid object of a row."""
+        count_reason(self.invalid, reason)
+        self._invalid_rows[row_key] = None
+
+    def take_invalid(self, row_key: bytes) -> bool:
+        """Was an object of this row found invalid since the last call?"""
+        return self._invalid_rows.pop(row_key, self) is None

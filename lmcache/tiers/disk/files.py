@@ -1,17 +1,18 @@
-"""Objects as files of one directory, which belongs to one process at a time.
+"""Objects as files in one directory, which one process uses at a time.
 
-``<namespace>/<first two digits of the key>/<key>.<column>``, in hex but for the column: names are computed,
-so an object is found without any index. A file is a page with the header, then the payload, filled up with
-zeros to whole pages. It is written under a name that ends in ``.tmp`` and gets its own when it is whole.
+The path is ``<namespace>/<first two digits of the key>/<key>.<column>``, in hexadecimal except for the
+column. Paths are computed, so an object is found without an index. A file has one page with the header, then
+the payload, padded with zeros to whole pages. It is written under a name that ends in ``.tmp``, and renamed
+when it is complete.
 
-**O_DIRECT** where the volume has it and the caller's memory is aligned (slots of an arena are). On a virtual
-SSD it writes objects of 4 and 32 MiB at 2.2-3.5 GB/s, steadily, the page cache at 0.4-2.2 GB/s; what is not
-in the page cache is read as fast. And what would be there is a second copy of what the memory tier holds.
-Other memory goes through the page cache; the files are the same.
+**O_DIRECT** is used if the volume supports it and the caller's memory is aligned (slots of an arena are). On
+a virtual SSD, it writes objects of 4 and 32 MiB at a steady 2.2-3.5 GB/s, the page cache at 0.4-2.2 GB/s.
+Reads are as fast, except for data in the page cache. Such data would be a second copy of the memory tier's
+data. Other memory goes through the page cache. The files are the same.
 
-All paths are relative to the directory's descriptor: when its volume is unmounted, nothing is written to what
-lies below. A directory that was made again in its place is taken by ``reopen``. A file that does not fit
-raises InvalidObjectError; errors of the operating system pass.
+All paths are relative to the directory's descriptor. When its volume is unmounted, nothing is written below
+the mount point. ``reopen`` switches to a directory that was created again in its place. An invalid file
+raises InvalidObjectError. Errors of the operating system propagate.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lmcache.common.units import round_up
 from lmcache.tiers.base import Loaded, ObjectId, split_row_key
 from lmcache.tiers.errors import DirectoryInUseError, HeaderError, InvalidObjectError
 from lmcache.tiers.header import HEADER_BYTES, Header, combined, digests, parse
 from lmcache.tiers.pages import PAGE_BYTES, blank_pages
-from lmcache.units import round_up
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers of a volume, or a quota, that has no room."""
+"""Error numbers of a full volume or quota."""
 
 _FOLDER = re.compile(r"[0-9a-f]{64}|[0-9a-f]{2}")
 _FILE = re.compile(r"\./([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})(\.[0-9]+\.tmp)?")
-_CHECK_ID = ObjectId(b"\xff" * 64, 0xFFFF_FFFF)  # of a column that no object has
+_CHECK_ID = ObjectId(b"\xff" * 64, 0xFFFF_FFFF)  # a column number that no object has
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EINVAL})
 
 
 def path_of(object_id: ObjectId) -> str:
-    """Where an object lies in the directory."""
+    """Return the path of an object in the directory."""
     namespace, chunk_key = split_row_key(object_id.row_key)
     text = chunk_key.hex()
     return f"{namespace.hex()}/{text[:2]}/{text}.{object_id.column}"
 
 
 class Directory:
-    """Thread-safe. Raises DirectoryInUseError when another process has the directory."""
+    """The directory of a disk tier. Thread-safe. Raises DirectoryInUseError if another process uses it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -62,21 +63,21 @@ class Directory:
             self._root = self._open_root(0)
         except BlockingIOError:
             raise DirectoryInUseError(
-                f"{path} is in use by another process: give each process a directory of its own"
+                f"{path} is in use by another process: give each process its own directory"
             ) from None
 
     def reopen(self, least_bytes: int) -> bool:
-        """Use the directory that has the path now: the old one was removed, or its volume mounted again.
+        """Switch to the directory that is at the path now, after a new mount or a new directory there.
 
-        False: it is the same, or lies on what is below the volume. Raises OSError, changing nothing, also
-        when the volume has not ``least_bytes``.
+        Returns False if it is the same directory, or if the volume is not mounted. Raises OSError, changing
+        nothing, for example if the volume is smaller than ``least_bytes``.
         """
         present, known = os.stat(self.path), os.fstat(self._root)
         is_same = (present.st_dev, present.st_ino) == (known.st_dev, known.st_ino)
         if is_same or _mount_point(self.path) != self._mount_point:
             return False
         root = self._open_root(least_bytes)
-        os.dup2(root, self._root, inheritable=False)  # at once: other threads name files by this descriptor
+        os.dup2(root, self._root, inheritable=False)  # atomic: threads open files relative to it
         os.close(root)
         return True
 
@@ -92,23 +93,23 @@ class Directory:
             raise
         self.volume_bytes = volume.f_blocks * volume.f_frsize
         self._block_bytes = max(PAGE_BYTES, volume.f_frsize)
-        self._direct = os.O_DIRECT  # 0: the volume has none
+        self._direct = os.O_DIRECT  # 0: the volume does not support it
         return root
 
     def close(self) -> None:
-        """Let another process have the directory. What a thread that hung still does here fails."""
-        root, self._root = self._root, -1  # its number may be another file's from now on
+        """Release the directory for other processes. Later operations of a stuck thread fail."""
+        root, self._root = self._root, -1  # the kernel may reuse the descriptor's number
         os.close(root)
 
     def check(self) -> None:
-        """Write a page, read it and delete it; raise OSError if that fails. A full volume is healthy."""
+        """Write a page, read it and delete it. Raises OSError on failure. A full volume is healthy."""
         page = blank_pages(1)
         try:
             self.publish(self.write(_CHECK_ID, page, b""), _CHECK_ID)
             self.read(_CHECK_ID, page)
             self.remove(_CHECK_ID)
         except InvalidObjectError as invalid:
-            raise OSError(errno.EIO, f"what was read is not what was written: {invalid}") from None
+            raise OSError(errno.EIO, f"the test page was not read as written: {invalid}") from None
         except OSError as error:
             if error.errno == errno.EINVAL and self._direct:
                 self._direct = 0
@@ -117,11 +118,11 @@ class Directory:
                 raise
 
     def taken_bytes(self, file_bytes: int) -> int:
-        """Bytes of the volume that a file takes."""
+        """Return the bytes of the volume that a file takes."""
         return round_up(max(1, file_bytes), self._block_bytes)
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Is there a file of this object?"""
+        """Does a file of this object exist?"""
         try:
             status = os.stat(path_of(object_id), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:
@@ -129,9 +130,10 @@ class Directory:
         return stat.S_ISREG(status.st_mode)
 
     def read(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
-        """Read an object and verify it; one whose payload has not ``length`` bytes is not valid. None: there
-        is none."""
-        # A pipe of this name must not make us wait, nor a link lead us elsewhere.
+        """Read and verify an object. Returns None if there is none.
+
+        An object whose payload does not have ``length`` bytes is invalid."""
+        # Do not wait for a pipe of this name, and do not follow a link.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._direct_flag(into)
         try:
             fd = os.open(path_of(object_id), flags, dir_fd=self._root)
@@ -147,7 +149,7 @@ class Directory:
             os.close(fd)
 
     def write(self, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes = b"") -> str:
-        """Write an object under a temporary name, and return that."""
+        """Write an object under a temporary name, and return that name."""
         temporary = f"{path_of(object_id)}.{threading.get_ident()}.tmp"
         length = len(payload)
         checksum = combined(part_digests or digests(payload))
@@ -160,8 +162,8 @@ class Directory:
         try:
             written = os.pwritev(fd, [pages[:PAGE_BYTES], payload[:whole], pages[PAGE_BYTES:]], 0)
             if written != len(pages) + whole:
-                raise OSError(errno.ENOSPC, "no room for all of it")
-            os.utime(fd, ns=_now())  # the kernel's own clock has ticks that are longer than a small write
+                raise OSError(errno.ENOSPC, "no space for the whole file")
+            os.utime(fd, ns=_now())  # a tick of the kernel's clock is longer than a small write
         except BaseException:
             self._delete(temporary)
             raise
@@ -170,7 +172,7 @@ class Directory:
         return temporary
 
     def publish(self, temporary: str, object_id: ObjectId) -> None:
-        """Give a written object its name."""
+        """Rename a written object to its final name."""
         try:
             os.rename(temporary, path_of(object_id), src_dir_fd=self._root, dst_dir_fd=self._root)
         except BaseException:
@@ -178,7 +180,7 @@ class Directory:
             raise
 
     def refresh(self, object_id: ObjectId) -> bool:
-        """Note that an object was used. False: there is none."""
+        """Set an object's time of use. False: there is none."""
         try:
             os.utime(path_of(object_id), ns=_now(), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:
@@ -194,9 +196,9 @@ class Directory:
         return True
 
     def scan(self) -> Iterator[tuple[ObjectId, int, int]]:
-        """Yield what is there, in no order: id, bytes that it takes, nanoseconds of its last use.
+        """Yield all objects, in no order: id, bytes of the volume, time of last use in nanoseconds.
 
-        Delete temporaries: who wrote them has died, if nothing is written meanwhile. No file is opened.
+        Deletes temporary files, which a crashed process left; no thread may be writing. Opens no file.
         """
         for path, folders, files, folder in os.fwalk(".", dir_fd=self._root, onerror=_raise_if_unhealthy):
             folders[:] = filter(_FOLDER.fullmatch, folders)
@@ -226,7 +228,7 @@ class Directory:
             return os.open(path, flags, 0o600, dir_fd=self._root)
 
     def _delete(self, path: str) -> None:
-        with contextlib.suppress(OSError):  # tried again at the next start
+        with contextlib.suppress(OSError):  # the next scan tries again
             os.unlink(path, dir_fd=self._root)
 
     def _direct_flag(self, memory: memoryview) -> int:
@@ -239,7 +241,7 @@ def _read(fd: int, object_id: ObjectId, into: memoryview, expected: int | None) 
     if not stat.S_ISREG(status.st_mode):
         raise InvalidObjectError("type")
     stored = status.st_size - PAGE_BYTES
-    whole = max(0, stored - PAGE_BYTES)  # the last page may be longer than the payload, and than its place
+    whole = max(0, stored - PAGE_BYTES)  # the last page may not fit into ``into``
     if stored < 0 or stored % PAGE_BYTES or whole > len(into):
         raise InvalidObjectError("length")
     pages = blank_pages(1 + bool(stored))
@@ -257,14 +259,14 @@ def _read(fd: int, object_id: ObjectId, into: memoryview, expected: int | None) 
     if expected not in (None, length):
         raise InvalidObjectError("length")
     into[whole:length] = pages[PAGE_BYTES : PAGE_BYTES + length - whole]
-    found = digests(into[:length])
-    if combined(found) != header.checksum:
+    part_digests = digests(into[:length])
+    if combined(part_digests) != header.checksum:
         raise InvalidObjectError("checksum")
-    return Loaded(length, found)
+    return Loaded(length, part_digests)
 
 
 def _mount_point(path: str) -> str:
-    """Where the volume of a directory is mounted."""
+    """Return the mount point of a directory's volume."""
     while not os.path.ismount(path):
         path = os.path.dirname(path)
     return path

@@ -1,18 +1,18 @@
-"""The disk tier: one directory, which belongs to one process.
+"""The disk tier: objects in one directory, which one process uses.
 
-**What is kept.** A store returns when the object has its name, which it gets after its bytes are with the
-volume or in the page cache: a killed process loses nothing that was acknowledged. After a power loss the most
-recent objects may be gone: it is a cache, and to have the volume confirm each file makes stores a fifth
-slower. In no case is a wrong object served: what is read is compared with what was asked for: version, name,
-lengths, checksum. Anything else is a miss, counted by reason, and its file is deleted.
+**Durability.** A store returns when the object has its final name. Its bytes are then on the volume or in the
+page cache. A killed process therefore loses no acknowledged object. A power loss may lose the most recent
+objects. Waiting for the volume to confirm each file would make stores a fifth slower, which a cache does not
+need. A wrong object is never served: version, name, lengths and checksum are compared. A mismatch is a miss,
+counted by reason, and the file is deleted.
 
-**A start.** A thread lists all folders, which tells sizes and times without opening a file, and replays what
-it found into the index, oldest first. Until then objects are looked for by their names. A store waits up to 1
-s for the index, since what may be written is not known before, and is refused then.
+**Start.** A thread lists all folders, which returns sizes and times without opening a file. It then adds the
+objects to the index, oldest first. Until the index is complete, objects are found by their paths. A store
+waits up to 1 s for the index, because the free capacity is unknown before, and is then refused.
 
-**Outages.** Whatever goes wrong with the volume raises TierUnavailableError and opens the circuit; from then
-on operations raise at once, until a probe finds it healthy. A full volume evicts. There is no deadline for
-what the kernel never answers (a network volume whose server is gone): use a local one.
+**Outages.** A fault of the volume raises TierUnavailableError and opens the circuit. Operations then raise
+immediately until a probe succeeds. When the volume is full, the tier evicts. A system call that never returns
+(a network volume without its server) has no deadline: use a local volume.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ from lmcache.tiers.stats import ObjectStats
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARE = 0.9  # of the volume: others need some, and file systems slow down when they are nearly full
+_MAX_SHARE = 0.9  # of the volume: other users need space, and nearly full file systems are slow
 _MAX_WAIT_SECONDS = 1.0
 _NUM_NAME_LOCKS = 64
-_SLICE = 256  # objects that are replayed before other threads get their turn
+_SLICE = 256  # objects that are indexed before other threads may run
 
-# Something that is not ours has the name, or the file would be too large: the volume itself is healthy.
+# A foreign file has the name, or the file would be too large. The volume itself is healthy.
 _REFUSALS = FULL | {errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP}
 
 
 class DiskTier:
-    """Thread-safe. ``capacity_bytes`` bounds the blocks that objects take, headers included.
+    """Thread-safe. ``capacity_bytes`` limits the blocks that objects take, headers included.
 
-    Raises DiskError when the directory is in use or can't be used, or its volume is too small.
+    Raises DiskError if the directory is in use or unusable, or if its volume is too small.
     """
 
     def __init__(self, directory: str | os.PathLike[str], capacity_bytes: int) -> None:
         self.address = os.fspath(directory)
         self.stats = ObjectStats()
         self.residence_seconds = math.inf
-        """Not measured."""
+        """Infinite: this tier does not measure it."""
         self.health = Circuit(f"disk tier {os.path.abspath(directory)}", self._probe)
         self.health.subscribe(self._note)
         self.indexed = threading.Event()
         """Set when the index is complete."""
         self._capacity = capacity_bytes
         self._lock = threading.Lock()  # protects stats and the next two
-        self._index: Index | None = None  # until it is complete
-        self._removed: list[ObjectId] = []  # until then
-        self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # which file has a name
+        self._index: Index | None = None  # None until it is complete
+        self._removed: list[ObjectId] = []  # objects removed until then
+        self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # serialize changes of one path
         self._directory = _open(os.path.abspath(directory), capacity_bytes)
         self._closing = False
         self._start_scan()
@@ -79,21 +79,21 @@ class DiskTier:
         return 0 if index is None else index.num_bytes
 
     def check(self) -> None:
-        """Its directory was looked at when it was opened."""
+        """Do nothing: the directory was checked when it was opened, and the circuit probes it."""
 
     def keys(self) -> list[RowKey]:
-        """Rows of which a column is here, the next victim first; none until ``indexed``."""
+        """Return the rows with a stored column, in eviction order; none until ``indexed``."""
         with self._lock:
             ids = () if self._index is None else self._index.ids()
             return list(dict.fromkeys(object_id.row_key for object_id in ids))
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Is the object here?"""
+        """Is the object stored?"""
         with self._watching():
             return self._contains(object_id)
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        """Return how many leading rows have all their columns here."""
+        """Return how many leading rows have all their columns stored."""
         with self._watching():
             for position, key in enumerate(keys):
                 if not all(self._contains(ObjectId(key, column)) for column in range(num_columns)):
@@ -101,47 +101,49 @@ class DiskTier:
             return len(keys)
 
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it is here."""
+        """Say of each object whether it is stored."""
         with self._watching():
             return list(map(self._contains, ids))
 
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
-        """Read one object into ``into``; one whose payload has not ``length`` bytes is not valid. None: a
-        miss (contents undefined)."""
+        """Read one object into ``into``. Returns None on a miss; the contents of ``into`` are then undefined.
+
+        An object whose payload does not have ``length`` bytes is invalid."""
         with self._watching():
             return self._load(object_id, into, length)
 
     def store(
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
-        """Write one object, or mark as used what is there (``remove`` it first to replace it). False:
-        refused, the stats say why."""
+        """Write one object, or mark a stored one as used; ``remove`` it first to replace it.
+
+        Returns False if it was refused; the stats have the reason."""
         with self._watching():
             return self._store(object_id, payload, label, digests)
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
-        """Mark rows as used that were hit in a tier above. Return those that are not here, as far as is
-        known: none before ``indexed``."""
+        """Mark rows that were hit in a higher tier as used. Returns the rows that are known to be absent or
+        incomplete; none before ``indexed``."""
         ids = [ObjectId(key, column) for key in keys for column in range(num_columns)]
         with self._watching():
             with self._lock:
-                here = ids if self._index is None else self._index.touch(ids)
-            gone = {object_id for object_id in here if not self._directory.refresh(object_id)}
-            return set() if self._index is None else {i.row_key for i in gone | (set(ids) - set(here))}
+                indexed = ids if self._index is None else self._index.touch(ids)
+            missing = {object_id for object_id in indexed if not self._directory.refresh(object_id)}
+            return set() if self._index is None else {i.row_key for i in missing | (set(ids) - set(indexed))}
 
     def remove(self, object_id: ObjectId) -> bool:
-        """Delete one object. False: it was not here."""
+        """Delete one object. False: it was not stored."""
         with self._watching():
             return self._remove(object_id)
 
     def _probe(self) -> None:
-        """Write and read a page, in the directory that is there now. Raises OSError."""
+        """Write and read a page, in the directory that is at the path now. Raises OSError."""
         try:
             self._directory.check()
         except OSError:
             if not self._directory.reopen(int(self._capacity / _MAX_SHARE)):
                 raise
-            with self._lock:  # the directory was made again: what there is, a scan will tell
+            with self._lock:  # another directory: scan it again
                 self._index = None
                 self.indexed.clear()
             self._directory.check()
@@ -150,15 +152,15 @@ class DiskTier:
                 self._start_scan()
 
     def close(self) -> None:
-        """Let another process have the directory; the threads that used the tier must have ended."""
+        """Release the directory. The threads that used the tier must have ended."""
         self._closing = True
         self.health.end(_MAX_WAIT_SECONDS)
-        self._scan.join(_MAX_WAIT_SECONDS)  # a hung volume must not keep the process from ending
+        self._scan.join(_MAX_WAIT_SECONDS)  # a hung volume must not block process exit
         self._directory.close()
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Let what goes wrong with the volume open the circuit."""
+        """Open the circuit on an error of the volume."""
         self.health.check()
         try:
             yield
@@ -183,18 +185,18 @@ class DiskTier:
             except InvalidObjectError as invalid:
                 reason = str(invalid)
             except OSError as error:
-                if error.errno == errno.EIO:  # a bad block would open the circuit again at every load
+                if error.errno == errno.EIO:  # a bad block would open the circuit at every load
                     with contextlib.suppress(OSError):
                         self._remove(object_id)
                 raise
             self.health.success()
-            if loaded is None:  # invalid, or deleted by somebody else
+            if loaded is None:  # invalid, or deleted by another program
                 self._remove(object_id)
             else:
                 self._use(object_id)
         with self._lock:
             if reason:
-                self.stats.invalid[reason] += 1
+                self.stats.note_invalid(object_id.row_key, reason)
             else:
                 self.stats.hits += loaded is not None
                 self.stats.misses += loaded is None
@@ -244,23 +246,23 @@ class DiskTier:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-        # Others fill the volume: stay below the capacity.
+        # Other users fill the volume: use less than the capacity.
         limit = index.num_bytes - self._directory.taken_bytes(PAGE_BYTES + len(payload))
         while index.num_bytes > limit and self._evict(index):
             pass
         return self._directory.write(object_id, payload, label, digests)
 
     def _use(self, object_id: ObjectId) -> bool:
-        """Mark an object as used. False: somebody else has deleted it."""
+        """Mark an object as used. False: another program deleted its file."""
         with self._name_lock(object_id):
-            is_here = self._directory.refresh(object_id)
+            is_stored = self._directory.refresh(object_id)
             with self._lock:
                 if self._index is not None:
-                    (self._index.use if is_here else self._index.discard)(object_id)
-        return is_here
+                    (self._index.use if is_stored else self._index.discard)(object_id)
+        return is_stored
 
     def _reserve(self, index: Index, num_bytes: int) -> int | None:
-        """Take a slot and ``num_bytes``, evicting. None: there are not as many."""
+        """Reserve ``num_bytes``, evicting objects if necessary. None: the capacity is too small."""
         while num_bytes <= self._capacity:
             with self._lock:
                 slot = index.reserve(num_bytes)
@@ -319,8 +321,8 @@ class DiskTier:
                 if self._closing:
                     return
         except OSError as error:
-            # The next store opens the circuit.
-            logger.warning("disk tier %s can't be listed: %s", self._directory.path, error)
+            # The next store fails and opens the circuit.
+            logger.warning("disk tier %s: can't list the directory: %s", self._directory.path, error)
             return
         with self._lock:
             for object_id in self._removed:
@@ -339,7 +341,7 @@ def _open(path: str, capacity_bytes: int) -> Directory:
             if capacity_bytes > _MAX_SHARE * directory.volume_bytes:
                 raise DiskError(
                     f"{capacity_bytes} bytes are more than {_MAX_SHARE:.0%} of the volume of {path} "
-                    f"({directory.volume_bytes} bytes): make the disk tier smaller or the volume larger"
+                    f"({directory.volume_bytes} bytes): reduce the disk tier or increase the volume"
                 )
             on_error.pop_all()
             return directory

@@ -1,1 +1,1 @@
-"""The memory tier: one arena, its index, its leases and its order of eviction."""
+"""The memory tier: one arena, its index, its leases and its eviction order."""

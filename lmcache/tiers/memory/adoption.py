@@ -1,7 +1,8 @@
-"""After a restart: rows that an earlier process left in the arena come back from the slot table.
+"""Adoption of the rows that an earlier process left in the arena, after a restart.
 
-Committed rows with checksums come back, to be verified on first use; reserved slots are quarantined under the
-owner that the table names; what else there is was not finished, and is dropped.
+The slot table records them. Committed rows with checksums become visible when they are verified at their
+first use. Reserved slots are quarantined under the owner in the table. All other rows were unfinished and
+are dropped.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from lmcache.tiers.memory.rows import Rows
 from lmcache.tiers.memory.slots import State, next_generation, were_given, whole_rows
 
 SIDECAR = bytes(16)
-"""Owner of the rows that the sidecar's own process fills (promotions)."""
+"""Owner of the rows that the sidecar itself fills (promotions)."""
 
 _SLICE_ROWS = 128
 
 Quarantine = dict[bytes, set[tuple[int, int]]]
-"""Slots (row and column) by owner."""
+"""Slots as (row, column), by owner."""
 
 
 def adopt_rows(
     arena: Arena, rows: Rows, num_slots: Callable[[int], int], quarantine: Quarantine
 ) -> Iterator[None]:
-    """Build the index in slices of less than 1 ms; exhaust it before anything else.
+    """Build the index in slices of less than 1 ms. Exhaust the iterator before any other call.
 
-    ``num_slots``: what a row of so many bytes takes; ``quarantine`` gets the slots that may be written still.
+    ``num_slots`` returns the slots of a row of a length in bytes. ``quarantine`` receives the slots that a
+    client may still be writing.
     """
     table = arena.table
     for first in range(0, arena.num_rows, _SLICE_ROWS):
@@ -45,7 +47,7 @@ def adopt_rows(
             key = entries[0, offset]["key"].tobytes()
             slot = Slot(first + offset, int(entries[0, offset]["generation"]))
             if not rows.allocator.allocate_at(slot.row, num_slots(int(lengths[offset]))):
-                table.free(slot.row)  # an engine wrote over this entry, or that of a neighbour
+                table.free(slot.row)  # an engine overwrote this entry, or that of a neighbor
             elif not _index(rows, slot, key, is_whole=is_whole[offset]):
                 _open_invalid(rows, slot.row, entries[:, offset], quarantine)
         yield
@@ -53,8 +55,7 @@ def adopt_rows(
 
 
 def _index(rows: Rows, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
-    """If the row is whole, and the first of its key, it is in the index from now on, to be verified before
-    use."""
+    """Index a row if it is whole and the first one with its key. It must be verified before use."""
     rows.name(slot, key)
     if not is_whole or rows.row_by_key.setdefault(key, slot.row) != slot.row:
         return False

@@ -1,13 +1,13 @@
-"""Which slots of an arena are free. Pure arithmetic, all of it O(1) whatever the fill.
+"""Free slots of an arena. Pure arithmetic; every operation is O(1) at any fill level.
 
-Slots come in **frames** of ``slots_per_frame``. A row takes 1 .. ``slots_per_frame`` consecutive slots of
-one frame. So a full chunk takes a frame, and the short chunks at the ends of prompts share frames.
+Slots form **frames** of ``slots_per_frame`` slots. A row takes 1 to ``slots_per_frame`` consecutive slots of
+one frame. A full chunk therefore takes a whole frame. The short chunks at the ends of prompts share frames.
 
-**Which ones.** The tightest fit: a frame whose longest free run is the shortest that will do, of those the
-lowest, and in it the shortest run. Whole frames are broken last, and the top of the arena runs empty, where
-it can be given back.
+**Placement** is by tightest fit. Among the frames whose longest free run is long enough, the allocator takes
+those with the shortest such run. Of these it takes the lowest frame, and in it the shortest sufficient run.
+Whole frames are broken up last. The top of the arena becomes empty, where memory can return to the kernel.
 
-**Why frames.** Share of the arena that is payload when all of it is in use (``python -m benchmarks tiers``):
+**Why frames.** Share of a full arena that is payload (``python -m benchmarks tiers``):
 
 ========================  ============  =======  ======  =========
 objects                   a frame each  buddies  frames  first fit
@@ -17,13 +17,14 @@ prompts of 1-1024 tokens        80.3 %   93.9 %  97.9 %     99.9 %
 tails alone                     50.2 %   79.2 %  93.1 %    100.0 %
 ========================  ============  =======  ======  =========
 
-First fit (any length, anywhere) wins little more than what rounding to slots loses. It pays with a search
-that grows with the number of gaps, with evictions until neighbours happen to meet, and with payloads that do
-not begin at pages, as direct I/O and DMA want. Buddies (runs of a power of two) are no simpler.
+First fit (any length, anywhere) gains little more than what rounding to slots loses. It has three costs: a
+search that grows with the number of gaps, evictions until neighboring rows happen to be free, and payloads
+that do not start at pages, as direct I/O and DMA need. Buddies (runs of a power of two) are no simpler.
 
-**Numbers of rows.** A row is numbered ``offset * num_frames + frame`` by where in its frame it begins. Rows
-that begin a frame come first, so that arrays over rows cost a full frame one entry and not sixteen: memory
-that nobody touches is never taken. With one slot per frame, row and slot are the same number.
+**Row numbers.** A row has the number ``offset * num_frames + frame``. ``offset`` is where the row starts in
+its frame. Rows at the start of a frame come first. An array over rows therefore costs a full frame one entry
+instead of sixteen, because untouched memory is never taken. With one slot per frame, a row has the number of
+its slot.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
-from lmcache.units import ceil_div, round_up
+from lmcache.common.units import ceil_div, round_up
 
 SLOTS_PER_FRAME = 16
-"""Slots of a full chunk in an arena whose rows take several."""
+"""Slots of a full chunk in an arena whose rows take several slots."""
 
 _LEAF_BITS = 1024
-_MAX_NEIGHBOURS = 16  # victims that are looked at for one whose neighbours are no loss
-_PACKED_ROWS = 16  # of each size, when sizes of slots are compared
+_MAX_NEIGHBORS = 16  # victims considered, to find one whose neighbors are victims, too
+_PACKED_ROWS = 16  # rows of each size, for the comparison of slot sizes
 
 
 class FrameSet:
-    """A set of frames that knows its lowest: two levels of bits."""
+    """A set of frames that finds its lowest member in O(1), as two levels of bits."""
 
     def __init__(self, num_frames: int, *, is_full: bool = False) -> None:
         num_leaves = ceil_div(num_frames, _LEAF_BITS)
@@ -55,20 +56,20 @@ class FrameSet:
             self._summary = (1 << num_leaves) - 1
 
     def add(self, frame: int) -> None:
-        """Put a frame in."""
+        """Add a frame."""
         leaf = frame // _LEAF_BITS
         self._leaves[leaf] |= 1 << frame % _LEAF_BITS
         self._summary |= 1 << leaf
 
     def remove(self, frame: int) -> None:
-        """Take out a frame that is in."""
+        """Remove a frame, which must be in the set."""
         leaf = frame // _LEAF_BITS
         self._leaves[leaf] ^= 1 << frame % _LEAF_BITS
         if not self._leaves[leaf]:
             self._summary ^= 1 << leaf
 
     def lowest(self) -> int | None:
-        """Return the lowest frame that is in."""
+        """Return the lowest frame, or None."""
         if not self._summary:
             return None
         leaf = _lowest_bit(self._summary)
@@ -76,7 +77,7 @@ class FrameSet:
 
 
 class FrameAllocator:
-    """Free slots of ``num_slots``; the last frame may be short. ``slots_per_frame``: at most 16."""
+    """Allocator of ``num_slots`` slots. The last frame may be short. ``slots_per_frame``: at most 16."""
 
     def __init__(self, num_slots: int, slots_per_frame: int = 1) -> None:
         self.num_slots = num_slots
@@ -84,11 +85,11 @@ class FrameAllocator:
         self.num_frames = ceil_div(num_slots, slots_per_frame)
         self.num_rows = 0  # taken
         self.num_used_slots = 0
-        # Bits are the slots of one frame.
+        # One number per frame, one bit per slot.
         self._free = array("H", [(1 << slots_per_frame) - 1]) * self.num_frames
         self._first = array("H", [0]) * self.num_frames  # a row begins here
         self._last = array("H", [0]) * self.num_frames  # a row ends here
-        # By the number of slots of the longest run that is free.
+        # Frames by the length of their longest free run.
         self._frames = [
             FrameSet(self.num_frames, is_full=length == slots_per_frame)
             for length in range(slots_per_frame + 1)
@@ -99,11 +100,11 @@ class FrameAllocator:
 
     @property
     def num_numbers(self) -> int:
-        """Numbers of rows are below this."""
+        """Upper bound of the row numbers."""
         return self.num_frames * self.slots_per_frame
 
     def allocate(self, num_slots: int, num_usable_frames: int) -> int | None:
-        """Take a row of ``num_slots`` in a frame below the bound; None when none has a run that long."""
+        """Allocate a row in a frame below ``num_usable_frames``. None: no frame has a run that long."""
         for frames in self._frames[num_slots:]:
             frame = frames.lowest()
             if frame is not None and frame < num_usable_frames:
@@ -113,7 +114,7 @@ class FrameAllocator:
         return None
 
     def allocate_at(self, row: int, num_slots: int) -> bool:
-        """Take the row that has this number. False: one of its slots is not free, or there are fewer."""
+        """Allocate the row of this number. False: one of its slots is used, or the frame is too short."""
         frame, offset = row % self.num_frames, row // self.num_frames
         slots = _bits(offset, num_slots)
         is_free = slots & self._free[frame] == slots
@@ -122,7 +123,7 @@ class FrameAllocator:
         return is_free
 
     def free(self, row: int) -> None:
-        """Give a row back."""
+        """Free a row."""
         frame, offset, num_slots = row % self.num_frames, row // self.num_frames, self.size(row)
         self._first[frame] ^= 1 << offset
         self._last[frame] ^= 1 << offset + num_slots - 1
@@ -131,30 +132,31 @@ class FrameAllocator:
         self.num_used_slots -= num_slots
 
     def size(self, row: int) -> int:
-        """Slots of a row."""
+        """Return the number of slots of a row."""
         if self.slots_per_frame == 1:
             return 1
         return _lowest_bit(self._last[row % self.num_frames] >> row // self.num_frames) + 1
 
     def first_slot(self, row: int) -> int:
-        """Return where the row begins."""
+        """Return the first slot of a row."""
         return first_slot(row, self.num_frames, self.slots_per_frame)
 
     def used_frames(self, first: int) -> list[int]:
-        """Frames from this one on of which a slot is taken (and the last one, where it is short)."""
+        """Return the frames from ``first`` on with a used slot (and the last frame if it is short)."""
         whole = (1 << self.slots_per_frame) - 1
         return [frame for frame, free in enumerate(self._free[first:], first) if free != whole]
 
     def rows_in(self, frame: int) -> list[int]:
-        """Rows of one frame."""
+        """Return the rows of a frame."""
         first = self._first[frame]
         return [
             offset * self.num_frames + frame for offset in range(first.bit_length()) if first >> offset & 1
         ]
 
     def ways_to_free(self, row: int, num_slots: int) -> list[list[int]]:
-        """Sets of rows, this one always among them, of which one has to go so that its slots become part of a
-        free run of ``num_slots``; the set of the fewest slots first, none when the frame is too short."""
+        """Return sets of rows whose eviction makes this row part of a free run of ``num_slots`` slots.
+
+        The set with the fewest slots comes first. Returns no set if the frame is too short."""
         size = self.size(row)
         if size >= num_slots:
             return [[row]]
@@ -171,13 +173,13 @@ class FrameAllocator:
         ]
         return sorted(ways, key=lambda way: sum(map(self.size, way)))
 
-    def leaving(
+    def rows_to_evict(
         self, victims: Iterable[int], num_slots: int, is_used: Callable[[int], object]
     ) -> Sequence[int]:
-        """Choose rows of one frame that are to go so that ``num_slots`` are free: none if nothing helps.
+        """Choose rows of one frame whose eviction frees ``num_slots``; none if no choice does.
 
-        ``victims``: in the order in which they can be spared. Their neighbours need not be old because they
-        are: so among the next few of them those go first whose neighbours are victims, too.
+        ``victims``: rows in eviction order. The neighbors of an old row need not be old. Among the next few
+        victims, those go first whose neighbors are victims, too.
         """
         older: set[int] = set()
         fallback: Sequence[int] = ()
@@ -188,7 +190,7 @@ class FrameAllocator:
                     if older.issuperset(rows):
                         return rows
                     fallback = fallback or rows
-            if fallback and len(older) >= _MAX_NEIGHBOURS:
+            if fallback and len(older) >= _MAX_NEIGHBORS:
                 break
         return fallback
 
@@ -209,13 +211,15 @@ class FrameAllocator:
 
 
 def first_slot(row: int, num_frames: int, slots_per_frame: int) -> int:
-    """Return the slot at which the row of this number begins."""
+    """Return the first slot of the row with this number."""
     return row % num_frames * slots_per_frame + row // num_frames
 
 
 def best_slots_per_frame(row_sizes: Sequence[int], unit: int) -> tuple[int, int]:
-    """Return how many slots of which size (a multiple of ``unit``) make a frame, so that rows of these sizes,
-    as many of each, take the least memory; a frame holds the largest. All in bytes."""
+    """Return the number and the size of slots per frame with which rows of these sizes take the least memory.
+
+    All sizes are in bytes and equally frequent. The slot size is a multiple of ``unit``. A frame holds the
+    largest row."""
     largest = max(row_sizes)
     best_bytes, best = 0, (1, round_up(largest, unit))
     for slots_per_frame in range(1, SLOTS_PER_FRAME + 1):
@@ -228,16 +232,16 @@ def best_slots_per_frame(row_sizes: Sequence[int], unit: int) -> tuple[int, int]
 
 
 def _num_frames(sizes: Sequence[int], slots_per_frame: int) -> int:
-    """Frames for rows of so many slots: the largest first, each where it fits tightest."""
+    """Return how many frames rows of these slots need: the largest row first, by tightest fit."""
     num_frames = 0
-    rests = [0] * (slots_per_frame + 1)  # frames by the slots that are left of them
+    num_with_free = [0] * (slots_per_frame + 1)  # number of frames by their free slots
     for size in sorted(sizes, reverse=True):
-        room = next((room for room in range(size, slots_per_frame + 1) if rests[room]), 0)
-        if room:
-            rests[room] -= 1
+        free = next((free for free in range(size, slots_per_frame + 1) if num_with_free[free]), 0)
+        if free:
+            num_with_free[free] -= 1
         else:
-            num_frames, room = num_frames + 1, slots_per_frame
-        rests[room - size] += 1
+            num_frames, free = num_frames + 1, slots_per_frame
+        num_with_free[free - size] += 1
     return num_frames
 
 
@@ -260,7 +264,7 @@ def _longest_run(free: int) -> int:
 
 @lru_cache(4096)
 def _shortest_run(free: int, num_slots: int) -> int:
-    """Where the shortest run of at least ``num_slots`` free slots begins, so that longer ones stay whole."""
+    """Return the start of the shortest run of at least ``num_slots`` slots; longer runs stay whole."""
     best, best_length = 0, free.bit_length() + 1
     offset = 0
     while free >> offset:

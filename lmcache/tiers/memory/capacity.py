@@ -1,5 +1,7 @@
-"""Is there room for an arena? Asked before any is taken: later the kernel answers with SIGBUS or the OOM
-killer."""
+"""Check that there is enough memory for an arena, before any is taken.
+
+Later, the kernel would report a lack of memory by SIGBUS or the OOM killer.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from lmcache.common.units import format_size
 from lmcache.tiers.errors import ArenaError
-from lmcache.units import format_size
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
-# Beside the arena: what interpreter, gRPC buffers and index take, and may come to take while it grows.
 _PROCESS_BYTES = 64 << 20
+"""Memory that the process needs besides the arena: interpreter, gRPC buffers, index, and their growth."""
 
 
 class _Files(NamedTuple):
-    """Of one version of cgroups."""
+    """Names of the files of one version of cgroups."""
 
     limit: str
     used: str
     caches: tuple[str, str]
-    """Keys of ``memory.stat``: pages of files, which the kernel drops before it kills."""
+    """Keys of ``memory.stat`` for cached file pages, which the kernel drops before it kills a process."""
 
 
 _V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
@@ -32,28 +34,29 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_
 
 
 def check_capacity(path: Path, capacity_bytes: int, present_bytes: int = 0) -> None:
-    """Raise ArenaError when ``capacity_bytes`` can't be had, of which the file holds ``present_bytes``
-    already."""
+    """Raise ArenaError if there is not enough memory for an arena of ``capacity_bytes``.
+
+    The file already holds ``present_bytes`` of them."""
     volume = os.statvfs(path.parent)
     free = volume.f_bavail * volume.f_frsize
     missing = capacity_bytes - present_bytes
     if missing > free:
         raise ArenaError(
-            f"no room for the arena: {path} needs {format_size(missing)} more, "
+            f"not enough memory for the arena: {path} needs {format_size(missing)} more, "
             f"its volume has {format_size(free)} free; "
-            f"enlarge the volume (sizeLimit of the emptyDir) or make the memory tier smaller"
+            f"increase the volume (sizeLimit of the emptyDir) or reduce the memory tier"
         )
     limit = memory_limit()
     if limit is not None and capacity_bytes + _PROCESS_BYTES > limit:
         raise ArenaError(
-            f"no room for the arena: {path} needs {format_size(capacity_bytes)} and the process "
-            f"{format_size(_PROCESS_BYTES)}, the memory limit of this container is {format_size(limit)}; "
-            f"raise it or make the memory tier smaller"
+            f"not enough memory for the arena: {path} needs {format_size(capacity_bytes)} and the process "
+            f"{format_size(_PROCESS_BYTES)}, but the memory limit of this container is {format_size(limit)}; "
+            f"increase the limit or reduce the memory tier"
         )
 
 
 def volume_bytes(path: Path) -> int:
-    """Size of the volume on which a file is, or will be; 0: there is none."""
+    """Return the size of the volume of a file, which need not exist; 0 if its folder does not exist."""
     try:
         volume = os.statvfs(path.parent)
     except OSError:
@@ -61,23 +64,23 @@ def volume_bytes(path: Path) -> int:
     return volume.f_blocks * volume.f_frsize
 
 
-def check_room(num_bytes: int) -> None:
-    """Raise ArenaError when the process can't take so much more without being killed for it."""
-    room = memory_room()
-    if room is not None and num_bytes + _PROCESS_BYTES > room:
+def check_available(num_bytes: int) -> None:
+    """Raise ArenaError if the process can't take ``num_bytes`` more within its memory limit."""
+    free = available_memory()
+    if free is not None and num_bytes + _PROCESS_BYTES > free:
         raise ArenaError(
-            f"no room for {format_size(num_bytes)} more of the arena: the memory limit of this container "
-            f"leaves {format_size(max(0, room))}, of which {format_size(_PROCESS_BYTES)} stay free; raise it"
+            f"the arena can't grow by {format_size(num_bytes)}: the memory limit of this container leaves "
+            f"{format_size(max(0, free))}, of which {format_size(_PROCESS_BYTES)} must stay free; increase it"
         )
 
 
 def memory_limit(root: Path = _CGROUP_ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    """Smallest memory limit of the process's cgroup and those above it, v2 or v1; None: no limit."""
+    """Return the lowest memory limit of the process's cgroup and its parents (v1 or v2), or None."""
     return min((limit for _, _, limit in _limits(root, membership)), default=None)
 
 
-def memory_room(root: Path = _CGROUP_ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    """Bytes that the process's cgroup, and each above it, can still take; None: no limit."""
+def available_memory(root: Path = _CGROUP_ROOT, membership: Path = _MEMBERSHIP) -> int | None:
+    """Return the bytes that the process's cgroup and all its parents can still take; None: no limit."""
     return min(
         (limit - _used(folder, files) for folder, files, limit in _limits(root, membership)), default=None
     )
@@ -92,7 +95,7 @@ def _limits(root: Path, membership: Path) -> Iterator[tuple[Path, _Files, int]]:
             base, files = root / "memory", _V1
         else:
             continue
-        # In a container the group's path may be the host's: the files then lie at the root.
+        # In a container, the group's path may be the host's path. The files are then at the root.
         folder = base / group.strip("/")
         for candidate in (folder, *folder.parents):
             for text in _lines(candidate / files.limit):
@@ -103,7 +106,7 @@ def _limits(root: Path, membership: Path) -> Iterator[tuple[Path, _Files, int]]:
 
 
 def _used(folder: Path, files: _Files) -> int:
-    """Bytes that can't be had by dropping cached pages of files (those of tmpfs are no such pages)."""
+    """Return the used bytes that the kernel can't free by dropping cached file pages; tmpfs is used."""
     stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
     return sum(map(int, _lines(folder / files.used))) - sum(int(stat.get(key, 0)) for key in files.caches)
 

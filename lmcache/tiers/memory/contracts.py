@@ -1,7 +1,8 @@
-"""Words and contracts of the memory tier: what a slot is, who answers what, and what an arena must offer.
+"""Types and contracts of the memory tier: slots, results of its methods, and the interface of an arena.
 
-The arena has one equal partition per column, cut into equal **slots**, and these into frames: a row takes as
-many consecutive slots of one frame, in every column, as its bytes need (see ``allocator``).
+The arena has one equal partition per column. Partitions are divided into equal **slots**, and consecutive
+slots form frames. In every column, a row takes consecutive slots of one frame, as many as its bytes need
+(see ``allocator``).
 """
 
 from __future__ import annotations
@@ -20,27 +21,26 @@ from lmcache.tiers.memory.shared_index import SharedIndex
 from lmcache.tiers.memory.slots import SlotTable
 
 Place: TypeAlias = tuple[int, int]
-"""A row of a request: the chunk's number, and that of the chain."""
+"""A row of a request: (index of the chunk, index of the chain)."""
 
 
 class Slot(NamedTuple):
-    """A row of the arena as it was given to somebody, by its first slot: the generation changes whenever it
-    is given again."""
+    """A row of the arena, by its first slot. The generation changes whenever the row is given out again."""
 
     row: int
     generation: int
 
 
 class Reserved(enum.Enum):
-    """What ``reserve`` answers for one key; the values are those of ``kvcache.proto``'s Reservation."""
+    """Result of ``reserve`` for one key. The values equal those of Reservation in ``kvcache.proto``."""
 
     SLOT = 1  # copy into the slot, then commit or abort
     EXISTS = 2  # this column of the row is committed already
-    BUSY = 3  # somebody is writing this column, or no row can be freed now
+    BUSY = 3  # another client is writing this column, or no slots can be freed now
 
 
 class Reservation(NamedTuple):
-    """One answer of ``reserve``; ``slot`` is set if and only if ``result`` is SLOT."""
+    """Answer of ``reserve`` for one key; ``slot`` is set if and only if ``result`` is SLOT."""
 
     result: Reserved
     slot: Slot | None = None
@@ -48,33 +48,34 @@ class Reservation(NamedTuple):
 
 @dataclass(frozen=True)
 class Chains:
-    """The leading chunks of a request as row keys: a chain per KV group that stores something."""
+    """Row keys of a request's leading chunks: one chain per KV group that stores KV."""
 
     chunk_tokens: int
     groups: tuple[KVGroup, ...]
     keys: tuple[Sequence[RowKey], ...]
-    """Per group, head first: of the same chunks."""
+    """Row keys per group, head first. All chains have the same chunks."""
     tenant: bytes = b""
-    """Whose rows those are that are brought into memory for it."""
+    """Tenant that owns the rows that are promoted for this request."""
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of each chain."""
+        """Number of chunks in each chain."""
         return len(self.keys[0])
 
     @property
     def is_prefix(self) -> bool:
-        """Is a hit nothing but leading rows of one chain?"""
+        """Is a hit simply the leading rows of one chain?"""
         return len(self.groups) == 1 and self.groups[0].is_full
 
     def longest_hit(self, residency: Sequence[bytes | bytearray], at_most: int | None = None) -> int:
-        """See ``kv_groups``."""
+        """Return the chunks of the longest hit, at most ``at_most``; see ``kv_groups``."""
         at_most = self.num_chunks if at_most is None else at_most
         return longest_hit(self.groups, self.chunk_tokens, residency, 0, at_most)
 
     def places(self, num_chunks: int) -> list[Place]:
-        """Return the rows that a hit of so many chunks needs: chunk by chunk, so that in the order of
-        eviction the rows of a chunk are neighbours."""
+        """Return the rows that a hit of ``num_chunks`` chunks needs, chunk by chunk.
+
+        With this order, the rows of a chunk are neighbors in the eviction order."""
         firsts = [first_needed_chunk(group, num_chunks, self.chunk_tokens) for group in self.groups]
         return [
             (chunk, group)
@@ -84,66 +85,65 @@ class Chains:
         ]
 
     def key(self, place: Place) -> RowKey:
-        """Return the row's key."""
+        """Return the key of this row."""
         return self.keys[place[1]][place[0]]
 
 
 @dataclass(slots=True, eq=False)
 class OpenRow:
-    """A row that is not complete yet, or out of the index for good."""
+    """A row that is not yet complete, or that left the index for good."""
 
     key: RowKey
     slot: Slot
     request: Hashable = None
-    """The one that it was stored for."""
+    """Request that stores the row."""
 
     writers: dict[int, bytes | None] = field(default_factory=dict)
-    """Owners by column; None: in quarantine."""
+    """Owner of each reserved column; None while the column is in quarantine."""
 
     committed: set[int] = field(default_factory=set)
-    """Columns whose bytes are complete."""
+    """Columns that are committed."""
 
     is_invalid: bool = False
-    """Out of the index for good."""
+    """True once the row left the index for good."""
 
 
 class Residency(NamedTuple):
-    """What of a request's rows is in memory."""
+    """Rows of a request that are in memory."""
 
     num_resident: int
-    """Chunks of the longest hit."""
+    """Number of chunks in the longest hit."""
     num_leased: int
-    """Chunks of the longest hit of leased rows."""
+    """Number of chunks in the longest hit of leased rows."""
     keys: Sequence[RowKey]
-    """Those of ``slots`` come first."""
+    """Row keys; the keys of ``slots`` come first."""
     slots: list[Slot]
-    """Leased rows."""
+    """Slots of the leased rows."""
     present: tuple[bytes, ...]
-    """Per chain a byte per chunk, 0: not there; of full attention not beyond the first that is not."""
+    """One byte per chunk and chain; 0 means absent. For full attention, 0 from the first absent chunk on."""
 
 
 class LookupResult(NamedTuple):
-    """What a lookup found of a request, in all its KV groups together: counts of leading chunks at whose end
-    it can resume."""
+    """Result of a lookup over all KV groups of a request. All numbers count leading chunks, at whose end the
+    request can resume."""
 
     num_resident: int = 0
-    """In memory."""
+    """Chunks in memory."""
     num_leased: int = 0
-    """In memory and under the request's lease: what is read of them stays where the index says until it
-    ends."""
+    """Chunks in memory and under the request's lease. Their rows stay in place until the lease ends."""
     num_pending: int = 0
-    """After ``num_resident``: here when all that is being brought has come."""
+    """Chunks after ``num_resident`` that will be in memory when all current promotions succeed."""
     is_probing: bool = False
-    """Lower tiers have not said yet what they hold."""
+    """Is the answer of a lower tier still outstanding?"""
 
     @property
     def num_expected(self) -> int:
-        """In memory, or on their way there."""
+        """Chunks in memory or being promoted."""
         return self.num_resident + self.num_pending
 
 
 class Located(NamedTuple):
-    """Where each of some keys is; ``rows`` and ``generations`` of those that are not there mean nothing."""
+    """Places of the keys of a lookup, by position. Rows and generations of absent keys are undefined."""
 
     is_there: NDArray[np.bool_]
     rows: NDArray[np.int64]
@@ -151,27 +151,28 @@ class Located(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where the leading keys of a chain are, in order."""
+    """Places of the leading keys of a chain, in order."""
 
     rows: NDArray[np.int64]
     generations: NDArray[np.uint64]
 
     def slots(self) -> list[Slot]:
-        """As slots."""
+        """Return the places as slots."""
         return list(map(Slot, self.rows.tolist(), self.generations.tolist()))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What fixes the arena's slots. Two engines with another geometry can't share an arena."""
+    """Format of the arena's slots. Engines with different geometries can't share an arena."""
 
     slot_bytes: int
-    """Of one column, whole pages."""
+    """Bytes of one slot, in whole pages."""
 
     num_columns: int
+    """Number of columns, one per rank."""
 
     slots_per_frame: int = 1
-    """Slots of the longest row, at most 16."""
+    """Number of slots in the longest row, at most 16."""
 
     def __str__(self) -> str:
         frames = f", {self.slots_per_frame} per row at most" if self.slots_per_frame > 1 else ""
@@ -179,28 +180,28 @@ class Geometry:
 
 
 class VacateResult(NamedTuple):
-    """What ``vacate`` did."""
+    """Result of ``vacate``."""
 
     num_evicted: int
     blocked: dict[str, int]
-    """Rows that had to stay, by who uses them."""
+    """Number of rows that could not be evicted, by use (``leased``, ``pinned``, ...)."""
 
 
 class Arena(Protocol):
-    """Memory for rows. ``MemoryTier`` decides what is in it; an arena only holds bytes and the slot table."""
+    """Memory for rows: bytes and the slot table. ``MemoryTier`` decides which rows are in it."""
 
     num_rows: int
-    """Slots of a column when all extents are ready, and so the most rows there can be."""
+    """Slots of a column when all extents are ready: an upper bound of the number of rows."""
 
     first_generation: int
-    """Generations of earlier formats of this arena are below this."""
+    """Lower bound of this format's generations. All earlier formats' generations are below it."""
 
     table: SlotTable
-    """What is known about every row."""
+    """State of every slot."""
 
     @property
     def shared_index(self) -> SharedIndex | None:
-        """Where other processes look for visible rows; None when nobody does."""
+        """Index of visible rows for other processes; None if the arena is private."""
 
     @property
     def geometry(self) -> Geometry | None:
@@ -208,7 +209,7 @@ class Arena(Protocol):
 
     @property
     def ready_rows(self) -> int:
-        """Slots below this number are populated and may be used."""
+        """Number of populated slots, the leading ones. Only these may be used."""
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
-        """The first ``length`` writable bytes of a row's column; not given: its first slot."""
+        """Return the first ``length`` bytes of a row's column, writable; by default its first slot."""

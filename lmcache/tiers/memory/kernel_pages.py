@@ -1,4 +1,7 @@
-"""What the kernel is asked about our pages. Every call releases the GIL; all of it is Linux."""
+"""Calls to the kernel about pages of memory. Every call releases the GIL. Linux only.
+
+The caller is usually the arena: the file in shared memory that holds the memory tier.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache.common.units import round_up
 from lmcache.tiers.errors import ArenaError
-from lmcache.units import round_up
 
-# Not in the mmap module, or only in later versions of Python.
+# Python's mmap module lacks these constants, or has them only in later versions.
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _FALLOC_KEEP_SIZE_PUNCH_HOLE = 1 | 2
 _MPOL_PREFERRED = 1
-_STAT_BLOCK_BYTES = 512  # whatever the file system's are
-_MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call, which libc does not wrap
+_STAT_BLOCK_BYTES = 512  # unit of st_blocks, on all file systems
+_MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call; libc has no wrapper
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -31,9 +34,9 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def populate(memory: NDArray[np.uint8]) -> None:
-    """Fault all pages of a mapped range in, writable (mmap.madvise would hold the GIL).
+    """Fault in all pages of a mapped range, writable. (mmap.madvise would hold the GIL.)
 
-    Raises ArenaError when the kernel can't: out of memory, or older than 5.14.
+    Raises ArenaError when memory is exhausted or Linux is older than 5.14.
     """
     if _advise(memory, _MADV_POPULATE_WRITE):
         raise ArenaError(
@@ -42,18 +45,19 @@ def populate(memory: NDArray[np.uint8]) -> None:
 
 
 def prefer_huge_pages(memory: NDArray[np.uint8]) -> None:
-    """Let pages that are yet to be taken be huge ones, where the system's settings and free memory allow it:
-    fewer TLB misses. Where they don't, nothing changes."""
+    """Ask for huge pages for memory that is not yet taken; they cause fewer TLB misses.
+
+    Without effect where the system's settings or the free memory do not allow huge pages."""
     _advise(memory, mmap.MADV_HUGEPAGE)
 
 
 def collapse(memory: NDArray[np.uint8]) -> None:
-    """Make huge pages of populated ones, whatever the system's settings, as far as the kernel can."""
+    """Turn populated pages into huge pages, regardless of the system's settings, as far as possible."""
     _advise(memory, _MADV_COLLAPSE)
 
 
 def discard(memory: NDArray[np.uint8]) -> None:
-    """Give the whole pages of a range of private memory back; they read as zeros from now on."""
+    """Return the whole pages of a range of private memory to the kernel. They then read as zeros."""
     start = round_up(memory.ctypes.data, mmap.PAGESIZE)
     end = (memory.ctypes.data + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end:
@@ -61,59 +65,61 @@ def discard(memory: NDArray[np.uint8]) -> None:
 
 
 def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
-    """Give a file's memory back, keeping its size: it reads as zeros, and nobody who has it mapped gets a
-    SIGBUS. Raises ArenaError when the file system can't."""
+    """Return a part of a file's memory to the kernel. The file keeps its size.
+
+    The part then reads as zeros, and a process that has it mapped gets no SIGBUS. Raises ArenaError if the
+    file system does not support holes."""
     if _libc.fallocate(fd, _FALLOC_KEEP_SIZE_PUNCH_HOLE, offset, num_bytes):
-        raise ArenaError(f"can't give back {num_bytes} bytes of the arena: {_last_error()}")
+        raise ArenaError(f"can't return {num_bytes} bytes of the arena to the kernel: {_last_error()}")
 
 
 def first_data(fd: int, start: int, end: int) -> int:
-    """Return where, in this part of a file, the first page is that takes memory; ``end``: nowhere."""
+    """Return the offset of the first page in this part of a file that takes memory; ``end`` if none."""
     try:
         return min(os.lseek(fd, start, os.SEEK_DATA), end)
-    except OSError:  # there is none up to the end of the file
+    except OSError:  # no data up to the end of the file
         return end
 
 
 def taken_bytes(fd: int) -> int:
-    """Return how much memory a file takes."""
+    """Return the bytes of memory that a file takes."""
     return os.fstat(fd).st_blocks * _STAT_BLOCK_BYTES
 
 
 def missing_bytes(fd: int, start: int, end: int) -> int:
-    """Return how much of this part of a file takes no memory yet."""
-    missing, at = 0, start
-    while at < end:
-        data = first_data(fd, at, end)
-        missing += data - at
-        at = min(os.lseek(fd, data, os.SEEK_HOLE), end) if data < end else end
+    """Return the bytes in this part of a file that take no memory."""
+    missing, offset = 0, start
+    while offset < end:
+        data = first_data(fd, offset, end)
+        missing += data - offset
+        offset = min(os.lseek(fd, data, os.SEEK_HOLE), end) if data < end else end
     return missing
 
 
 def check_node(node: int) -> None:
-    """Raise ArenaError when there is no such NUMA node."""
+    """Raise ArenaError if this NUMA node does not exist."""
     nodes = numa_nodes()
     if node not in nodes:
-        raise ArenaError(f"there is no NUMA node {node}; there are {', '.join(map(str, nodes)) or 'none'}")
+        raise ArenaError(f"no NUMA node {node}; the nodes are {', '.join(map(str, nodes)) or 'none'}")
 
 
-def place(memory: NDArray[np.uint8], node: int) -> None:
-    """Take pages from this NUMA node as long as it has any (a strict choice would end in the OOM killer).
+def prefer_node(memory: NDArray[np.uint8], node: int) -> None:
+    """Prefer this NUMA node for new pages. (A strict binding would end in the OOM killer.)
 
-    Raises ArenaError when the process may not choose.
+    Raises ArenaError if the process may not choose a node.
     """
     mask = ctypes.c_uint64 * (node // 64 + 1)
     wanted = mask(*([0] * (node // 64)), 1 << node % 64)
     start, num_bytes = _whole_pages(memory)
     memory_range = ctypes.c_void_p(start), ctypes.c_size_t(num_bytes)
-    num_bits = ctypes.c_ulong(len(wanted) * 64 + 1)  # the kernel wants one more
+    num_bits = ctypes.c_ulong(len(wanted) * 64 + 1)  # the kernel subtracts one
     mbind = ctypes.c_long(_MBIND.get(platform.machine(), -1))
     if _libc.syscall(mbind, *memory_range, _MPOL_PREFERRED, wanted, num_bits, 0):
         raise ArenaError(f"can't place the arena on NUMA node {node}: {_last_error()}")
 
 
 def numa_nodes() -> list[int]:
-    """Numbers of the nodes that have memory."""
+    """Return the numbers of the nodes that have memory."""
     try:
         listed = (_NODES / "has_memory").read_text().strip()
     except OSError:
@@ -128,7 +134,7 @@ def _advise(memory: NDArray[np.uint8], advice: int) -> int:
 
 
 def _whole_pages(memory: NDArray[np.uint8]) -> tuple[int, int]:
-    """Address and bytes from the beginning of the page in which the range begins."""
+    """Return address and length of the range, extended to the start of its first page."""
     start: int = memory.ctypes.data
     first = start - start % mmap.PAGESIZE
     return first, start + memory.nbytes - first

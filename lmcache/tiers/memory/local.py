@@ -1,7 +1,7 @@
-"""The memory tier that threads share: the library's local backend, and the storage of an ``lm://`` server.
+"""The memory tier for threads: the library's local backend, and the storage of an ``lm://`` server.
 
-One lock guards the index and is never held while bytes are copied. What somebody reads is leased and what
-somebody writes is not in the index yet, so a row is in nobody's reach but theirs until they are done.
+One lock guards the index. No thread holds it while bytes are copied. A row that a thread reads is leased. A
+row that a thread writes is not yet in the index. No other thread can reuse either of them.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from lmcache.common.units import ceil_div
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.memory.contracts import Arena, VacateResult
 from lmcache.tiers.memory.rows import Rows
 from lmcache.tiers.stats import MemoryStats
-from lmcache.units import ceil_div
 
-_HERE = bytes(16)  # owner of all rows: this process
+_THIS_PROCESS = bytes(16)  # the owner of all rows is this process
 
 T = TypeVar("T")
 
 
 class LocalStore:
-    """Payloads by key over an arena of one column. Every method may be called by any thread.
+    """Payloads by key, in an arena of one column. Thread-safe.
 
     A payload takes as many slots as it needs, at most ``SLOTS_PER_FRAME``. ``row`` is always the number of
-    its first slot, as ``Arena.view(row, 0, length)`` takes it. Payloads put for the same ``request`` form one
-    chain, head first, of which the tail is evicted before the head; None: a chain of its own.
+    its first slot, as in ``Arena.view(row, 0, length)``. Payloads of one ``request`` form a chain, head
+    first, which is evicted from its tail. Without a request, a payload is a chain by itself.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -43,30 +43,31 @@ class LocalStore:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all slots that may be taken."""
+        """Bytes of all usable slots."""
         return self._rows.usable_slots * self._slot_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slots that are taken, by payloads that are being written as well."""
+        """Bytes of the slots in use, including payloads that are being written."""
         return self._rows.allocator.num_used_slots * self._slot_bytes
 
     @property
     def stats(self) -> MemoryStats:
-        """Hits and misses of keys that were to be read; what was refused and removed."""
+        """Counters of hits, misses, refusals and removals."""
         return self._rows.stats
 
     def put(self, key: RowKey, length: int, fill: Callable[[int], None], *, request: Hashable = None) -> bool:
-        """Let ``fill(row)`` write ``length`` bytes, and keep them under the key.
+        """Store ``length`` bytes under the key. ``fill(row)`` writes them.
 
-        What was there before is replaced when ``fill`` returned; if it raises, that stays, and the error
-        passes on. False: no room, because it is longer than a frame or all is in use; nothing was replaced.
+        The previous payload is replaced when ``fill`` returns. If ``fill`` raises, the previous payload
+        stays, and the error propagates. Returns False, replacing nothing, if the payload is longer than a
+        frame or all slots are in use.
         """
         with self._lock:
             row = self._rows.open_row(key, max(1, ceil_div(length, self._slot_bytes)), request)
             if row is None:
                 return False
-            self._rows.write(row, 0, _HERE, length)
+            self._rows.write(row, 0, _THIS_PROCESS, length)
         number = row.slot.row
         try:
             fill(self._rows.allocator.first_slot(number))
@@ -82,20 +83,20 @@ class LocalStore:
         return True
 
     def get(self, key: RowKey, read: Callable[[int, int], T]) -> T | None:
-        """Return ``read(row, length)``, during which the row stays; None on a miss."""
+        """Return ``read(row, length)``, which runs while the row is leased; None on a miss."""
         with self.pin_prefix([key]) as leased:
             return read(*leased[0]) if leased else None
 
     def prefix(self, keys: Sequence[RowKey]) -> int:
-        """Count the leading keys that are there."""
+        """Return the number of leading keys that are stored."""
         with self._lock:
             return len(self._rows.prefix(keys))
 
     @contextmanager
     def pin_prefix(self, keys: Sequence[RowKey], request: Hashable = None) -> Iterator[list[tuple[int, int]]]:
-        """Keep the leading keys that are there for as long as the context is open: their (row, length).
+        """Lease the leading stored keys while the context is open. Yields (row, length) for each.
 
-        Afterwards they are the most recently used, the tail to be evicted before the head.
+        Afterwards these keys are the most recently used. The tail is evicted before the head.
         """
         with self._lock:
             rows = self._rows.prefix(keys)
@@ -111,22 +112,24 @@ class LocalStore:
                 self._rows.end_lease(rows, request)
 
     def contains(self, key: RowKey) -> bool:
-        """Is it there?"""
+        """Is the key stored?"""
         return self.prefix([key]) == 1
 
     def remove(self, key: RowKey) -> bool:
-        """Take it out; its slots are free when its last reader is done. False: it is not there."""
+        """Remove a key. Its slots are free when its last reader ends. False: the key is not stored."""
         with self._lock:
-            is_there = key in self._rows.row_by_key
-            if is_there:
+            is_stored = key in self._rows.row_by_key
+            if is_stored:
                 self._rows.remove(key)
-            return is_there
+            return is_stored
 
     def resize(self, num_bytes: int) -> VacateResult:
-        """Grow or shrink to the whole frames within ``num_bytes``, at most to the arena's size. Nothing is
-        put beyond any more, and what is there is evicted as far as nobody uses it: call again for the rest.
+        """Grow or shrink to the whole frames within ``num_bytes``, at most to the arena's size.
 
-        Then the arena may ``discard`` the slots from ``capacity_bytes`` on.
+        Slots beyond the new size take no payloads. Unused payloads there are evicted; call again for the
+        rest.
+
+        When none are left, the arena may ``discard`` the slots from ``capacity_bytes`` on.
         """
         num_slots = num_bytes // self._slot_bytes
         if num_slots < self._num_slots:
@@ -136,12 +139,12 @@ class LocalStore:
             return self._rows.vacate(self._rows.usable_slots, math.inf)
 
     def end_eviction(self) -> None:
-        """From now on what is full refuses: somebody else decides what to remove."""
+        """Stop evicting: a full store refuses new payloads. The caller decides what to remove."""
         with self._lock:
             self._rows.is_evicting = False
 
     def keys(self) -> list[RowKey]:
-        """All keys, the next victim first; those that are being read come last."""
+        """Return all keys in eviction order. Keys that are being read come last."""
         with self._lock:
             victims = dict.fromkeys(map(self._rows.key, self._rows.policy.victims()))
             ordered = victims | dict.fromkeys(self._rows.row_by_key)

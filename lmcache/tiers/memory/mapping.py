@@ -1,4 +1,4 @@
-"""Clients' views of the arena file: a worker's of its column, a scheduler's of the index. Without torch."""
+"""Clients' views of the arena file: a worker maps its column, a scheduler the index. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from lmcache.tiers.memory.slots import ENTRY, State
 
 
 class MappedColumn:
-    """A client's view of its column of an arena file; the offsets are those of the column, as ``Attached``
-    carries them.
+    """A worker's view of its column of an arena file. The offsets are those of ``Attached``.
 
     Raises ArenaError when the file is too small, OSError when it can't be opened.
     """
 
     slots: NDArray[np.uint8]
-    """[num_rows, slot_bytes], in the order of memory; those not populated yet must not be touched."""
+    """Slots in memory order, ``[num_rows, slot_bytes]``. Never touch slots that are not populated."""
 
     def __init__(
         self,
@@ -47,21 +46,21 @@ class MappedColumn:
         self._states = table["state"]
 
     def view(self, row: int, num_bytes: int) -> NDArray[np.uint8]:
-        """The first ``num_bytes`` of a row, flat. Raises IndexError when the row can't have so many."""
+        """Return the first ``num_bytes`` of a row, flat. Raises IndexError if the row can't be that long."""
         num_slots, slot_bytes = self.slots.shape
         first = first_slot(row, num_slots // self._slots_per_frame, self._slots_per_frame)
-        room = (self._slots_per_frame - first % self._slots_per_frame) * slot_bytes
-        if not (0 <= row < num_slots and 0 <= num_bytes <= room):
+        max_bytes = (self._slots_per_frame - first % self._slots_per_frame) * slot_bytes
+        if not (0 <= row < num_slots and 0 <= num_bytes <= max_bytes):
             raise IndexError(f"there is no row {row} of {num_bytes} bytes in the arena")
         return self.slots.reshape(-1)[first * slot_bytes :][:num_bytes]
 
     def populate(self, first: int, end: int) -> None:
-        """Fault slots ``first`` .. ``end - 1`` into this process's page tables, without the GIL."""
+        """Fault slots ``first`` .. ``end - 1`` into this process's page tables. Releases the GIL."""
         if first < end:
             populate(self.slots[first:end].reshape(-1))
 
     def holds(self, slot: Slot) -> bool:
-        """Is the slot committed under this generation now? Ask after the copy: then the copy was good."""
+        """Is the slot committed under this generation? If so after a copy, the copy is valid."""
         # The state is read first and last: between two writes of the sidecar an entry is FREE.
         return bool(
             self._states[slot.row] == State.COMMITTED
@@ -70,15 +69,14 @@ class MappedColumn:
         )
 
     def close(self) -> None:
-        """Let go of the mapping; it ends with the last array made from ``slots``."""
+        """Release the mapping. It ends with the last array made from ``slots``."""
         del self.slots, self._generations, self._states
         with contextlib.suppress(BufferError):
             self._map.close()
 
 
 class MappedIndex:
-    """A scheduler's view of the shared index and of column 0 of the slot table, for reading only; see
-    ``shared_index``.
+    """A scheduler's read-only view of the shared index and the slot table's column 0; see ``shared_index``.
 
     Raises ArenaError when the file is too small, OSError when it can't be opened.
     """
@@ -95,22 +93,22 @@ class MappedIndex:
         self._buckets = words[index_offset // U64.itemsize :].reshape(num_buckets, BUCKET_ENTRIES)
 
     def find(self, keys: NDArray[np.uint64]) -> Found:
-        """Find the leading ones of row keys ``[n, 8]`` (words) that are visible. 128 take about 50 us."""
-        rows, is_shown = self._candidates(keys)
-        rows = rows[: _prefix(is_shown)]
+        """Find the leading visible rows of row keys ``[n, 8]`` (words). 128 keys take about 50 us."""
+        rows, is_indexed = self._candidates(keys)
+        rows = rows[: _prefix(is_indexed)]
         is_there, generations = self._check(rows, keys[: len(rows)])
         num_found = _prefix(is_there)
         return Found(rows[:num_found], generations[:num_found])
 
     def find_each(self, keys: NDArray[np.uint64]) -> Located:
-        """Find each of row keys ``[n, 8]`` (words) that is visible."""
-        rows, is_shown = self._candidates(keys)
-        rows[~is_shown] = 0
+        """Find every visible row of row keys ``[n, 8]`` (words)."""
+        rows, is_indexed = self._candidates(keys)
+        rows[~is_indexed] = 0
         is_there, generations = self._check(rows, keys)
-        return Located(is_shown & is_there, rows, generations)
+        return Located(is_indexed & is_there, rows, generations)
 
     def _candidates(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Rows that the index names, and for which of the keys it names one."""
+        """Return the rows that the index names, and for which keys it names a row."""
         mixed = hashes(keys)
         home = (mixed & np.uint64(len(self._buckets) - 1)).astype(np.int64)
         after = (home + 1) & (len(self._buckets) - 1)
@@ -126,7 +124,7 @@ class MappedIndex:
     def _check(
         self, rows: NDArray[np.int64], keys: NDArray[np.uint64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        """Which rows have these keys, by the slot table, and under which generations."""
+        """Return which rows have these keys in the slot table, and their generations."""
         before = self._table[rows, _GENERATION_AND_STATE]
         names = self._table[rows, :_KEY]
         since = self._table[rows, _GENERATION_AND_STATE]
@@ -134,26 +132,26 @@ class MappedIndex:
         return is_whole & (names == keys).all(axis=1), since[:, 0]
 
     def close(self) -> None:
-        """Let go of the mapping; it ends with the last array made from it."""
+        """Release the mapping. It ends with the last array made from it."""
         del self._table, self._buckets
         with contextlib.suppress(BufferError):
             self._map.close()
 
 
 _HALF, _LOWER = np.uint64(32), np.uint64((1 << 32) - 1)
-# In words of an entry of column 0, whose number is the upper half of the state's word.
+# In 8-byte words of an entry of column 0. The upper half of the state's word is the column number, 0.
 _KEY = ENTRY["key"].itemsize // U64.itemsize
 _GENERATION_AND_STATE = slice(13, 15)
 
 
-def _prefix(is_so: NDArray[np.bool_]) -> int:
-    """Count the leading ones that are so."""
-    return len(is_so) if is_so.all() else int(is_so.argmin())
+def _prefix(flags: NDArray[np.bool_]) -> int:
+    """Return the number of leading True values."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _map(path: str | Path, end: int, access: int) -> mmap.mmap:
     with Path(path).open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if end > size:
-            raise ArenaError(f"{path} has {size} bytes, the sidecar speaks of {end}: not the same file")
+            raise ArenaError(f"{path} has {size} bytes, but the arena at least {end}: not the same file")
         return mmap.mmap(file.fileno(), end, access=access)

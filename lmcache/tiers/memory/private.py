@@ -1,4 +1,4 @@
-"""An arena in this process's own memory. It has no clients, and ends with the process."""
+"""An arena in private memory of this process, without clients."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import mmap
 
 import numpy as np
 
+from lmcache.common.units import ceil_div, round_up
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME, first_slot
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.kernel_pages import discard, prefer_huge_pages
 from lmcache.tiers.memory.slots import SlotTable
-from lmcache.units import ceil_div, round_up
 
 
 class PrivateArena:
-    """``num_slots`` rows of anonymous memory, usable at once: the kernel takes pages when they are touched.
+    """``num_slots`` slots per column in anonymous memory, usable immediately. Pages are taken when touched.
 
-    ``buffer`` is all of it as one writable buffer (for ``torch.frombuffer``): the slots of column 0, then
-    those of the next. Huge pages are taken 4 times as fast, and filled 1.5 times as fast afterwards
-    (measured, 256 MiB, x86-64). Raises ArenaError when there is not that much memory.
+    ``buffer`` is the whole memory as one writable buffer (for ``torch.frombuffer``): slots of column 0, then
+    the slots of column 1, and so on. Huge pages are taken 4 times as fast, and filled 1.5 times as fast
+    afterwards (measured, 256 MiB, x86-64). Raises ArenaError when there is not enough memory.
     """
 
     first_generation = 1
@@ -35,7 +35,7 @@ class PrivateArena:
         try:
             self._map = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise ArenaError(f"can't have {num_bytes} bytes of memory: {error.strerror}") from error
+            raise ArenaError(f"can't allocate {num_bytes} bytes of memory: {error.strerror}") from error
         self._data = np.frombuffer(self._map, np.uint8)
         prefer_huge_pages(self._data)
 
@@ -45,22 +45,21 @@ class PrivateArena:
         return self._data.data
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
-        """The first ``length`` writable bytes of a row's column; not given: its first slot. (A row of a
-        geometry with one slot per frame is a slot.)"""
+        """Return the first ``length`` bytes of a row's column, writable; by default its first slot."""
         slot_bytes, slots_per_frame = self.geometry.slot_bytes, self.geometry.slots_per_frame
         slot = first_slot(row, ceil_div(self.num_rows, slots_per_frame), slots_per_frame)
         start = (column * self.num_rows + slot) * slot_bytes
         return self._data[start : start + (slot_bytes if length is None else length)].data
 
     def discard(self, first_row: int) -> None:
-        """Give the memory from this slot on back until it is touched again: nobody may use it now."""
+        """Return the memory from this slot on to the kernel, until it is touched again. It must be unused."""
         for column in range(self.geometry.num_columns):
             start = column * self.num_rows
             rows = slice((start + first_row) * self.geometry.slot_bytes, None)
             discard(self._data[rows][: (self.num_rows - first_row) * self.geometry.slot_bytes])
 
     def close(self) -> None:
-        """Give the memory back as soon as the last view of it goes."""
+        """Release the memory when its last view is gone."""
         del self._data
         with contextlib.suppress(BufferError):
             self._map.close()

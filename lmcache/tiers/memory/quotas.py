@@ -1,7 +1,7 @@
-"""How much of the memory one tenant may take: who has that much makes room with rows of his own.
+"""Tenant quotas: the share of memory that one tenant may use. At its quota, a tenant evicts its own rows.
 
-A row belongs to the tenant it was made for, whoever uses it later. Rows without a tenant (their requests had
-no salt, or they are from before a restart) are not limited.
+A row belongs to the tenant of the request that stored it, even if other tenants use it later. Rows without a
+tenant are not limited: their requests had no salt, or the rows are from before a restart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lmcache.tiers.stats import TenantUse
 
 
 class _Links(dict[int, int]):
-    """Numbers that are 0 unless they were set: a list of few rows among many takes the memory of few."""
+    """A mapping of numbers, 0 by default. A list of few rows among many thus takes little memory."""
 
     def __missing__(self, row: int) -> int:
         return 0
@@ -26,51 +26,51 @@ class _Links(dict[int, int]):
 
 
 class TenantOrders(LRU):
-    """The order of all rows, and beside it, in the same way, that of each tenant's own. O(1) per row."""
+    """The eviction order of all rows, and the same order of each tenant's rows. O(1) per row."""
 
     def __init__(self, num_rows: int, tenants: Sequence[TenantUse]) -> None:
-        """``tenants``: whose a row is, by row."""
+        """``tenants``: the tenant of each row."""
         super().__init__(num_rows)
         self._tenants = tenants
-        self._own: dict[bytes, LRU] = {}
+        self._order_by_tenant: dict[bytes, LRU] = {}
 
     def admit(self, row: int, group: Hashable) -> None:
-        """Of the row's tenant, too."""
+        """See LRU; also in the order of the row's tenant."""
         super().admit(row, group)
         if name := self._tenants[row].name:
             self._order(name).admit(row, group)
 
     def touch(self, rows: Sequence[int], group: Hashable) -> None:
-        """Of each of the rows' tenants, too."""
+        """See LRU; also in the orders of the rows' tenants."""
         super().touch(rows, group)
-        own: dict[bytes, list[int]] = {}
+        rows_by_tenant: dict[bytes, list[int]] = {}
         for row in rows:
             if name := self._tenants[row].name:
-                own.setdefault(name, []).append(row)
-        for name, some in own.items():
-            self._order(name).touch(some, group)
+                rows_by_tenant.setdefault(name, []).append(row)
+        for name, tenant_rows in rows_by_tenant.items():
+            self._order(name).touch(tenant_rows, group)
 
     def remove(self, *rows: int) -> None:
-        """Of their tenants, too."""
+        """See LRU; also from the orders of the rows' tenants."""
         super().remove(*rows)
         for row in rows:
             name = self._tenants[row].name
-            if order := self._own.get(name):
+            if order := self._order_by_tenant.get(name):
                 order.remove(row)
                 if next(order.victims(), None) is None:
-                    del self._own[name]
+                    del self._order_by_tenant[name]
 
     def victims_of(self, tenant: bytes, sparing: Hashable) -> Iterator[int]:
-        """As ``victims``, of one tenant."""
-        order = self._own.get(tenant)
+        """Yield the rows of one tenant in eviction order; see ``victims``."""
+        order = self._order_by_tenant.get(tenant)
         return iter(()) if order is None else order.victims(sparing)
 
     def _order(self, tenant: bytes) -> LRU:
-        return self._own.setdefault(tenant, LRU(0, _Links(), _Links()))
+        return self._order_by_tenant.setdefault(tenant, LRU(0, _Links(), _Links()))
 
 
 def leading(rows: Iterable[int], num_slots: int, size: Callable[[int], int]) -> list[int]:
-    """Return the first rows that have so many slots together; all, if they have fewer."""
+    """Return the first rows that have ``num_slots`` slots together; all rows if they have fewer."""
     leaving = list[int]()
     for row in rows:
         if num_slots <= 0:

@@ -1,17 +1,18 @@
-"""The index beside the slot table, in shared memory: which row holds a key, read without a call.
+"""The shared index: clients find the row of a key in shared memory, without a call to the sidecar.
 
-The sidecar writes it and never reads it: its own index is a dict, and this one is rebuilt from that. An
-engine's scheduler reads it (``MappedIndex`` in ``mapping``). A row is in it from when it is visible (complete
-in all columns, verified) until it leaves the index.
+The sidecar writes the shared index and never reads it. Its own index is a dict, from which it rebuilds this
+one. An engine's scheduler reads it (``MappedIndex`` in ``mapping``). A row is listed from the moment it is
+visible (complete in all columns, and verified) until it leaves the sidecar's index.
 
-Buckets of 8 entries, an entry is 64 bits: the upper half of the key's hash, and row + 1 (0: empty). The lower
-half of the hash names the bucket; a key stands there or in the next one. Keys are SHA-256 digests, so their
-own bits are the hash, mixed with those of their namespace. At most a quarter of the entries is in use, so two
-full neighbours are next to impossible: one of what is in them makes room, and is a miss for the readers.
+**Format.** A bucket has 8 entries of 64 bits: the upper half of the key's hash, and row + 1 (0 means empty).
+The lower half of the hash selects the bucket. A key is in that bucket or in the next one. Keys are SHA-256
+digests, so their own bits serve as the hash, mixed with the bits of their namespace. At most a quarter of
+the entries is in use, so two full neighboring buckets are nearly impossible. If it happens, one of their
+entries is replaced, and is a miss for readers.
 
-**A reader trusts nothing here.** An entry is a hint: the slot table says whose the row is, and under which
-generation, and an entry of it is whole when state and generation are the same before and after its key is
-read. What is torn, stale or scribbled over is a miss.
+**A reader trusts nothing here.** An entry is a hint. The slot table says which key a row holds, under which
+generation. A table entry is valid if its state and generation are the same before and after its key is read.
+A torn, stale or overwritten entry is a miss.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _QUAD = struct.Struct("<Q")
 
 
 def num_buckets(num_rows: int) -> int:
-    """Return how many buckets ``num_rows`` rows need: a power of two, not more than there are rows."""
+    """Return how many buckets ``num_rows`` rows need: a power of two, at most the number of rows."""
     return 1 << ((num_rows - 1) // 2).bit_length()
 
 
@@ -44,7 +45,7 @@ def hashes(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class SharedIndex:
-    """The writer's end, over ``[num_buckets * BUCKET_BYTES]`` bytes."""
+    """The writer's view of the index, over ``[num_buckets * BUCKET_BYTES]`` bytes."""
 
     def __init__(self, buckets: NDArray[np.uint8]) -> None:
         self._buckets = buckets
@@ -52,29 +53,29 @@ class SharedIndex:
         self._mask = len(buckets) // BUCKET_BYTES - 1
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._buckets[:] = 0
 
     def insert(self, key: RowKey, row: int) -> None:
-        """Show a row."""
+        """Add a row."""
         places, entry = self._places(key, row)
         present = [self._words[place] for place in places]
         if entry in present:
             return
-        # Without room, as good as surely an engine wrote over them: any place will do.
+        # Both buckets are full, almost certainly because an engine overwrote them: replace any entry.
         free = present.index(0) if 0 in present else row % len(places)
-        self._words[places[free]] = entry  # one store of 8 bytes: readers see all of it or nothing
+        self._words[places[free]] = entry  # one store of 8 bytes: readers see the old or the new entry
 
     def remove(self, key: RowKey, row: int) -> None:
-        """Hide a row; one that is not shown is ignored."""
+        """Remove a row. A row that is not listed is ignored."""
         places, entry = self._places(key, row)
         for place in places:
             if self._words[place] == entry:
                 self._words[place] = 0
 
     def _places(self, key: RowKey, row: int) -> tuple[list[int], int]:
-        (of_namespace,), (of_chunk,) = _QUAD.unpack_from(key), _QUAD.unpack_from(key, KEY_BYTES)
-        mixed = of_namespace ^ of_chunk
+        (namespace_bits,), (chunk_bits,) = _QUAD.unpack_from(key), _QUAD.unpack_from(key, KEY_BYTES)
+        mixed = namespace_bits ^ chunk_bits
         home, after = mixed & self._mask, (mixed + 1) & self._mask
-        places = [bucket * BUCKET_ENTRIES + at for bucket in (home, after) for at in range(BUCKET_ENTRIES)]
+        places = [bucket * BUCKET_ENTRIES + i for bucket in (home, after) for i in range(BUCKET_ENTRIES)]
         return places, mixed >> 32 << 32 | row + 1

@@ -1,11 +1,11 @@
-"""The slot table: 128 bytes about every slot, in shared memory beside the slots themselves.
+"""The slot table: 128 bytes about every slot, in the same shared memory as the slots.
 
-It is the index that survives a restart of the sidecar, and what clients check after a copy. Only the sidecar
-writes it. It lies column by column, so that a client needs only its own column's part.
+The table is the index that survives a restart of the sidecar. Clients check it after a copy. Only the sidecar
+writes it. It is laid out column by column, so that a client needs only the part of its own column.
 
-**Write order.** A process can die between any two stores. So an entry is FREE while its other fields change,
-and the state is stored last: an entry that says RESERVED or COMMITTED is whole. A checksum is stored after
-COMMITTED; a torn one does not fit its bytes, so that the row fails its verification and is dropped.
+**Write order.** A process can crash between any two stores. An entry is therefore FREE while its other fields
+change, and its state is stored last: the fields of a RESERVED or COMMITTED entry are complete. A checksum is
+stored after COMMITTED. A torn checksum does not match the bytes, so the row fails its verification.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 ENTRY = np.dtype(
     [
         ("key", "V64"),
-        ("owner", "V16"),  # uuid of the client that reserved the slot; zeros: the sidecar itself
-        ("checksum", "V16"),  # ``header.slot_checksum``; zeros: not known
+        ("owner", "V16"),  # uuid of the client that reserved the slot; zeros: the sidecar
+        ("checksum", "V16"),  # ``header.slot_checksum``; zeros: unknown
         ("length", "<u8"),  # payload bytes
-        ("generation", "<u8"),  # rises whenever the row is given again; never goes back
+        ("generation", "<u8"),  # rises whenever the row is given out; never falls
         ("state", "<u4"),
         ("column", "<u4"),
         ("spare", "V8"),
@@ -32,8 +32,8 @@ ENTRY = np.dtype(
 
 ENTRY_BYTES = ENTRY.itemsize
 NO_CHECKSUM = bytes(16)
-_MOST_GENERATIONS = 1 << 48
-"""That one format of an arena gives out, in any number of years."""
+_MAX_GENERATIONS = 1 << 48
+"""Upper bound of the generations that one format of an arena gives out, in any number of years."""
 
 _GIVEN = struct.Struct("<64s16s16sQQ")  # key .. generation
 _KEY_BYTES = ENTRY["key"].itemsize
@@ -54,27 +54,27 @@ _FREE, _RESERVED, _COMMITTED = map(int, State)
 
 
 class SlotTable:
-    """Entries of all rows, [num_columns, num_rows], contiguous."""
+    """Entries of all slots, ``[num_columns, num_rows]``, contiguous."""
 
     def __init__(self, entries: NDArray[np.void]) -> None:
         self.num_columns: int = entries.shape[0]
         self.num_rows: int = entries.shape[1]
         self._entries = entries
         self._checksums = entries["checksum"]
-        # Single fields are written by plain stores: ten times as fast as by numpy.
+        # Plain stores of single fields are ten times as fast as numpy.
         self._bytes: memoryview[int] = entries.reshape(-1).view(np.uint8).data
         self._words: memoryview[int] = self._bytes.cast("I")
         self._quads: memoryview[int] = self._bytes.cast("Q")
 
     @classmethod
     def blank(cls, num_columns: int, num_rows: int) -> SlotTable:
-        """Make a table in this process's own memory, of which only what is touched is taken."""
+        """Create a table in private memory. The kernel takes only pages that are touched."""
         return cls(np.zeros((num_columns, num_rows), ENTRY))
 
     def reserve(
         self, row: int, column: int, *, key: bytes, owner: bytes, length: int, generation: int
     ) -> None:
-        """Give the slot to ``owner``."""
+        """Reserve the slot for ``owner``."""
         number = column * self.num_rows + row
         words, state = self._words, number * _WORDS + _STATE
         words[state] = _FREE
@@ -83,23 +83,23 @@ class SlotTable:
         words[state] = _RESERVED
 
     def commit(self, row: int, column: int) -> None:
-        """Mark the payload as complete."""
+        """Mark the slot's payload as complete."""
         self._words[(column * self.num_rows + row) * _WORDS + _STATE] = _COMMITTED
 
     def record_checksum(self, row: int, column: int, checksum: bytes) -> None:
-        """Record the checksum of a committed payload: from now on it outlives a restart."""
+        """Record the checksum of a committed payload, so that it survives a restart."""
         self._checksums[column, row] = checksum
 
     def forget_checksums(self, row: int) -> None:
-        """Forget the checksums of a row: it does not outlive a restart."""
+        """Delete the checksums of a row, so that it does not survive a restart."""
         self._checksums[:, row] = NO_CHECKSUM
 
     def free_slot(self, row: int, column: int) -> None:
-        """Free one column of a row that is not complete."""
+        """Free one column of an incomplete row."""
         self._words[(column * self.num_rows + row) * _WORDS + _STATE] = _FREE
 
     def free(self, row: int) -> None:
-        """Free all columns of the row; generations stay, so that they go on rising."""
+        """Free all columns of a row. Their generations stay, so that later ones are higher."""
         for column in range(self.num_columns):
             self.free_slot(row, column)
 
@@ -112,16 +112,16 @@ class SlotTable:
         )
 
     def key(self, row: int) -> bytes:
-        """Row key of a row that is not free."""
+        """Return the key of a row that is not free."""
         start = row * ENTRY_BYTES
         return bytes(self._bytes[start : start + _KEY_BYTES])
 
     def length(self, row: int, column: int) -> int:
-        """Payload bytes in the slot."""
+        """Return the payload bytes in the slot."""
         return self._quads[(column * self.num_rows + row) * _QUADS + _LENGTH]
 
     def checksum(self, row: int, column: int) -> bytes:
-        """The recorded checksum of the payload, or NO_CHECKSUM."""
+        """Return the recorded checksum of the payload, or NO_CHECKSUM."""
         checksum: bytes = self._checksums[column, row].tobytes()
         return checksum
 
@@ -130,31 +130,31 @@ class SlotTable:
         return self._entries[:, first_row:last_row].copy()
 
     def num_used(self, first_frame: int, num_frames: int) -> int:
-        """Count the rows in frames from this one on, of so many, of which a column is not free."""
+        """Count the rows with a used column in the frames from ``first_frame`` on, of ``num_frames``."""
         is_used = (self._entries["state"] != State.FREE).any(axis=0)
         return int(is_used.reshape(-1, num_frames)[:, first_frame:].sum())
 
     def next_generation(self, first_generation: int) -> int:
-        """Return a generation above all that were given out since the arena's format, which began with
-        ``first_generation``."""
+        """Return a generation above all generations of this format, which began with ``first_generation``."""
         return next_generation(self._entries, first_generation)
 
 
 def next_generation(entries: NDArray[np.void], first_generation: int) -> int:
-    """See ``SlotTable``; of the entries of a snapshot."""
+    """Return a generation above all generations of a snapshot's entries; see ``SlotTable``."""
     generations = entries["generation"][were_given(entries, first_generation)]
     return max(first_generation, int(generations.max(initial=0)) + 1)
 
 
 def were_given(entries: NDArray[np.void], first_generation: int) -> NDArray[np.bool_]:
-    """Which entries have generations that can have been given out? An engine that writes where it must not
-    may leave any number there: it must not become the measure of those to come."""
-    given: NDArray[np.bool_] = entries["generation"] - np.uint64(first_generation) < _MOST_GENERATIONS
+    """Return which entries have a generation that this format can have given out.
+
+    A faulty engine may write any number into the table. That number must not determine later generations."""
+    given: NDArray[np.bool_] = entries["generation"] - np.uint64(first_generation) < _MAX_GENERATIONS
     return given
 
 
 def whole_rows(entries: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Which rows of a snapshot are whole: their columns belong together, are committed and have checksums?"""
+    """Return which rows of a snapshot are whole: all columns match, are committed and have checksums."""
     is_whole = (entries["state"] == State.COMMITTED) & (entries["checksum"] != np.void(NO_CHECKSUM))
     is_whole &= entries["generation"] == entries["generation"][0]
     is_whole &= entries["key"] == entries["key"][0]

@@ -1,27 +1,31 @@
-"""Where the remote tier is: what its URL may say.
+"""Addresses of the remote tier: the forms of its URL.
 
 | URL | servers |
 |---|---|
-| ``redis://[[user]:password@]host[:port][/db]`` | one |
-| ``redis://host1:port1,host2:port2[/db]`` | shards: every row has one owner, by rendezvous hashing |
-| ``unix://[[user]:password@]/path[?db=0]`` | one, by its UNIX socket |
-| ``redis-sentinel://host1:port1,host2:port2/service[/db]`` | the master of a service, as its Sentinels say |
-| ``redis-cluster://host1:port1,host2:port2`` | a Redis Cluster; the hosts are where to ask for its nodes |
-| ``rediss://``, ``rediss-sentinel://``, ``rediss-cluster://`` | the same by TLS |
+| ``redis://[[user]:password@]host[:port][/db]`` | one server |
+| ``redis://host1:port1,host2:port2[/db]`` | shards: each chunk is on one of them, by rendezvous hashing |
+| ``unix://[[user]:password@]/path[?db=0]`` | one server, on its UNIX socket |
+| ``redis-sentinel://host1:port1,host2:port2/service[/db]`` | the master of a service, which Sentinels name |
+| ``redis-cluster://host1:port1,host2:port2`` | a Redis Cluster; the hosts are its seeds |
+| ``rediss://``, ``rediss-sentinel://``, ``rediss-cluster://`` | the same with TLS |
 
-Options, after ``?`` and joined by ``&``; special characters as ``%XX``:
+Options follow ``?`` and are joined by ``&``. Write special characters as ``%XX``.
 
 | option | meaning | default |
 |---|---|---|
-| ``prefix`` | first word of all names: letters, digits and ``_.-`` | ``lmc1`` |
+| ``prefix`` | start of all Redis keys: letters, digits and ``_.-`` | ``lmc1`` |
 | ``db`` | database number, for ``unix://`` | 0 |
-| ``ca`` | file with the authorities that may sign the server's certificate | the system's |
-| ``cert``, ``key`` | files with our certificate and its key | none |
-| ``verify`` | ``full``; ``ca``: the host's name may differ; ``none``: anybody may answer | ``full`` |
+| ``ca`` | file with the authorities for the server's certificate | the system's |
+| ``cert``, ``key`` | files with the client's certificate and its key | none |
+| ``verify`` | ``full``; ``ca``: skip the host name check; ``none``: skip all checks | ``full`` |
 
-The user needs HSET, HGET, HMGET, HEXISTS and PING; under Sentinels ROLE; in a cluster CLUSTER SLOTS, ASKING.
-SELECT if ``db`` is not 0. With INFO the tier knows how soon a server forgets. With UNLINK it deletes a row
-that the server has evicted while the row was written.
+The user needs the commands HSET, HGET, HMGET, HEXISTS and PING. In addition:
+
+- with Sentinels: ROLE
+- in a cluster: CLUSTER SLOTS and ASKING
+- if ``db`` is not 0: SELECT
+- INFO (optional) shows the tier how long a server keeps values.
+- UNLINK (optional) deletes a row that the server evicted while the tier wrote it.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ _TLS_OPTIONS = frozenset({"ca", "cert", "key", "verify"})
 
 
 class Kind(enum.Enum):
-    """What the servers of an address are to one another."""
+    """How the servers of an address form one tier."""
 
     SHARDS = "redis"
     UNIX = "unix"
@@ -54,7 +58,7 @@ class Kind(enum.Enum):
 
 
 class Endpoint(NamedTuple):
-    """Where one server listens."""
+    """Address on which one server listens."""
 
     host: str  # or the path of a UNIX socket, which starts with "/"
     port: int = 0
@@ -66,8 +70,9 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, default_port: int = _PORT) -> Endpoint:
-        """Read ``host[:port]`` or ``[IPv6][:port]``. Raises ValueError, also without a port if the default is
-        0."""
+        """Parse ``host[:port]`` or ``[IPv6][:port]``.
+
+        Raises ValueError if the text is invalid. With a default port of 0, the text must have a port."""
         match = _ENDPOINT.fullmatch(text)
         port = int(match[3] or default_port) if match else 0
         if match is None or not 0 < port < 65536:
@@ -76,16 +81,16 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoints(texts: Sequence[str], default_port: int = _PORT) -> tuple[Endpoint, ...]:
-    """Read several. Raises ValueError, also when one is named twice."""
+    """Parse several endpoints. Raises ValueError if one is invalid or appears twice."""
     endpoints = tuple(Endpoint.parse(text, default_port) for text in texts)
     if len(set(endpoints)) < len(endpoints):
-        raise ValueError("a host is named twice")
+        raise ValueError("a host is listed twice")
     return endpoints
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Whom we trust, and how we show who we are; paths of PEM files, "" for none."""
+    """TLS options: authorities, and the client's certificate and key, as paths of PEM files ("": none)."""
 
     ca: str = ""
     cert: str = ""
@@ -95,11 +100,11 @@ class Tls:
 
 @dataclass(frozen=True)
 class Address:
-    """Where the servers are, and who we are there."""
+    """Servers and credentials of a remote tier."""
 
     kind: Kind
     endpoints: tuple[Endpoint, ...]
-    service: str = ""  # that the Sentinels watch
+    service: str = ""  # name of the service that the Sentinels watch
     database: int = 0
     username: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
@@ -112,14 +117,14 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Read a URL. Raises ValueError, saying what is wrong; the message never holds the password."""
+        """Parse a URL. Raises ValueError with the reason. The message never holds the password."""
         match = _URL.fullmatch(url)
         if match is None or (match[1] == "unix" and (match[2] or match[3])):
             start = re.match(r"[A-Za-z][A-Za-z0-9+.-]{0,30}(?=:)", url)
             raise ValueError(f"remote URL: scheme {start[0] if start else ''!r} is not one of {_SCHEMES}")
         scheme, tls, form, authority, path, query = match.groups(default="")
-        if "@" in path + query:  # of a password, rather: then nothing of it may be shown
-            raise ValueError("remote URL: special characters in it must be written as %XX, '@' as %40")
+        if "@" in path + query:  # probably part of a password: show nothing of it
+            raise ValueError("remote URL: write special characters as %XX, for example '@' as %40")
         kind = Kind(scheme + form)
         userinfo, _, hosts = authority.rpartition("@")
         username, _, password = userinfo.partition(":")

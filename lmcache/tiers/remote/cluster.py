@@ -1,8 +1,8 @@
 """Redis Cluster: which server owns which of the 16384 hash slots.
 
-The map is asked for at first, when a server fails, and when one says that a slot has moved; whoever answers
-is believed. It is asked for at most once a second: a single slot that moved is learned from the answer
-itself.
+The client requests the slot map at the start, when a server fails, and when a server replies that a slot
+moved. It accepts the map of any server. It requests the map at most once a second. When a single slot moved,
+the reply itself names the new owner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SlotMap = list[Endpoint | None]
 
 
 class ClusterNode(RedisServer):
-    """A server of a cluster. While a slot is on its way elsewhere it says ASK: then it is done there."""
+    """A server of a cluster. If it replies ASK for a migrating slot, the operation runs on the target."""
 
     non_fatal_errors = RedisServer.non_fatal_errors | {"ASK", "MOVED"}
 
@@ -52,11 +52,11 @@ class ClusterNode(RedisServer):
         try:
             super()._probe()
         finally:
-            self._cluster.refresh()  # others may own its slots by now
+            self._cluster.refresh()  # other servers may own its slots now
 
 
 class RedisCluster(Topology):
-    """The seeds are asked for the map when nobody else answers."""
+    """A Redis Cluster. The seeds are asked for the map when no other server answers."""
 
     def __init__(
         self,
@@ -69,19 +69,19 @@ class RedisCluster(Topology):
         self.listener = listener
         self._clock = clock
         self._seeds = [ClusterNode(endpoint, self) for endpoint in seeds]
-        self._refreshing = threading.Lock()  # who has no map waits for it
-        self._lock = threading.Lock()  # protects what follows
+        self._refreshing = threading.Lock()  # threads without a map wait for it
+        self._lock = threading.Lock()  # protects the following
         self._nodes: dict[Endpoint, ClusterNode] = {}
         self._slots: SlotMap = [None] * _NUM_SLOTS
         self._next_refresh = 0.0
 
     def servers(self) -> Sequence[RedisServer]:
-        """See Topology; the seeds, as long as no map is known."""
+        """See Topology; the seeds while no map is known."""
         with self._lock:
             return tuple(self._nodes.values()) or self._seeds
 
     def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
-        """See Topology; one or none."""
+        """See Topology; one server or none."""
         slot = binascii.crc_hqx(hash_tag(object_id.row_key).encode(), 0) % _NUM_SLOTS
         owner = self._owner(slot)
         if owner is None or owner.circuit.is_open:
@@ -90,7 +90,7 @@ class RedisCluster(Topology):
         return (owner,) if owner else ()
 
     def learn(self, error: ServerError) -> bool:
-        """See Topology; from ``MOVED 3999 127.0.0.1:6381``."""
+        """See Topology. Parses ``MOVED 3999 127.0.0.1:6381``."""
         if error.code != "MOVED":
             return False
         self.refresh()
@@ -112,12 +112,12 @@ class RedisCluster(Topology):
                     slots = server.run(lambda c: _slot_map(c.call("CLUSTER", "SLOTS"), c.endpoint.host))
                 except (TierUnavailableError, ServerError):
                     continue
-                if any(slots):  # else it was taken out of the cluster, or never was in one
+                if any(slots):  # otherwise it is not a member of a cluster
                     self._adopt(slots)
                     return
 
     def node(self, endpoint: Endpoint) -> ClusterNode:
-        """The server at this endpoint, which may be a new one."""
+        """Return the server at this endpoint; adds a new one if necessary."""
         with self._lock:
             return self._nodes.get(endpoint) or self._nodes.setdefault(endpoint, ClusterNode(endpoint, self))
 
@@ -134,8 +134,8 @@ class RedisCluster(Topology):
         owning = {endpoint for endpoint in slots if endpoint}
         with self._lock:
             self._slots = slots
-            gone = [self._nodes.pop(endpoint) for endpoint in self._nodes.keys() - owning]
-        for node in gone:
+            removed = [self._nodes.pop(endpoint) for endpoint in self._nodes.keys() - owning]
+        for node in removed:
             node.close()
         for endpoint in owning:
             self.node(endpoint)
@@ -143,7 +143,7 @@ class RedisCluster(Topology):
 
 
 def _target(error: ServerError) -> Endpoint | None:
-    """Where a MOVED or an ASK points; None: it does not say."""
+    """Return the target of a MOVED or ASK reply, or None if it has none."""
     host, _, port = str(error).rpartition(" ")[2].rpartition(":")
     try:
         return endpoint_of(host.encode(), port.encode())
@@ -152,8 +152,9 @@ def _target(error: ServerError) -> Endpoint | None:
 
 
 def _slot_map(reply: Reply, asked_host: str) -> SlotMap:
-    """Read the answer to CLUSTER SLOTS: ranges of ``[first, last, [host, port, ...], replicas...]``. A server
-    that does not know its own name gives none: then it is where it was asked."""
+    """Parse the reply to CLUSTER SLOTS: ranges of ``[first, last, [host, port, ...], replicas...]``.
+
+    A server that does not know its own name omits the host. The host is then the one that was asked."""
     slots: SlotMap = [None] * _NUM_SLOTS
     for entry in reply if isinstance(reply, list) else ():
         match entry:

@@ -50,7 +50,7 @@ _NO_CHECKSUM = bytes(16)
 """Checksum in a marker: the pieces have their own."""
 
 _PLACE = struct.Struct("<68sQQ")
-"""What a seal covers beside the piece: object id, length of the payload, position of the piece in it."""
+"""Fields of a seal besides the piece: object id, length of the payload, position of the piece in it."""
 
 
 def redis_name(prefix: str, row_key: RowKey) -> str:
@@ -91,7 +91,7 @@ def load(
 ) -> Loaded | None:
     """Read a column's payload into ``into``; None when the column is not there.
 
-    Raises InvalidObjectError when what is there is not valid, or has not ``length`` bytes.
+    Raises InvalidObjectError if the stored column is invalid, or does not have ``length`` bytes.
     """
     name = redis_name(connection.prefix, object_id.row_key)
     fields = _piece_fields(object_id)
@@ -102,7 +102,7 @@ def load(
     total = header.total_bytes
     if total > len(into) or length not in (None, total):
         raise InvalidObjectError("length")
-    sizes, start, found = piece_sizes(total), 0, Digests()
+    sizes, start, payload_digests = piece_sizes(total), 0, Digests()
     for number, size in enumerate(sizes):
         piece = into[start : start + size]
         seal = _read_piece(connection, piece, is_element=number == 0)
@@ -112,9 +112,9 @@ def load(
             connection.ask([("HGET", name, next(fields)) for _ in ahead])
         if _seal(object_id, total, start, piece) != seal:
             raise InvalidObjectError("checksum")
-        found.update(piece)
+        payload_digests.update(piece)
         start += size
-    return Loaded(total, found.digests())
+    return Loaded(total, payload_digests.digests())
 
 
 def store(
@@ -164,15 +164,14 @@ def _is_present(connection: Connection, name: str, object_id: ObjectId) -> bool:
     except ServerError as error:
         if error.code != "WRONGTYPE":
             raise
-    _remove(connection, name)  # a value of another program under our prefix
+    _remove(connection, name)  # a value of another program under this prefix
     return False
 
 
 def _remove(connection: Connection, name: str) -> None:
     """Delete a value that no reader can use."""
-    with contextlib.suppress(
-        ServerError
-    ):  # without the right to UNLINK, the value stays until Redis evicts it
+    # Without the right to UNLINK, the value stays until Redis evicts it.
+    with contextlib.suppress(ServerError):
         connection.call("UNLINK", name)
 
 

@@ -1,8 +1,8 @@
-"""A connection that speaks as much of the Redis protocol (RESP2) as the remote tier needs.
+"""A connection that implements the part of the Redis protocol (RESP2) that the remote tier needs.
 
-Values go straight between the stream and the caller's memory. A command and its replies have a deadline.
+Values move directly between the stream and the caller's memory. A command and its replies have one deadline.
 
-Connecting is ours as well, though redis-py could do it on the same socket: docs/adr/0005.
+This module also connects and authenticates. docs/adr/0005 says why it does not use redis-py.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ Reply: TypeAlias = "int | bytes | list[Reply] | None"
 
 _MAX_LINE_BYTES = 4096
 _AUTH_CODES = frozenset({"BUSY", "ERR", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS"})
-_MAX_LENGTH = 1 << 16  # of strings and arrays that are kept here; pieces are read into their place
-_MAX_DEPTH = 5  # CLUSTER SLOTS: list of ranges, range, server, names of its host, name
+_MAX_LENGTH = 1 << 16  # of strings and arrays; pieces are read into the caller's memory
+_MAX_DEPTH = 5  # CLUSTER SLOTS: ranges, range, server, host names, name
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class Connection:
     """One connection to one server, used by one thread at a time.
 
-    Raises TimeoutError and ConnectionError (both OSError), and ServerError for error replies. Afterwards it
-    may be used again if it ``is_reusable``.
+    Raises TimeoutError and ConnectionError (both OSError), and ServerError for error replies. After an error,
+    the connection may be used again if it ``is_reusable``.
     """
 
     asking = False
-    """Say ASKING before each command: a cluster's server is to take it though the slot is not its own yet."""
+    """Send ASKING before each command, so that a server accepts it for a slot that is migrating to it."""
 
     def __init__(self, endpoint: Endpoint, address: Address, timeout_seconds: float) -> None:
         self.endpoint = endpoint
         self.prefix = address.prefix
-        """First word of all names here."""
-        self._num_due = 0  # replies
-        self._line = bytearray()  # received, not consumed yet
+        """First part of all names."""
+        self._num_due = 0  # replies to read
+        self._line = bytearray()  # received bytes that are not yet consumed
         self._stream = open_stream(endpoint, timeout_seconds, address.tls)
         try:
             if address.password:
@@ -58,7 +58,7 @@ class Connection:
 
     @property
     def is_reusable(self) -> bool:
-        """Has all been read that was asked for? If not, it would be taken for the next answer."""
+        """Have all replies been read? If not, the next command would get an old reply."""
         return self._num_due == 0 and not self._line
 
     def close(self) -> None:
@@ -66,8 +66,9 @@ class Connection:
         self._stream.close()
 
     def authenticate(self, username: str, password: str) -> None:
-        """Say who we are; without a user name: the default user. Of the answer no word but a known error's
-        code is repeated: it may hold the password."""
+        """Authenticate, by default as the default user.
+
+        Errors repeat only known codes of the reply: the rest may hold the password."""
         try:
             self.call("AUTH", *((username, password) if username else (password,)))
         except ServerError as error:
@@ -79,17 +80,17 @@ class Connection:
             raise ConnectionError("the answer to AUTH can't be read") from None
 
     def call(self, *words: str) -> Reply:
-        """Send one command of small words and read its reply."""
+        """Send one command of short words, and read its reply."""
         self.ask([words])
         return self.read_reply()
 
     def call_all(self, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
-        """Send commands in one go and read all their replies; error replies are values here."""
+        """Send commands together, and read all replies. Error replies are values in the list."""
         self.ask(commands)
         return self.read_replies(len(commands))
 
     def read_replies(self, number: int) -> list[Reply | ServerError]:
-        """Read replies of any kind; error replies are values here."""
+        """Read replies of any kind. Error replies are values in the list."""
         replies: list[Reply | ServerError] = []
         for _ in range(number):
             try:
@@ -99,25 +100,25 @@ class Connection:
         return replies
 
     def ask(self, commands: Sequence[Sequence[str]]) -> None:
-        """Send commands of small words; a reply to each must be read."""
+        """Send commands of short words. The caller must read a reply to each."""
         self._send([b"".join(self._start() + _encode(words) for words in commands)])
 
     def set_fields(self, name: str, fields: Mapping[str, Sequence[Buffer]]) -> None:
-        """Send an HSET of values in several buffers, without a copy; a reply must be read."""
+        """Send an HSET of values in several buffers, without a copy. The caller must read a reply."""
         buffers: list[Buffer] = [self._start() + _encode(("HSET", name), 2 * len(fields))]
         for field, value in fields.items():
             buffers += [_encode_bulk(field) + b"$%d\r\n" % sum(map(len, value)), *value, b"\r\n"]
         self._send(buffers)
 
     def read_reply(self) -> Reply:
-        """Read one reply of any kind; one that is too large, or too deep, is not believed."""
+        """Read one reply of any kind. Raises ConnectionError if it is too large or nested too deep."""
         self._skip_asking()
         reply = self._read_any(_MAX_DEPTH)
         self._num_due -= 1
         return reply
 
     def read_array_length(self, expected: int) -> None:
-        """Read the head of an array of bulk strings: each of them must be read, as an element."""
+        """Read the head of an array of bulk strings. The caller must read each of them as an element."""
         self._skip_asking()
         line = self._read_line(b"*")
         if _length(line) != expected:
@@ -125,8 +126,7 @@ class Connection:
         self._num_due += expected - 1
 
     def read_bulk_length(self, *, is_element: bool = False) -> int | None:
-        """Read the head of a bulk string: ``read_bulk`` and ``end_bulk`` must follow. None: there is no such
-        value."""
+        """Read the head of a bulk string. The caller must then call ``end_bulk``. None: there is no value."""
         if not is_element:
             self._skip_asking()
         length = _length(self._read_line(b"$"))
@@ -134,7 +134,7 @@ class Connection:
         return length
 
     def read_bulk(self, *targets: memoryview) -> None:
-        """Read the next bytes of a bulk string, as many as the targets have; in one call where it can be."""
+        """Read the next bytes of a bulk string into the targets, in one system call if possible."""
         views = []
         for target in targets:
             ahead = min(len(self._line), len(target))
@@ -144,12 +144,12 @@ class Connection:
         self._stream.fill(views)
 
     def end_bulk(self, *targets: memoryview) -> None:
-        """Read the rest of a bulk string into the targets, and its end, in one call where it can be."""
+        """Read the rest of a bulk string into the targets, in one system call if possible."""
         self._read_end(*targets)
         self._num_due -= 1
 
     def _start(self) -> bytes:
-        """What goes before a command, which will be answered."""
+        """Return the bytes to send before a command, and count its replies."""
         self._num_due += 2 if self.asking else 1
         return _ASKING if self.asking else b""
 
@@ -171,7 +171,7 @@ class Connection:
         if length > _MAX_LENGTH or not depth:
             raise ConnectionError(f"unexpected reply {line[:32]!r}")
         if kind == b"*":
-            self._num_due += 1  # the rest of the array, should one of its elements be an error
+            self._num_due += 1  # the rest of the array, in case an element is an error
             array = [self._read_any(depth - 1) for _ in range(length)]
             self._num_due -= 1
             return array
@@ -180,7 +180,7 @@ class Connection:
         return bytes(content)
 
     def _read_line(self, *kinds: bytes) -> bytes:
-        """Return a line that starts like one of these. Reads little ahead: payloads are not copied."""
+        """Read a line that starts with one of these bytes. Reads little ahead, to copy little."""
         while (end := self._line.find(b"\r\n")) < 0:
             if len(self._line) > _MAX_LINE_BYTES:
                 raise ConnectionError("the server does not speak RESP")
@@ -198,10 +198,10 @@ class Connection:
         end = bytearray(2)
         self.read_bulk(*targets, memoryview(end))
         if end != b"\r\n":
-            raise ConnectionError("a bulk string does not end where it said")
+            raise ConnectionError("a bulk string does not end after its announced length")
 
     def _send(self, buffers: Sequence[Buffer]) -> None:
-        """The deadline of all that follows until the next ``_send`` starts here."""
+        """Send buffers, and start the deadline, which also covers the replies."""
         self._stream.start()
         try:
             self._stream.send_all(buffers)
@@ -210,16 +210,15 @@ class Connection:
             raise
 
     def _read_farewell(self) -> None:
-        """A server that closes the connection over what it will not take has mostly said why: raise that
-        ServerError."""
-        self._num_due += 1  # whatever it said: this connection is of no use any more
+        """Raise the ServerError, if any, with which the server explained why it closed the connection."""
+        self._num_due += 1  # in any case, this connection is not reusable
         with contextlib.suppress(OSError):
-            while True:  # answers to what was sent before
+            while True:  # replies to earlier commands
                 self._read_line(b"+")
 
 
 def _encode(words: Sequence[str], num_more: int = 0) -> bytes:
-    """Write the start of a command of these words and ``num_more`` that follow."""
+    """Encode the start of a command of these words and ``num_more`` others."""
     return b"*%d\r\n" % (len(words) + num_more) + b"".join(map(_encode_bulk, words))
 
 
@@ -229,7 +228,7 @@ def _encode_bulk(word: str) -> bytes:
 
 
 def _length(line: bytes) -> int | None:
-    """Of a string or an array; None: nil."""
+    """Parse the length of a string or an array; None for nil."""
     length = _number(line[1:])
     if length < -1:
         raise ConnectionError(f"unexpected reply {line[:32]!r}")

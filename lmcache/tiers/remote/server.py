@@ -15,41 +15,43 @@ T = TypeVar("T")
 
 
 class RedisServer:
-    """Thread-safe; ``connect`` makes a new connection, wherever the server is by then."""
+    """Thread-safe. ``connect`` opens a new connection to the server's current address."""
 
     non_fatal_errors = frozenset({"MISCONF", "NOPERM", "NOREPLICAS", "OOM", "READONLY", "WRONGTYPE"})
-    """Error replies that are about what was asked."""
+    """Codes of error replies that concern the command, not the server's health."""
 
     fatal_errors = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOAUTH", "WRONGPASS"})
-    """Error replies that whatever is asked would get. What any other says of the server, PING tells."""
+    """Codes of error replies that any command would get. For other codes, a PING checks the server."""
 
     def __init__(self, name: str, connect: Callable[[], Connection], listener: Listener) -> None:
         self.name = name
         self.circuit = Circuit(f"remote tier {name}", self._probe)
         self.circuit.subscribe(listener)
         self._connect = connect
-        self._lock = threading.Lock()  # protects what follows
+        self._lock = threading.Lock()  # protects the following
         self._idle: list[Connection] = []
         self._is_closed = False
 
     def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
-        """Do this on a connection. Raises TierUnavailableError when the server is unhealthy or its circuit is
-        open, and ServerError when it is healthy and answers so."""
+        """Run an operation on a connection.
+
+        Raises TierUnavailableError if the server is unhealthy or its circuit is open, and ServerError if a
+        healthy server replies with an error."""
         self.circuit.check()
         try:
             result = self._attempt(operation, asking=asking)
         except (OSError, ServerError) as error:
-            if self._is_about_the_call(error) or self._answers_otherwise(error):
-                if getattr(error, "code", "") == "READONLY":  # the master is another one by now: look for it
+            if self._is_about_the_call(error) or self._answers_ping(error):
+                if getattr(error, "code", "") == "READONLY":  # another server is the master now: find it
                     self._drop_idle()
                 raise
-            self._drop_idle()  # a new connection finds a new master, or a new address of the same name
+            self._drop_idle()  # new connections find a new master, or a new address
             raise self.circuit.failure(error) from error
         self.circuit.success()
         return result
 
     def close(self) -> None:
-        """End the probes, and close all connections, those in use when they are given back."""
+        """Stop probing, and close all connections; connections in use when their operation ends."""
         self.circuit.end(0)
         with self._lock:
             self._is_closed = True
@@ -58,8 +60,8 @@ class RedisServer:
     def _is_about_the_call(self, error: Exception) -> bool:
         return isinstance(error, ServerError) and error.code in self.non_fatal_errors
 
-    def _answers_otherwise(self, error: Exception) -> bool:
-        """One row may be more than a server takes: ERR, and the connection closed."""
+    def _answers_ping(self, error: Exception) -> bool:
+        """Does the server answer a PING? It may reply ERR, and close the connection, for a huge row only."""
         if not isinstance(error, ServerError) or error.code in self.fatal_errors:
             return False
         try:
@@ -82,8 +84,8 @@ class RedisServer:
         try:
             return self._use(idle or self._open(), operation, asking=asking)
         except ConnectionError:
-            # One that had been idle may have been closed by a restart long ago, which says nothing about now.
-            # A deadline is spent once, and what fails on a new connection says how the server is.
+            # A restart may have closed an idle connection long ago, which says nothing about the server now.
+            # An error of a new connection shows the server's health. A time-out is never retried.
             if idle is None:
                 raise
         self.circuit.restarted()
@@ -92,7 +94,7 @@ class RedisServer:
     def _open(self) -> Connection:
         try:
             return self._connect()
-        except ServerError as error:  # whatever it is: nothing can be asked
+        except ServerError as error:  # any error: the connection is unusable
             raise ConnectionError(str(error)) from error
 
     def _use(self, connection: Connection, operation: Callable[[Connection], T], *, asking: bool) -> T:

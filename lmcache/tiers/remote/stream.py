@@ -1,7 +1,7 @@
-"""Connecting to one server: plain, or by TLS.
+"""Connections to one server, plain or with TLS.
 
-Names are resolved by the C library, which knows no deadline: in threads of their own, of which one that is
-never answered keeps nobody but itself waiting.
+The C library resolves names without a deadline. Each resolution therefore runs in its own thread, so that a
+name server that never answers delays only that name's users.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
-from lmcache.stream import Stream
+from lmcache.common.sockets import Stream
 from lmcache.tiers.remote.address import Endpoint, Tls
 
-_Found = list[tuple[int, tuple[Any, ...]]]
-_resolving: dict[Endpoint, Future[_Found]] = {}
+_Addresses = list[tuple[int, tuple[Any, ...]]]
+_resolving: dict[Endpoint, Future[_Addresses]] = {}
 _resolving_lock = threading.Lock()
 
 
 class TlsStream(Stream):
-    """TLS over TCP. OpenSSL gives and takes one record of 16 KiB at a time, of one piece of memory."""
+    """TLS over TCP. OpenSSL handles one record of at most 16 KiB, in one buffer, at a time."""
 
     def _set_timeout(self) -> None:
-        self._socket.settimeout(self._timeout)  # a blocking SSLSocket would wait for ever
+        self._socket.settimeout(self._timeout)  # a blocking SSLSocket would wait forever
 
     def _send(self, views: Sequence[memoryview]) -> int:
         try:
@@ -40,12 +40,14 @@ class TlsStream(Stream):
 
 
 def open_stream(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream:
-    """Connect. A server that is not who it should be raises ConnectionError, and so does a name that none can
-    have."""
+    """Connect to a server.
+
+    Raises OSError. It is a ConnectionError if the server's certificate is invalid, or its name is not a valid
+    host name."""
     try:
         return _open(endpoint, timeout_seconds, tls)
-    except ValueError as error:  # UnicodeError of the encoding of names, NUL bytes, ...
-        raise ConnectionError(f"{endpoint} names no host: {error}") from None
+    except ValueError as error:  # an invalid name: UnicodeError, NUL bytes, ...
+        raise ConnectionError(f"{endpoint} is not a valid host name: {error}") from None
 
 
 def _open(endpoint: Endpoint, timeout_seconds: float, tls: Tls | None) -> Stream:
@@ -75,7 +77,7 @@ def _connect(family: int, address: str | tuple[Any, ...], timeout_seconds: float
 
 
 def _connect_to_host(endpoint: Endpoint, timeout_seconds: float) -> socket.socket:
-    """By the first of its addresses that answers; all of them together have the time-out."""
+    """Connect to the first address that answers. The time-out covers all addresses together."""
     deadline = time.monotonic() + timeout_seconds
     problem: OSError = ConnectionError(f"{endpoint.host} has no address")
     for family, address in _resolve(endpoint, timeout_seconds):
@@ -89,8 +91,8 @@ def _connect_to_host(endpoint: Endpoint, timeout_seconds: float) -> socket.socke
     raise problem
 
 
-def _resolve(endpoint: Endpoint, timeout_seconds: float) -> _Found:
-    """One look-up of a name at a time, however many wait for it, or gave up."""
+def _resolve(endpoint: Endpoint, timeout_seconds: float) -> _Addresses:
+    """Resolve a name. Concurrent calls for one name share one resolution."""
     with _resolving_lock:
         lookup = _resolving.get(endpoint)
         if lookup is None:
@@ -98,7 +100,7 @@ def _resolve(endpoint: Endpoint, timeout_seconds: float) -> _Found:
             thread = threading.Thread(target=_look_up, args=(endpoint, lookup), name="resolver", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # too many
+            except RuntimeError as error:  # too many threads
                 raise ConnectionError(str(error)) from error
             _resolving[endpoint] = lookup
     try:
@@ -107,11 +109,11 @@ def _resolve(endpoint: Endpoint, timeout_seconds: float) -> _Found:
         raise TimeoutError(f"the name {endpoint.host} was not resolved within {timeout_seconds} s") from None
 
 
-def _look_up(endpoint: Endpoint, lookup: Future[_Found]) -> None:
+def _look_up(endpoint: Endpoint, lookup: Future[_Addresses]) -> None:
     try:
-        found = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)
-        lookup.set_result([(family, address) for family, _, _, _, address in found])
-    except Exception as error:  # UnicodeError of a name that none can have, too
+        addresses = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)
+        lookup.set_result([(family, address) for family, _, _, _, address in addresses])
+    except Exception as error:  # including UnicodeError for an invalid name
         lookup.set_exception(error)
     finally:
         with _resolving_lock:
@@ -125,11 +127,11 @@ def _shake_hands(connection: socket.socket, host: str, tls: Tls) -> ssl.SSLSocke
     except ssl.SSLCertVerificationError as error:
         raise ConnectionError(f"the server's certificate is refused: {error.verify_message}") from None
     except OSError as error:
-        raise ConnectionError(f"no TLS handshake: {error}") from None
+        raise ConnectionError(f"the TLS handshake failed: {error}") from None
 
 
 def _context(tls: Tls) -> ssl.SSLContext:
-    """Read anew for every connection: certificates are renewed while we run."""
+    """Create a TLS context. Reads the files for every connection, because certificates are renewed."""
     try:
         context = ssl.create_default_context(cafile=tls.ca or None)
         if tls.cert:

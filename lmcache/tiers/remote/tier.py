@@ -1,15 +1,14 @@
-"""The remote tier: Redis or Valkey that many pods share.
+"""The remote tier: objects in Redis or Valkey servers that many pods share.
 
-**Rows** are described in ``objects.py``, **servers** in ``topology.py`` and ``cluster.py``, what the URL may
-say in ``address.py``.
+``objects.py`` describes rows, ``topology.py`` and ``cluster.py`` servers, and ``address.py`` URLs.
 
-**Trust.** What is read is compared with what was asked for; anything else is a miss, counted by reason. Only
-names that start with our prefix are ever written. Two things are deleted: another type of value under such a
-name, and a row of which the server evicted a part while it was written.
+**Trust.** Loaded bytes are compared with the request. A mismatch is a miss, counted by reason. The tier only
+writes names that start with its prefix. It deletes two things: a value of another type under such a name, and
+a row of which the server evicted a part while it was written.
 
-**Outages.** Whatever goes wrong with a server itself opens its circuit; from then on it is not asked until a
-probe finds it healthy. While another server is healthy, what the unhealthy one owns is a miss, and a store of
-it is refused; when all are unhealthy, operations raise TierUnavailableError.
+**Outages.** A fault of a server opens its circuit. The tier then sends it no requests until a probe succeeds.
+While another server is healthy, rows of the unhealthy server are misses, and stores of them are refused. When
+all servers are unhealthy, operations raise TierUnavailableError.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from lmcache.recent import Recent
+from lmcache.common.recent import Recent
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import JointHealth
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
@@ -38,19 +37,19 @@ from lmcache.tiers.stats import ObjectStats, count_reason
 
 T = TypeVar("T")
 
-_FIRST_WINDOW = 16  # rows of the first probe; doubles, since a prefix that goes on mostly goes on
+_FIRST_WINDOW = 16  # rows of the first probe; doubles, because a longer prefix is likely even longer
 _MAX_WINDOW = 1024
-_MAX_NAMES = 8192  # in one round trip of ``touch``
-_MAX_TRIES = 3  # servers that are asked for one object
-_MAX_REWRITE = 4096  # names of invalid objects that are remembered
+_MAX_NAMES = 8192  # names in one round trip of ``touch``
+_MAX_TRIES = 3  # servers to try for one object
+_MAX_REWRITE = 4096  # number of invalid objects to remember
 
 
 class RemoteTier:
-    """Thread-safe. Every method but ``close`` and ``set_shards`` blocks up to the deadline.
+    """Thread-safe. Every method except ``close`` and ``set_shards`` may block up to the deadline.
 
     ``timeout_seconds`` is the deadline of one step: a connection, a window of a probe, or some pieces.
-    ``present``: the address with the user name and password of now, asked for at every new connection since
-    they are changed while we run; not given: ``address``. May raise OSError.
+    ``present`` returns the address with the current user name and password, which may change at run time. It
+    is called for every new connection, and may raise OSError. Default: ``address``.
     """
 
     def __init__(
@@ -65,20 +64,19 @@ class RemoteTier:
         self.stats = ObjectStats()
         self.residence_seconds = math.inf
         self._clock = clock
-        self._usages: dict[RedisServer, Usage] = {}  # of those that say it, as ``check`` found them
+        self._usages: dict[RedisServer, Usage] = {}  # latest usage of servers that report it
         self._timeout = timeout_seconds
         self._present = present or (lambda: address)
         self.health = JointHealth(lambda: [server.circuit for server in self._topology.servers()])
         self.health.subscribe(self._note)
-        self._secure: dict[Endpoint, Tls] = {}  # shards of which the list says so
+        self._secure: dict[Endpoint, Tls] = {}  # shards that use TLS according to the list
         self._topology = self._make_topology()
-        self._thread = threading.local()  # ``stored``: columns of the row that a thread stored last
-        self._lock = threading.Lock()  # protects stats and what follows
-        self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # invalid, though present
+        self._thread = threading.local()  # ``stored``: columns of the row that this thread stored last
+        self._lock = threading.Lock()  # protects stats and the following
+        self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # present but invalid objects
 
     def set_shards(self, shards: ShardList) -> None:
-        """Use another list of shards from now on. Raises ValueError when the URL is of Sentinels or a
-        cluster."""
+        """Switch to another list of shards. Raises ValueError if the URL is not of shards."""
         if not isinstance(self._topology, Shards):
             raise ValueError(f"remote tier {self.address} has no list of shards")
         self._secure = dict.fromkeys(shards.secure, Tls(ca=shards.ca))
@@ -88,25 +86,27 @@ class RemoteTier:
 
     @property
     def used_bytes(self) -> int | None:
-        """Of the servers' memory, whoever's the values are; see LowerTier."""
+        """Memory that all values use on the servers, including those of other clients; see LowerTier."""
         usages = self._usages.values()
         return sum(usage.used_bytes for usage in usages) if usages else None
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        """Return how many leading rows have all their columns here."""
+        """Return how many leading rows have all their columns stored."""
         present, window = 0, _FIRST_WINDOW
         while present < len(keys):
             asked = keys[present : present + window]
-            found = self.find_each([ObjectId(key, c) for key in asked for c in range(num_columns)])
-            if False in found:
-                return present + found.index(False) // num_columns
+            is_present = self.find_each([ObjectId(key, c) for key in asked for c in range(num_columns)])
+            if False in is_present:
+                return present + is_present.index(False) // num_columns
             present += len(asked)
             window = min(2 * window, _MAX_WINDOW)
         return present
 
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it is here: one pipelined round trip per server, and another one for
-        what is absent and may be elsewhere. What a cluster is just moving (ASK) counts as absent."""
+        """Say of each object whether it is stored.
+
+        Takes one pipelined round trip per server, and another one for absent objects that another server may
+        hold. An object whose slot a cluster is migrating (ASK) counts as absent."""
         present = [False] * len(ids)
         candidates = [self._candidates(object_id) for object_id in ids]
         while True:
@@ -123,7 +123,7 @@ class RemoteTier:
                     present[index] = reply == 1
 
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
-        """Read one column of a row into a slot. None: a miss (slot contents undefined)."""
+        """Read one column of a row into ``into``. None: a miss; the contents are then undefined."""
         loaded = None
         for server in self._candidates(object_id):
             try:
@@ -147,8 +147,10 @@ class RemoteTier:
     def store(
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
     ) -> bool:
-        """Write one column of a row, or refresh the age of what is there. False: the server refused it (full,
-        say), or is unavailable while others are healthy."""
+        """Write one column of a row, or mark a stored one as recently used.
+
+        Returns False if the server refused it (for example because it is full), or is unavailable while other
+        servers are healthy."""
         is_rewrite, earlier = object_id in self._rewrite, self._earlier_columns(object_id)
         is_new, reason = None, "unavailable"
 
@@ -188,9 +190,9 @@ class RemoteTier:
         ]
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
-        """Refresh the age of rows that were hit in a tier above. Return those whose present owner says that
-        something of them is not there."""
-        asked: dict[RedisServer, list[tuple[ObjectId, bool]]] = defaultdict(list)  # is it the owner?
+        """Mark rows that were hit in a higher tier as recently used. Returns rows of which the owner lacks a
+        column."""
+        asked: dict[RedisServer, list[tuple[ObjectId, bool]]] = defaultdict(list)  # object, is owner?
         for key in keys:
             for column in range(num_columns):
                 object_id = ObjectId(key, column)
@@ -199,17 +201,17 @@ class RemoteTier:
         absent: set[RowKey] = set()
         for server, questions in asked.items():
             for start in range(0, len(questions), _MAX_NAMES):
-                some = questions[start : start + _MAX_NAMES]
-                replies = self._call_all(server, [self._ask_for(object_id) for object_id, _ in some])
+                batch = questions[start : start + _MAX_NAMES]
+                replies = self._call_all(server, [self._ask_for(object_id) for object_id, _ in batch])
                 absent |= {
                     object_id.row_key
-                    for (object_id, is_owner), reply in zip(some, replies, strict=False)
+                    for (object_id, is_owner), reply in zip(batch, replies, strict=False)
                     if is_owner and reply == 0
                 }
         return absent
 
     def check(self) -> None:
-        """See LowerTier; the log says why if a server is not healthy, and its circuit opens."""
+        """See LowerTier. A server that does not answer is logged, and its circuit opens."""
         self._topology.refresh()
         usages, residence = {}, math.inf
         for server in self._topology.servers():
@@ -223,11 +225,11 @@ class RemoteTier:
         self._usages, self.residence_seconds = usages, residence
 
     def close(self) -> None:
-        """Close all connections; the threads that used them must have ended."""
+        """Close all connections. The threads that used them must have ended."""
         self._topology.close()
 
     def _call_all(self, server: RedisServer, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
-        """In one round trip; no replies when the server is unavailable."""
+        """Send commands in one round trip. Returns no replies if the server is unavailable."""
         replies = self._run(server, lambda connection: connection.call_all(commands)) or []
         for reply in replies:
             if isinstance(reply, ServerError):
@@ -235,8 +237,9 @@ class RemoteTier:
         return replies
 
     def _candidates(self, object_id: ObjectId) -> Iterator[RedisServer]:
-        """Who may have an object, the likeliest first; asked anew each time, since answers may have changed
-        it."""
+        """Yield the servers that may hold an object, the likeliest first.
+
+        Reads the topology again each time, because replies may have changed it."""
         tried: list[RedisServer] = []
         while len(tried) < _MAX_TRIES:
             owners = self._topology.owners(object_id)
@@ -249,7 +252,7 @@ class RemoteTier:
             yield server
 
     def _run(self, server: RedisServer, operation: Callable[[Connection], T]) -> T | None:
-        """None: this server is unhealthy, but another one is healthy."""
+        """Run an operation. Returns None if this server is unhealthy while another one is healthy."""
         try:
             return server.run(operation)
         except TierUnavailableError:
@@ -258,13 +261,13 @@ class RemoteTier:
             return None
 
     def _ask_for(self, object_id: ObjectId) -> tuple[str, ...]:
-        """The command that asks whether a column is there. Redis takes it for a use of the row."""
+        """Return the command that checks for a column. For Redis, it counts as a use of the row."""
         name = objects.redis_name(self.address.prefix, object_id.row_key)
         return ("HEXISTS", name, objects.marker_field(object_id))
 
     def _note_invalid(self, object_id: ObjectId, reason: str) -> None:
         with self._lock:
-            count_reason(self.stats.invalid, reason)
+            self.stats.note_invalid(object_id.row_key, reason)
             self._rewrite[object_id] = None
 
     def _note(self, failed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which server owns an object, and who else may have it: shards, or one master that Sentinels name.
+"""Topologies: which server owns an object, and which others may hold it. Shards and Sentinels.
 
 Redis Cluster is in ``cluster.py``.
 """
@@ -21,22 +21,22 @@ from lmcache.tiers.remote.server import RedisServer
 
 
 class Topology(ABC):
-    """Thread-safe."""
+    """The servers of a remote tier. Thread-safe."""
 
     @abstractmethod
     def servers(self) -> Sequence[RedisServer]:
-        """Those that own something now: the tier is unavailable when all of their circuits are open."""
+        """Return the servers that own objects now. The tier is unavailable when all circuits are open."""
 
     @abstractmethod
     def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
-        """The owner of an object first, then who else may have it; empty: nobody owns it now."""
+        """Return the owner of an object, then other servers that may hold it. Empty: no known owner."""
 
     def learn(self, error: ServerError) -> bool:
-        """Take note of an error reply. True: the owner is another one than was thought, ask that."""
+        """Learn from an error reply. True: another server is the owner; ask that server."""
         return False
 
-    def refresh(self) -> None:  # noqa: B027, most have nobody to ask
-        """Look for servers that came or went, as far as somebody can be asked."""
+    def refresh(self) -> None:  # noqa: B027, most topologies are fixed
+        """Update the list of servers, if a server can report it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -45,21 +45,21 @@ class Topology(ABC):
 
 @dataclass(frozen=True)
 class ShardList:
-    """The shards, and who they were before a change."""
+    """The shards, and their list before the latest change."""
 
     current: tuple[Endpoint, ...]
     previous: tuple[Endpoint, ...] = ()
-    until: float = 0.0  # Unix time up to which rows are looked for at their previous owner, too
-    secure: frozenset[Endpoint] = frozenset()  # those that speak TLS, if the address does not say that all do
-    ca: str = ""  # file with the authorities that may sign their certificates; empty: the system's
+    until: float = 0.0  # Unix time until which the previous owner of a row is asked, too
+    secure: frozenset[Endpoint] = frozenset()  # shards with TLS, if the address has none
+    ca: str = ""  # file with the authorities for their certificates; empty: the system's
 
 
 class Shards(Topology):
-    """Servers that know nothing of one another; each row has one owner among them, by rendezvous hashing.
+    """Independent servers. Each row has one owner among them, by rendezvous hashing.
 
-    The owner is that with the greatest hash of (its endpoint as the list writes it, row key): who leaves
-    takes only its own rows away, and who comes takes 1/N of everybody's. All columns of a row have the same
-    owner, so that losing a shard costs 1/N of the rows.
+    The owner is the server with the greatest hash of (its endpoint as the list writes it, row key). If a
+    server leaves, only its own rows move. If a server joins, it takes 1/N of the rows of each other server.
+    All columns of a row have the same owner. The loss of a shard therefore costs 1/N of the rows.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Shards(Topology):
         self.change(shards)
 
     def change(self, shards: ShardList) -> None:
-        """Use another list from now on; servers that are in both keep their connections."""
+        """Switch to another list. Servers in both lists keep their connections. Raises ValueError."""
         if not shards.current:
             raise ValueError("a remote tier needs a shard")
         old = self._pools
@@ -84,7 +84,7 @@ class Shards(Topology):
             [(_seed(endpoint), self._pools[endpoint]) for endpoint in endpoints]
             for endpoints in (shards.current, shards.previous)
         )
-        self._lists = current, previous, shards.until  # at once: other threads are reading
+        self._lists = current, previous, shards.until  # one assignment: other threads are reading
         for endpoint in old.keys() - wanted.keys():
             old[endpoint].close()
 
@@ -93,7 +93,7 @@ class Shards(Topology):
         return [server for _, server in self._lists[0]]
 
     def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
-        """See Topology: the owner, and up to ``until`` the previous one if it was another."""
+        """See Topology: the owner, and before ``until`` also the previous owner if it differs."""
         current, previous, until = self._lists
         owner = _greatest(current, object_id.row_key)
         if not previous or self._now() >= until:
@@ -108,11 +108,11 @@ class Shards(Topology):
 
 
 class SentinelMaster(Topology):
-    """The master of a service: reads and writes go there only, since a replica may be behind.
+    """The master of a service. Replicas are not used, because they may lag behind.
 
-    Every new connection asks the Sentinels, and connections are dropped when the server fails or says that it
-    is read-only: so the master of after a failover is found by itself. ``present``: the address with the
-    credentials of now.
+    Every new connection asks the Sentinels. Connections are closed when the server fails, or replies that it
+    is read-only. The client thus finds the new master after a failover. ``present`` returns the address with
+    the current credentials.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SentinelMaster(Topology):
     ) -> None:
         self._address = address
         self._present = present
-        self._stranger = replace(address, username="", password="", database=0)
+        self._anonymous = replace(address, username="", password="", database=0)
         self._connect = connect
         self._sentinels = list(address.endpoints)
         self._server = RedisServer(str(address), self._connect_to_master, listener)
@@ -147,7 +147,7 @@ class SentinelMaster(Topology):
         try:
             role = connection.call("ROLE")
             if not isinstance(role, list) or role[:1] != [b"master"]:
-                raise ConnectionError(f"{endpoint} is not the master, though the Sentinels say so")
+                raise ConnectionError(f"{endpoint} is not the master that the Sentinels report")
         except BaseException:
             connection.close()
             raise
@@ -161,15 +161,15 @@ class SentinelMaster(Topology):
             except (OSError, ServerError) as error:
                 problems.append(f"{sentinel}: {error}")
                 continue
-            # Who answered is asked first from now on (a race costs the order only).
+            # From now on, ask the Sentinel that answered first. (A race affects only the order.)
             self._sentinels = [sentinel, *(other for other in self._sentinels if other != sentinel)]
             return master
         raise ConnectionError(f"no Sentinel names a master: {'; '.join(problems)}")
 
     def _ask(self, sentinel: Endpoint) -> Endpoint:
-        """Sentinels mostly want no password; one that does has the servers'."""
+        """Ask one Sentinel for the master. If it needs a password, it is the servers' password."""
         words = ("SENTINEL", "get-master-addr-by-name", self._address.service)
-        with contextlib.closing(self._connect(sentinel, self._stranger)) as connection:
+        with contextlib.closing(self._connect(sentinel, self._anonymous)) as connection:
             try:
                 reply = connection.call(*words)
             except ServerError as error:
@@ -179,20 +179,20 @@ class SentinelMaster(Topology):
                 connection.authenticate(present.username, present.password)
                 reply = connection.call(*words)
         if reply is None:
-            raise ConnectionError(f"it knows no service {self._address.service!r}")
+            raise ConnectionError(f"the Sentinel knows no service {self._address.service!r}")
         if not isinstance(reply, list) or len(reply) != 2:
             raise ConnectionError(f"unexpected reply {reply!r:.64}")
         return endpoint_of(*reply)
 
 
 def endpoint_of(host: object, port: object) -> Endpoint:
-    """Make an endpoint of what a server says; raises ConnectionError."""
+    """Convert a server's reply to an endpoint. Raises ConnectionError if it is invalid."""
     try:
         text = host.decode() if isinstance(host, bytes) else ""
         number = int(port) if isinstance(port, bytes | int) else 0
     except ValueError:
         text, number = "", 0
-    if text[:1] in ("", "/") or not 0 < number < 65536:  # a path would be a socket of this machine
+    if text[:1] in ("", "/") or not 0 < number < 65536:  # a path would be a socket on this node
         raise ConnectionError(f"unexpected address {host!r:.64} {port!r:.64}")
     return Endpoint(text, number)
 

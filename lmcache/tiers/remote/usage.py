@@ -1,8 +1,8 @@
-"""How full a server is and how soon it forgets, from what INFO says. Pure.
+"""Memory usage and residence time of a server, from its INFO. Pure.
 
-Redis says neither how many bytes were written nor how old its oldest value is. It says how many bytes it
-received, and next to values all other commands are small: a server that evicts keeps what nobody uses for as
-long as it takes to receive as much as it has room for.
+Redis reports neither the bytes written nor the age of its oldest value. It reports the bytes received, and
+commands other than writes of values are small. A server that evicts therefore keeps an unused value until it
+has received as many bytes as it can hold.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 QUESTIONS = ("PING",), ("INFO", "memory"), ("INFO", "stats")
-"""PING, since a user may be forbidden INFO, and the server well."""
+"""Commands to send. PING works even if the user may not call INFO."""
 
 _FIELD = re.compile(rb"^(used_memory|maxmemory|evicted_keys|total_net_input_bytes):([0-9]{1,19})\r?$", re.M)
 
 
 class Usage(NamedTuple):
-    """Of one server's memory, whoever's the values are."""
+    """Memory usage of one server, by all its clients."""
 
-    at: float
-    """When it was asked, in seconds."""
+    asked_at: float
+    """Time of the reply, in seconds."""
     used_bytes: int
     max_bytes: int
-    """Beyond this it evicts; 0: it has no such bound."""
+    """Limit beyond which the server evicts; 0: no limit."""
     num_evicted: int
-    """Values, since its start."""
+    """Values evicted since the server's start."""
     received_bytes: int
-    """Since its start."""
+    """Bytes received since the server's start."""
 
     @classmethod
     def parse(cls, replies: Sequence[object], now: float) -> Usage | None:
-        """Read the answers to ``QUESTIONS``. None: it does not say."""
+        """Parse the replies to ``QUESTIONS``. None: the server does not report its usage."""
         text = b"\n".join(reply for reply in replies if isinstance(reply, bytes))
-        said = {name: int(value) for name, value in _FIELD.findall(text)}
+        reported = {name: int(value) for name, value in _FIELD.findall(text)}
         names = b"used_memory", b"maxmemory", b"evicted_keys", b"total_net_input_bytes"
-        return cls(now, *map(said.__getitem__, names)) if said.keys() >= set(names) else None
+        return cls(now, *map(reported.__getitem__, names)) if reported.keys() >= set(names) else None
 
     def residence_seconds(self, before: Usage) -> float:
-        """How long a value that nobody uses stays here, as it went since ``before``; infinite: not known."""
+        """Return how long an unused value stays, at the rate since ``before``; infinite if unknown."""
         received = self.received_bytes - before.received_bytes
-        if received <= 0 or not self.max_bytes:  # fewer than before: it was restarted
+        if received <= 0 or not self.max_bytes:  # negative: the server was restarted
             return math.inf
-        return self.max_bytes * (self.at - before.at) / received
+        return self.max_bytes * (self.asked_at - before.asked_at) / received

@@ -1,1 +1,1 @@
-"""The tiers together: write-through, promotion, and load or recompute."""
+"""All tiers together: write-through, promotion, and the decision to load or recompute."""

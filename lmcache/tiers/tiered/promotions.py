@@ -1,10 +1,10 @@
-"""Rows on their way up: from lower tiers, or from before a restart, into what lookups can lease.
+"""Promotions: rows of lower tiers, and adopted rows, become rows that lookups can lease.
 
 ::
 
     miss -> probe every tier in turn -> load or recompute? -> reserve, load, commit -> next lookup hits
 
-A lookup never waits for any of it. Each key is brought once at a time, however many wait for it.
+A lookup never waits for a promotion. At any time there is at most one promotion per key.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from lmcache.recent import Recent
+from lmcache.common.recent import Recent
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.contracts import Chains, Place, Slot
 from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.tiered.absences import Absence, Absences
 from lmcache.tiers.tiered.checksums import Checksums
+from lmcache.tiers.tiered.history import ChunkHistory, chunk_names
 from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.search import Search
 from lmcache.tiers.tiered.tasks import Tasks
 from lmcache.tiers.tiered.tier_worker import TierWorker
 
 _ABSENT_SECONDS = 1.0
-"""How long a key stays known as absent below: repeated lookups of one request must not probe again and
-again."""
+"""Seconds for which a key counts as absent in the lower tiers. Repeated lookups of one request then do not
+probe again."""
 
 _MAX_ORIGINS = 1 << 14
 
 
 class Promotions:
-    """Belongs to the event loop. ``lower``: in the order in which they are asked, the fastest first."""
+    """Belongs to the event loop. ``lower``: the tiers in lookup order, the fastest first."""
 
     def __init__(
         self,
@@ -38,36 +40,41 @@ class Promotions:
         checksums: Checksums,
         refresh: RefreshQueue,
         lower: Sequence[TierWorker],
+        absences: Absences,
+        history: ChunkHistory,
         tasks: Tasks,
         clock: Callable[[], float],
     ) -> None:
         self.origins: Recent[RowKey, str] = Recent(_MAX_ORIGINS)
-        """Which tier brought a row."""
+        """Name of the tier from which each row was promoted."""
         self._memory = memory
         self._checksums = checksums
         self._refresh = refresh
         self._lower = lower
+        self._absences = absences
+        self._history = history
         self._tasks = tasks
         self._clock = clock
-        self._pending: dict[RowKey, int] = {}  # being promoted or verified, or waiting for it: slots
+        self._pending: dict[RowKey, int] = {}  # rows to be promoted or verified, and their slots
         self._num_pending_slots = 0
-        self._probing: set[RowKey] = set()  # names of probes under way
-        # Keys known as absent, of all requests or ("") of one, until then.
+        self._probing: set[RowKey] = set()  # names of running probes
+        # Until when a key counts as absent: for one request, or ("") for all.
         self._absent: OrderedDict[tuple[RowKey, str], float] = OrderedDict()
 
     def verify(self, chains: Chains, present: Sequence[bytes], request: str) -> Search:
-        """Find the longest hit when all that is on its way to memory has come; start verifying what it needs.
-        What lower tiers could add is for ``bring``.
+        """Find the longest hit when all current promotions succeed, and start to verify its rows.
 
-        ``present``: what is there, by chain and chunk.
+        Does not ask the lower tiers; see ``promote``.
+
+        ``present``: one byte per chain and chunk; 0 means absent.
         """
         expected = [bytearray(part) for part in present]
         unverified: dict[Place, Slot] = {}
-        for at, part in enumerate(expected):
+        for group, part in enumerate(expected):
             for chunk in range(part.find(0) % (len(part) + 1), len(part)):
                 if not part[chunk]:
-                    place = chunk, at
-                    part[chunk] = self._is_coming(chains.key(place), place, unverified)
+                    place = chunk, group
+                    part[chunk] = self._is_expected(chains.key(place), place, unverified)
                     if chains.is_prefix and not part[chunk]:
                         break
         search = Search(chains, expected, lambda key: self._is_absent(key, request))
@@ -79,68 +86,78 @@ class Promotions:
             self._tasks.spawn(self._verify(slots))
         return search
 
-    def bring(self, search: Search, request: str, chunk_seconds: float) -> bool:
-        """Ask the lower tiers for more, unless that is of no use now. Return whether they are being asked.
+    def promote(self, search: Search, request: str, chunk_seconds: float) -> bool:
+        """Ask the lower tiers for more rows if that can help now. Returns True while they are being asked.
 
-        ``chunk_seconds``: what computing a chunk takes the engine, 0.0 when it is not known.
+        ``chunk_seconds``: time that the engine needs to compute a chunk; 0.0 if unknown.
         """
         if not any(lower.is_healthy for lower in self._lower):
             return False
         name = search.next_key()
         if name is None or name in self._probing:
             return name is not None
-        room = self._memory.usable_slots // 4 - self._num_pending_slots
+        num_left = self._memory.usable_slots // 4 - self._num_pending_slots
         chunk_slots = sum(map(self._memory.num_slots, search.full_chunk_bytes))
-        if room < max(1, chunk_slots):
+        if num_left < max(1, chunk_slots):
+            self._absences.note(name, Absence.STORE_REFUSED)
             return False
         if chunk_slots:
-            search.limit = min(search.limit, search.num_full + room // chunk_slots)
+            search.limit = min(search.limit, search.num_full + num_left // chunk_slots)
         self._probing.add(name)
         self._tasks.spawn(self._probe(search, name, request, chunk_seconds))
         return True
 
-    def _is_coming(self, key: RowKey, place: Place, unverified: dict[Place, Slot]) -> bool:
-        """Is it on its way, or here? Note what is only to be verified."""
+    def _is_expected(self, key: RowKey, place: Place, unverified: dict[Place, Slot]) -> bool:
+        """Is the row in memory or being promoted? Adds a row that must be verified to ``unverified``."""
         if key in self._pending:
             return True
         if not self._memory.knows(key):
             return False
-        if (slot := self._memory.unverified(key)) is not None:
+        if (slot := self._memory.unverified_slot(key)) is not None:
             unverified[place] = slot
             return True
-        return self._memory.is_coming(key) or self._memory.is_resident(key)
+        return self._memory.is_being_written(key) or self._memory.is_resident(key)
+
+    def is_under_way(self, key: RowKey) -> bool:
+        """Is the row being promoted or verified, or a lower tier being asked for it?"""
+        return key in self._pending or key in self._probing
 
     async def _verify(self, slots: Mapping[RowKey, Slot]) -> None:
         left = set(slots)
         try:
             for key, slot in slots.items():
-                await self._checksums.verify(slot)
+                if not await self._checksums.verify(slot):
+                    self._absences.note(key, Absence.INVALID)
                 left.remove(key)
                 self._end(key)
-        finally:  # after an error the rest is not on its way any more
+        finally:  # after an error, the remaining rows are no longer pending
             for key in left:
                 self._end(key)
 
     async def _probe(self, search: Search, name: RowKey, request: str, chunk_seconds: float) -> None:
-        """Ask one tier after the other for what those before it do not have."""
-        scope = ""  # of what is found absent
+        """Ask one tier after the other for rows that earlier tiers do not hold."""
+        scope = ""  # requests for which absent keys are noted; "": all
         names = {name}
-        tiers: list[int] = []  # whose rows are of use
+        tiers: list[int] = []  # tiers whose rows are worth loading
         order = deque(range(len(self._lower)))
         try:
             while order:
                 position = order.popleft()
                 num_expected = search.num_expected
-                num_chunks = await search.extend({at: self._lower[at] for at in (*tiers, position)}, position)
-                found = search.found(num_chunks)
-                if not self._is_worth(search, found, position, (num_chunks - num_expected) * chunk_seconds):
+                num_chunks = await search.extend({i: self._lower[i] for i in (*tiers, position)}, position)
+                sources = search.sources(num_chunks)
+                if sources:
+                    found = {search.chains.key(place) for place, _ in sources}
+                    found.update(search.chains.keys[0][num_expected:num_chunks])
+                    self._history.note_found(chunk_names([*found]))
+                if not self._is_worth(search, sources, position, (num_chunks - num_expected) * chunk_seconds):
                     scope = request  # another request's engine may be slower
                     search.undo()
                     continue
                 tiers.append(position)
                 if search.has_found_more and not search.chains.is_prefix:
                     order.extend(other for other in tiers if other not in (position, *order))
-                for place, source in found:
+                for place, source in sources:
                     self._start(search, place, request, source)
                 search.take(num_chunks)
                 if (following := search.next_key()) is None:
@@ -155,14 +172,17 @@ class Promotions:
             self._note_absent(following, scope)
 
     def _is_worth(
-        self, search: Search, found: Sequence[tuple[Place, int]], position: int, recompute_seconds: float
+        self, search: Search, sources: Sequence[tuple[Place, int]], position: int, recompute_seconds: float
     ) -> bool:
-        """Is bringing what this tier has sooner done than computing the chunks that it adds?"""
+        """Is loading this tier's rows faster than computing the chunks that they add?"""
         lower, groups = self._lower[position], search.chains.groups
-        sizes = [groups[at].chunk_bytes for (_, at), source in found if source == position]
+        sizes = [groups[group].chunk_bytes for (_, group), source in sources if source == position]
         is_worth = not sizes or lower.should_load(sum(sizes), recompute_seconds)
         if not is_worth:
             lower.stats.skipped_slower_than_recompute += len(sizes)
+            for place, source in sources:
+                if source == position:
+                    self._absences.note(search.chains.key(place), Absence.SLOWER)
         return is_worth
 
     def _start(self, search: Search, place: Place, request: str, position: int) -> None:
@@ -172,17 +192,23 @@ class Promotions:
             self._tasks.spawn(self._promote(key, length, request, search.chains.tenant, position))
 
     async def _promote(self, key: RowKey, length: int, request: str, tenant: bytes, position: int) -> None:
-        """Bring a row from the tier that has it, or else from one after it."""
+        """Load a row from the tier that holds it, or else from a later tier."""
         try:
             for number, lower in enumerate(self._lower[position:], position):
-                if (brought := await lower.bring(key, length, request, tenant)) is not None:
-                    self._refresh.mark_fresh(brought.slot)
+                if (write := await lower.load(key, length, request, tenant)) is not None:
+                    self._refresh.mark_fresh(write.slot)
                     self.origins[key] = lower.name
+                    self._absences.forget(key)
                     for nearer in self._lower[:number]:
-                        nearer.write(brought)
+                        nearer.write(write)
                     return
         finally:
             self._end(key)
+            num_invalid = sum(lower.take_invalid(key) for lower in self._lower)  # asks all of them
+        if num_invalid:
+            self._absences.note(key, Absence.INVALID)
+        elif not all(lower.is_healthy for lower in self._lower):
+            self._absences.note(key, Absence.UNAVAILABLE)
         self._note_absent(key)
 
     def _begin(self, key: RowKey, num_slots: int) -> None:

@@ -1,9 +1,15 @@
-"""Where lower tiers have what a hit needs: which rows are to be brought, and how far the request gets by
-them.
+"""Search in the lower tiers for the rows of one request: which rows to promote, and how long a hit they make.
 
-Full groups are extended by what follows their leading rows. Then a window settles where the hit ends: at the
-last chunk whose window is whole. What a window needs lies elsewhere for each end, so the rows of the
-likeliest end are asked for first, and then, where some are absent, those of ever more chunks before it."""
+A **row** is one chunk of one KV group. To **promote** a row is to load it from a lower tier into memory. A
+**chain** is the rows of one group for the leading chunks of the request. A ``Place`` is (chunk, group).
+
+1. A **full group** (full attention) needs all rows of the hit. Memory holds the first rows of its chain. The
+   search asks the tiers for the rows that follow.
+2. A **window group** (sliding window, chunked attention or state) needs only the rows before the end of the
+   hit. The hit therefore ends at the last chunk before which these rows are complete. Each possible end needs
+   other rows. The search asks for the rows of the longest possible hit first. If some are absent, it asks for
+   the rows of more and more chunks before that end.
+"""
 
 from __future__ import annotations
 
@@ -16,91 +22,102 @@ from lmcache.tiers.tiered.tier_worker import TierWorker
 
 
 class Search:
-    """One request's rows. Tiers go by their positions, in the order in which they are asked."""
+    """Search for the rows of one request. A tier is identified by its position in the lookup order.
+
+    The caller asks the tiers with ``extend``, one after the other. After each answer it calls ``take`` to
+    promote the rows, or ``undo`` if loading them is not worth the time.
+    """
 
     def __init__(
         self, chains: Chains, present: Sequence[bytearray], is_absent: Callable[[RowKey], bool]
     ) -> None:
-        """``present``: per chain a byte per chunk, not 0: in memory, or on its way there; ``is_absent``: is
-        it known that no tier has a row?"""
+        """``present``: one byte per chain and chunk, not 0 if the row is in memory or being promoted.
+        ``is_absent``: is it known that no tier holds a row?"""
         self.chains = chains
         self.limit = chains.num_chunks
-        """Chunks from here on are not looked for."""
+        """Upper bound of the chunks to search for."""
         self._present = present
         self._is_absent = is_absent
-        self._full = [at for at, group in enumerate(chains.groups) if group.is_full]
-        self._windows = [at for at, group in enumerate(chains.groups) if not group.is_full]
+        self._full = [i for i, group in enumerate(chains.groups) if group.is_full]
+        self._windows = [i for i, group in enumerate(chains.groups) if not group.is_full]
         self.num_full = self._num_leading()
-        """Leading chunks of which full groups have all, by what was found, too."""
+        """Leading chunks that all full groups have, including rows found in lower tiers."""
         self.num_expected = self.num_full
+        """Length of the hit in chunks, once all rows are in memory that are present or being promoted."""
         if not chains.is_prefix:
             self.num_expected = chains.longest_hit(present, self.num_full)
-        """The hit when all that is present, or was found, is there."""
-        self._found: dict[Place, int] = {}  # by whom, of what is not yet to be brought
-        self._before = self.num_full, self._found  # the last question
-        self._asked: dict[Place, int] = {}  # of windows' rows: the last tier
+        self._sources: dict[Place, int] = {}  # rows found but not yet promoted -> position of their tier
+        self._before = self.num_full, self._sources  # state before the last call of extend
+        self._asked: dict[Place, int] = {}  # rows of window groups, and the last tier that was asked for them
 
     @property
     def full_chunk_bytes(self) -> list[int]:
-        """Of a column of a chunk, in each full group."""
-        return [self.chains.groups[at].chunk_bytes for at in self._full]
+        """Bytes of one column of a chunk, for each full group."""
+        return [self.chains.groups[group].chunk_bytes for group in self._full]
 
     def next_key(self) -> RowKey | None:
-        """Name what a longer hit waits for; None: for what is known to be absent, or nothing."""
+        """Return the key of a row that would make the hit longer. None: such rows are known to be absent."""
         num_leading = self._num_leading()
         if num_leading < self.limit:
-            keys = [self.chains.keys[at][num_leading] for at in self._full]
+            keys = [self.chains.keys[group][num_leading] for group in self._full]
             if not any(map(self._is_absent, keys)):
                 return keys[0]
         if self.num_expected == num_leading:
             return None
         end = self._longest(self._possible(num_leading), num_leading)
-        missing = [(chunk, at) for chunk, at in self.chains.places(end) if not self._present[at][chunk]]
+        missing = [place for place in self.chains.places(end) if not self._present[place[1]][place[0]]]
         return self.chains.key(missing[-1]) if missing else None
 
     async def extend(self, tiers: Mapping[int, TierWorker], position: int) -> int:
-        """Ask one of these tiers for more of the full groups, and all of them for the rows of windows. Return
-        the chunks of the longest hit by what they have."""
-        self._before = self.num_full, dict(self._found)
+        """Ask one of these tiers for more rows of full groups, and all of them for rows of window groups.
+
+        Returns the length of the longest hit with the rows found, in chunks."""
+        self._before = self.num_full, dict(self._sources)
         chunks = range(self.num_full, self.limit)
         following = [
-            (chunk, at) for chunk in chunks for at in self._full if not self._is_present((chunk, at))
+            (chunk, group) for chunk in chunks for group in self._full if not self._is_present((chunk, group))
         ]
         keys = list(
             itertools.takewhile(lambda key: not self._is_absent(key), map(self.chains.key, following))
         )
         if keys:
             num_found = await tiers[position].probe(keys)
-            self._found |= dict.fromkeys(following[:num_found], position)
+            self._sources |= dict.fromkeys(following[:num_found], position)
             self.num_full = following[num_found][0] if num_found < len(following) else self.limit
         return await self._settle(tiers) if self._windows else self.num_full
 
     @property
     def has_found_more(self) -> bool:
-        """Did the last question find a row?"""
-        return len(self._found) > len(self._before[1])
+        """Did the last call of ``extend`` find a row?"""
+        return len(self._sources) > len(self._before[1])
 
-    def found(self, num_chunks: int) -> list[tuple[Place, int]]:
-        """Rows to be brought for a hit of so many chunks, and the positions of the tiers that have them."""
+    def sources(self, num_chunks: int) -> list[tuple[Place, int]]:
+        """Return the rows to promote for a hit of ``num_chunks``, and the positions of their tiers."""
         places = self.chains.places(num_chunks)
-        return [(place, self._found[place]) for place in places if place in self._found]
+        return [(place, self._sources[place]) for place in places if place in self._sources]
 
     def take(self, num_chunks: int) -> None:
-        """The rows for so many chunks are being brought."""
+        """Note that the rows for a hit of ``num_chunks`` are being promoted."""
         self.num_expected = num_chunks
-        for (chunk, at), _ in self.found(num_chunks):
-            self._present[at][chunk] = 1
-            del self._found[chunk, at]
+        for (chunk, group), _ in self.sources(num_chunks):
+            self._present[group][chunk] = 1
+            del self._sources[chunk, group]
 
     def undo(self) -> None:
-        """What was found at last is of no use: go on as if it was not asked for."""
-        self.num_full, self._found = self._before
+        """Discard the rows that the last call of ``extend`` found: they are not worth loading."""
+        self.num_full, self._sources = self._before
 
     def absent(self) -> list[RowKey]:
-        """Rows of windows that no tier has, of those that were asked for."""
+        """Return the keys of requested rows of window groups that no tier holds."""
         return [self.chains.key(place) for place in self._asked if not self._is_present(place)]
 
     async def _settle(self, tiers: Mapping[int, TierWorker]) -> int:
+        """Ask for rows of window groups until the end of the hit is certain. Returns the hit's length.
+
+        Each round assumes that rows of unknown state exist, and asks for those of the longest hit. If some
+        are absent, the next round asks for those of the next shorter hit and, ahead of time, for rows before
+        them.
+        """
         possible = self._possible(self.num_full)
         num_more = 0
         while True:
@@ -109,44 +126,43 @@ class Search:
             if not unknown:
                 return end
             first = unknown[0][0]
-            before = ((chunk, at) for chunk in range(max(0, first - num_more), first) for at in self._windows)
-            unknown += [(chunk, at) for chunk, at in before if possible[at][chunk]]
+            before = itertools.product(range(max(0, first - num_more), first), self._windows)
+            unknown += [(chunk, group) for chunk, group in before if possible[group][chunk]]
             num_more = 2 * num_more + 1
             for position, lower in sorted(tiers.items()):
                 await self._ask(unknown, position, lower)
-            for chunk, at in unknown:
-                possible[at][chunk] = self._is_present((chunk, at))
+            for chunk, group in unknown:
+                possible[group][chunk] = self._is_present((chunk, group))
 
     async def _ask(self, places: Sequence[Place], position: int, lower: TierWorker) -> None:
         asked = [place for place in places if self._asked.get(place, -1) < position]
         asked = [place for place in asked if not self._is_present(place)]
-        there = await lower.find_each(list(map(self.chains.key, asked))) if asked else []
+        answers = await lower.find_each(list(map(self.chains.key, asked))) if asked else []
         self._asked |= dict.fromkeys(asked, position)
-        self._found |= {place: position for place, is_there in zip(asked, there, strict=True) if is_there}
+        self._sources |= {place: position for place, is_found in zip(asked, answers, strict=True) if is_found}
 
     def _num_leading(self) -> int:
-        """Leading chunks of which full groups have all present."""
-        holes = (self._present[at].find(0) for at in self._full)
+        """Return the number of leading chunks that are present in all full groups."""
+        holes = (self._present[group].find(0) for group in self._full)
         return min((hole for hole in holes if hole >= 0), default=self.chains.num_chunks)
 
     def _possible(self, num_chunks: int) -> dict[int, bytearray]:
-        """A byte per chunk of every window's chain: as if all were there but for what is known to be
-        absent."""
+        """Return one byte per chunk for each window group: 1 unless the row is known to be absent."""
         chunks = range(num_chunks)
         return {
-            at: bytearray(
-                self._is_present((chunk, at)) or not self._is_absent(self.chains.keys[at][chunk])
+            group: bytearray(
+                self._is_present((chunk, group)) or not self._is_absent(self.chains.keys[group][chunk])
                 for chunk in chunks
             )
-            for at in self._windows
+            for group in self._windows
         }
 
     def _longest(self, possible: Mapping[int, bytes | bytearray], num_chunks: int) -> int:
-        """The longest hit of so many chunks, if that is what windows have."""
-        there = b"\1" * num_chunks
+        """Return the longest hit within ``num_chunks`` chunks if window groups have these rows."""
+        all_present = b"\1" * num_chunks
         return self.chains.longest_hit(
-            [possible.get(at, there) for at in range(len(self._present))], num_chunks
+            [possible.get(group, all_present) for group in range(len(self._present))], num_chunks
         )
 
     def _is_present(self, place: Place) -> bool:
-        return bool(self._present[place[1]][place[0]]) or place in self._found
+        return bool(self._present[place[1]][place[0]]) or place in self._sources

@@ -1,16 +1,16 @@
-"""The tiered store: the asyncio side that joins the memory tier with the lower tiers below it.
+"""The tiered store: joins the memory tier with the lower tiers, in asyncio.
 
-One event loop owns everything here and in the memory tier. What blocks (lower tiers) or takes long
-(checksums) runs in worker threads that see only byte views and keys; rows are pinned or reserved while a
+One event loop owns all state here and in the memory tier. Operations that block (lower tiers) or take long
+(checksums) run in worker threads, which see only byte views and keys. Rows are pinned or reserved while a
 thread works on them.
 
 ::
 
     commit -> visible -> checksum -> slot table -> queue of every lower tier -> tier (``TierWorker``)
     lookup -> miss -> probe the tiers in turn -> load -> commit -> next lookup hits  (``Promotions``)
-           -> hit -> copies below are touched, or are written at last                (``RefreshQueue``)
+           -> hit -> touch the copies in lower tiers, or write missing ones        (``RefreshQueue``)
 
-A lookup never waits for any of it: it says what is there, and what is on its way.
+A lookup never waits: it returns what is in memory, and what is being promoted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import asyncio
 import enum
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from lmcache.tiers.base import LowerTier, RowKey, split_row_key
-from lmcache.tiers.memory.contracts import Arena, Chains, LookupResult, Reservation, Slot
+from lmcache.tiers.memory.contracts import Arena, Chains, LookupResult, Reservation, Reserved, Slot
 from lmcache.tiers.memory.leases import LeaseId
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
+from lmcache.tiers.tiered.absences import Absence, Absences
 from lmcache.tiers.tiered.checksums import Checksums
+from lmcache.tiers.tiered.history import ChunkHistory, chunk_names
 from lmcache.tiers.tiered.promotions import Promotions
 from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.tasks import Outstanding, Tasks
@@ -35,19 +37,20 @@ from lmcache.tiers.tiered.write_queue import Write
 
 
 class Admit(enum.Enum):
-    """Which rows go to lower tiers; the values are those of the custom resource's ``admit``."""
+    """Rules for writing rows to lower tiers. The values are those of ``admit`` in the custom resource."""
 
-    ALL = "All"  # at once
-    ON_REUSE = "OnReuse"  # when they are hit for the first time
+    ALL = "All"  # when they are stored
+    ON_REUSE = "OnReuse"  # at their first hit
 
 
 class TieredStore:
-    """Made on the running loop, once per format of the arena. Nothing here blocks the loop.
+    """Created on the running loop, once per format of the arena. No method blocks the loop.
 
-    ``lower``: by name ("disk"), in the order in which they are asked. They stay the caller's, who closes them
-    after the store. ``stats`` (of the lower tiers) and ``memory_stats``: to be gone on with. Use: ``await
-    store.adopt()`` first; ``await store.close()`` before the arena is formatted again or closed. Quarantine,
-    leases' ends and ``usable_slots`` are the business of ``store.memory``.
+    ``lower``: the tiers by name ("disk"), in lookup order. The caller owns them and closes them after the
+    store. ``stats`` (of the lower tiers), ``memory_stats`` and ``history`` are continued, if given.
+
+    Await ``store.adopt()`` first. Await ``store.close()`` before the arena is formatted again or closed. Use
+    ``store.memory`` to control quarantine, ends of leases and ``usable_slots``.
     """
 
     def __init__(
@@ -58,49 +61,52 @@ class TieredStore:
         admit: Admit = Admit.ALL,
         stats: Mapping[str, TieredStats] | None = None,
         memory_stats: MemoryStats | None = None,
+        history: ChunkHistory | None = None,
         tenant_quota_percent: int = 100,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.memory = MemoryTier(arena, clock, memory_stats, tenant_quota_percent)
         self.is_closed = False
+        self.history = history or ChunkHistory()
+        self._absences = Absences(clock)
         self._admit = admit
-        self._labels: dict[bytes, bytes] = {}  # of shared namespaces
-        self._outstanding = Outstanding()  # rows to be checksummed, and rows to be written, tier by tier
+        self._labels: dict[bytes, bytes] = {}  # label of each shared namespace
+        self._outstanding = Outstanding()  # rows to checksum, and rows to write to each tier
         self._tasks = Tasks()
         self._checksums = Checksums(self.memory)
         self._refresh = RefreshQueue(arena.num_rows, self._write, self._touch, self._residence_seconds, clock)
-        counts = stats or {}
+        counts, shared = stats or {}, (self.memory, self._labels, self._outstanding, self._refresh)
         self.lower = {
-            name: TierWorker(
-                name,
-                tier,
-                self.memory,
-                self._labels,
-                self._outstanding,
-                self._refresh,
-                counts.get(name) or TieredStats(),
-                clock,
-            )
+            name: TierWorker(name, tier, *shared, counts.get(name) or TieredStats(), clock)
             for name, tier in (lower or {}).items()
         }
         tiers = tuple(self.lower.values())
-        self._promotions = Promotions(self.memory, self._checksums, self._refresh, tiers, self._tasks, clock)
+        self._promotions = Promotions(
+            self.memory,
+            self._checksums,
+            self._refresh,
+            tiers,
+            self._absences,
+            self.history,
+            self._tasks,
+            clock,
+        )
         self._tasks.spawn(self._refresh.run())
 
     def is_memory_only(self, namespace: bytes) -> bool:
-        """Is all there is of a namespace what the shared index shows?"""
+        """Does the shared index list all rows of a namespace that a lookup could find?"""
         has_lower = self.lower and namespace in self._labels
         return not has_lower and not self.memory.has_unverified
 
     async def adopt(self) -> None:
-        """Rebuild the index from the slot table, letting the loop run in between."""
+        """Rebuild the index from the slot table, in slices between which the loop runs."""
         for _ in self.memory.adopt():
             await asyncio.sleep(0)
 
     def register(self, namespace: bytes, *, label: bytes = b"") -> None:
-        """Share a namespace, for good: rows of all others never leave the memory tier.
+        """Share a namespace for good. Rows of other namespaces never leave the memory tier.
 
-        ``label`` (at most 512 bytes) goes with every stored object, for people who look at them.
+        ``label`` (at most 512 bytes) is stored with every object, for people who inspect it.
         """
         self._labels[namespace] = label
 
@@ -113,31 +119,61 @@ class TieredStore:
         *,
         chunk_seconds: float = 0.0,
         is_hint: bool = False,
-        is_scheduled: bool = False,
+        num_scheduled_hits: int | None = None,
     ) -> LookupResult:
-        """Lease what a hit of all these chunks needs and memory has (unless it is a hint), and start bringing
-        what lower tiers hold of the longest hit; repeat to see how it goes on.
+        """Look up a request: lease its rows in memory (unless it is a hint), and start to promote others.
 
-        ``chunk_seconds``: what computing one chunk takes the engine (0.0: not known); what would take longer
-        to bring is left below. ``is_scheduled``: the engine computes what is not here, nothing is brought.
+        Repeat the call to follow the progress of the promotions.
+
+        ``chunk_seconds``: time that the engine needs to compute one chunk (0.0: unknown); rows that load more
+        slowly are not promoted. ``num_scheduled_hits``: chunks that the engine found when it scheduled the
+        request. It computes the others, so nothing is promoted.
         """
-        found = self.memory.lookup(lease_id, chains, is_hint=is_hint)
-        num_expected, is_probing = found.num_resident, False
+        residency = self.memory.lookup(lease_id, chains, is_hint=is_hint, num_found=num_scheduled_hits)
+        num_expected, is_probing = residency.num_resident, False
         is_shared = all(keys and self._is_shared(keys[0]) for keys in chains.keys)
-        if found.slots and is_shared:
-            self._refresh.add(lease_id, found.keys, found.slots)
-        if found.num_resident < chains.num_chunks and not is_scheduled:
-            search = self._promotions.verify(chains, found.present, lease_id[1])
+        if residency.slots and is_shared:
+            self._refresh.add(lease_id, residency.keys, residency.slots)
+        if residency.num_resident < chains.num_chunks and num_scheduled_hits is None:
+            search = self._promotions.verify(chains, residency.present, lease_id[1])
             num_expected = search.num_expected
-            is_probing = is_shared and self._promotions.bring(search, lease_id[1], chunk_seconds)
+            is_probing = is_shared and self._promotions.promote(search, lease_id[1], chunk_seconds)
         return LookupResult(
-            found.num_resident, found.num_leased, num_expected - found.num_resident, is_probing
+            residency.num_resident, residency.num_leased, num_expected - residency.num_resident, is_probing
         )
 
     @property
     def origins(self) -> MutableMapping[RowKey, str]:
-        """The lower tiers by the rows that were brought from them lately; who uses a row takes it out."""
+        """Name of the lower tier from which each row was recently promoted. The user of a row removes it."""
         return self._promotions.origins
+
+    def absence(self, key: RowKey, request: str = "") -> Absence:
+        """Return the reason why a chunk that an earlier request looked up was not a hit of this request.
+
+        The request itself may store the chunk meanwhile.
+        """
+        noted = self._absences.of(key)
+        before = self._absences.before(key, request)
+        if before is not None and (self.memory.knows(key) or noted is Absence.STORE_REFUSED):
+            return before
+        if self.memory.is_being_written(key) and not self._promotions.is_under_way(key):
+            return Absence.BEING_STORED
+        if noted is None and self.memory.is_resident(key):  # since a moment ago
+            return Absence.TOO_LATE if key in self.origins else Absence.BEING_STORED
+        return self._missing(key)
+
+    def _missing(self, key: RowKey) -> Absence:
+        """Return the reason why memory has no row of this key, in any state."""
+        if self._promotions.is_under_way(key):
+            return Absence.TOO_LATE
+        if (noted := self._absences.of(key)) is not None:
+            return noted
+        if not self.history.is_stored(key):
+            return Absence.NOT_STORED
+        if self.lower and not self._is_shared(key):
+            return Absence.PRIVATE
+        are_all_healthy = all(worker.is_healthy for worker in self.lower.values())
+        return Absence.EVICTED if are_all_healthy else Absence.UNAVAILABLE
 
     # ---- store ----
 
@@ -152,34 +188,44 @@ class TieredStore:
         request: str = "",
         tenant: bytes = b"",
     ) -> list[Reservation]:
-        """One answer per key, the head of the chain first; ``length``: payload bytes of one column.
+        """Reserve slots for a column of several rows. Returns one answer per key, in order, head first.
 
-        What is stored for one ``request``, in however many calls, is evicted tail first. New rows are counted
-        for ``tenant``.
+        ``length``: payload bytes of the column. Rows of one ``request`` are evicted tail first, even across
+        calls. New rows count against the quota of ``tenant``.
         """
         group = request or object()
-        return [
+        for key in keys:
+            if not self.memory.knows(key):
+                self._absences.note_opened(key, request, self._missing(key))
+        reservations = [
             self.memory.reserve(key, column, owner, length=length, depth=depth, request=group, tenant=tenant)
             for depth, key in enumerate(keys, first_chunk)
         ]
+        for key, reservation in zip(keys, reservations, strict=True):
+            if reservation.result is Reserved.BUSY and not self.memory.knows(key):
+                self._absences.note(key, Absence.STORE_REFUSED)
+        return reservations
 
     def commit(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
-        """Commit all or, raising StaleSlotError, none. What becomes visible is checksummed and written
-        through."""
+        """Commit a column of these slots. Rows that become visible are checksummed and written through.
+
+        Raises StaleSlotError, committing nothing, if a slot is not the owner's."""
         visible = self.memory.commit(slots, column, owner)
         for slot in visible:
             self.memory.pin(slot)  # until its checksums are recorded
             self._refresh.mark_fresh(slot)
+            self._absences.forget(self.memory.describe(slot)[0])
         if visible:
             self._outstanding.add(len(visible))
             self._tasks.spawn(self._write_through(visible))
 
     def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
-        """Abort all or, raising StaleSlotError, none."""
+        """Cancel reservations. Raises StaleSlotError, changing nothing, if a slot is not the owner's."""
         self.memory.abort(slots, column, owner)
 
-    async def _write_through(self, slots: Iterable[Slot]) -> None:
-        """Checksum rows, so that they outlive a restart, and queue them for the lower tiers."""
+    async def _write_through(self, slots: Sequence[Slot]) -> None:
+        """Checksum rows, so that they survive a restart, and queue them for the lower tiers."""
+        self.history.note_stored(chunk_names([self.memory.describe(slot)[0] for slot in slots]))
         for slot in slots:
             key, depth = self.memory.describe(slot)
             try:
@@ -205,11 +251,11 @@ class TieredStore:
 
     @property
     def num_unwritten(self) -> int:
-        """Rows still to be checksummed, and rows still to be written, counted once for every lower tier."""
+        """Number of rows to checksum, plus rows to write, counted once for every lower tier."""
         return self._outstanding.number
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Wait until all rows committed so far are written through; False when time ran out."""
+        """Wait until all rows committed so far are written through. Returns False on time-out."""
         try:
             await asyncio.wait_for(self._outstanding.wait(), timeout_seconds)
         except asyncio.TimeoutError:
@@ -217,8 +263,9 @@ class TieredStore:
         return True
 
     async def close(self, timeout_seconds: float | None = None) -> bool:
-        """Stop all work. True: no thread touches the arena any more; False: after ``timeout_seconds`` one
-        still does (a disk hangs), ask again."""
+        """Stop all work. Returns True when no thread uses the arena any more.
+
+        False: a thread still runs after ``timeout_seconds`` (a disk hangs); call again."""
         self.is_closed = True
         await self._tasks.cancel()
         await self._checksums.close()

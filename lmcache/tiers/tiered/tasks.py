@@ -1,5 +1,4 @@
-"""Background work on an event loop: tasks that end together, threads for what blocks, and what is
-outstanding."""
+"""Background work of an event loop: tasks, threads for blocking operations, and a count of pending work."""
 
 from __future__ import annotations
 
@@ -19,24 +18,24 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Of threads for what nobody waits for: an engine beside us that needs the processor goes first."""
+"""Niceness of threads whose results no request waits for. An engine on the same node then runs first."""
 
 
 class Tasks:
-    """Tasks of one owner. One that fails says so in the log, and ends nobody else's."""
+    """Tasks of one owner. A failed task is logged and does not affect the others."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run it on the running loop."""
+        """Start a task on the running loop."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
         return task
 
     async def cancel(self) -> None:
-        """End all of them."""
+        """Cancel all tasks, and wait for their end."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -45,14 +44,14 @@ class Tasks:
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.error("background work ended with an error", exc_info=task.exception())
+            logger.error("a background task failed", exc_info=task.exception())
 
 
 class Workers:
-    """Threads in which what blocks is done. None that never comes back from the kernel (a hung disk) keeps
-    the process from ending.
+    """Daemon threads for blocking operations. A thread that is stuck in the kernel (hung disk) does not block
+    process exit.
 
-    ``niceness``: how far an engine that needs the processor goes before them, 0-19.
+    ``niceness``: 0-19; at a higher value, other processes run first.
     """
 
     def __init__(self, number: int, name: str, niceness: int = 0) -> None:
@@ -66,22 +65,22 @@ class Workers:
             thread.start()
 
     async def run(self, operation: Callable[[], T]) -> T:
-        """Do this in a thread, in its turn."""
+        """Run an operation in a thread, in order, and return its result."""
         return await asyncio.wrap_future(self.submit(operation))
 
     def submit(self, operation: Callable[[], T]) -> Future[T]:
-        """Do this in a thread, in its turn; for those who have no event loop."""
+        """Queue an operation for a thread. For callers without an event loop."""
         future: Future[T] = Future()
         self._work.put((future, operation))
         return future
 
     async def close(self, timeout_seconds: float | None = None) -> bool:
-        """Do nothing more, and wait for what is being done. False: it goes on."""
+        """Stop, and wait for running operations. False: one is still running after the time-out."""
         self.stop()
         return await asyncio.to_thread(self.join, timeout_seconds)
 
     def stop(self) -> None:
-        """Do nothing more; what is being done goes on to its end."""
+        """Cancel queued operations. Running operations continue to their end."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._work.get_nowait()
@@ -91,7 +90,7 @@ class Workers:
             self._work.put(None)
 
     def join(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for what was being done when it was stopped. False: it goes on."""
+        """Wait for running operations after ``stop``. False: one is still running after the time-out."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         for thread in self._threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -99,12 +98,12 @@ class Workers:
 
     def _run_all(self) -> None:
         thread = threading.get_native_id()
-        if os.getpriority(os.PRIO_PROCESS, thread) < self._niceness:  # else the process is nicer still
+        if os.getpriority(os.PRIO_PROCESS, thread) < self._niceness:  # else the process is nicer already
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, thread, self._niceness)
         while (item := self._work.get()) is not None:
             _do(*item)
-            del item  # else views of the arena stay while it is idle
+            del item  # otherwise an idle thread would keep views of the arena
 
 
 def _do(future: Future[T], operation: Callable[[], T]) -> None:
@@ -119,7 +118,7 @@ def _do(future: Future[T], operation: Callable[[], T]) -> None:
 
 
 class Outstanding:
-    """A count whose return to zero can be waited for."""
+    """A count of outstanding work, with a wait for zero."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -127,17 +126,17 @@ class Outstanding:
         self._is_zero.set()
 
     def add(self, number: int = 1) -> None:
-        """So much more is to be done."""
+        """Add outstanding work."""
         self.number += number
         if number:
             self._is_zero.clear()
 
     def done(self) -> None:
-        """One is done."""
+        """Count one piece of work as done."""
         self.number -= 1
         if self.number == 0:
             self._is_zero.set()
 
     async def wait(self) -> None:
-        """Until nothing is outstanding."""
+        """Wait until the count is zero."""
         await self._is_zero.wait()

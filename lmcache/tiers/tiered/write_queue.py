@@ -1,4 +1,4 @@
-"""The queue of rows that are to be written through. Pure."""
+"""Queue of the rows to write through. Pure."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from lmcache.tiers.memory.contracts import Slot
 
 
 class Write(NamedTuple):
-    """A row to be written."""
+    """A row to write."""
 
     slot: Slot
     depth: int
-    """In its chain."""
+    """Position of the chunk in its chain."""
 
     digests: Sequence[bytes] | None = None
-    """Of its columns, as far as they are known."""
+    """Digests of the row's columns; None if unknown."""
 
     num_failures: int = 0
-    """Operations for it that found the tier unavailable."""
+    """Number of operations for this row that found the tier unavailable."""
 
 
 class WriteQueue:
-    """First in, first out; when it is full the deepest row of all is dropped, since a chain is read from its
-    head.
+    """A FIFO queue. When it is full, it drops the deepest row, because a chain is read from its head.
 
-    It names rows and does not hold them: a row may be evicted while it waits. O(log n) per row.
+    The queue does not protect its rows: a row may be evicted while it waits. O(log n) per row.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(1, capacity)
         self._writes: OrderedDict[Slot, Write] = OrderedDict()
-        self._deepest: list[tuple[int, Slot]] = []  # heap of (-depth, slot), with entries of rows that left
+        self._deepest: list[tuple[int, Slot]] = []  # heap of (-depth, slot), stale entries included
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -43,8 +42,7 @@ class WriteQueue:
         return slot in self._writes
 
     def push(self, write: Write, *, is_first: bool = False) -> Write | None:
-        """Add a row, at the front when its write is to be tried again. Return what is dropped for it, if
-        anything."""
+        """Add a row, at the front if ``is_first``. Returns the row that is dropped for it, if any."""
         self._writes[write.slot] = write
         if is_first:
             self._writes.move_to_end(write.slot, last=False)
@@ -55,7 +53,7 @@ class WriteQueue:
         return self._drop_deepest() if len(self._writes) > self.capacity else None
 
     def pop(self) -> Write | None:
-        """Take the next row."""
+        """Remove and return the next row; None if the queue is empty."""
         return self._writes.popitem(last=False)[1] if self._writes else None
 
     def _drop_deepest(self) -> Write:

@@ -1,4 +1,4 @@
-"""Fixtures of several files."""
+"""Fixtures shared by the tests of tiers."""
 
 from __future__ import annotations
 

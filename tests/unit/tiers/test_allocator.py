@@ -1,4 +1,4 @@
-"""Rows of several slots in frames, against a list of slots."""
+"""Frame allocator, compared with a plain list of slots."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class AllocatorMachine(RuleBasedStateMachine):
     def begin(self, num_slots, slots_per_frame):
         self.allocator = FrameAllocator(num_slots, slots_per_frame)
         self.size = slots_per_frame
-        self.slots: list[int | None] = [None] * num_slots  # the row that has it
-        self.rows: dict[int, int] = {}  # slots
+        self.slots: list[int | None] = [None] * num_slots  # number of the row in each slot
+        self.rows: dict[int, int] = {}  # number of slots of each row
 
     def runs(self, num_slots: int, num_frames: int) -> list[range]:
-        """Where a row of so many slots could lie if all were free."""
+        """Return where a row of ``num_slots`` slots fits when all slots are free."""
         firsts = range(min(num_frames * self.size, len(self.slots)) - num_slots + 1)
         return [
             range(first, first + num_slots) for first in firsts if first % self.size + num_slots <= self.size
@@ -29,7 +29,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         return {self.slots[slot] for slot in run} - {None}
 
     @rule(num_slots=st.integers(1, 16), usable=st.integers(0, 90))
-    def take(self, num_slots, usable):
+    def allocate(self, num_slots, usable):
         num_slots = min(num_slots, self.size)
         free = [run for run in self.runs(num_slots, usable) if not self.owners(run)]
         row = self.allocator.allocate(num_slots, usable)
@@ -45,7 +45,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.slots[first : first + num_slots] = [row] * num_slots
 
     @rule(row=st.integers(0, 89), num_slots=st.integers(1, 16))
-    def take_at(self, row, num_slots):
+    def allocate_at(self, row, num_slots):
         row %= self.allocator.num_numbers
         first = self.allocator.first_slot(row)
         run = range(first, first + num_slots)
@@ -57,15 +57,15 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
-    def give(self, data):
+    def free_row(self, data):
         row = data.draw(st.sampled_from(sorted(self.rows)))
         self.allocator.free(row)
         del self.rows[row]
-        self.slots = [None if other == row else other for other in self.slots]
+        self.slots = [None if owner == row else owner for owner in self.slots]
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), num_slots=st.integers(1, 16))
-    def ask_how_to_free(self, data, num_slots):
+    def list_ways_to_free(self, data, num_slots):
         row = data.draw(st.sampled_from(sorted(self.rows)))
         num_slots = min(num_slots, self.size)
         ways = self.allocator.ways_to_free(row, num_slots)
@@ -93,7 +93,7 @@ TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(max_examples=50, stateful_step_count=40)
 
 
-def test_one_slot_per_row_goes_lowest_first():
+def test_single_slot_rows_are_allocated_lowest_first():
     allocator = FrameAllocator(5000)
     assert [allocator.allocate(1, 5000) for _ in range(5000)] == list(range(5000))
     assert allocator.allocate(1, 5000) is None
@@ -102,26 +102,26 @@ def test_one_slot_per_row_goes_lowest_first():
     assert [allocator.allocate(1, 5000) for _ in range(4)] == [17, 1023, 1024, 4999]
 
 
-def test_rows_beyond_the_bound_are_not_given():
+def test_rows_beyond_the_bound_are_not_allocated():
     allocator = FrameAllocator(64)
     assert [allocator.allocate(1, 2) for _ in range(3)] == [0, 1, None]
 
 
-def test_short_rows_share_frames_and_leave_whole_ones_whole():
+def test_short_rows_share_frames_before_using_empty_frames():
     allocator = FrameAllocator(64, 16)
     short = [allocator.allocate(1, 4) for _ in range(16)]
     assert {row % 4 for row in short} == {0}
     assert [allocator.first_slot(allocator.allocate(16, 4)) for _ in range(3)] == [16, 32, 48]
 
 
-def test_rows_of_a_frame_leave_no_gaps():
+def test_rows_in_a_frame_have_no_gaps():
     allocator = FrameAllocator(16, 16)
     rows = [allocator.allocate(count, 1) for count in (9, 1, 2, 4)]
     assert [allocator.first_slot(row) for row in rows] == [0, 9, 10, 12]
     assert allocator.allocate(1, 1) is None
 
 
-def test_the_tightest_run_is_taken():
+def test_allocates_the_smallest_sufficient_run():
     allocator = FrameAllocator(32, 16)
     rows = [allocator.allocate(count, 2) for count in (3, 1, 2, 1, 9, 16)]
     for row in (rows[0], rows[2]):
@@ -139,17 +139,17 @@ def test_the_tightest_run_is_taken():
         ([3 << 20, 1 << 20], 3, 1 << 20),
         ([16 << 20, 1 << 20], 16, 1 << 20),
         ([64 << 20, 1 << 20], 16, 4 << 20),
-        ([10 << 20, 9 << 20], 1, 10 << 20),  # whatever the slots, a frame holds one row
+        ([10 << 20, 9 << 20], 1, 10 << 20),  # a frame holds one row with any size of slot
         ([5 << 20, 3 << 20, 2 << 20], 5, 1 << 20),
         ([1 << 40, 1], 16, 1 << 36),
     ],
 )
-def test_slots_are_of_the_size_that_packs_the_rows_best(row_sizes, slots_per_frame, slot_bytes):
+def test_slot_size_packs_rows_best(row_sizes, slots_per_frame, slot_bytes):
     assert best_slots_per_frame(row_sizes, 4096) == (slots_per_frame, slot_bytes)
 
 
 @given(st.lists(st.integers(1, 1 << 24), min_size=1, max_size=8))
-def test_a_frame_holds_the_largest_row_and_hardly_more(row_sizes):
+def test_frame_holds_the_largest_row_with_little_waste(row_sizes):
     slots_per_frame, slot_bytes = best_slots_per_frame(row_sizes, 4096)
     assert 1 <= slots_per_frame <= 16
     assert slot_bytes % 4096 == 0
@@ -157,7 +157,7 @@ def test_a_frame_holds_the_largest_row_and_hardly_more(row_sizes):
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 5000])
-def test_a_set_of_frames_knows_its_lowest(size):
+def test_frame_set_returns_its_lowest_frame(size):
     frames = FrameSet(size, is_full=True)
     for frame in range(size):
         assert frames.lowest() == frame

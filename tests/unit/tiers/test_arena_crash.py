@@ -1,4 +1,4 @@
-"""What a killed process leaves in the slot table."""
+"""The slot table after the process that writes rows was killed."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ while True:
 """
 
 
-def test_killed_between_any_two_stores_no_wrong_row_is_adopted(path):
-    """A real process writes rows for ever and is killed; what is adopted must be whole, whenever that was."""
+def test_only_intact_rows_are_adopted_after_a_kill(path):
+    """Kill a real process at random moments while it stores rows."""
     num_adopted = 0
     for _ in range(8):
         child = subprocess.Popen([sys.executable, "-c", CRASHER, str(path)], stdout=subprocess.PIPE)
         assert child.stdout.readline() == b"ready\n"
-        # The moment of death is what is varied here; nothing waits for it.
+        # The test varies the moment of death; nothing waits for this timeout.
         try:
             child.wait(timeout=random.uniform(0.01, 0.1))
         except subprocess.TimeoutExpired:
@@ -79,7 +79,7 @@ def check_adopted(path: Path) -> int:
     num_adopted = 0
     for row in range(60):
         key = entries[0, row]["key"].tobytes()
-        if tier.unverified(key) is None or tier.unverified(key).row != row:
+        if tier.unverified_slot(key) is None or tier.unverified_slot(key).row != row:
             continue
         num_adopted += 1
         for column in range(2):
@@ -91,23 +91,25 @@ def check_adopted(path: Path) -> int:
     return num_adopted
 
 
-def test_entries_are_free_while_they_change():
-    """The write order itself: every store of an entry is watched."""
+def test_entries_are_marked_free_while_they_change():
+    """Check every store to an entry in write order."""
     entries = np.zeros((1, 1), ENTRY)
     table = SlotTable(entries)
     table.reserve(0, 0, key=b"a" * 64, owner=OWNER, length=7, generation=3)
     table.commit(0, 0)
-    seen = []
+    transitions = []
 
-    class Watched:
+    class RecordingWords:
         def __setitem__(self, index: int, value: int) -> None:
             before = table.snapshot(0, 1)[0, 0]
             words[index] = value
-            seen.append((int(before["state"]), before["key"].tobytes()[:1], int(entries[0, 0]["state"])))
+            transitions.append(
+                (int(before["state"]), before["key"].tobytes()[:1], int(entries[0, 0]["state"]))
+            )
 
-    words, table._words = table._words, Watched()
+    words, table._words = table._words, RecordingWords()
     table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
-    assert seen[0] == (State.COMMITTED, b"a", State.FREE)
-    assert seen[-1] == (State.FREE, b"b", State.RESERVED)
-    assert {after for _, _, after in seen[:-1]} == {State.FREE}
+    assert transitions[0] == (State.COMMITTED, b"a", State.FREE)
+    assert transitions[-1] == (State.FREE, b"b", State.RESERVED)
+    assert {after for _, _, after in transitions[:-1]} == {State.FREE}
     assert (entries[0, 0]["length"], entries[0, 0]["generation"], entries[0, 0]["column"]) == (8, 4, 0)

@@ -1,4 +1,4 @@
-"""The arena grows and shrinks while clients have it mapped."""
+"""Resizing of an arena that clients have mapped."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Growing:
         with self._changed:
             self._changed.notify_all()
 
-    def wait_for(self, is_so: Callable[[], bool]) -> None:
+    def wait_for(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(is_so, 60)
+            assert self._changed.wait_for(condition, 60)
 
     def taken_bytes(self) -> int:
         return self.arena.path.stat().st_blocks * 512
@@ -46,7 +46,7 @@ class Growing:
 
 @pytest.fixture
 def shm_path() -> Iterator[Path]:
-    """In memory, where a file takes its pages and nothing else."""
+    """Return a folder in shared memory, where a file uses its data pages only."""
     with tempfile.TemporaryDirectory(prefix="arena-", dir="/dev/shm") as folder:
         yield Path(folder)
 
@@ -78,7 +78,7 @@ def fill(tier: MemoryTier) -> None:
             tier.commit([slot], column, OWNER)
 
 
-def test_memory_goes_back_and_comes_again(growing, tier):
+def test_shrinking_frees_memory_and_growth_populates_new_memory(growing, tier):
     fill(tier)
     arena, before = growing.arena, growing.taken_bytes()
     num_rows = arena.rows_within(CAPACITY // 2)
@@ -89,9 +89,9 @@ def test_memory_goes_back_and_comes_again(growing, tier):
     assert arena.ready_rows == num_rows
     assert arena.has_surplus
     assert arena.size_bytes > CAPACITY - MIB
-    arena.give_back()
-    gone = (arena.num_rows - num_rows) * 2 * GEOMETRY.slot_bytes
-    growing.wait_for(lambda: growing.taken_bytes() == before - gone)
+    arena.release_surplus()
+    freed_bytes = (arena.num_rows - num_rows) * 2 * GEOMETRY.slot_bytes
+    growing.wait_for(lambda: growing.taken_bytes() == before - freed_bytes)
     growing.wait_for(lambda: arena.size_bytes == arena.target_bytes == CAPACITY // 2)
     for row in range(num_rows):
         assert bytes(arena.view(row, 1, 4)) == row.to_bytes(4, "big")
@@ -101,7 +101,7 @@ def test_memory_goes_back_and_comes_again(growing, tier):
     assert growing.taken_bytes() == before
 
 
-def test_a_client_that_has_it_mapped_reads_zeros_and_goes_on(growing, tier):
+def test_client_reads_zeros_in_freed_slots(growing, tier):
     fill(tier)
     arena = growing.arena
     mapped = MappedColumn(
@@ -114,14 +114,14 @@ def test_a_client_that_has_it_mapped_reads_zeros_and_goes_on(growing, tier):
     tier.vacate(arena.rows_within(CAPACITY // 2))
     before = growing.taken_bytes()
     arena.resize(CAPACITY // 2)
-    arena.give_back()
+    arena.release_surplus()
     growing.wait_for(lambda: growing.taken_bytes() < before - CAPACITY // 3)
     assert not mapped.slots[last].any()
     assert not mapped.holds(slot)
     mapped.close()
 
 
-def test_what_is_there_stays_until_it_is_given_back(growing, tier):
+def test_memory_is_freed_only_by_release_surplus(growing, tier):
     fill(tier)
     arena, before = growing.arena, growing.taken_bytes()
     last = [(arena.num_rows - number).to_bytes(64, "big") for number in (1, 2)]
@@ -140,7 +140,7 @@ def test_what_is_there_stays_until_it_is_given_back(growing, tier):
     assert tier.vacate(num_rows).blocked == {"pinned": 1}
 
 
-def test_rows_that_are_written_or_in_quarantine_stay(growing, tier):
+def test_reserved_and_quarantined_rows_block_shrinking(growing, tier):
     arena = growing.arena
     for number in range(arena.num_rows):
         tier.reserve(number.to_bytes(64, "big"), 0, OWNER if number % 2 else b"p" * 16, length=4)
@@ -153,19 +153,19 @@ def test_rows_that_are_written_or_in_quarantine_stay(growing, tier):
     assert tier.vacate(num_rows).blocked == {"reserved": num_even}
 
 
-def test_it_is_never_smaller_than_an_extent_nor_larger_than_its_capacity(growing):
+def test_size_is_limited_to_an_extent_and_the_capacity(growing):
     arena = growing.arena
-    least = arena.rows_within(0)
-    assert least == 1
+    min_rows = arena.rows_within(0)
+    assert min_rows == 1
     assert arena.rows_within(1 << 60) == arena.num_rows
     arena.resize(0)
-    arena.give_back()
-    growing.wait_for(lambda: arena.ready_rows == least)
-    # Its tables are there for all rows that it can have.
+    arena.release_surplus()
+    growing.wait_for(lambda: arena.ready_rows == min_rows)
+    # The tables have entries for all rows of the full capacity.
     growing.wait_for(lambda: 0 < arena.size_bytes == arena.column_offset(0) + 2 * GEOMETRY.slot_bytes)
 
 
-def test_it_may_be_resized_while_it_is_populated(shm_path):
+def test_resizes_during_population(shm_path):
     growing = Growing(shm_path / "arena", huge_pages=True)
     arena = growing.arena
     arena.format(GEOMETRY)
@@ -175,7 +175,7 @@ def test_it_may_be_resized_while_it_is_populated(shm_path):
         if arena.ready_rows > small and not shrunk:
             shrunk.append(arena.ready_rows)
             arena.resize(CAPACITY // 4)
-            arena.give_back()
+            arena.release_surplus()
         growing.note_change()
 
     shrunk: list[int] = []
@@ -187,15 +187,15 @@ def test_it_may_be_resized_while_it_is_populated(shm_path):
     arena.close()
 
 
-def test_a_numa_node_that_does_not_exist_is_named(shm_path, monkeypatch):
+def test_refuses_unknown_numa_node(shm_path, monkeypatch):
     monkeypatch.setattr("lmcache.tiers.memory.kernel_pages.numa_nodes", lambda: [0, 1])
-    with pytest.raises(ArenaError, match="no NUMA node 7; there are 0, 1"):
+    with pytest.raises(ArenaError, match="no NUMA node 7; the nodes are 0, 1"):
         ArenaFile(shm_path / "arena", CAPACITY, numa_node=7)
     assert not (shm_path / "arena").exists()
 
 
 class TestSmallerThanItsFile:
-    """The file is as long as the arena may become; memory is taken for its target alone."""
+    """The file has the length of the full capacity, but uses memory for its target only."""
 
     @pytest.fixture
     def growing(self, shm_path):
@@ -203,62 +203,62 @@ class TestSmallerThanItsFile:
         yield growing
         growing.arena.close()
 
-    def is_settled_at(self, growing: Growing, num_bytes: int) -> bool:
+    def has_settled_at(self, growing: Growing, num_bytes: int) -> bool:
         arena = growing.arena
         assert growing.taken_bytes() <= CAPACITY // 2 + MIB
         return arena.size_bytes == num_bytes and num_bytes - MIB < growing.taken_bytes() <= num_bytes
 
-    def test_before_the_first_format_and_after_it(self, growing):
+    def test_resizes_before_and_after_the_first_format(self, growing):
         arena = growing.arena
         arena.start(growing.note_change)
-        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
+        growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 4))
         arena.resize(CAPACITY // 2)
-        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 2))
+        growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 2))
         arena.resize(CAPACITY // 4)
-        arena.give_back()
-        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
-        arena.format(GEOMETRY)  # its two columns are far apart: other pages of the file
-        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
+        arena.release_surplus()
+        growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 4))
+        arena.format(GEOMETRY)  # two columns use other pages of the file
+        growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 4))
         assert 0 < arena.ready_rows == arena.rows_within(CAPACITY // 4) < arena.num_rows // 3
         assert not arena.has_surplus
         arena.resize(CAPACITY // 2)
-        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 2))
+        growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 2))
 
-    def test_rows_of_several_columns_are_ready_before_all_is_given_back(self, growing, monkeypatch):
-        """Only a part of what was filled before the first format lies where rows are now."""
+    def test_rows_become_ready_before_all_surplus_is_freed(self, growing, monkeypatch):
+        """Rows overlap only a part of the pages that were populated before the first format."""
         arena, filled = growing.arena, []
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
-        taken, give_back = [], ArenaFile._give_back
+        taken, punch = [], ArenaFile._punch
 
-        def noted(self, *extent) -> bool:
-            filled.append((self.ready_rows, self._filled))
+        def record_punch(self, *extent) -> bool:
+            filled.append((self.ready_rows, self._num_filled))
             assert self.taken_bytes <= CAPACITY // 4 < self.size_bytes
-            return give_back(self, *extent)
+            return punch(self, *extent)
 
-        def checked(num_bytes: int) -> None:
+        def record_check(num_bytes: int) -> None:
             taken.append(growing.taken_bytes() + num_bytes)
 
-        monkeypatch.setattr(ArenaFile, "_give_back", noted)
-        monkeypatch.setattr("lmcache.tiers.memory.arena.check_room", checked)
+        monkeypatch.setattr(ArenaFile, "_punch", record_punch)
+        monkeypatch.setattr("lmcache.tiers.memory.growth.check_available", record_check)
         arena.format(Geometry(16 << 10, 4))
-        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
-        assert any(ready and then > arena.target_rows for ready, then in filled), filled
+        growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 4))
+        assert any(ready and num_filled > arena.target_rows for ready, num_filled in filled), filled
         assert max(taken) <= CAPACITY // 4
 
-    def test_what_is_not_wanted_goes_back_though_there_is_no_room(self, growing, monkeypatch):
-        arena, room = growing.arena, [1 << 40]
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: room[0])
-        monkeypatch.setattr("lmcache.tiers.memory.arena._RETRY_SECONDS", 0.01)
+    def test_frees_surplus_even_without_available_memory(self, growing, monkeypatch):
+        arena, available = growing.arena, [1 << 40]
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: available[0])
+        monkeypatch.setattr("lmcache.tiers.memory.growth._RETRY_SECONDS", 0.01)
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
-        room[0] = 0
+        available[0] = 0
         arena.format(Geometry(16 << 10, 4))
         growing.wait_for(lambda: growing.taken_bytes() < CAPACITY // 8 and arena.growth_error is not None)
-        room[0] = 1 << 40
+        available[0] = 1 << 40
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
 
-    def test_what_an_earlier_process_left_stays_until_it_is_given_back(self, growing):
+    def test_surplus_of_an_earlier_process_is_freed_only_by_release_surplus(self, growing):
         arena = growing.arena
         arena.format(GEOMETRY)
         arena.resize(CAPACITY // 2)
@@ -273,46 +273,46 @@ class TestSmallerThanItsFile:
         assert arena.has_surplus
         assert growing.taken_bytes() == before
         assert bytes(arena.view(num_rows - 1, 1, 4)) == b"last"
-        arena.give_back()
-        growing.wait_for(lambda: self.is_settled_at(growing, CAPACITY // 4))
+        arena.release_surplus()
+        growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 4))
 
-    def test_an_earlier_process_that_took_no_more_left_nothing_to_give_back(self, growing):
+    def test_restart_without_surplus_marks_only_populated_rows_as_filled(self, growing):
         arena = growing.arena
         arena.format(GEOMETRY)
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
         arena.close()
         growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=arena.target_bytes)
-        assert arena._filled < arena.num_rows // 2
+        assert arena._num_filled < arena.num_rows // 2
 
-    def test_it_waits_for_room_and_says_so(self, growing, monkeypatch, caplog):
-        arena, room = growing.arena, [128 * MIB]
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: room[0])
-        monkeypatch.setattr("lmcache.tiers.memory.arena._STEP_BYTES", MIB)
-        monkeypatch.setattr("lmcache.tiers.memory.arena._RETRY_SECONDS", 0.01)
+    def test_waits_for_available_memory_and_reports_the_shortage(self, growing, monkeypatch, caplog):
+        arena, available = growing.arena, [128 * MIB]
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: available[0])
+        monkeypatch.setattr("lmcache.tiers.memory.growth._STEP_BYTES", MIB)
+        monkeypatch.setattr("lmcache.tiers.memory.growth._RETRY_SECONDS", 0.01)
         arena.format(GEOMETRY)
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
-        room[0] = 64 * MIB
+        available[0] = 64 * MIB
         arena.resize(CAPACITY)
         growing.wait_for(lambda: arena.growth_error is not None)
         assert "the memory limit of this container leaves 64Mi, of which 64Mi" in arena.growth_error
         assert arena.ready_rows == arena.rows_within(CAPACITY // 4)
         assert growing.taken_bytes() <= CAPACITY // 4
-        room[0] = 1 << 40
+        available[0] = 1 << 40
         growing.wait_for(lambda: arena.ready_rows == arena.num_rows)
         growing.wait_for(lambda: arena.growth_error is None)
-        assert caplog.text.count("no room") == 1
+        assert caplog.text.count("the arena can't grow by") == 1
 
-    def test_an_error_that_nobody_expects_is_told_and_not_the_end(self, growing, monkeypatch, caplog):
+    def test_reports_unexpected_error_and_retries_growth(self, growing, monkeypatch, caplog):
         arena, bugs = growing.arena, [ValueError("a bug")]
 
-        def room(num_bytes: int) -> None:
+        def fail_with_bug(num_bytes: int) -> None:
             if bugs:
                 raise bugs[0]
 
-        monkeypatch.setattr("lmcache.tiers.memory.arena.check_room", room)
-        monkeypatch.setattr("lmcache.tiers.memory.arena._RETRY_SECONDS", 0.01)
+        monkeypatch.setattr("lmcache.tiers.memory.growth.check_available", fail_with_bug)
+        monkeypatch.setattr("lmcache.tiers.memory.growth._RETRY_SECONDS", 0.01)
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.growth_error is not None)
         assert "ValueError('a bug'); the arena" in arena.growth_error
@@ -320,13 +320,13 @@ class TestSmallerThanItsFile:
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
         assert caplog.text.count("Traceback") == 1
 
-    def test_what_is_populated_already_needs_no_room(self, growing, monkeypatch):
+    def test_populated_pages_need_no_available_memory(self, growing, monkeypatch):
         arena = growing.arena
         arena.format(GEOMETRY)
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
         arena.close()
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_room", lambda: 0)
+        monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: 0)
         growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=CAPACITY // 4)
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)

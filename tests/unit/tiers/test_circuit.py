@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache.backoff import Backoff
+from lmcache.common.backoff import Backoff
 from lmcache.tiers.circuit import Circuit, JointHealth
 from lmcache.tiers.errors import ServerError, TierUnavailableError
 from lmcache.tiers.remote.server import RedisServer
@@ -14,25 +14,25 @@ from testing.child_process import wait_until
 
 
 class Medium:
-    """Unhealthy until it ``answers``; its probes wait for ``go``."""
+    """A medium that fails until ``answers`` is set; its probes wait for ``may_finish``."""
 
     def __init__(self) -> None:
         self.answers = False
         self.num_probes = 0
-        self.go = threading.Event()
+        self.may_finish = threading.Event()
 
     def probe(self) -> None:
         self.num_probes += 1
-        assert self.go.wait(60)
+        assert self.may_finish.wait(60)
         if not self.answers:
-            raise ConnectionRefusedError("nobody there")
+            raise ConnectionRefusedError("connection refused")
 
 
 @pytest.fixture
 def medium():
     medium = Medium()
     yield medium
-    medium.go.set()
+    medium.may_finish.set()
 
 
 class TestCircuit:
@@ -43,13 +43,13 @@ class TestCircuit:
         self.circuit = self.make(medium)
         self.circuit.subscribe(self.changes.append)
         yield
-        medium.go.set()
+        medium.may_finish.set()
         self.circuit.end()
 
     def make(self, medium, base=0.1) -> Circuit:
         return Circuit("medium", medium.probe, base=base, cap=0.5, clock=lambda: self.now)
 
-    def test_opens_at_the_first_failure_and_says_when_it_probes(self):
+    def test_opens_at_the_first_failure_and_reports_the_next_probe(self):
         assert not self.circuit.is_open
         self.circuit.check()
         assert self.circuit.seconds_to_probe == 0
@@ -62,7 +62,7 @@ class TestCircuit:
         assert self.circuit.seconds_to_probe == 0
         assert self.changes == [True]
 
-    def test_waits_twice_as_long_each_time_up_to_the_cap(self):
+    def test_wait_doubles_up_to_the_cap(self):
         waits = []
         for _ in range(10_000):
             self.circuit.failure()
@@ -70,7 +70,7 @@ class TestCircuit:
         assert waits[:4] == pytest.approx([0.1, 0.2, 0.4, 0.5])
         assert waits[-1] == pytest.approx(0.5)
 
-    def test_success_forgets_failures(self):
+    def test_success_resets_the_backoff(self):
         self.circuit.failure()
         self.circuit.failure()
         self.circuit.success()
@@ -79,9 +79,9 @@ class TestCircuit:
         assert self.circuit.seconds_to_probe == pytest.approx(0.1)
         assert self.circuit.num_outages == 0
 
-    def test_a_probe_closes_without_forgetting(self, medium):
+    def test_successful_probe_closes_without_resetting_the_backoff(self, medium):
         medium.answers = True
-        medium.go.set()
+        medium.may_finish.set()
         self.circuit.failure()
         assert self.circuit.probe()
         assert not self.circuit.is_open
@@ -90,43 +90,43 @@ class TestCircuit:
         self.circuit.failure()
         assert self.circuit.seconds_to_probe == pytest.approx(0.2)
 
-    def test_it_probes_by_itself_one_at_a_time_until_the_medium_answers(self, medium):
+    def test_probes_in_the_background_until_the_medium_answers(self, medium):
         circuit = self.make(medium, base=0.001)
         for _ in range(8):
             circuit.failure()
         self.now += 1
         wait_until(lambda: medium.num_probes)
         probers = [thread for thread in threading.enumerate() if thread.name == "probe medium"]
-        assert len(probers) <= 2  # that of self.circuit, at most, and one
-        medium.go.set()
+        assert len(probers) <= 2  # at most the prober of self.circuit and the prober of circuit
+        medium.may_finish.set()
         medium.answers = True
         self.now += 1
         wait_until(lambda: not circuit.is_open)
         circuit.end()
         assert circuit.num_outages == 1
 
-    def test_an_end_waits_for_the_probe_and_opens_no_more(self, medium):
+    def test_end_waits_for_the_probe_and_keeps_the_circuit_closed(self, medium):
         circuit = self.make(medium, base=0.0)
         circuit.failure()
         wait_until(lambda: medium.num_probes)
-        threading.Timer(0.05, medium.go.set).start()
+        threading.Timer(0.05, medium.may_finish.set).start()
         circuit.end()
-        assert medium.go.is_set()
+        assert medium.may_finish.is_set()
         circuit.failure()
         assert not circuit.is_open
 
-    def test_who_unsubscribed_is_told_nothing_more(self):
-        told: list[bool] = []
-        self.circuit.subscribe(told.append)
+    def test_unsubscribed_callbacks_get_no_more_changes(self):
+        received: list[bool] = []
+        self.circuit.subscribe(received.append)
         self.circuit.failure()
-        self.circuit.unsubscribe(told.append)
+        self.circuit.unsubscribe(received.append)
         self.circuit.failure()
-        assert told == [True]
+        assert received == [True]
         assert self.changes == [True, True]
 
-    def test_a_probe_that_is_broken_does_not_fill_the_log(self, caplog):
+    def test_broken_probe_logs_at_most_once_per_minute(self, caplog):
         def probe() -> None:
-            raise RuntimeError("what nobody thought of")
+            raise RuntimeError("a bug")
 
         circuit = Circuit("medium", probe, clock=lambda: self.now)
         for _ in range(9):
@@ -138,7 +138,7 @@ class TestCircuit:
         assert len(caplog.records) == 2
         circuit.end()
 
-    def test_where_no_thread_can_start_the_next_operation_is_the_probe(self, monkeypatch):
+    def test_next_operation_probes_if_no_thread_can_start(self, monkeypatch):
         def refuse(_):
             raise RuntimeError("can't start new thread")
 
@@ -146,7 +146,7 @@ class TestCircuit:
         self.circuit.failure()
         assert not self.circuit.is_open
 
-    def test_a_joint_view_is_open_when_all_circuits_are(self, medium):
+    def test_joint_health_is_open_when_all_circuits_are_open(self, medium):
         circuits = [self.make(medium) for _ in range(2)]
         joint = JointHealth(lambda: circuits)
         circuits[0].failure()
@@ -157,7 +157,7 @@ class TestCircuit:
         assert joint.num_outages == 1
         circuits[0].success()
         assert not joint.is_open
-        medium.go.set()
+        medium.may_finish.set()
         for circuit in circuits:
             circuit.end()
 
@@ -171,13 +171,13 @@ def test_backoff_doubles_up_to_its_cap(failures, base, cap):
 
 
 @given(st.floats(0, 1), st.integers(1, 100))
-def test_jitter_leaves_something_off_and_adds_nothing(jitter, failures):
+def test_jitter_only_shortens_the_wait(jitter, failures):
     whole = Backoff(0.5, 60).seconds(failures)
     assert (1 - jitter) * whole <= Backoff(0.5, 60, jitter).seconds(failures) <= whole
 
 
 class StaleConnection:
-    """Answers once; when it was idle, it ends with ``error``."""
+    """A connection that answers once, and raises ``error`` when it is used again."""
 
     is_reusable = True
     asking = False
@@ -195,7 +195,7 @@ class StaleConnection:
 
 
 @pytest.mark.parametrize(
-    ("error", "again"),
+    ("error", "is_retried"),
     [
         (ConnectionResetError(), True),
         (BrokenPipeError(), True),
@@ -203,10 +203,10 @@ class StaleConnection:
         (ServerError("LOADING"), False),
     ],
 )
-def test_only_a_connection_that_went_stale_is_tried_again(error, again):
+def test_only_stale_connections_are_retried(error, is_retried):
     server = RedisServer("s", lambda: StaleConnection(error), lambda _: None)
     assert server.run(StaleConnection.use) == "answer"
-    if again:
+    if is_retried:
         assert server.run(StaleConnection.use) == "answer"
         assert server.circuit.num_outages == 1
     else:
@@ -215,17 +215,17 @@ def test_only_a_connection_that_went_stale_is_tried_again(error, again):
     server.close()
 
 
-def test_a_new_connection_that_breaks_is_not_tried_again():
-    made = []
+def test_new_connection_is_not_retried():
+    connections = []
 
     def connect() -> StaleConnection:
-        made.append(StaleConnection(ConnectionResetError()))
-        made[-1]._errors = [ConnectionResetError()]
-        return made[-1]
+        connections.append(StaleConnection(ConnectionResetError()))
+        connections[-1]._errors = [ConnectionResetError()]
+        return connections[-1]
 
     server = RedisServer("s", connect, lambda _: None)
     server.circuit.end()  # probes connect, too
     with pytest.raises(TierUnavailableError):
         server.run(StaleConnection.use)
     server.close()
-    assert len(made) == 1
+    assert len(connections) == 1

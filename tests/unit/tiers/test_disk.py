@@ -42,8 +42,8 @@ def numbers(tier: DiskTier) -> list[int]:
 
 class TestObjects:
     @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "elsewhere"])
-    def test_round_trip(self, tmp_path, size, shift):
+    @pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "unaligned"])
+    def test_loads_the_stored_bytes(self, tmp_path, size, shift):
         tier = open_tier(tmp_path, 4 * MIB)
         payload, into = (memoryview(mmap.mmap(-1, size + 2 * PAGE))[shift:][:size] for _ in range(2))
         payload[:] = random.randbytes(size)
@@ -54,14 +54,14 @@ class TestObjects:
         assert tier.used_bytes == taken_bytes(tmp_path)
         tier.close()
 
-    def test_memory_beyond_the_payload_is_left_alone(self, tier):
+    def test_load_leaves_memory_beyond_the_payload_unchanged(self, tier):
         store(tier, 1, PAGE + 5)
         into = memoryview(bytearray(b"x" * 3 * PAGE))
         assert tier.load(ObjectId(key_of(1), 0), into).length == PAGE + 5
         assert into == content(1, PAGE + 5) + b"x" * (2 * PAGE - 5)
 
     @pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE + 1, 2 * PAGE])
-    def test_an_object_of_another_length_is_a_miss_and_goes(self, tier, length):
+    def test_object_of_another_length_is_a_miss_and_is_deleted(self, tier, length):
         store(tier, 1, length)
         into = memoryview(bytearray(3 * PAGE))
         assert tier.load(ObjectId(key_of(1), 0), into, PAGE) is None
@@ -69,26 +69,26 @@ class TestObjects:
         store(tier, 1, PAGE)
         assert tier.load(ObjectId(key_of(1), 0), into, PAGE).digests == digests(content(1, PAGE))
 
-    def test_the_file_says_what_it_is(self, tmp_path, tier):
+    def test_file_header_identifies_the_object(self, tmp_path, tier):
         store(tier, 1, 5, column=7)
         raw = file_of(tmp_path, 1, 7).read_bytes()
         header = parse(raw[:HEADER_BYTES])
         assert (header.key, header.column, header.label) == (key_of(1), 7, b"label")
         assert raw[PAGE:] == content(1, 5) + bytes(PAGE - 5)
 
-    def test_probe_needs_all_columns_of_leading_rows(self, tier):
+    def test_probe_counts_leading_rows_with_all_columns(self, tier):
         for number, column in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (3, 0), (3, 1)]:
             store(tier, number, column=column)
         assert tier.probe([key_of(number) for number in range(4)], 2) == 2
         assert tier.probe([], 2) == 0
 
-    def test_each_object_is_found_by_itself(self, tier):
+    def test_find_each_checks_objects_separately(self, tier):
         for number, column in [(0, 0), (2, 0), (2, 1)]:
             store(tier, number, column=column)
-        asked = [ObjectId(key_of(number), column) for number in range(4) for column in range(2)]
-        assert tier.find_each(asked) == [True, False, False, False, True, True, False, False]
+        objects = [ObjectId(key_of(number), column) for number in range(4) for column in range(2)]
+        assert tier.find_each(objects) == [True, False, False, False, True, True, False, False]
 
-    def test_what_is_there_is_only_refreshed(self, tmp_path, tier):
+    def test_store_of_present_object_only_refreshes_its_age(self, tmp_path, tier):
         store(tier, 1)
         before = file_of(tmp_path, 1).stat()
         assert store(tier, 1)
@@ -96,7 +96,7 @@ class TestObjects:
         assert (after.st_ino, tier.stats.stored, tier.stats.touched) == (before.st_ino, 1, 1)
         assert after.st_mtime_ns > before.st_mtime_ns
 
-    def test_remove(self, tmp_path, tier):
+    def test_removes_an_object_once(self, tmp_path, tier):
         store(tier, 1)
         assert tier.contains(ObjectId(key_of(1), 0))
         assert tier.remove(ObjectId(key_of(1), 0))
@@ -104,14 +104,14 @@ class TestObjects:
         assert not tier.contains(ObjectId(key_of(1), 0))
         assert tier.used_bytes == taken_bytes(tmp_path) == 0
 
-    def test_keys_are_rows(self, tier):
+    def test_keys_lists_each_row_once(self, tier):
         for column in range(3):
             store(tier, 1, column=column)
         assert tier.keys() == [key_of(1)]
 
 
-class TestRoom:
-    def test_bytes_are_bounded(self, tmp_path):
+class TestCapacity:
+    def test_used_bytes_stay_within_capacity(self, tmp_path):
         tier = open_tier(tmp_path, 32 * PAGE)
         for number in range(100):
             assert store(tier, number, random.randrange(6 * PAGE))
@@ -119,7 +119,7 @@ class TestRoom:
         assert tier.stats.evicted > 80
         tier.close()
 
-    def test_what_can_not_fit_evicts_nothing(self, tmp_path):
+    def test_refuses_object_larger_than_capacity_without_eviction(self, tmp_path):
         tier = open_tier(tmp_path, 4 * PAGE)
         store(tier, 1)
         assert not store(tier, 2, 4 * PAGE)
@@ -127,8 +127,8 @@ class TestRoom:
         assert load(tier, 1) == content(1, PAGE)
         tier.close()
 
-    def test_tails_go_before_heads(self, tmp_path):
-        tier = open_tier(tmp_path, 128 * PAGE)  # an epoch has 8 of these objects
+    def test_evicts_tails_before_heads(self, tmp_path):
+        tier = open_tier(tmp_path, 128 * PAGE)  # an epoch holds 8 of these objects
         for number in (*range(8), *range(100, 108)):
             store(tier, number)
         assert numbers(tier) == [*reversed(range(8)), *reversed(range(100, 108))]
@@ -136,8 +136,8 @@ class TestRoom:
         assert numbers(tier) == [*reversed(range(4, 8)), *reversed(range(100, 108)), *reversed(range(4))]
         tier.close()
 
-    def test_loads_count_as_use(self, tmp_path):
-        tier = open_tier(tmp_path, 16 * PAGE)  # an epoch is one object
+    def test_loads_refresh_age(self, tmp_path):
+        tier = open_tier(tmp_path, 16 * PAGE)  # an epoch holds one object
         for number in range(8):
             store(tier, number)
         load(tier, 0)
@@ -145,7 +145,7 @@ class TestRoom:
         assert numbers(tier) == [*range(2, 8), 0, 8]
         tier.close()
 
-    def test_age_outlives_a_restart(self, tmp_path):
+    def test_age_survives_a_restart(self, tmp_path):
         tier = open_tier(tmp_path, 16 * PAGE)
         for number in range(8):
             store(tier, number)
@@ -157,7 +157,7 @@ class TestRoom:
         assert numbers(tier) == [0, 2, 4, 6, 7, 3, 1, 5]
         tier.close()
 
-    def test_a_smaller_capacity_evicts_at_the_start(self, tmp_path):
+    def test_smaller_capacity_evicts_at_start(self, tmp_path):
         tier = open_tier(tmp_path, 64 * PAGE)
         for number in range(32):
             store(tier, number)
@@ -168,14 +168,14 @@ class TestRoom:
         assert tier.used_bytes == taken_bytes(tmp_path) <= 16 * PAGE
         tier.close()
 
-    def test_more_than_the_volume_is_refused(self, tmp_path):
-        with pytest.raises(DiskError, match=r"more than 90% of the volume .* make the disk tier smaller"):
+    def test_refuses_capacity_larger_than_the_volume(self, tmp_path):
+        with pytest.raises(DiskError, match=r"more than 90% of the volume .* reduce the disk tier"):
             DiskTier(tmp_path, 1 << 60)
-        open_tier(tmp_path).close()  # the failed one has let go of the directory
+        open_tier(tmp_path).close()  # the failed tier has released the directory
 
 
-def test_defect_04_a_flipped_byte_is_a_miss(tmp_path, tier):
-    """Upstream wrote files without a checksum, under their final names, and returned what was in them."""
+def test_defect_04_flipped_byte_is_a_miss(tmp_path, tier):
+    """Upstream wrote files without a checksum under their final names and returned corrupt bytes."""
     for number, position in enumerate([0, 100, HEADER_BYTES - 1, PAGE, 3 * PAGE - 1]):
         store(tier, number, 2 * PAGE)
         file = file_of(tmp_path, number)
@@ -189,22 +189,22 @@ def test_defect_04_a_flipped_byte_is_a_miss(tmp_path, tier):
     assert load(tier, 0) == content(0, PAGE)
 
 
-def test_defect_04_a_file_gets_its_name_when_it_is_whole(tmp_path, tier, monkeypatch):
-    seen = []
+def test_defect_04_file_gets_its_final_name_when_complete(tmp_path, tier, monkeypatch):
+    renames = []
     rename = os.rename
 
     def watch(source, target, **options):
-        seen.append((file_of(tmp_path, 1).exists(), (tmp_path / source).stat().st_size))
+        renames.append((file_of(tmp_path, 1).exists(), (tmp_path / source).stat().st_size))
         rename(source, target, **options)
 
     monkeypatch.setattr(os, "rename", watch)
     store(tier, 1, 3 * PAGE)
-    assert seen == [(False, 4 * PAGE)]
+    assert renames == [(False, 4 * PAGE)]
     assert not temporaries(tmp_path)
 
 
-def test_defect_16_a_restart_finds_and_counts_what_is_there(tmp_path):
-    """Upstream forgot its files at a restart: they were never found again, nor counted, nor deleted."""
+def test_defect_16_restart_finds_and_counts_stored_objects(tmp_path):
+    """After a restart, upstream never found, counted or deleted its old files."""
     tier = open_tier(tmp_path, 32 * PAGE)
     for number in range(16):
         store(tier, number)
@@ -219,28 +219,28 @@ def test_defect_16_a_restart_finds_and_counts_what_is_there(tmp_path):
 
 
 class TestDirectory:
-    def test_is_for_one_tier(self, tmp_path, tier):
+    def test_refuses_second_tier_in_the_same_process(self, tmp_path, tier):
         with pytest.raises(DiskError, match="in use by another process: give each"):
             DiskTier(tmp_path, MIB)
 
-    def test_is_for_one_process(self, tmp_path, tier):
+    def test_refuses_second_tier_in_another_process(self, tmp_path, tier):
         program = f"from lmcache.tiers.disk.tier import DiskTier; DiskTier({str(tmp_path)!r}, 1 << 20)"
         child = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, check=False)
         assert b"in use by another process" in child.stderr
 
-    def test_is_made(self, tmp_path):
+    def test_creates_missing_directories(self, tmp_path):
         open_tier(tmp_path / "a" / "b").close()
         assert (tmp_path / "a" / "b").is_dir()
 
-    def test_that_is_none_is_refused(self, tmp_path):
+    def test_refuses_a_file_as_directory(self, tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(TierError, match="can't hold a disk tier"):
             DiskTier(tmp_path / "file", MIB)
 
-    def test_may_be_relative(self, tmp_path, monkeypatch):
+    def test_accepts_relative_path(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        tier = open_tier("here")
+        tier = open_tier("relative")
         monkeypatch.chdir("/")
         store(tier, 1)
-        assert file_of(tmp_path / "here", 1).exists()
+        assert file_of(tmp_path / "relative", 1).exists()
         tier.close()

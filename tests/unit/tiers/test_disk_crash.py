@@ -1,4 +1,4 @@
-"""What a killed process leaves in its directory, and what many threads do to it."""
+"""A disk tier after its process was killed, and under many threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.harness.disk_world import (
 )
 
 CAPACITY = 48 * MIB
-NUM_OBJECTS = 160  # of up to 256 KiB
+NUM_OBJECTS = 160  # up to 256 KiB each
 
 WRITER = """
 import os, random, sys
@@ -41,48 +41,48 @@ while True:
 """
 
 
-def test_killed_in_mid_write_all_that_was_acknowledged_is_right(tmp_path):
-    """A real process writes and deletes until it is killed, whenever that is; the next one takes over."""
-    sizes: dict[int, int] = {}  # acknowledged
+def test_acknowledged_objects_are_intact_after_a_kill(tmp_path):
+    """Kill a real process at random moments while it stores and removes objects."""
+    sizes: dict[int, int] = {}  # of acknowledged objects
     num_cut = 0
     for _ in range(4):
         child = start_writer(tmp_path)
-        # The moment of death is what is varied here; nothing waits for it.
+        # The test varies the moment of death; nothing waits for this timer.
         threading.Timer(random.uniform(0.01, 0.1), child.kill).start()
-        under_way = (-1, 0)
+        pending = (-1, 0)
         for line in child.stdout:
-            what, number, size = line.split()
-            if what == b"?":
-                under_way = (int(number), int(size))
+            kind, number, size = line.split()
+            if kind == b"?":
+                pending = (int(number), int(size))
             else:
                 sizes[int(number)] = int(size)
-                under_way = (-1, 0)
+                pending = (-1, 0)
         assert child.wait() == -signal.SIGKILL
-        num_cut += under_way[0] >= 0
+        num_cut += pending[0] >= 0
         tier = open_tier(tmp_path, CAPACITY)
         check_consistent(tier, tmp_path)
         for number in range(NUM_OBJECTS):
-            found = load(tier, number, MIB)
+            loaded = load(tier, number, MIB)
             old = content(number, sizes[number]) if number in sizes else None
-            assert found == old or (number == under_way[0] and found in (None, content(*under_way)))
-            if found is None:
+            assert loaded == old or (number == pending[0] and loaded in (None, content(*pending)))
+            if loaded is None:
                 sizes.pop(number, None)
             else:
-                sizes[number] = len(found)
+                sizes[number] = len(loaded)
         assert tier.stats.invalid == {}
         tier.close()
     assert num_cut > 0
 
 
 def start_writer(path: Path) -> subprocess.Popen[bytes]:
-    """Start a process that writes for ever, and wait for its first word."""
+    """Start a process that stores objects until it is killed, and wait for its first line."""
     command = [sys.executable, "-c", WRITER, str(path), str(CAPACITY)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout.readline().startswith(b"?")
     return child
 
 
-def test_threads_that_store_load_and_evict_get_right_bytes(tmp_path):
+def test_concurrent_stores_loads_and_evictions_return_right_bytes(tmp_path):
     tier = open_tier(tmp_path, 40 * PAGE)
     faults: list[object] = []
 
@@ -92,10 +92,10 @@ def test_threads_that_store_load_and_evict_get_right_bytes(tmp_path):
             for _ in range(150):
                 number = choice.randrange(24)
                 size = number * PAGE // 4
-                what = choice.random()
-                if what < 0.5:
+                action = choice.random()
+                if action < 0.5:
                     store(tier, number, size)
-                elif what < 0.9:
+                elif action < 0.9:
                     assert load(tier, number) in (None, content(number, size))
                 else:
                     tier.remove(ObjectId(key_of(number), 0))
@@ -118,7 +118,7 @@ def test_threads_that_store_load_and_evict_get_right_bytes(tmp_path):
 
 
 def check_consistent(tier: DiskTier, path: Path) -> None:
-    """Index and directory say the same."""
+    """Check that the index and the directory agree."""
     assert not temporaries(path)
     assert tier.used_bytes == taken_bytes(path)
     in_order = tier.keys()

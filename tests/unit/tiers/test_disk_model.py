@@ -1,5 +1,7 @@
-"""The disk tier against an oracle: what is kept, how much it takes, what goes next; with restarts and faults
-between any two steps."""
+"""Model-based test of the disk tier: contents, used bytes and eviction order match an oracle.
+
+Restarts and faults happen between any two steps.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from tests.harness.disk_world import (
 )
 
 CAPACITY = 24 * PAGE
-# The default is for everybody's work; what is merged sees more.
+# The default keeps local runs short; the environment variable asks for more examples.
 NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "20"))
 
 numbers = st.integers(0, 15)  # row, column
@@ -45,7 +47,7 @@ functions = st.sampled_from(["open", "pwritev", "utime", "rename"])
 class DiskMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        # In memory where there is such a volume: thousands of files are made.
+        # Shared memory, where available, because the test creates thousands of files.
         parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.path = Path(tempfile.mkdtemp(prefix="disk-model-", dir=parent))
         self.tier = open_tier(self.path, CAPACITY)
@@ -64,7 +66,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(number=numbers, size=sizes)
     def store(self, number, size):
         if not os.path.lexists(self.file(number)):
-            self.oracle.discard(number)  # somebody else deleted it
+            self.oracle.discard(number)  # a damage rule deleted the file
         assert self.store_object(number, size)
         if number in self.oracle.objects:
             self.oracle.use(number)
@@ -83,8 +85,8 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def remove(self, number):
-        was_here = os.path.lexists(self.file(number))
-        assert self.tier.remove(ObjectId(key_of(number // 2), number % 2)) == was_here
+        was_present = os.path.lexists(self.file(number))
+        assert self.tier.remove(ObjectId(key_of(number // 2), number % 2)) == was_present
         self.oracle.discard(number)
 
     @rule(rows=st.lists(st.integers(0, 7), unique=True))
@@ -104,37 +106,37 @@ class DiskMachine(RuleBasedStateMachine):
         for number in list(self.oracle.objects):
             file = self.file(number)
             if file.is_file() and not file.is_symlink():
-                self.oracle.objects[number].taken = -(-max(1, file.stat().st_size) // PAGE) * PAGE
+                self.oracle.objects[number].num_bytes = -(-max(1, file.stat().st_size) // PAGE) * PAGE
             else:
                 self.oracle.discard(number)
         self.oracle.restart()
-        while self.oracle.taken > CAPACITY:  # a file that was made longer
+        while self.oracle.num_bytes > CAPACITY:  # a damage rule lengthened a file
             self.oracle.discard(self.oracle.order.victims()[0])
         self.tier = open_tier(self.path, CAPACITY)
 
-    @rule(number=numbers, how=damages, at=st.integers(0, 10 * PAGE))
+    @rule(number=numbers, kind=damages, offset=st.integers(0, 10 * PAGE))
     @precondition(lambda self: self.oracle.objects)
-    def damage(self, number, how, at):
+    def damage(self, number, kind, offset):
         known = self.oracle.objects.get(number)
         if known is None or known.content is None:
             return
         file, times = self.file(number), self.file(number).stat()
         raw = bytearray(file.read_bytes())
-        if how == "flip":
-            position = at % (HEADER_BYTES + len(known.content))
-            raw[position if position < HEADER_BYTES else position - HEADER_BYTES + PAGE] ^= 1 + at % 255
+        if kind == "flip":
+            position = offset % (HEADER_BYTES + len(known.content))
+            raw[position if position < HEADER_BYTES else position - HEADER_BYTES + PAGE] ^= 1 + offset % 255
             file.write_bytes(raw)
-        elif how == "truncate":
-            os.truncate(file, at % len(raw))
-        elif how == "lengthen":
+        elif kind == "truncate":
+            os.truncate(file, offset % len(raw))
+        elif kind == "lengthen":
             file.write_bytes(raw + bytes(PAGE))
-        elif how == "swap":
+        elif kind == "swap":
             file.write_bytes(raw.replace(key_of(number // 2), key_of(number // 2 + 1), 1))
         else:
             file.unlink()
-        if how == "link":
+        if kind == "link":
             file.symlink_to("nowhere")
-        elif how != "delete":
+        elif kind != "delete":
             os.utime(file, ns=(times.st_mtime_ns, times.st_mtime_ns))
         known.content = None
 
@@ -149,28 +151,28 @@ class DiskMachine(RuleBasedStateMachine):
                 load(self.tier, number // 2)
             assert not self.tier.health.probe()
         assert self.tier.health.probe()
-        self.oracle.make_room(file_bytes(PAGE))
+        self.oracle.evict_for(file_bytes(PAGE))
 
     @rule(number=numbers)
-    def find_the_volume_full(self, number):
+    def store_on_a_full_volume(self, number):
         if number in self.oracle.objects:
             return
         with failing("pwritev", errno.ENOSPC):
             assert not self.store_object(number, PAGE)
-        self.oracle.make_room(file_bytes(PAGE))
-        limit = self.oracle.taken - file_bytes(PAGE)
-        while self.oracle.taken > limit and self.oracle.objects:
+        self.oracle.evict_for(file_bytes(PAGE))
+        limit = self.oracle.num_bytes - file_bytes(PAGE)
+        while self.oracle.num_bytes > limit and self.oracle.objects:
             self.oracle.discard(self.oracle.order.victims()[0])
 
     @invariant()
-    def holds_what_the_oracle_holds(self):
+    def tier_matches_the_oracle(self):
         in_order = self.tier.keys()
         rows = [number // 2 for number in self.oracle.order.victims()]
         assert in_order == [key_of(row) for row in dict.fromkeys(rows)]
-        assert self.tier.used_bytes == self.oracle.taken <= CAPACITY
+        assert self.tier.used_bytes == self.oracle.num_bytes <= CAPACITY
         assert not temporaries(self.path)
         if all(known.content is not None for known in self.oracle.objects.values()):
-            # A link that a scan has ignored may stay: it is none of ours.
+            # A link that the scan ignored may stay, because it is a foreign file.
             files = {file for file in self.path.rglob("*.[01]") if not file.is_symlink()}
             assert files == {self.file(number) for number in self.oracle.objects}
             assert self.tier.used_bytes == taken_bytes(self.path)

@@ -1,4 +1,4 @@
-"""Which rows go first where a hit needs rows of several KV groups: what is left is of use."""
+"""Eviction order when a hit needs rows of several KV groups: the remaining rows are usable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUPS = (
     KVGroup(1, 16, 2 * SLOT_BYTES, 300, GroupKind.SLIDING_WINDOW),
     KVGroup(2, 256, SLOT_BYTES, 0, GroupKind.STATE),
 )
-NUM_FRAMES = 2 * NUM_CHUNKS  # a chunk's rows of all groups take two
+NUM_FRAMES = 2 * NUM_CHUNKS  # the rows of a chunk use two frames
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def chains(name: bytes = b"k") -> Chains:
 
 
 def store(tier: MemoryTier, first: int, end: int, request: str, name: bytes = b"k") -> None:
-    """A step of an engine: group after group, committed together."""
+    """Reserve rows group by group and commit them together, as an engine does in a step."""
     slots = []
     for group in GROUPS:
         for chunk in range(first, end):
@@ -61,14 +61,16 @@ def present(tier: MemoryTier, group: KVGroup, name: bytes = b"k") -> int:
     return sum(tier.is_resident(key(group, chunk, name)) for chunk in range(NUM_CHUNKS))
 
 
-def test_a_stored_chain_goes_chunk_by_chunk_from_its_tail(tier):
-    """One slot is left after each chunk: at most two chunks' rows of any group can't be hit."""
+def test_evicts_stored_chain_by_chunk_from_its_tail(tier):
+    """After each eviction at most two chunks have a row in a group without being part of the hit."""
     for step in range(0, NUM_CHUNKS, 4):
         store(tier, step, step + 4, "stores")
     hits = []
     for number in range(NUM_FRAMES):
         evict(tier, number)
-        is_whole = [all(tier.is_resident(key(group, at)) for group in GROUPS) for at in range(NUM_CHUNKS)]
+        is_whole = [
+            all(tier.is_resident(key(group, chunk)) for group in GROUPS) for chunk in range(NUM_CHUNKS)
+        ]
         hits.append((*is_whole, False).index(False))
         assert max(present(tier, group) for group in GROUPS) - hits[-1] <= 2
     assert hits == sorted(hits, reverse=True)
@@ -76,7 +78,7 @@ def test_a_stored_chain_goes_chunk_by_chunk_from_its_tail(tier):
     assert hits[-1] == 0
 
 
-def test_what_a_hit_does_not_need_goes_before_what_it_needs(tier):
+def test_evicts_rows_unneeded_by_hits_first(tier):
     store(tier, 0, NUM_CHUNKS, "stores")
     assert hit(tier) == NUM_CHUNKS
     for number in range(NUM_CHUNKS - 2):
@@ -85,14 +87,14 @@ def test_what_a_hit_does_not_need_goes_before_what_it_needs(tier):
     assert [present(tier, group) for group in GROUPS] == [NUM_CHUNKS, 2, 2]
 
 
-def test_the_end_that_is_used_stays_and_others_go_first(tier):
-    """Two conversations, half of the arena each: the one that was hit last loses nothing to a third."""
+def test_recently_hit_chains_survive_new_rows(tier):
+    """Two chains fill half of the arena each; rows of a third chain do not evict what recent hits need."""
     for name in (b"a", b"b"):
         store(tier, 0, NUM_CHUNKS // 2, name.decode(), name)
     for name in (b"b", b"a"):
         tier.lookup((ENGINE, name.decode()), Chains(256, GROUPS, tuple(k[:6] for k in chains(name).keys)))
         tier.release((ENGINE, name.decode()))
-    num_needed = 6 + 1 + 1  # frames: rows of full attention, windows and a state, and what shares frames
+    num_needed = 6 + 1 + 1  # frames for rows of full attention, of windows and of a state
     for number in range(NUM_FRAMES - 2 * num_needed):
         evict(tier, number)
         assert hit(tier, b"a") == hit(tier, b"b") == 6

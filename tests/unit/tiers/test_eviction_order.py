@@ -1,4 +1,4 @@
-"""Which rows go first: a chain's tail before its head, however the chain was stored and read."""
+"""Eviction order: a chain's tail before its head, however the chain was stored and read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tier():
 
 
 def store(tier: MemoryTier, keys: list[bytes], request: str) -> None:
-    """As an engine does it in one step."""
+    """Reserve and commit the rows as an engine does in a step."""
     slots = [tier.reserve(key, 0, OWNER, length=4096, request=request).slot for key in keys]
     tier.commit(slots, 0, OWNER)
 
@@ -40,35 +40,35 @@ def resident(tier: MemoryTier, keys: list[bytes]) -> list[int]:
     return [number for number, key in enumerate(keys) if tier.is_resident(key)]
 
 
-def check_goes_tail_first(tier: MemoryTier, keys: list[bytes]) -> None:
-    for left in reversed(range(len(keys))):
-        store(tier, chain(1, 1000 + left), "evicts")
-        assert resident(tier, keys) == list(range(left))
+def check_evicted_tail_first(tier: MemoryTier, keys: list[bytes]) -> None:
+    for num_left in reversed(range(len(keys))):
+        store(tier, chain(1, 1000 + num_left), "evicts")
+        assert resident(tier, keys) == list(range(num_left))
 
 
-def test_a_prompt_stored_over_several_steps(tier):
+def test_evicts_prompt_stored_over_several_steps_tail_first(tier):
     for step in range(4):
         store(tier, chain(8, 8 * step), "long")
-    check_goes_tail_first(tier, chain(32))
+    check_evicted_tail_first(tier, chain(32))
 
 
-def test_a_prompt_stored_while_others_are(tier):
+def test_evicts_prompt_stored_with_other_requests_tail_first(tier):
     for step in range(4):
         store(tier, chain(4, 4 * step), "long")
         store(tier, chain(4, 100 + 4 * step), "other")
-    check_goes_tail_first(tier, chain(16))
+    check_evicted_tail_first(tier, chain(16))
 
 
-def test_a_prompt_whose_head_was_there(tier):
+def test_evicts_prompt_with_cached_head_tail_first(tier):
     store(tier, chain(8), "earlier")
     tier.lookup((ENGINE, "long"), one_chain(chain(32)))
     for step in range(1, 4):
         store(tier, chain(8, 8 * step), "long")
     tier.release((ENGINE, "long"))
-    check_goes_tail_first(tier, chain(32))
+    check_evicted_tail_first(tier, chain(32))
 
 
-def test_a_head_that_another_request_used_stays_with_it(tier):
+def test_head_used_by_another_request_survives(tier):
     store(tier, chain(16), "long")
     store(tier, chain(16, 100), "other")
     use(tier, chain(4), "short")
@@ -78,17 +78,17 @@ def test_a_head_that_another_request_used_stays_with_it(tier):
     assert len(resident(tier, chain(16, 100))) == 16
 
 
-def test_a_prompt_longer_than_may_be_leased(tier):
+def test_evicts_prompt_longer_than_the_lease_limit_tail_first(tier):
     store(tier, chain(32), "long")
     for _ in range(2):
         use(tier, chain(32), "again")
-    check_goes_tail_first(tier, chain(32))
+    check_evicted_tail_first(tier, chain(32))
 
 
-def test_a_key_that_is_named_twice_is_one(tier):
+def test_repeated_keys_in_a_lookup_keep_the_order(tier):
     store(tier, chain(32), "long")
     keys = chain(32)
     for _ in range(2):
         tier.lookup((ENGINE, "again"), one_chain([*keys[:20], *keys[:20]]))
         tier.release((ENGINE, "again"))
-    check_goes_tail_first(tier, chain(32))
+    check_evicted_tail_first(tier, chain(32))

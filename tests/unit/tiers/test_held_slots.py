@@ -1,4 +1,4 @@
-"""Slots that somebody copies into for their owner: neither committed nor reused, whatever else happens."""
+"""Held slots, into which the sidecar copies for their owner, are neither committed nor reused."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def reserve(memory: MemoryTier, number: int, owner: bytes = OWNERS[0], column: i
     return memory.reserve(key(number), column, owner, length=num_slots * SLOT_BYTES).slot
 
 
-def test_a_slot_that_is_being_filled_is_not_committed_and_not_filled_twice():
+def test_refuses_to_commit_or_hold_a_held_slot():
     memory = make_memory()
     slot = reserve(memory, 1)
     memory.hold([slot], 0, OWNERS[0], [SLOT_BYTES])
-    for refused, lengths in ((memory.commit, []), (memory.hold, [[SLOT_BYTES]])):
+    for operation, lengths in ((memory.commit, []), (memory.hold, [[SLOT_BYTES]])):
         with pytest.raises(StaleSlotError, match="a copy into column 0 of row 0 is under way"):
-            refused([slot], 0, OWNERS[0], *lengths)
-    memory.let_go([slot], 0)
+            operation([slot], 0, OWNERS[0], *lengths)
+    memory.end_hold([slot], 0)
     memory.commit([slot], 0, OWNERS[0])
     assert memory.num_held == 0
 
 
-def test_only_the_owner_s_reserved_slots_are_held():
+def test_holds_only_slots_reserved_by_the_owner():
     memory = make_memory()
     slot = reserve(memory, 1)
     for slots, column, owner in (
@@ -56,7 +56,7 @@ def test_only_the_owner_s_reserved_slots_are_held():
     assert memory.num_held == 0
 
 
-def test_no_more_is_copied_than_what_is_reserved():
+def test_refuses_to_hold_more_bytes_than_reserved():
     memory = make_memory(num_rows=8, slots_per_frame=4)
     slots = [reserve(memory, 1), reserve(memory, 2, num_slots=2)]
     with pytest.raises(StaleSlotError, match=r"row \d+ is not reserved for 8193 bytes"):
@@ -66,7 +66,7 @@ def test_no_more_is_copied_than_what_is_reserved():
 
 
 class HeldSlots(RuleBasedStateMachine):
-    """Two owners, rows of one to three slots, and copies that end when they like."""
+    """Model with two owners, rows of one to three slots, and copies that end at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,53 +87,57 @@ class HeldSlots(RuleBasedStateMachine):
         num_slots = number % 3 + 1
         answer = self.memory.reserve(key(number), column, owner, length=num_slots * SLOT_BYTES)
         if answer.result is Reserved.SLOT:
-            taken = self.places(answer.slot, num_slots)
-            for (_, other_column), others in self.held.items():
-                assert other_column != column or not set(taken) & set(others), "under somebody's copy"
-            self.reserved[answer.slot, column] = owner, taken
+            slots = self.places(answer.slot, num_slots)
+            for (_, other_column), held_slots in self.held.items():
+                assert other_column != column or not set(slots) & set(held_slots), (
+                    "reserved slots overlap a held slot"
+                )
+            self.reserved[answer.slot, column] = owner, slots
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), action=st.sampled_from(["hold", "commit", "abort", "abort"]))
     def use(self, data, action):
-        (slot, column), (owner, taken) = data.draw(st.sampled_from(list(self.reserved.items())))
+        (slot, column), (owner, slots) = data.draw(st.sampled_from(list(self.reserved.items())))
         if action != "abort" and (slot, column) in self.held:
-            lengths = [[len(taken) * SLOT_BYTES]] if action == "hold" else []
+            lengths = [[len(slots) * SLOT_BYTES]] if action == "hold" else []
             with pytest.raises(StaleSlotError, match="is under way"):
                 getattr(self.memory, action)([slot], column, owner, *lengths)
             return
         if action == "hold":
-            self.memory.hold([slot], column, owner, [len(taken) * SLOT_BYTES])
-            self.held[slot, column] = taken
+            self.memory.hold([slot], column, owner, [len(slots) * SLOT_BYTES])
+            self.held[slot, column] = slots
         else:
             getattr(self.memory, action)([slot], column, owner)
             del self.reserved[slot, column]
 
     @rule(owner=st.sampled_from(OWNERS), is_proven_dead=st.booleans())
-    def lose(self, owner, is_proven_dead):
+    def lose_owner(self, owner, is_proven_dead):
         self.memory.quarantine(owner)
         if is_proven_dead:
             self.memory.end_quarantine(owner)
-        self.reserved = {at: held for at, held in self.reserved.items() if held[0] != owner}
+        self.reserved = {
+            place: reservation for place, reservation in self.reserved.items() if reservation[0] != owner
+        }
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def copy_ends(self, data):
         slot, column = data.draw(st.sampled_from(list(self.held)))
-        self.memory.let_go([slot], column)
+        self.memory.end_hold([slot], column)
         del self.held[slot, column]
 
     @invariant()
-    def as_many_are_held_as_are_copied(self):
+    def number_of_held_slots_matches_the_model(self):
         assert self.memory.num_held == len(self.held)
 
     def teardown(self) -> None:
-        """When all copies and owners are gone, all of the arena can be used."""
+        """Check that the whole arena is usable after all copies and owners ended."""
         for slot, column in list(self.held):
-            self.memory.let_go([slot], column)
+            self.memory.end_hold([slot], column)
         for owner in OWNERS:
             self.memory.quarantine(owner)
             self.memory.end_quarantine(owner)
-        self.now = 1000.0  # nobody waits any more for the other half of a row
+        self.now = 1000.0  # incomplete rows time out
         for number in range(100, 108):
             slot = reserve(self.memory, number)
             assert slot is not None

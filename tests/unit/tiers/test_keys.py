@@ -14,7 +14,7 @@ LISTING = {
 
 
 @pytest.mark.parametrize(
-    ("made", "golden"),
+    ("encoded", "golden"),
     [
         (
             chunk_key(b"h" * 32),
@@ -35,9 +35,10 @@ LISTING = {
     ],
     ids=["plain chunk", "full chunk", "namespace", "tenant"],
 )
-def test_formats_never_change(made, golden):
-    # A change here orphans every object that anybody stored: it needs a new tag, and a line in the changelog.
-    assert made.hex() == golden
+def test_formats_never_change(encoded, golden):
+    # Objects in all existing tiers are lost if this format changes, so a change needs a new tag and a line in
+    # the changelog.
+    assert encoded.hex() == golden
 
 
 fields = st.tuples(st.binary(max_size=40), st.binary(max_size=8), st.text(max_size=8), st.integers(0, 300))
@@ -47,12 +48,12 @@ fields = st.tuples(st.binary(max_size=40), st.binary(max_size=8), st.text(max_si
 @example((b"ab", b"c", "", 0), (b"a", b"bc", "", 0))
 @example((b"a", b"b", "c", 1), (b"a", b"", "bc", 1))
 @example((b"", b"", "1", 0), (b"", b"", "", 10))
-def test_different_chunks_have_different_keys(one, other):
-    assert (chunk_key(*one) == chunk_key(*other)) == (one == other)
-    assert chunk_keys([one[0], other[0]], *one[1:])[0] == chunk_key(*one)
+def test_different_chunks_have_different_keys(first, second):
+    assert (chunk_key(*first) == chunk_key(*second)) == (first == second)
+    assert chunk_keys([first[0], second[0]], *first[1:])[0] == chunk_key(*first)
 
 
-listed = st.recursive(
+listings = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
@@ -60,7 +61,7 @@ listed = st.recursive(
 
 
 def typed(value: object) -> object:
-    """Values as the namespace tells them apart: 1, 1.0 and True are equal to Python only."""
+    """Return the value with its types, as the namespace compares it: 1, 1.0 and True differ."""
     if isinstance(value, dict):
         return ("map", frozenset((key, typed(item)) for key, item in value.items()))
     if isinstance(value, list):
@@ -69,8 +70,8 @@ def typed(value: object) -> object:
 
 
 @given(
-    st.dictionaries(st.text(max_size=3), listed, max_size=3),
-    st.dictionaries(st.text(max_size=3), listed, max_size=3),
+    st.dictionaries(st.text(max_size=3), listings, max_size=3),
+    st.dictionaries(st.text(max_size=3), listings, max_size=3),
 )
 @example({"a": 1}, {"a": True})
 @example({"a": 1}, {"a": 1.0})
@@ -78,8 +79,8 @@ def typed(value: object) -> object:
 @example({"a": [1, [2]]}, {"a": [[1], 2]})
 @example({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}})
 @example({"a": 0.0}, {"a": -0.0})
-def test_different_listings_have_different_names(one, other):
-    assert (namespace(one) == namespace(other)) == (typed(one) == typed(other))
+def test_different_listings_have_different_namespaces(first, second):
+    assert (namespace(first) == namespace(second)) == (typed(first) == typed(second))
 
 
 def test_order_of_keys_does_not_matter():
@@ -87,19 +88,19 @@ def test_order_of_keys_does_not_matter():
 
 
 @pytest.mark.parametrize(
-    ("listing", "where"),
+    ("listing", "message"),
     [
         ({"a": {"b": {1, 2}}}, r"listing\.a\.b: a set"),
         ({"a": [1, object()]}, r"listing\.a\[1\]: a object"),
         ({"a": {3: 1}}, r"listing\.a: key 3 is a int"),
     ],
 )
-def test_what_has_no_canonical_form_is_refused_by_name(listing, where):
-    with pytest.raises(TypeError, match=where):
+def test_error_names_values_without_canonical_form(listing, message):
+    with pytest.raises(TypeError, match=message):
         namespace(listing)
 
 
-def test_salts_of_any_text_have_keys():
+def test_accepts_salts_of_any_text():
     assert len({chunk_key(b"h", cache_salt=salt) for salt in ("", "\ud800", "\udfff", "é", "e\u0301")}) == 5
 
 

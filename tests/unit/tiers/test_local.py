@@ -1,4 +1,4 @@
-"""Payloads of any length, shared by threads."""
+"""Local store for payloads of any length, shared by threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 class Payloads:
-    """A store of so many full chunks whose payloads are made of their number."""
+    """A store of ``num_bytes`` whose payloads consist of their number."""
 
     def __init__(self, num_bytes: int = 4 * FULL) -> None:
         self.arena = PrivateArena(Geometry(SLOT, 1), num_bytes // SLOT)
@@ -55,7 +55,7 @@ def payloads():
 
 
 @pytest.mark.parametrize("length", [0, 1, SLOT, SLOT + 1, 5 * SLOT, FULL])
-def test_what_is_put_is_got(payloads, length):
+def test_get_returns_the_put_payload(payloads, length):
     assert payloads.get(7) is None
     assert payloads.put(7, length)
     assert payloads.get(7) == bytes([7]) * length
@@ -63,7 +63,7 @@ def test_what_is_put_is_got(payloads, length):
     assert (payloads.store.stats.hits, payloads.store.stats.misses) == (1, 1)
 
 
-def test_longer_than_a_frame_is_refused_and_changes_nothing(payloads):
+def test_refuses_payload_longer_than_a_frame(payloads):
     payloads.put(1, 10)
     assert not payloads.put(1, FULL + 1)
     assert not payloads.put(2, FULL + 1)
@@ -71,7 +71,7 @@ def test_longer_than_a_frame_is_refused_and_changes_nothing(payloads):
     assert payloads.store.num_bytes == SLOT
 
 
-def test_a_fill_that_raises_leaves_what_was_there(payloads):
+def test_failed_fill_keeps_the_old_payload(payloads):
     payloads.put(1)
 
     def fail(row: int) -> None:
@@ -85,7 +85,7 @@ def test_a_fill_that_raises_leaves_what_was_there(payloads):
     assert payloads.store.num_bytes == FULL
 
 
-def test_defect_13_overwriting_and_removing_keep_the_account_exact(payloads):
+def test_defect_13_overwriting_and_removing_count_bytes_exactly(payloads):
     for length in (FULL, FULL, SLOT, 3 * SLOT):
         assert payloads.put(1, length)
         assert payloads.store.num_bytes == length
@@ -100,7 +100,7 @@ def test_defect_13_overwriting_and_removing_keep_the_account_exact(payloads):
     assert payloads.store.num_bytes == payloads.store.capacity_bytes == 4 * FULL
 
 
-def test_defect_14_tails_go_before_heads(payloads):
+def test_defect_14_evicts_tails_before_heads(payloads):
     for number in range(3):
         payloads.put(number, request="prompt")
     payloads.put(10)
@@ -114,13 +114,13 @@ def test_defect_14_tails_go_before_heads(payloads):
     assert payloads.store.prefix(keys(0, 1, 2)) == 1
 
 
-def test_defect_14_a_prompt_longer_than_the_cache_keeps_its_head():
+def test_defect_14_head_of_a_too_long_prompt_is_not_evicted():
     payloads = Payloads(2 * FULL)
     assert [payloads.put(number, request="prompt") for number in range(3)] == [True, True, False]
     assert payloads.store.prefix(keys(0, 1, 2)) == 2
 
 
-def test_defect_15_a_partial_chunk_takes_what_it_needs():
+def test_defect_15_partial_chunk_uses_only_its_slots():
     payloads = Payloads(2 * FULL)
     for number in range(32):
         assert payloads.put(number, SLOT - 5)
@@ -129,7 +129,7 @@ def test_defect_15_a_partial_chunk_takes_what_it_needs():
 
 
 @pytest.mark.parametrize("num_slots", [1, 15, 16, 17, 40])
-def test_defect_15_exactly_as_many_bytes_as_were_given(num_slots):
+def test_defect_15_capacity_matches_the_given_bytes(num_slots):
     payloads = Payloads(num_slots * SLOT)
     for number in range(3 * num_slots):
         assert payloads.put(number, SLOT)
@@ -147,7 +147,7 @@ def test_defect_15_pinned_chunks_survive_between_prefix_and_read(payloads):
     assert payloads.put(9)
 
 
-def test_a_payload_that_is_read_outlives_its_removal_and_replacement(payloads):
+def test_payload_stays_readable_after_removal_or_replacement(payloads):
     for is_removed in (True, False):
         payloads.put(1, byte=5)
         with payloads.store.pin_prefix(keys(1)) as rows:
@@ -163,7 +163,7 @@ def test_a_payload_that_is_read_outlives_its_removal_and_replacement(payloads):
         assert payloads.store.num_bytes == 4 * FULL
 
 
-def test_readers_of_one_payload_may_be_many(payloads):
+def test_payload_may_have_several_readers(payloads):
     payloads.put(1)
     with payloads.store.pin_prefix(keys(1)) as first:
         with payloads.store.pin_prefix(keys(1)) as second:
@@ -173,7 +173,7 @@ def test_readers_of_one_payload_may_be_many(payloads):
         assert payloads.read(*first[0]) == bytes([1]) * FULL
 
 
-def test_room_for_a_full_chunk_is_made_of_a_frames_short_ones():
+def test_evicts_short_chunks_of_a_frame_for_a_full_chunk():
     payloads = Payloads(2 * FULL)
     for number in range(32):
         payloads.put(number, SLOT)
@@ -182,7 +182,7 @@ def test_room_for_a_full_chunk_is_made_of_a_frames_short_ones():
     assert len(payloads.present(*range(32))) == 16
 
 
-def test_of_a_victims_neighbours_those_go_that_lose_least():
+def test_evicts_the_smallest_sufficient_set_of_neighbours():
     payloads = Payloads(FULL)
     payloads.put(0, 8 * SLOT)
     for number in range(1, 9):
@@ -192,7 +192,7 @@ def test_of_a_victims_neighbours_those_go_that_lose_least():
     assert payloads.present(*range(9)) == [0, 5, 6, 7, 8]
 
 
-def test_a_frame_with_a_pinned_chunk_stays():
+def test_frame_with_a_pinned_chunk_is_not_evicted():
     payloads = Payloads(2 * FULL)
     for number in range(32):
         payloads.put(number, SLOT)
@@ -202,7 +202,7 @@ def test_a_frame_with_a_pinned_chunk_stays():
     assert payloads.put(100)
 
 
-def test_many_pinned_chunks_hide_no_victim():
+def test_finds_victim_among_many_pinned_chunks():
     payloads = Payloads(16 * FULL)
     for number in range(256):
         payloads.put(number, SLOT)
@@ -212,7 +212,7 @@ def test_many_pinned_chunks_hide_no_victim():
         assert payloads.present(255) == []
 
 
-def test_keys_come_in_the_order_in_which_they_go(payloads):
+def test_keys_are_listed_in_eviction_order(payloads):
     payloads.put(1)
     for number in (2, 3, 4):
         payloads.put(number, request="prompt")
@@ -220,12 +220,12 @@ def test_keys_come_in_the_order_in_which_they_go(payloads):
     assert payloads.store.keys() == keys(1, 4, 3, 2)
     with payloads.store.pin_prefix(keys(1)):
         assert payloads.store.keys() == keys(4, 3, 2, 1)
-    for number, left in enumerate(([1, 2, 3], [1, 2], [1], [])):
+    for number, remaining in enumerate(([1, 2, 3], [1, 2], [1], [])):
         payloads.put(100 + number)
-        assert payloads.present(1, 2, 3) == left
+        assert payloads.present(1, 2, 3) == remaining
 
 
-def test_without_eviction_what_is_full_refuses():
+def test_full_store_without_eviction_refuses_payloads():
     payloads = Payloads(2 * FULL)
     payloads.store.end_eviction()
     assert [payloads.put(number) for number in range(3)] == [True, True, False]
@@ -234,38 +234,38 @@ def test_without_eviction_what_is_full_refuses():
     assert payloads.store.stats.refused == 2
 
 
-def test_what_is_evicted_is_counted(payloads):
+def test_counts_evictions(payloads):
     for number in range(6):
         payloads.put(number)
     assert payloads.store.stats.removed == {Removal.EVICTED: 2}
 
 
-def test_a_reader_or_writer_that_takes_its_time_stops_nobody(payloads):
+def test_slow_readers_and_writers_do_not_block_others(payloads):
     payloads.put(1)
-    inside, leave = threading.Event(), threading.Event()
+    entered, may_leave = threading.Event(), threading.Event()
 
-    def dawdle(row: int, length: int = 0) -> None:
-        inside.set()
-        assert leave.wait(60)
+    def block(row: int, length: int = 0) -> None:
+        entered.set()
+        assert may_leave.wait(60)
 
-    for slow in (
-        lambda: payloads.store.get(key(1), dawdle),
-        lambda: payloads.store.put(key(2), SLOT, dawdle),
+    for blocked_call in (
+        lambda: payloads.store.get(key(1), block),
+        lambda: payloads.store.put(key(2), SLOT, block),
     ):
-        thread = threading.Thread(target=slow)
+        thread = threading.Thread(target=blocked_call)
         thread.start()
-        assert inside.wait(60)
+        assert entered.wait(60)
         assert payloads.put(3, SLOT)
         assert payloads.get(3) == bytes([3]) * SLOT
         assert payloads.present(2) == []
-        leave.set()
+        may_leave.set()
         thread.join()
-        inside.clear()
-        leave.clear()
+        entered.clear()
+        may_leave.clear()
     assert payloads.present(2) == [2]
 
 
-def test_it_shrinks_to_what_it_may_use_and_grows_again(payloads):
+def test_shrinks_to_the_new_size_and_grows_again(payloads):
     for number in range(4):
         payloads.put(number)
     with payloads.store.pin_prefix(keys(3)) as rows:
@@ -285,6 +285,6 @@ def test_it_shrinks_to_what_it_may_use_and_grows_again(payloads):
     assert payloads.store.num_bytes == payloads.store.capacity_bytes == 4 * FULL
 
 
-def test_an_arena_of_several_columns_is_refused():
+def test_refuses_arena_of_several_columns():
     with pytest.raises(ArenaError, match="one column"):
         LocalStore(PrivateArena(Geometry(SLOT, 2), 16))

@@ -1,4 +1,4 @@
-"""A local store against an oracle: bytes, accounts, order, and who has to go for a longer payload."""
+"""Model-based test of the local store: bytes, counts, eviction order and victims for longer payloads."""
 
 from __future__ import annotations
 
@@ -57,76 +57,83 @@ class LocalMachine(RuleBasedStateMachine):
                 raise ValueError
 
         sparing = None if number in self.present else request
-        gone, fits = self.make_room(max(1, -(-length // SLOT)), sparing)
+        evicted, fits = self.choose_victims(max(1, -(-length // SLOT)), sparing)
         try:
             assert self.store.put(KEYS[number], length, fill, request=request) == fits
         except ValueError:
             assert fails
-        for other in gone:
+        for other in evicted:
             del self.present[other]
             self.order.remove(other)
         assert bool(filled) == fits
         if fits:
             place = filled[0], payload
-            mine = self.slots(place)
-            assert mine[-1] < self.usable
-            assert mine[0] // FRAME == mine[-1] // FRAME
-            assert self.taken().isdisjoint(mine)
+            payload_slots = self.slots(place)
+            assert payload_slots[-1] < self.usable
+            assert payload_slots[0] // FRAME == payload_slots[-1] // FRAME
+            assert self.used_slots().isdisjoint(payload_slots)
             if not fails:
                 self.present[number] = place
                 self.order.remove(number)
                 self.order.add_tail(number, request or object())
 
-    def taken(self) -> set[int]:
+    def used_slots(self) -> set[int]:
         return {slot for place in self.present.values() for slot in self.slots(place)} | self.held()
 
-    def make_room(self, num_slots: int, sparing: str | None) -> tuple[list[int], bool]:
-        """Which keys go for a payload of so many slots, and whether there is room for it then."""
-        gone: list[int] = []
+    def choose_victims(self, num_slots: int, sparing: str | None) -> tuple[list[int], bool]:
+        """Return the keys to evict for a payload of ``num_slots``, and whether it fits afterwards."""
+        evicted: list[int] = []
         held = self.held()
         while True:
-            taken = (
-                self.taken() - {slot for number in gone for slot in self.slots(self.present[number])} | held
+            used_slots = (
+                self.used_slots() - {slot for number in evicted for slot in self.slots(self.present[number])}
+                | held
             )
             runs = self.runs(num_slots, self.usable)
-            if num_slots <= FRAME and any(taken.isdisjoint(run) for run in runs):
-                return gone, True
-            victims = [number for number in self.order.victims(sparing) if number not in gone]
+            if num_slots <= FRAME and any(used_slots.isdisjoint(run) for run in runs):
+                return evicted, True
+            victims = [number for number in self.order.victims(sparing) if number not in evicted]
             ways = [
-                (way, {*way} <= {*victims[: at + 1]})
-                for at, victim in enumerate(victims)
-                for way in self.ways_to_free(victim, num_slots, {*gone}, held)
+                (way, {*way} <= {*victims[: position + 1]})
+                for position, victim in enumerate(victims)
+                for way in self.ways_to_free(victim, num_slots, {*evicted}, held)
             ]
-            # Best without neighbours that are not next, too.
+            # Ways that evict only the next victims come first; other ways also evict later neighbours.
             way = next((way for way, is_next in ways if is_next), ways[0][0] if ways else None)
             if way is None or not self.usable or num_slots > FRAME:
-                return gone, False
-            gone += way
+                return evicted, False
+            evicted += way
 
     def runs(self, num_slots: int, num_usable: int) -> list[range]:
         firsts = range(num_usable - num_slots + 1)
         return [range(first, first + num_slots) for first in firsts if first % FRAME + num_slots <= FRAME]
 
-    def ways_to_free(self, victim: int, num_slots: int, gone: set[int], held: set[int]) -> list[list[int]]:
-        mine = self.slots(self.present[victim])
-        if len(mine) >= num_slots:
+    def ways_to_free(self, victim: int, num_slots: int, evicted: set[int], held: set[int]) -> list[list[int]]:
+        victim_slots = self.slots(self.present[victim])
+        if len(victim_slots) >= num_slots:
             return [[victim]]
-        runs = [run for run in self.runs(num_slots, self.num_slots) if mine[0] in run and mine[-1] in run]
-        left = {number: self.slots(place) for number, place in self.present.items() if number not in gone}
+        runs = [
+            run
+            for run in self.runs(num_slots, self.num_slots)
+            if victim_slots[0] in run and victim_slots[-1] in run
+        ]
+        remaining = {
+            number: self.slots(place) for number, place in self.present.items() if number not in evicted
+        }
         ways = [
-            [number for number, slots in left.items() if not set(slots).isdisjoint(run)]
+            [number for number, slots in remaining.items() if not set(slots).isdisjoint(run)]
             for run in runs
             if held.isdisjoint(run)
         ]
-        return sorted(ways, key=lambda way: sum(len(left[number]) for number in way))
+        return sorted(ways, key=lambda way: sum(len(remaining[number]) for number in way))
 
     @rule(first=numbers, count=st.integers(1, 6), request=requests)
     def begin_to_read(self, first, count, request):
-        asked = range(first, min(len(KEYS), first + count))
-        context = self.store.pin_prefix([KEYS[number] for number in asked], request)
+        requested = range(first, min(len(KEYS), first + count))
+        context = self.store.pin_prefix([KEYS[number] for number in requested], request)
         rows = context.__enter__()
         places = []
-        for number in asked:
+        for number in requested:
             if number not in self.present or self.present[number][0] >= self.usable:
                 break
             places.append((number, self.present[number]))
@@ -156,30 +163,30 @@ class LocalMachine(RuleBasedStateMachine):
     def resize(self, num_slots):
         self.usable = num_slots // FRAME * FRAME if num_slots < self.num_slots else self.num_slots
         beyond = [number for number, place in self.present.items() if place[0] >= self.usable]
-        kept = [number for number in beyond if self.is_held(number)]
+        blocked = [number for number in beyond if self.is_held(number)]
         num_held = len(
             {place for _, _, places in self.readers for _, place in places if place[0] >= self.usable}
         )
         vacated = self.store.resize(num_slots * SLOT)
-        assert vacated == (len(beyond) - len(kept), {"leased": num_held} if num_held else {})
-        for number in set(beyond) - set(kept):
+        assert vacated == (len(beyond) - len(blocked), {"leased": num_held} if num_held else {})
+        for number in set(beyond) - set(blocked):
             del self.present[number]
             self.order.remove(number)
         assert self.store.capacity_bytes == self.usable * SLOT
 
     @invariant()
-    def all_agrees(self):
+    def store_matches_the_oracle(self):
         if not hasattr(self, "store"):
             return
         for number, key in enumerate(KEYS):
-            is_here = number in self.present and self.present[number][0] < self.usable
-            assert self.store.contains(key) == (self.store.prefix([key]) == 1) == is_here
+            is_usable = number in self.present and self.present[number][0] < self.usable
+            assert self.store.contains(key) == (self.store.prefix([key]) == 1) == is_usable
         for place in [
             *self.present.values(),
             *(place for _, _, places in self.readers for _, place in places),
         ]:
             assert bytes(self.arena.view(place[0], 0, len(place[1]))) == place[1]
-        assert self.store.num_bytes == len(self.taken()) * SLOT
+        assert self.store.num_bytes == len(self.used_slots()) * SLOT
         keys = self.store.keys()
         listed = [int.from_bytes(key, "big") for key in keys]
         usable = [number for number, place in self.present.items() if place[0] < self.usable]

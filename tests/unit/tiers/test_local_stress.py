@@ -1,4 +1,7 @@
-"""Eight threads on one store, and every byte compared; ``python -m benchmarks stress`` goes on a minute."""
+"""Stress test of the local store with eight threads that compare every byte.
+
+``python -m benchmarks stress`` runs the same test for a minute.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import pytest
 from testing.stress import Stress
 
 
-def test_eight_threads_never_see_bytes_that_are_not_theirs():
+def test_eight_threads_read_only_their_payloads():
     stress = Stress()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # as many switches within a call as can be
+    sys.setswitchinterval(1e-5)  # switch threads as often as possible
     try:
         stress.run(num_threads=8, seconds=1)
     finally:
@@ -20,8 +23,8 @@ def test_eight_threads_never_see_bytes_that_are_not_theirs():
     assert min(stress.counts[action] for action in ("put", "get", "read_prompt", "remove", "resize")) > 0
 
 
-def test_the_stress_finds_what_it_looks_for(monkeypatch):
-    """Two rows that share a slot."""
+def test_stress_detects_two_rows_in_the_same_slot(monkeypatch):
+    """The allocator is patched to give two rows the same slot."""
     stress = Stress()
     allocator = stress.store._rows.allocator
     real = allocator.first_slot

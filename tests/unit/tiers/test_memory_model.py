@@ -1,30 +1,33 @@
-"""The memory tier against an oracle: what is resident, who holds which bytes, which row goes next."""
+"""Model-based test of the memory tier: resident rows, users of bytes and eviction order match an oracle."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from lmcache.tiers.errors import StaleSlotError
 from lmcache.tiers.header import checksum
-from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
-from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.contracts import Reserved
 from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
-from lmcache.tiers.memory.tier import MemoryTier
 from tests.harness.chains import one_chain
-from tests.harness.memory_oracle import KnownRow, Orders, abandoned, tenant_of
+from tests.harness.memory_machine import (
+    CHAIN,
+    ENGINES,
+    NUM_COLUMNS,
+    NUM_ROWS,
+    OWNERS,
+    REQUESTS,
+    SLOT_BYTES,
+    MemoryOracleMachine,
+)
+from tests.harness.memory_oracle import KnownRow, Orders, tenant_of
 
-NUM_ROWS, NUM_COLUMNS, SLOT_BYTES = 6, 2, 4096
-CHAIN = [bytes([number]) * 64 for number in range(9)]
-OWNERS = [name * 16 for name in (b"a", b"b", b"c")]
-ENGINES, REQUESTS = [b"E" * 16, b"F" * 16], ["r0", "r1"]
-# The default is for everybody's work; what is merged sees more.
+# The default keeps local runs short; the environment variable asks for more examples.
 NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120"))
 
 keys = st.sampled_from(CHAIN)
@@ -34,63 +37,7 @@ requests = st.sampled_from([*REQUESTS, None])
 lease_ids = st.tuples(st.sampled_from(ENGINES), st.sampled_from(REQUESTS))
 
 
-class MemoryMachine(RuleBasedStateMachine):
-    quota_percent = 100
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.arena = PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_ROWS)
-        self.rows: dict[int, KnownRow] = {}  # the oracle: rows that are not free
-        self.order = Orders(self.rows)
-        self.ranks = itertools.count()
-        self.dropped: list[int] = []  # rows of no use that wait for clients from before the restart
-        self.leases: dict[tuple[bytes, str], list[KnownRow]] = {}
-        self.old_leases: dict[bytes, list[tuple[str, list[KnownRow]]]] = {}
-        self.holding = False
-        self.generations = dict.fromkeys(range(NUM_ROWS), 0)
-        self.stale: list[tuple[Slot, int, bytes]] = []
-        self.start()
-
-    def start(self) -> None:
-        self.tier = MemoryTier(self.arena, lambda: self.now, None, self.quota_percent)
-        for _ in self.tier.adopt():
-            pass
-
-    # ---- the oracle's own bookkeeping ----
-
-    def find(self, key: bytes) -> KnownRow | None:
-        return next((row for row in self.rows.values() if row.key == key and not row.spoilt), None)
-
-    def settle(self, rows: list[KnownRow]) -> None:
-        for row in rows:
-            if row.visible:
-                self.order.add_tail(row.slot.row, row.request)
-            if not row.used and row.spoilt:
-                if row.held and self.holding:
-                    self.dropped.append(row.slot.row)
-                else:
-                    del self.rows[row.slot.row]
-            elif not row.used and not row.visible:
-                row.idle_since, row.idle_rank = self.now, next(self.ranks)
-
-    def gives_way(self, tenant: bytes, request: str | None) -> list[int] | None:
-        return []  # the tenant's own rows that go before he gets another one; None: he gets none
-
-    def may_take(self, request: str | None) -> list[int]:
-        """Return the rows of which the tier must take one now; none: it must refuse."""
-        free = sorted(set(range(NUM_ROWS)) - self.rows.keys())
-        if free or self.holding or self.dropped:
-            return free[:1] or ([] if self.holding else self.dropped)
-        if idle := abandoned(self.rows.values(), self.now):
-            return [row.slot.row for row in idle if row.idle_since == idle[0].idle_since]
-        return [number for number in self.order.victims(request) if not self.rows[number].pins][:1]
-
-    def take(self, number: int) -> None:
-        self.rows.pop(number, None)
-        self.order.remove(number)
-        self.dropped = [other for other in self.dropped if other != number]
-
+class MemoryMachine(MemoryOracleMachine):
     # ---- store ----
 
     @rule(key=keys, column=columns, owner=owners, request=requests)
@@ -106,18 +53,18 @@ class MemoryMachine(RuleBasedStateMachine):
             assert result.result is Reserved.BUSY
         else:
             assert result == (Reserved.SLOT, row.slot)
-            self.begin(row, column, owner)
+            self.begin_write(row, column, owner)
 
-    # Engines do mostly these two; without them a full arena, and so an eviction, would be rare.
-    @rule(lease_id=lease_ids, first=st.integers(0, 8), count=st.integers(1, 6), is_kept=st.booleans())
-    def serve(self, lease_id, first, count, is_kept):
+    # Engines mostly call these two rules. Without them, full arenas and evictions would be rare.
+    @rule(lease_id=lease_ids, first=st.integers(0, 8), count=st.integers(1, 6), keeps_lease=st.booleans())
+    def serve(self, lease_id, first, count, keeps_lease):
         self.lookup(lease_id, first, count)
         self.store_whole_rows(first, count, lease_id[1])
-        if not is_kept:
+        if not keeps_lease:
             self.release(lease_id)
 
     @initialize(count=st.integers(0, 6))
-    def begin_with(self, count):
+    def store_initial_rows(self, count):
         self.store_whole_rows(0, count, None)
 
     @rule(first=st.integers(0, 8), count=st.integers(1, 6), request=requests)
@@ -132,10 +79,10 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def check_new_row(self, key: bytes, column: int, owner: bytes, request: str | None) -> None:
         tenant = tenant_of(key)
-        leaving = self.gives_way(tenant, request)
+        leaving = self.quota_victims(tenant, request)
         for number in leaving or ():
-            self.take(number)
-        allowed = [] if leaving is None else self.may_take(request)
+            self.drop_row(number)
+        allowed = [] if leaving is None else self.allowed_rows(request)
         length = SLOT_BYTES
         result, slot = self.tier.reserve(key, column, owner, length=length, request=request, tenant=tenant)
         if not allowed:
@@ -143,15 +90,15 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         assert result is Reserved.SLOT
         assert slot is not None
-        # The slot reuse rule: nobody uses the rows that the oracle allows.
+        # The slot reuse rule: the oracle allows only rows without users.
         assert slot.row in allowed
         assert slot.generation > self.generations[slot.row]
         self.generations[slot.row] = slot.generation
-        self.take(slot.row)
+        self.drop_row(slot.row)
         self.rows[slot.row] = KnownRow(slot, key, NUM_COLUMNS, SLOT_BYTES, request or object(), tenant)
-        self.begin(self.rows[slot.row], column, owner)
+        self.begin_write(self.rows[slot.row], column, owner)
 
-    def begin(self, row: KnownRow, column: int, owner: bytes) -> None:
+    def begin_write(self, row: KnownRow, column: int, owner: bytes) -> None:
         row.writing[column] = owner
         self.arena.view(row.slot.row, column)[:] = row.content(column)
 
@@ -198,7 +145,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.stale.append((row.slot, column, owner))
 
     @rule(owner=owners)
-    def drained_or_dead(self, owner):
+    def end_quarantine(self, owner):
         self.tier.end_quarantine(owner)
         for row in list(self.rows.values()):
             ended = [column for column, writer in row.quarantined.items() if writer == owner]
@@ -209,7 +156,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stale)
     @rule(data=st.data())
-    def use_stale(self, data):
+    def refuse_stale_slots(self, data):
         slot, column, owner = data.draw(st.sampled_from(self.stale))
         row = self.rows.get(slot.row)
         if row is not None and row.slot == slot and row.writing.get(column) == owner:
@@ -223,11 +170,11 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(lease_id=lease_ids, first=st.integers(0, 8), count=st.integers(1, 6))
     def lookup(self, lease_id, first, count):
-        asked = CHAIN[first : first + count]
-        num_resident, _, _, slots, _ = self.tier.lookup(lease_id, one_chain(asked))
+        chain = CHAIN[first : first + count]
+        num_resident, _, _, slots, _ = self.tier.lookup(lease_id, one_chain(chain))
         lease = self.leases.get(lease_id, [])
         resident, leased = [], []
-        for key in asked:
+        for key in chain:
             row = self.find(key)
             if row is None or not row.visible or row.unverified:
                 break
@@ -248,9 +195,9 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(lease_id=lease_ids)
     def release(self, lease_id):
         self.tier.release(lease_id)
-        self.end(lease_id[1], self.leases.pop(lease_id, []))
+        self.end_lease(lease_id[1], self.leases.pop(lease_id, []))
 
-    def end(self, request: str, lease: list[KnownRow]) -> None:
+    def end_lease(self, request: str, lease: list[KnownRow]) -> None:
         for row in lease:
             row.readers -= 1
         self.order.add_head([row.slot.row for row in lease if not row.readers], request)
@@ -262,11 +209,11 @@ class MemoryMachine(RuleBasedStateMachine):
             self.old_leases.setdefault(engine, []).append((lease_id[1], self.leases.pop(lease_id)))
 
     @rule(engine=st.sampled_from(ENGINES))
-    def engine_drained_or_dead(self, engine):
+    def end_engine_quarantine(self, engine):
         leases = self.old_leases.pop(engine, [])
         self.tier.end_lease_quarantine(engine)
         for request, lease in leases:
-            self.end(request, lease)
+            self.end_lease(request, lease)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -290,16 +237,16 @@ class MemoryMachine(RuleBasedStateMachine):
     def shrink_and_grow(self, first):
         evicted, blocked = [], Counter()
         for number in [number for number in self.rows if number >= first]:
-            reason = self.rows[number].user or ("quarantined" if self.holding else None)
+            reason = self.rows[number].user or ("quarantined" if self.is_adopting else None)
             if reason is None:
                 evicted.append(number)
             else:
                 blocked[reason] += 1
         assert self.tier.vacate(first) == (len(evicted), blocked)
         for number in evicted:
-            self.take(number)
+            self.drop_row(number)
         assert self.tier.usable_slots == first
-        # A key whose row was spoilt may have another one below.
+        # The key of a spoilt row may have another row below ``first``.
         beyond = [row for number, row in self.rows.items() if number >= first and not row.spoilt]
         assert not any(self.tier.is_resident(row.key) for row in beyond)
         self.tier.usable_slots = NUM_ROWS
@@ -316,14 +263,14 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(is_due=st.sampled_from([False, False, False, True]))
     def restart(self, is_due):
-        if not is_due:  # too many restarts leave no time for anything else
+        if not is_due:  # more restarts would leave too few steps for the other rules
             return
-        # Rows that were free of users may be reused at once; all others wait for their users.
+        # Rows without users may be reused at once; other rows wait for their users.
         self.order = Orders(self.rows)
         self.dropped.clear()
         self.leases.clear()
         self.old_leases.clear()
-        self.holding = True
+        self.is_adopting = True
         for row in sorted(self.rows.values(), key=lambda row: row.slot.row):
             row.quarantined |= row.writing
             if not row.quarantined and not row.committed:
@@ -338,23 +285,23 @@ class MemoryMachine(RuleBasedStateMachine):
             row.spoilt |= not (row.sealed and row.visible)
             self.settle([row])
         if not self.order.victims() and not self.dropped:
-            self.holding = False
+            self.is_adopting = False
         self.start()
         self.tier.usable_slots = NUM_ROWS
 
     @rule()
-    def old_clients_gone(self):
+    def release_adopted_rows(self):
         self.tier.release_adopted()
-        self.holding = False
+        self.is_adopting = False
 
     @rule(key=keys, is_intact=st.booleans(), is_pinned_twice=st.booleans())
     def verify(self, key, is_intact, is_pinned_twice):
         row = self.find(key)
-        assert self.tier.unverified(key) == (row.slot if row and row.unverified else None)
+        assert self.tier.unverified_slot(key) == (row.slot if row and row.unverified else None)
         if row and row.unverified and self.tier.pin(row.slot):
             if is_pinned_twice and self.tier.pin(row.slot):
                 row.pins += 1
-            self.tier.verified(row.slot, is_intact=is_intact)
+            self.tier.note_verified(row.slot, is_intact=is_intact)
             row.unverified = False
             self.tier.unpin(row.slot)
             if not is_intact:
@@ -367,30 +314,30 @@ class MemoryMachine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.now += seconds
 
-    # ---- always ----
+    # ---- invariants ----
 
     @invariant()
-    def residents_are_those_of_the_oracle(self):
+    def resident_rows_match_the_oracle(self):
         for key in CHAIN:
             row = self.find(key)
             assert self.tier.is_resident(key) == bool(row and row.visible and not row.unverified)
 
     @invariant()
-    def bytes_in_use_are_untouched(self):
+    def bytes_in_use_are_unchanged(self):
         for row in self.rows.values():
             for column in {*row.writing, *row.quarantined, *(row.committed if row.visible else ())}:
                 assert bytes(self.arena.view(row.slot.row, column)) == row.content(column)
 
     @invariant()
-    def tenants_agree(self):
+    def tenants_match_the_oracle(self):
         counts = Counter(row.tenant for row in self.rows.values())
-        uses, others = self.tier.stats.tenants.largest()
+        uses, rest = self.tier.stats.tenants.largest()
         used = {use.name: (use.num_rows, use.num_bytes) for use in uses}
         assert used == {name: (n, n * NUM_COLUMNS * SLOT_BYTES) for name, n in counts.items()}
-        assert others.num_rows == 0
+        assert rest.num_rows == 0
 
     @invariant()
-    def gauges_agree(self):
+    def gauges_match_the_oracle(self):
         assert self.tier.num_used == len(self.rows)
         assert self.tier.num_leased == sum(row.readers > 0 for row in self.rows.values())
         assert self.tier.num_quarantined == sum(len(row.quarantined) for row in self.rows.values())

@@ -1,6 +1,6 @@
-"""The memory tier with rows of one to three slots: nobody's slots are given to others, whatever happens.
+"""Model-based test of the memory tier with rows of one to three slots: no two users share a slot.
 
-What is evicted when is for ``test_memory_model``; here the question is whose bytes lie where.
+``test_memory_model`` covers the eviction order; this model covers which bytes belong to which row.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def num_slots(group: KVGroup) -> int:
 
 @dataclass(eq=False)
 class Row:
-    """A row as somebody got it."""
+    """A row as the tier reserved it."""
 
     slot: Slot
     group: KVGroup
@@ -63,10 +63,10 @@ class Row:
 
     @property
     def slots(self) -> set[int]:
-        """Where it lies."""
+        """Numbers of the row's slots."""
         frame, offset = self.slot.row % NUM_FRAMES, self.slot.row // NUM_FRAMES
         first = frame * SLOTS_PER_FRAME + offset
-        assert offset + num_slots(self.group) <= SLOTS_PER_FRAME, "inside one frame"
+        assert offset + num_slots(self.group) <= SLOTS_PER_FRAME, "the row must lie inside a frame"
         return set(range(first, first + num_slots(self.group)))
 
     @property
@@ -83,7 +83,7 @@ class SizesMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.arena = PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS, SLOTS_PER_FRAME), NUM_SLOTS)
-        self.rows: dict[Slot, Row] = {}  # every row that was ever given, and may be there yet
+        self.rows: dict[Slot, Row] = {}  # all reserved rows that may be in the arena
         self.leases: dict[str, list[Row]] = {}
         self.start()
 
@@ -107,14 +107,14 @@ class SizesMachine(RuleBasedStateMachine):
         row = self.rows.get(slot)
         if row is None:
             row = Row(slot, group, chunk)
-            self.take(row)
+            self.add_row(row)
         assert (row.group, row.chunk) == (group, chunk)
         assert column not in row.writers | row.quarantined
         row.writers[column] = owner
         self.view(row, column)[:] = row.content(column)
 
-    def take(self, row: Row) -> None:
-        """The slot reuse rule."""
+    def add_row(self, row: Row) -> None:
+        """Add a new row, and check the slot reuse rule against rows in the same slots."""
         for other in list(self.rows.values()):
             if other.slots & row.slots:
                 assert not other.is_in_use, (other, row)
@@ -123,7 +123,7 @@ class SizesMachine(RuleBasedStateMachine):
         self.rows[row.slot] = row
 
     @rule(group=groups, owner=st.sampled_from(OWNERS), chunk=chunks)
-    def a_shorter_row_is_not_shared_with_a_longer_one(self, group, owner, chunk):
+    def refuse_to_share_a_shorter_row(self, group, owner, chunk):
         row = next(
             (row for row in self.rows.values() if row.key == key_of(group, chunk) and row.writers), None
         )
@@ -138,30 +138,32 @@ class SizesMachine(RuleBasedStateMachine):
     @rule(chunk=chunks, number=st.integers(1, 3))
     def store_chunks(self, chunk, number):
         for group in GROUPS:
-            for at in range(chunk, min(chunk + number, NUM_CHUNKS)):
+            for position in range(chunk, min(chunk + number, NUM_CHUNKS)):
                 for column in COLUMNS:
-                    self.reserve(group, at, column, OWNERS[column])
+                    self.reserve(group, position, column, OWNERS[column])
         for column in COLUMNS:
             self.commit(OWNERS[column], column)
 
     @rule(owner=st.sampled_from(OWNERS), column=st.sampled_from(COLUMNS))
     def commit(self, owner, column):
-        mine = [row for row in self.rows.values() if row.writers.get(column) == owner]
-        visible = self.tier.commit([row.slot for row in mine], column, owner)
-        for row in mine:
+        batch = [row for row in self.rows.values() if row.writers.get(column) == owner]
+        visible = self.tier.commit([row.slot for row in batch], column, owner)
+        for row in batch:
             del row.writers[column]
             row.committed.add(column)
             if row.slot in visible and row.chunk % 3:
-                for at in COLUMNS:
-                    self.arena.table.record_checksum(row.slot.row, at, checksum(self.view(row, at)))
-        chunks_of = [self.rows[slot].chunk for slot in visible]
-        assert chunks_of == sorted(chunks_of), "all groups of a chunk are neighbours in the order of eviction"
+                for other_column in COLUMNS:
+                    self.arena.table.record_checksum(
+                        row.slot.row, other_column, checksum(self.view(row, other_column))
+                    )
+        chunk_numbers = [self.rows[slot].chunk for slot in visible]
+        assert chunk_numbers == sorted(chunk_numbers), "rows of a chunk are adjacent in eviction order"
 
     @rule(owner=st.sampled_from(OWNERS), column=st.sampled_from(COLUMNS))
     def abort(self, owner, column):
-        mine = [row for row in self.rows.values() if row.writers.get(column) == owner]
-        self.tier.abort([row.slot for row in mine], column, owner)
-        for row in mine:
+        batch = [row for row in self.rows.values() if row.writers.get(column) == owner]
+        self.tier.abort([row.slot for row in batch], column, owner)
+        for row in batch:
             del row.writers[column]
 
     @rule(group=groups, chunk=chunks, is_good=st.booleans())
@@ -170,7 +172,7 @@ class SizesMachine(RuleBasedStateMachine):
         if slot is None:
             return
         row = Row(slot, group, chunk)
-        self.take(row)
+        self.add_row(row)
         for column in COLUMNS:
             self.view(row, column)[:] = row.content(column)
         assert [len(view) for view in self.tier.views(slot)] == [num_slots(group) * SLOT_BYTES] * 2
@@ -185,17 +187,19 @@ class SizesMachine(RuleBasedStateMachine):
 
     def chains(self, num_chunks: int) -> Chains:
         return Chains(
-            CHUNK_TOKENS, GROUPS, tuple([key_of(group, at) for at in range(num_chunks)] for group in GROUPS)
+            CHUNK_TOKENS,
+            GROUPS,
+            tuple([key_of(group, chunk) for chunk in range(num_chunks)] for group in GROUPS),
         )
 
     @rule(request=st.sampled_from(REQUESTS), number=st.integers(1, NUM_CHUNKS))
     def lookup(self, request, number):
         chains = self.chains(number)
-        found = self.tier.lookup((ENGINE, request), chains)
-        assert found.num_leased <= found.num_resident == chains.longest_hit(found.present)
+        answer = self.tier.lookup((ENGINE, request), chains)
+        assert answer.num_leased <= answer.num_resident == chains.longest_hit(answer.present)
         needed = [chains.key(place) for place in chains.places(number)]
-        assert list(found.keys) == [key for key in needed if key in found.keys], "chunk by chunk"
-        for slot, key in zip(found.slots, found.keys, strict=True):
+        assert list(answer.keys) == [key for key in needed if key in answer.keys], "keys are in chunk order"
+        for slot, key in zip(answer.slots, answer.keys, strict=True):
             row = self.rows[slot]
             assert (row.key, row.committed) == (key, set(COLUMNS))
             if row not in self.leases.setdefault(request, []):
@@ -220,14 +224,14 @@ class SizesMachine(RuleBasedStateMachine):
                 row.quarantined[column] = row.writers.pop(column)
 
     @rule(owner=st.sampled_from(OWNERS))
-    def drained(self, owner):
+    def end_quarantine(self, owner):
         self.tier.end_quarantine(owner)
         for row in self.rows.values():
             row.quarantined = {c: writer for c, writer in row.quarantined.items() if writer != owner}
 
     @rule()
     def restart(self):
-        """Leases are over (their engines are gone); who was writing is in quarantine."""
+        """Restart the tier: leases end, because their engines have exited, and writers are quarantined."""
         for request in REQUESTS:
             self.release(request)
         for owner in OWNERS:
@@ -242,11 +246,11 @@ class SizesMachine(RuleBasedStateMachine):
     @rule(first=chunks)
     def verify(self, first):
         for row in list(self.rows.values()):
-            slot = self.tier.unverified(row.key)
+            slot = self.tier.unverified_slot(row.key)
             if row.chunk >= first and slot is not None and self.tier.pin(slot):
                 payloads = [bytes(payload) for payload in self.tier.payloads(slot)]
                 assert payloads == [self.rows[slot].content(column) for column in COLUMNS]
-                self.tier.verified(slot, is_intact=True)
+                self.tier.note_verified(slot, is_intact=True)
                 self.tier.unpin(slot)
 
     @rule(number=st.integers(0, NUM_FRAMES))
@@ -262,17 +266,17 @@ class SizesMachine(RuleBasedStateMachine):
     def pass_time(self, seconds):
         self.now += seconds
 
-    # ---- what holds ----
+    # ---- invariants ----
 
     @invariant()
-    def what_is_in_use_is_whole(self):
+    def bytes_in_use_are_unchanged(self):
         for row in self.rows.values():
             if row.is_in_use or self.tier._rows.is_visible(row.slot):
                 for column in row.committed | row.writers.keys():
                     assert bytes(self.view(row, column)) == row.content(column)
 
     @invariant()
-    def what_is_used_is_counted(self):
+    def used_bytes_match_the_allocator(self):
         allocator = self.tier._rows.allocator
         assert self.tier.used_bytes == allocator.num_used_slots * SLOT_BYTES * NUM_COLUMNS
         in_use = [row for row in self.rows.values() if row.is_in_use]
@@ -281,11 +285,12 @@ class SizesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not any(row.is_in_use for row in self.rows.values()))
     @rule()
-    def all_can_be_taken(self):
-        """No slot is leaked: a new chain of the largest rows may take all frames."""
+    def all_frames_can_be_allocated(self):
+        """Check that no slot leaked: a new chain of the largest rows can use all frames."""
         self.now += 1000
         slots = [
-            self.tier.reserve_row(bytes([9, at]) * 32, GROUPS[0].chunk_bytes) for at in range(NUM_FRAMES)
+            self.tier.reserve_row(bytes([9, number]) * 32, GROUPS[0].chunk_bytes)
+            for number in range(NUM_FRAMES)
         ]
         assert None not in slots
         self.rows.clear()

@@ -1,4 +1,4 @@
-"""Hits and misses: every key of a request counts once, by the first answer."""
+"""Hits and misses of the memory tier: the first answer counts, once for each key of a request."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def counts(tier: MemoryTier) -> tuple[int, int]:
     return tier.stats.hits, tier.stats.misses
 
 
-def test_asking_again_without_a_lease_counts_nothing(tier):
+def test_repeated_lookup_without_lease_counts_once(tier):
     for _ in range(3):
         tier.lookup(LEASE, one_chain(CHAIN[:4]))
     assert counts(tier) == (0, 4)
 
 
-def test_asking_again_under_a_lease_counts_nothing(tier):
+def test_repeated_lookup_under_lease_counts_once(tier):
     store(tier, CHAIN[:3])
     for _ in range(3):
         tier.lookup(LEASE, one_chain(CHAIN[:4]))
     assert counts(tier) == (3, 1)
 
 
-def test_what_is_brought_after_the_first_answer_was_missed(tier):
+def test_rows_stored_after_the_first_lookup_count_as_misses(tier):
     tier.lookup(LEASE, one_chain(CHAIN[:4]))
     store(tier, CHAIN[:4])
     tier.lookup(LEASE, one_chain(CHAIN[:4]))
     assert counts(tier) == (0, 4)
 
 
-def test_only_new_keys_count_when_a_request_grows(tier):
+def test_growing_request_counts_only_new_keys(tier):
     store(tier, CHAIN[:3])
     tier.lookup(LEASE, one_chain(CHAIN[:2]))
     tier.lookup(LEASE, one_chain(CHAIN[:6]))
@@ -58,7 +58,7 @@ def test_only_new_keys_count_when_a_request_grows(tier):
     assert counts(tier) == (3, 3)
 
 
-def test_rows_beyond_the_lease_limit_are_hits_once(tier):
+def test_rows_beyond_the_lease_limit_count_as_hits_once(tier):
     store(tier, CHAIN)
     for _ in range(2):
         num_resident, _, _, slots, _ = tier.lookup(LEASE, one_chain(CHAIN))
@@ -66,34 +66,34 @@ def test_rows_beyond_the_lease_limit_are_hits_once(tier):
     assert counts(tier) == (8, 0)
 
 
-def test_every_request_counts(tier):
-    for request in ("one", "two"):
+def test_each_request_counts_separately(tier):
+    for request in ("first", "second"):
         for _ in range(2):
             tier.lookup((LEASE[0], request), one_chain(CHAIN[:2]))
     assert counts(tier) == (0, 4)
 
 
-def test_what_is_remembered_is_bounded(tier):
+def test_number_of_remembered_requests_is_bounded(tier):
     for number in range(10_000):
         tier.lookup((LEASE[0], str(number)), one_chain(CHAIN[:1]))
     assert len(tier.stats._counted) < 5_000
 
 
-def test_tenants_are_counted_by_what_they_hold(tier):
+def test_counts_rows_and_bytes_of_tenants(tier):
     for number, tenant in enumerate([b"a", b"b", b"b", b"", b"b"]):
         slot = tier.reserve(CHAIN[number], 0, OWNER, length=1, tenant=tenant).slot
         tier.commit([slot], 0, OWNER)
-    uses, others = tier.stats.tenants.largest(2)
+    uses, rest = tier.stats.tenants.largest(2)
     assert [(use.name, use.num_rows, use.num_bytes) for use in uses] == [
         (b"b", 3, 3 * 4096),
         (b"", 1, 4096),
     ]
-    assert (others.name, others.num_rows, others.num_bytes) == (b"other", 1, 4096)
+    assert (rest.name, rest.num_rows, rest.num_bytes) == (b"other", 1, 4096)
     tier.vacate(0)
     assert tier.stats.tenants.largest() == ([], TenantUse(b"other"))
 
 
-def test_tenants_that_left_are_forgotten(tier):
+def test_forgets_tenants_without_rows(tier):
     for number in range(1000):
         key, tenant = number.to_bytes(64, "big"), number.to_bytes(16, "big")
         tier.commit([tier.reserve(key, 0, OWNER, length=1, tenant=tenant).slot], 0, OWNER)

@@ -10,18 +10,18 @@ from tests.harness.memory_oracle import Order
 
 
 def order(policy: LRU) -> list[int]:
-    """Return the rows as they would go."""
+    """Return the rows in eviction order."""
     return list(policy.victims())
 
 
-def test_tails_go_before_heads():
+def test_evicts_tails_before_heads():
     policy = LRU(16)
     for row, group in ((1, "a"), (7, "b"), (2, "a"), (8, "b"), (3, "a")):
         policy.admit(row, group)
     assert order(policy) == [8, 7, 3, 2, 1]
 
 
-def test_what_is_used_is_the_head():
+def test_touched_rows_become_the_head():
     policy = LRU(16)
     for row in (4, 5, 6):
         policy.admit(row, "a")
@@ -29,7 +29,7 @@ def test_what_is_used_is_the_head():
     assert order(policy) == [6, 5, 4, 3, 2, 1]
 
 
-def test_rows_move_to_the_group_that_used_them():
+def test_touched_rows_move_to_the_touching_group():
     policy = LRU(16)
     for row in (1, 2, 3):
         policy.admit(row, "a")
@@ -37,7 +37,7 @@ def test_rows_move_to_the_group_that_used_them():
     assert order(policy) == [3, 2, 1]
 
 
-def test_nothing_is_left_of_a_group_without_rows():
+def test_groups_without_rows_are_forgotten():
     policy = LRU(16)
     policy.admit(1, "a")
     policy.touch([1], "b")
@@ -49,7 +49,7 @@ def test_nothing_is_left_of_a_group_without_rows():
     assert not policy._ends
 
 
-def test_groups_beyond_those_remembered_keep_their_place(monkeypatch):
+def test_rows_of_forgotten_groups_keep_their_position(monkeypatch):
     monkeypatch.setattr("lmcache.tiers.policy._MAX_GROUPS", 2)
     policy = LRU(16)
     for row, group in ((1, "a"), (2, "a"), (3, "b"), (4, "c"), (5, "a")):
@@ -59,7 +59,7 @@ def test_groups_beyond_those_remembered_keep_their_place(monkeypatch):
     assert len(policy._ends) == 2
 
 
-def test_what_is_remembered_is_bounded():
+def test_number_of_remembered_groups_is_bounded():
     policy = LRU(5000)
     for row in range(5000):
         policy.admit(row, row)
@@ -77,7 +77,7 @@ CALLS = st.one_of(
 
 
 @given(st.lists(CALLS, max_size=40))
-def test_least_recently_used_against_lists(calls):
+def test_lru_matches_oracle_lists(calls):
     policy, oracle = LRU(8), Order()
     for name, rows, group in calls:
         if name == "admit":
@@ -98,7 +98,7 @@ def test_least_recently_used_against_lists(calls):
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=60))
-def test_write_queue_against_a_list(capacity, steps):
+def test_write_queue_matches_a_list(capacity, steps):
     queue = WriteQueue(capacity)
     oracle: list[Write] = []
     for number, (depth, is_pop, is_first) in enumerate(steps):
@@ -117,7 +117,7 @@ def test_write_queue_against_a_list(capacity, steps):
     assert [queue.pop() for _ in oracle] == oracle
 
 
-def test_write_queue_forgets_rows_that_left():
+def test_write_queue_forgets_removed_rows():
     queue = WriteQueue(4)
     for number in range(1000):
         queue.push(Write(Slot(number, 1), 0, None))

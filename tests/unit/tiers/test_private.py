@@ -1,4 +1,4 @@
-"""An arena in this process's own memory."""
+"""An arena in the private memory of a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_slots_lie_apart_and_one_after_the_other():
+def test_slots_are_contiguous_and_do_not_overlap():
     arena = PrivateArena(Geometry(8192, 2), 20)
     for row in range(20):
         for column in range(2):
@@ -33,7 +33,7 @@ def test_slots_lie_apart_and_one_after_the_other():
     assert arena.table.num_columns == 2
 
 
-def test_slots_are_fit_for_direct_io_and_the_buffer_is_writable():
+def test_slots_are_aligned_for_direct_io_and_writable():
     arena = PrivateArena(Geometry(4096, 1), 16)
     array = np.frombuffer(arena.buffer, np.uint8)
     assert array.ctypes.data % 4096 == 0
@@ -41,7 +41,7 @@ def test_slots_are_fit_for_direct_io_and_the_buffer_is_writable():
     assert arena.view(1, 0)[0] == 9
 
 
-def test_memory_is_taken_when_it_is_touched():
+def test_memory_is_allocated_at_first_touch():
     before = resident_bytes()
     arena = PrivateArena(Geometry(MIB, 1), 64)
     assert resident_bytes() - before < 16 * MIB
@@ -50,15 +50,15 @@ def test_memory_is_taken_when_it_is_touched():
     assert resident_bytes() - before >= 60 * MIB
 
 
-def test_closing_waits_for_no_view():
+def test_views_stay_valid_after_close():
     arena = PrivateArena(Geometry(4096, 1), 4)
     view = arena.view(2, 0)
     arena.close()
-    view[:4] = b"mine"
-    assert bytes(view[:4]) == b"mine"
+    view[:4] = b"view"
+    assert bytes(view[:4]) == b"view"
 
 
-def test_memory_that_is_given_back_is_there_again_when_it_is_touched():
+def test_discarded_memory_reads_zeros_and_is_writable_again():
     arena = PrivateArena(Geometry(MIB, 2), 32)
     for column in range(2):
         for row in range(32):
@@ -73,30 +73,30 @@ def test_memory_that_is_given_back_is_there_again_when_it_is_touched():
         assert bytes(arena.view(31, column)) == b"z" * MIB
 
 
-def test_more_memory_than_there_is_says_so():
-    with pytest.raises(ArenaError, match=r"can't have \d+ bytes"):
+def test_error_reports_failed_allocation():
+    with pytest.raises(ArenaError, match=r"can't allocate \d+ bytes"):
         PrivateArena(Geometry(1 << 40, 1), 1 << 10)
 
 
-def test_a_numa_node_that_does_not_exist_is_named_with_those_that_do(monkeypatch, tmp_path):
+def test_error_for_unknown_numa_node_lists_the_nodes(monkeypatch, tmp_path):
     (tmp_path / "has_memory").write_text("0-1,3\n")
     monkeypatch.setattr(pages, "_NODES", tmp_path)
-    with pytest.raises(ArenaError, match=r"no NUMA node 2; there are 0, 1, 3"):
+    with pytest.raises(ArenaError, match=r"no NUMA node 2; the nodes are 0, 1, 3"):
         pages.check_node(2)
 
 
-def test_memory_comes_from_the_node_that_was_chosen():
+def test_memory_prefers_the_chosen_numa_node():
     if not pages.numa_nodes():
-        pytest.skip("the kernel names no NUMA nodes")
+        pytest.skip("the kernel lists no NUMA nodes")
     node = pages.numa_nodes()[-1]
     memory = np.frombuffer(mmap.mmap(-1, 16 * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     try:
-        pages.place(memory, node)
+        pages.prefer_node(memory, node)
     except ArenaError as error:
         if "not permitted" in str(error) or "not implemented" in str(error):
             pytest.skip(str(error))
         raise
     address = memory.ctypes.data
     maps = dict(line.split(maxsplit=1) for line in Path("/proc/self/numa_maps").read_text().splitlines())
-    mine = max(int(start, 16) for start in maps if int(start, 16) <= address)
-    assert maps[f"{mine:08x}"].startswith(f"prefer:{node}")
+    mapping_start = max(int(start, 16) for start in maps if int(start, 16) <= address)
+    assert maps[f"{mapping_start:08x}"].startswith(f"prefer:{node}")

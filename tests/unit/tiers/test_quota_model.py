@@ -1,4 +1,4 @@
-"""The memory tier with tenants' quotas, against the same oracle."""
+"""Model-based test of the memory tier with tenant quotas, against the oracle of ``test_memory_model``."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from hypothesis.stateful import invariant
 from tests.harness.memory_oracle import abandoned
 from tests.unit.tiers.test_memory_model import NUM_EXAMPLES, NUM_ROWS, MemoryMachine
 
-SHARE = 2
-"""Rows that each tenant may have."""
+MAX_ROWS = 2
+"""Maximum number of rows of each tenant."""
 
 
 class QuotaMachine(MemoryMachine):
     quota_percent = 34
 
-    def gives_way(self, tenant: bytes, request: str | None) -> list[int] | None:
-        own = [row for row in self.rows.values() if row.tenant == tenant]
-        excess = len(own) + 1 - SHARE
+    def quota_victims(self, tenant: bytes, request: str | None) -> list[int] | None:
+        tenant_rows = [row for row in self.rows.values() if row.tenant == tenant]
+        excess = len(tenant_rows) + 1 - MAX_ROWS
         if not tenant or excess <= 0:
             return []
-        if self.holding:
+        if self.is_adopting:
             return None
-        gone = [row.slot.row for row in abandoned(own, self.now)]
-        gone += [n for n in self.order.of(tenant).victims(request) if not self.rows[n].pins]
-        return gone[:excess] if len(gone) >= excess else None
+        victims = [row.slot.row for row in abandoned(tenant_rows, self.now)]
+        victims += [n for n in self.order.of(tenant).victims(request) if not self.rows[n].pins]
+        return victims[:excess] if len(victims) >= excess else None
 
     @invariant()
-    def nobody_has_more_than_his_share(self) -> None:
+    def tenants_stay_within_their_quota(self) -> None:
         counts = Counter(row.tenant for row in self.rows.values() if row.tenant)
-        assert max(counts.values(), default=0) <= SHARE <= NUM_ROWS * self.quota_percent // 100
+        assert max(counts.values(), default=0) <= MAX_ROWS <= NUM_ROWS * self.quota_percent // 100
 
 
 TestQuotaModel = QuotaMachine.TestCase

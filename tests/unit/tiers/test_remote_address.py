@@ -1,4 +1,4 @@
-"""What the URL of the remote tier may say."""
+"""Parsing of remote tier URLs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CACHE = (Endpoint("cache", 6379),)
         ("rediss-cluster://cache", Address(Kind.CLUSTER, CACHE, tls=Tls())),
     ],
 )
-def test_urls(url, address):
+def test_parses_urls(url, address):
     assert Address.parse(url) == address
 
 
@@ -69,7 +69,7 @@ def test_urls(url, address):
         ("redis://:secret@cache:99999", "host or port"),
         ("redis://:secret@cache:0", "host or port"),
         ("redis://:secret@a,,b", "host or port"),
-        ("redis://:secret@a,b,a:6379", "named twice"),
+        ("redis://:secret@a,b,a:6379", "listed twice"),
         ("redis://:secret@cache/zero", "database is not a number"),
         ("redis://me:1/secret@cache", "as %XX"),
         ("redis://me:1?secret@cache", "as %XX"),
@@ -87,13 +87,13 @@ def test_urls(url, address):
         ("unix:///run/redis.sock?db=x", "database is not a number"),
     ],
 )
-def test_bad_urls_say_what_is_wrong_and_keep_the_password(url, message):
-    with pytest.raises(ValueError, match=message) as caught:
+def test_error_names_the_problem_of_a_url_without_its_password(url, message):
+    with pytest.raises(ValueError, match=message) as error:
         Address.parse(url)
-    assert "secret" not in str(caught.value)
+    assert "secret" not in str(error.value)
 
 
-def test_an_address_shows_no_password():
+def test_address_never_shows_the_password():
     address = Address.parse("redis-sentinel://me:secret@cache:7000/master")
     assert str(address) == "master of cache:7000"
     assert "secret" not in repr(address)
@@ -106,7 +106,7 @@ WORDS = ["redis", "rediss", "unix", "-sentinel", "-cluster", "://", "prefix", "d
 @given(st.text(max_size=60) | st.lists(st.sampled_from(SIGNS + WORDS), max_size=14).map("".join))
 @example("redis://[::1%25eth0]")
 @example("redis://cache/²")
-def test_any_text_is_an_address_or_a_value_error(text):
+def test_any_text_parses_or_raises_value_error(text):
     with contextlib.suppress(ValueError):
         address = Address.parse(text)
         assert address.endpoints
@@ -114,18 +114,18 @@ def test_any_text_is_an_address_or_a_value_error(text):
 
 
 @given(st.text(min_size=4, max_size=20), st.sampled_from(["", "cache:x", "cache/x", "cache?x=1"]))
-def test_a_quoted_password_is_read_back_and_never_shown(password, wrong):
+def test_quoted_password_is_decoded_and_never_shown(password, invalid_rest):
     password += "~secret~"
     url = f"redis://me:{quote(password, safe='')}@"
     address = Address.parse(f"{url}cache")
     assert address.password == password
     assert "~secret~" not in repr(address)
-    with pytest.raises(ValueError, match="remote URL") as caught:
-        Address.parse(url + wrong)
-    assert "~secret~" not in str(caught.value)
+    with pytest.raises(ValueError, match="remote URL") as error:
+        Address.parse(url + invalid_rest)
+    assert "~secret~" not in str(error.value)
 
 
-def test_only_a_list_of_shards_can_be_changed():
+def test_refuses_shards_without_a_list_of_shards():
     remote = RemoteTier(Address.parse("redis-sentinel://cache/master"))
     with pytest.raises(ValueError, match="has no list of shards"):
         remote.set_shards(ShardList((Endpoint("a", 1),)))

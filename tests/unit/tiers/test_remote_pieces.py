@@ -1,4 +1,4 @@
-"""How a column's payload is cut into pieces: the format that all readers and writers of a Redis share."""
+"""Pieces of a column's payload: the format that all readers and writers of a Redis share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def block_of(num_bytes: int) -> int:
 
 
 @given(st.integers(0, 80 * MIB))
-def test_the_pieces_are_the_payload_and_none_is_large(total):
+def test_pieces_add_up_to_the_payload_and_are_small(total):
     sizes = piece_sizes(total)
     assert sum(sizes) == total
     assert all(0 < size <= MAX_PIECE_BYTES for size in sizes) or (total, sizes) == (0, [0])
@@ -28,7 +28,7 @@ def test_the_pieces_are_the_payload_and_none_is_large(total):
 
 
 @given(st.integers(16 * KIB, 80 * MIB))
-def test_the_pieces_fill_their_blocks(total):
+def test_pieces_fill_their_allocator_blocks(total):
     assert total / sum(block_of(size + SEAL_BYTES + STRING_BYTES) for size in piece_sizes(total)) > 0.955
 
 
@@ -43,6 +43,6 @@ def test_the_pieces_fill_their_blocks(total):
         (36 * MIB, [MAX_PIECE_BYTES] * 36 + [2304]),
     ],
 )
-def test_the_pieces_of_common_rows_stay_what_they_are(total, sizes):
-    """Another cut is another format: rows of other releases in the same Redis would be invalid."""
+def test_piece_sizes_of_common_rows_do_not_change(total, sizes):
+    """Other sizes are another format: rows of other releases in the same Redis would be invalid."""
     assert piece_sizes(total) == sizes

@@ -1,4 +1,4 @@
-"""A connection whose peer says anything: never another exception, a hang, or memory for a mere claim."""
+"""Fuzz test of the Redis connection: arbitrary replies never cause hangs, large buffers or unknown errors."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ PIECES = st.one_of(
 
 
 class Peer:
-    """Accepts one connection after another; each finds the same bytes, then the end of the stream."""
+    """A server that sends the same bytes to each connection and then ends the stream."""
 
     def __init__(self, folder) -> None:
         self.path = str(folder / "s")
-        self.said = b""
+        self.reply_bytes = b""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen()
@@ -63,9 +63,9 @@ class Peer:
             while True:
                 connection, _ = self._listener.accept()
                 with connection, contextlib.suppress(OSError):
-                    connection.sendall(self.said)
+                    connection.sendall(self.reply_bytes)
                     connection.shutdown(socket.SHUT_WR)
-                    while connection.recv(1 << 16):  # else what is unread would be thrown away
+                    while connection.recv(1 << 16):  # otherwise the kernel discards unread bytes
                         pass
 
 
@@ -78,7 +78,7 @@ def peer(tmp_path_factory):
 
 @pytest.fixture
 def connection(peer, request):
-    peer.said = request.param
+    peer.reply_bytes = request.param
     with contextlib.closing(peer.connect()) as connection:
         yield connection
 
@@ -100,8 +100,8 @@ OPERATIONS = [
 @example(b"+OK\r\n" + COLUMN, OPERATIONS[2], True)
 @example(b"*4611686018427387904\r\n", OPERATIONS[2], False)
 @settings(max_examples=500)
-def test_whatever_a_server_says_ends_in_a_value_or_a_known_error(peer, said, operation, asking):
-    peer.said = said
+def test_arbitrary_replies_end_in_a_value_or_a_known_error(peer, reply_bytes, operation, asking):
+    peer.reply_bytes = reply_bytes
     with contextlib.closing(peer.connect()) as connection:
         connection.asking = asking
         with contextlib.suppress(OSError, TierError, InvalidObjectError):
@@ -109,7 +109,7 @@ def test_whatever_a_server_says_ends_in_a_value_or_a_known_error(peer, said, ope
 
 
 @pytest.mark.parametrize("connection", [COLUMN], indirect=True)
-def test_a_column_is_read(connection):
+def test_loads_a_column(connection):
     into = memoryview(bytearray(len(PAYLOAD)))
     loaded = parts.load(connection, OBJECT, into)
     assert loaded is not None
@@ -118,11 +118,11 @@ def test_a_column_is_read(connection):
 
 
 @pytest.mark.parametrize(
-    "said", [b"$%d\r\n", b"*%d\r\n", b"*1\r\n$%d\r\n", b"*2\r\n*60000\r\n$%d\r\n"], ids=repr
+    "reply_bytes", [b"$%d\r\n", b"*%d\r\n", b"*1\r\n$%d\r\n", b"*2\r\n*60000\r\n$%d\r\n"], ids=repr
 )
 @pytest.mark.parametrize("length", [2**62, 2**31, 10**9, 1 << 20])
-def test_a_length_alone_takes_no_memory(peer, said, length):
-    peer.said = said % length
+def test_announced_length_allocates_no_memory(peer, reply_bytes, length):
+    peer.reply_bytes = reply_bytes % length
     with contextlib.closing(peer.connect()) as connection:
         tracemalloc.start()
         with pytest.raises(ConnectionError):
@@ -142,17 +142,17 @@ def test_a_length_alone_takes_no_memory(peer, said, length):
         (b"$-1\r\n", None),
         (b"*-1\r\n", None),
         (b"*3\r\n:1\r\n*1\r\n$-1\r\n$1\r\nx\r\n", [1, [None], b"x"]),
-        (b"*1\r\n" * 4 + b"$1\r\nx\r\n", [[[[b"x"]]]]),  # as deep as CLUSTER SLOTS with hosts' names
+        (b"*1\r\n" * 4 + b"$1\r\nx\r\n", [[[[b"x"]]]]),  # as deep as CLUSTER SLOTS with host names
     ],
     indirect=["connection"],
 )
-def test_replies_of_every_kind(connection, reply):
+def test_parses_replies_of_every_type(connection, reply):
     assert connection.call("PING") == reply
     assert connection.is_reusable
 
 
 @pytest.mark.parametrize("connection", [b"-ERR no\r\n:1\r\n", b":1\r\n:2\r\n"], indirect=True)
-def test_errors_are_values_in_a_pipeline(connection):
+def test_pipeline_returns_errors_as_values(connection):
     first, second = connection.call_all([("EXISTS", "a"), ("EXISTS", "b")])
     assert second in (1, 2)
     assert first == 1 or first.code == "ERR"
@@ -160,21 +160,21 @@ def test_errors_are_values_in_a_pipeline(connection):
 
 
 @pytest.mark.parametrize("connection", [b"+OK\r\n+more"], indirect=True)
-def test_more_than_was_asked_for_is_never_taken_for_an_answer(connection):
+def test_extra_bytes_make_the_connection_not_reusable(connection):
     connection.call("PING")
     assert not connection.is_reusable
 
 
 @pytest.mark.parametrize("connection", [b"*2\r\n-ERR no\r\n" + b":1\r\n" * 40], indirect=True)
-def test_the_rest_of_an_array_is_never_taken_for_an_answer(connection):
+def test_unread_rest_of_an_array_makes_the_connection_not_reusable(connection):
     with pytest.raises(ServerError, match="ERR no"):
         connection.call("ROLE")
-    connection._line.clear()  # as if the rest were still under way
+    connection._line.clear()  # as if the rest were not received yet
     assert not connection.is_reusable
 
 
 @pytest.mark.parametrize("connection", [b"+OK\r\n:1\r\n+OK\r\n-ASK no\r\n"], indirect=True)
-def test_asking_takes_a_reply_of_its_own(connection):
+def test_asking_consumes_its_own_reply(connection):
     connection.asking = True
     replies = connection.call_all([("EXISTS", "a"), ("EXISTS", "b")])
     assert replies[0] == 1
@@ -182,8 +182,8 @@ def test_asking_takes_a_reply_of_its_own(connection):
     assert connection.is_reusable
 
 
-def test_reasons_of_a_hostile_server_are_few_and_short(monkeypatch):
-    """They become keys of /stats, and labels of metrics."""
+def test_hostile_server_cannot_add_many_or_long_reasons(monkeypatch):
+    """Reasons become keys of /stats and labels of metrics."""
 
     def answer(*_, **__):
         raise errors.pop()

@@ -1,4 +1,4 @@
-"""The index in shared memory: what readers find between any two stores of the writer, and after scribbles."""
+"""Index in shared memory: lookups between any two stores of the writer, and after faulty writes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from lmcache.common.units import round_up
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
 from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.units import round_up
 from tests.harness.chains import one_chain
 
 SLOT_BYTES = 4096
@@ -39,7 +39,7 @@ def words(*keys: bytes) -> np.ndarray:
 
 
 def size_of(key: bytes) -> int:
-    """Rows of one to three slots."""
+    """Return the bytes of a row: one to three slots."""
     return SLOT_BYTES * (1 + key[-1] % SLOTS_PER_FRAME)
 
 
@@ -47,23 +47,23 @@ def content(key: bytes, column: int) -> bytes:
     return (key + bytes([column]) * 64) * (size_of(key) // 128)
 
 
-# A chain in one namespace, and one of its keys in another.
+# A chain in one namespace, and a key of the chain in another namespace.
 KEYS = [*map(row_key, range(14)), row_key(3, b"m")]
 chains = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
 
 
-class Watched:
-    """Words of shared memory: somebody looks after every store."""
+class ObservedWords:
+    """Words of shared memory that call ``on_store`` after each store."""
 
-    def __init__(self, memory, look) -> None:
-        self._memory, self._look = memory, look
+    def __init__(self, memory, on_store) -> None:
+        self._memory, self._on_store = memory, on_store
 
     def __getitem__(self, place):
         return self._memory[place]
 
     def __setitem__(self, place, value) -> None:
         self._memory[place] = value
-        self._look()
+        self._on_store()
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -71,7 +71,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm")
         self.path = Path(self._folder.name) / "arena"
-        self.is_scribbled = False
+        self.is_corrupted = False
         self.arena = ArenaFile(self.path, CAPACITY)
         self.arena.format(Geometry(SLOT_BYTES, NUM_COLUMNS, SLOTS_PER_FRAME))
         self.open()
@@ -99,8 +99,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.tier.end_quarantine(OWNER)
         self.tier.release_adopted()
         for shared in (self.arena.table, self.arena.shared_index):
-            if not isinstance(shared._words, Watched):
-                shared._words = Watched(shared._words, self.what_is_found_is_right)
+            if not isinstance(shared._words, ObservedWords):
+                shared._words = ObservedWords(shared._words, self.found_rows_are_right)
 
     def teardown(self) -> None:
         self.reader.close()
@@ -127,7 +127,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.tier.commit([slot], column, OWNER)
 
     @rule(chain=chains)
-    def store_the_first_column_only(self, chain):
+    def store_only_the_first_column(self, chain):
         for key in chain:
             for slot, column in self.reserve(key):
                 (self.tier.abort if column else self.tier.commit)([slot], column, OWNER)
@@ -138,62 +138,62 @@ class IndexMachine(RuleBasedStateMachine):
             self.tier.lookup((b"e" * 16, "r"), one_chain(KEYS[:4]))
         self.tier.vacate(first)
         num_usable = round_up(first, SLOTS_PER_FRAME)
-        assert self.reader.find_each(words(*KEYS)).is_there.sum() <= num_usable or self.is_scribbled
+        assert self.reader.find_each(words(*KEYS)).is_there.sum() <= num_usable or self.is_corrupted
         self.tier.release((b"e" * 16, "r"))
         self.tier.vacate(first)
         self.tier.usable_slots = self.arena.num_rows
 
     @rule(place=st.integers(0, 10**6), value=st.binary(min_size=8, max_size=8))
-    def scribble(self, place, value):
+    def corrupt(self, place, value):
         offset, buckets = self.arena.index_place
-        at = offset + place % (buckets * BUCKET_BYTES) // 8 * 8
-        self.arena._data[at : at + 8] = np.frombuffer(value, np.uint8)
-        self.is_scribbled = True
+        start_offset = offset + place % (buckets * BUCKET_BYTES) // 8 * 8
+        self.arena._data[start_offset : start_offset + 8] = np.frombuffer(value, np.uint8)
+        self.is_corrupted = True
 
     @rule(key=st.sampled_from(KEYS), row=st.integers(0, 20))
-    def scribble_a_plausible_entry(self, key, row):
+    def insert_wrong_entry(self, key, row):
         self.arena.shared_index.insert(key, row)
-        self.is_scribbled = True
+        self.is_corrupted = True
 
     @rule()
     def restart(self):
         for number in range(self.arena.num_rows):
             for column in range(NUM_COLUMNS):
                 self.arena.table.record_checksum(number, column, b"s" * 16)
-        self.is_scribbled = False
+        self.is_corrupted = False
         self.start()
-        assert not any(len(self.reader.find(words(key)).rows) for key in KEYS), "nothing is verified yet"
+        assert not any(len(self.reader.find(words(key)).rows) for key in KEYS), "no row is verified yet"
 
     @rule(key=st.sampled_from(KEYS), is_intact=st.booleans())
     def verify(self, key, is_intact):
-        slot = self.tier.unverified(key)
+        slot = self.tier.unverified_slot(key)
         if slot is not None and self.tier.pin(slot):
-            self.tier.verified(slot, is_intact=is_intact)
+            self.tier.note_verified(slot, is_intact=is_intact)
             self.tier.unpin(slot)
 
-    def what_is_found_is_right(self) -> None:
+    def found_rows_are_right(self) -> None:
         for key in KEYS:
-            found = self.reader.find(words(key))
-            for slot in found.slots():
+            result = self.reader.find(words(key))
+            for slot in result.slots():
                 for number, column in enumerate(self.columns):
-                    if column.holds(slot):  # or a reader does not look at it
+                    if column.holds(slot):  # a reader skips the slot otherwise
                         assert column.view(slot.row, size_of(key)).tobytes() == content(key, number)
 
     @invariant()
-    def all_that_may_be_read_is_found(self):
-        self.what_is_found_is_right()
-        if self.is_scribbled:
+    def finds_exactly_the_resident_rows(self):
+        self.found_rows_are_right()
+        if self.is_corrupted:
             return
-        is_found = [len(self.reader.find(words(key)).rows) == 1 for key in KEYS]
-        assert is_found == [self.tier.is_resident(key) for key in KEYS]
-        each = self.reader.find_each(words(*KEYS))
-        assert each.is_there.tolist() == is_found
-        for key, there, row, generation in zip(KEYS, *map(np.ndarray.tolist, each), strict=True):
-            if there:
+        is_listed = [len(self.reader.find(words(key)).rows) == 1 for key in KEYS]
+        assert is_listed == [self.tier.is_resident(key) for key in KEYS]
+        checked = self.reader.find_each(words(*KEYS))
+        assert checked.is_there.tolist() == is_listed
+        for key, is_present, row, generation in zip(KEYS, *map(np.ndarray.tolist, checked), strict=True):
+            if is_present:
                 assert self.reader.find(words(key)).slots() == [(row, generation)]
-        leading = (*is_found, False).index(False)
-        found = self.reader.find(words(*KEYS))
-        assert [self.arena.table.key(slot.row) for slot in found.slots()] == KEYS[:leading]
+        leading = (*is_listed, False).index(False)
+        result = self.reader.find(words(*KEYS))
+        assert [self.arena.table.key(slot.row) for slot in result.slots()] == KEYS[:leading]
 
 
 TestIndexModel = IndexMachine.TestCase
@@ -221,14 +221,14 @@ def reader_of(arena: ArenaFile) -> MappedIndex:
     return MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
 
 
-def test_a_full_arena_is_found_whole(tier):
+def test_finds_all_rows_of_a_full_arena(tier):
     keys = fill(tier, tier.arena.num_rows)
     reader = reader_of(tier.arena)
     assert reader.find(words(*keys)).slots() == [tier._rows.slot(tier._rows.row_by_key[k]) for k in keys]
     reader.close()
 
 
-def test_a_key_that_finds_no_room_takes_the_place_of_one_other(tier):
+def test_insert_into_full_buckets_replaces_a_single_entry(tier):
     buckets = np.zeros(BUCKET_BYTES * 2, np.uint8)
     index = SharedIndex(buckets)
     for row in range(2 * BUCKET_ENTRIES):
@@ -241,7 +241,7 @@ def test_a_key_that_finds_no_room_takes_the_place_of_one_other(tier):
     assert (buckets.view(U64) == 0).sum() == 1
 
 
-def test_what_is_shown_twice_is_hidden_by_one_removal(tier):
+def test_repeated_insert_is_removed_by_a_single_remove(tier):
     buckets = np.zeros(BUCKET_BYTES * 2, np.uint8)
     index = SharedIndex(buckets)
     for _ in range(2):
@@ -252,14 +252,14 @@ def test_what_is_shown_twice_is_hidden_by_one_removal(tier):
 
 
 @pytest.mark.parametrize("torn", ["generation", "state"])
-def test_an_entry_that_changes_while_it_is_read_is_a_miss(tier, torn):
-    """The row is given anew between the two looks at its entry: the key was another's, perhaps."""
+def test_entry_changed_during_the_read_is_a_miss(tier, torn):
+    """The row is reused between the two reads of its entry, so the key may be that of another row."""
     (key,) = fill(tier, 1)
     reader = reader_of(tier.arena)
     state, generation = 14, 13
 
     class Changing:
-        """Reads of the table; the second one comes after the change."""
+        """A table whose entry changes before the second read of it."""
 
         num_reads = 0
 
@@ -281,21 +281,21 @@ def test_an_entry_that_changes_while_it_is_read_is_a_miss(tier, torn):
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 63, 64, 65, 1000, 1 << 20])
-def test_at_most_a_quarter_is_in_use_and_buckets_are_no_more_than_rows(num_rows):
+def test_number_of_buckets_is_a_power_of_two_up_to_the_number_of_rows(num_rows):
     buckets = num_buckets(num_rows)
     assert buckets & (buckets - 1) == 0
     assert buckets <= num_rows
     assert num_rows <= 2 * buckets
 
 
-def test_a_file_that_is_too_short_is_refused(tier):
+def test_refuses_too_short_file(tier):
     arena = tier.arena
     offset, buckets = arena.index_place
     with pytest.raises(ArenaError, match="not the same file"):
         MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, offset, buckets << 20)
 
 
-def test_readers_can_not_write(tier):
+def test_readers_cannot_write(tier):
     reader = reader_of(tier.arena)
     with pytest.raises(ValueError, match="read-only"):
         reader._buckets[0] = 0

@@ -1,4 +1,4 @@
-"""Tenants that may take a part of the memory each; the model has the rest."""
+"""Tenant quotas of the memory tier; ``test_quota_model`` covers random sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWNER, ENGINE = b"o" * 16, b"E" * 16
 
 
 class Bench:
-    """Eight rows; a tenant may have three."""
+    """A memory tier of eight rows with a quota of three rows per tenant."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -62,10 +62,10 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_who_has_his_share_makes_room_with_his_own_though_others_are_older(bench: Bench) -> None:
+def test_tenant_at_its_quota_evicts_its_own_rows_first(bench: Bench) -> None:
     bench.store("b.0", "b.1", "a.0", "a.1", "a.2")
     bench.store("a,0")
-    assert bench.present() == ["a.0", "a.1", "a,0", "b.0", "b.1"]  # the tail of the older request went
+    assert bench.present() == ["a.0", "a.1", "a,0", "b.0", "b.1"]  # the tail of the older request was evicted
     bench.lookup("a.0")
     bench.tier.release((ENGINE, "a.0"))
     bench.store("a,1", "a,2")
@@ -73,14 +73,14 @@ def test_who_has_his_share_makes_room_with_his_own_though_others_are_older(bench
     assert bench.removed == {Removal.QUOTA: 3}
 
 
-def test_a_request_longer_than_the_share_keeps_its_head(bench: Bench) -> None:
+def test_request_longer_than_the_quota_keeps_its_head(bench: Bench) -> None:
     bench.store("a.0", "a.1", "a.2")
     assert bench.reserve("a.3") is Reserved.BUSY
     assert bench.present() == ["a.0", "a.1", "a.2"]
     assert bench.tier.stats.refused == 1
 
 
-def test_leased_rows_stay_and_nobody_elses_go_for_them(bench: Bench) -> None:
+def test_leased_rows_are_not_evicted_and_other_tenants_rows_neither(bench: Bench) -> None:
     bench.store("b.0", "a.0", "a.1", "a.2")
     bench.lookup("a.0", "a.1", "a.2")
     assert bench.reserve("a,0") is Reserved.BUSY
@@ -89,13 +89,13 @@ def test_leased_rows_stay_and_nobody_elses_go_for_them(bench: Bench) -> None:
     assert bench.present() == ["a.0", "a.1", "a,0", "b.0"]
 
 
-def test_own_rows_that_were_never_completed_go_first(bench: Bench) -> None:
+def test_incomplete_rows_of_the_tenant_are_evicted_first(bench: Bench) -> None:
     bench.tier = bench.new_tier(num_columns=2)
     names = ["b.0", "a.0", "a.1", "a.2"]
     for name in names:
         assert bench.reserve(name) is Reserved.SLOT
         assert bench.slot is not None
-        bench.tier.commit([bench.slot], 0, OWNER)  # and never the other column
+        bench.tier.commit([bench.slot], 0, OWNER)  # the other column is never committed
     assert bench.reserve("a.3") is Reserved.BUSY
     bench.now += INCOMPLETE_SECONDS + 1
     assert bench.reserve("a.3") is Reserved.SLOT
@@ -110,7 +110,7 @@ def test_rows_without_a_tenant_are_not_limited(bench: Bench) -> None:
     assert len(bench.present()) == 8
 
 
-def test_what_is_brought_for_a_tenant_is_his(bench: Bench) -> None:
+def test_promoted_rows_count_for_the_tenant(bench: Bench) -> None:
     bench.store("b.0")
     for number in range(4):
         slot = bench.tier.reserve_row(key(f"a.{number}"), 4096, None, b"a")
@@ -120,7 +120,7 @@ def test_what_is_brought_for_a_tenant_is_his(bench: Bench) -> None:
     assert bench.tier.stats.tenants.num_bytes(b"a") == 3 * 4096
 
 
-def test_who_is_over_a_share_that_became_smaller_comes_to_it_in_steps() -> None:
+def test_tenant_shrinks_to_a_smaller_quota_in_steps() -> None:
     tier = MemoryTier(PrivateArena(Geometry(4096, 1), 400), tenant_quota_percent=50)
     for _ in tier.adopt():
         pass

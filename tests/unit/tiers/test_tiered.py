@@ -1,4 +1,4 @@
-"""The tiered store: what is looked up, brought and verified, and what an unhealthy remote tier does to it."""
+"""Lookups, promotions and verification of the tiered store, and an unhealthy remote tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.harness.tiered_world import (
 )
 
 
-def test_namespaces_that_nobody_shares_stay_in_memory():
+def test_rows_of_unregistered_namespaces_are_not_written_to_lower_tiers():
     async def main() -> None:
         async with World() as world:
             world.store._labels.clear()
@@ -40,7 +40,7 @@ def test_namespaces_that_nobody_shares_stay_in_memory():
 
 
 @run
-async def test_lookup_says_probing_then_pending_then_resident(world):
+async def test_lookup_returns_probing_then_pending_then_resident(world):
     world.remote.fill(chain(3))
     world.remote.open.clear()
     assert world.lookup(chain(3)) == LookupResult(is_probing=True)
@@ -54,40 +54,50 @@ async def test_lookup_says_probing_then_pending_then_resident(world):
 
 
 @run
-async def test_an_answer_is_of_use_only_where_it_can_tell_more_than_the_index(world):
-    assert not world.store.is_memory_only(NAMESPACE), "there is a remote tier"
-    assert world.store.is_memory_only(b"p" * 32), "private: never below"
+async def test_is_memory_only_without_lower_tiers_or_unverified_rows(world):
+    assert not world.store.is_memory_only(NAMESPACE), "a remote tier is configured"
+    assert world.store.is_memory_only(b"p" * 32), "private rows are never written to lower tiers"
     world.put(chain(1))
     await world.store.drain(60)
     restarted = TieredStore(world.arena)
     assert restarted.is_memory_only(NAMESPACE)
     await restarted.adopt()
-    assert not restarted.is_memory_only(NAMESPACE), "rows to be verified are asked for"
+    assert not restarted.is_memory_only(NAMESPACE), "a lookup verifies adopted rows"
     await restarted.close()
 
 
 @run
-async def test_a_hint_leases_nothing_and_says_the_same(world):
+async def test_hint_returns_the_lookup_result_without_lease(world):
     world.put(chain(2))
-    found = world.store.lookup(LEASE, one_chain(chain(3), SIZE), is_hint=True)
-    assert found == LookupResult(2, 0, 0, is_probing=True)
+    answer = world.store.lookup(LEASE, one_chain(chain(3), SIZE), is_hint=True)
+    assert answer == LookupResult(2, 0, 0, is_probing=True)
     assert world.store.memory.num_leased == 0
 
 
 @run
-async def test_who_goes_on_has_nothing_brought(world):
+async def test_scheduled_requests_promote_nothing(world):
     world.put(chain(1))
     world.remote.fill(chain(3))
     chains = one_chain(chain(3), SIZE)
-    found = world.store.lookup(LEASE, chains, is_hint=True, is_scheduled=True)
-    assert found == LookupResult(1)
+    answer = world.store.lookup(LEASE, chains, is_hint=True, num_scheduled_hits=1)
+    assert answer == LookupResult(1)
     assert await world.store.drain(60)
     assert not world.remote.calls["probe"]
     assert world.store.memory.stats.misses == 2
 
 
 @run
-async def test_the_tier_that_brought_a_row_is_known_until_somebody_asks(world):
+async def test_counts_hits_as_of_scheduling(world):
+    world.put(chain(3))
+    chains, stats = one_chain(chain(3), SIZE), world.store.memory.stats
+    world.store.lookup(LEASE, chains, is_hint=True, num_scheduled_hits=1)
+    assert (stats.hits, stats.misses) == (1, 2)
+    world.store.lookup((b"engine", "too many"), chains, is_hint=True, num_scheduled_hits=9)
+    assert (stats.hits, stats.misses) == (4, 2)
+
+
+@run
+async def test_origin_of_promoted_rows_is_readable_once(world):
     world.put(chain(1))
     world.remote.fill(chain(3))
     world.lookup(chain(3))
@@ -98,11 +108,11 @@ async def test_the_tier_that_brought_a_row_is_known_until_somebody_asks(world):
 
 
 @run
-async def test_what_another_engine_is_writing_now_is_on_its_way(world):
+async def test_rows_being_written_by_another_engine_are_pending(world):
     world.put(chain(1))
     slots = world.fill(chain(2, start=1), 0)
-    found = world.lookup(chain(4))
-    assert (found.num_resident, found.num_pending) == (1, 2)
+    answer = world.lookup(chain(4))
+    assert (answer.num_resident, answer.num_pending) == (1, 2)
     world.store.abort(slots, 0, OWNER)
     assert world.lookup(chain(4)).num_pending == 0
 
@@ -134,19 +144,19 @@ async def test_probes_do_not_wait_for_promotions(world):
 
 
 @run
-async def test_a_held_remote_holds_no_lookup(world):
+async def test_hung_remote_tier_does_not_delay_lookups(world):
     world.put(chain(2))
     assert await world.store.drain(60)
     world.remote.open.clear()
     for request in range(3):
-        found = world.lookup(chain(4), str(request))
-        assert (found.num_resident, found.num_leased) == (2, 2)
+        answer = world.lookup(chain(4), str(request))
+        assert (answer.num_resident, answer.num_leased) == (2, 2)
     world.put(chain(2, start=8))
     assert world.lookup(chain(2, start=8), "fresh").num_resident == 2
 
 
 @run
-async def test_an_unhealthy_remote_is_left_alone_until_it_is_well(world):
+async def test_unhealthy_remote_tier_gets_no_requests_until_recovery(world):
     world.remote.fill(chain(2))
     world.remote.is_unhealthy = True
     assert world.lookup(chain(2)).is_probing
@@ -166,12 +176,12 @@ async def test_an_unhealthy_remote_is_left_alone_until_it_is_well(world):
 
 
 @run
-async def test_a_probe_that_ends_with_an_error_is_not_the_last(world):
-    def broken() -> None:
-        world.remote._probe = working
-        raise RuntimeError("what nobody thought of")
+async def test_health_probes_continue_after_an_unexpected_error(world):
+    def fail_once() -> None:
+        world.remote._probe = real_probe
+        raise RuntimeError("a bug")
 
-    working, world.remote._probe = world.remote._probe, broken
+    real_probe, world.remote._probe = world.remote._probe, fail_once
     world.remote.fill(chain(2))
     world.remote.is_unhealthy = True
     assert world.lookup(chain(2)).is_probing
@@ -181,7 +191,7 @@ async def test_a_probe_that_ends_with_an_error_is_not_the_last(world):
 
 
 @run
-async def test_outage_in_the_middle_of_a_promotion_leaves_nothing(world):
+async def test_outage_during_promotion_leaves_no_partial_rows(world):
     world.remote.fill(chain(4))
     world.remote.held = {"load"}
     world.remote.open.clear()
@@ -196,7 +206,7 @@ async def test_outage_in_the_middle_of_a_promotion_leaves_nothing(world):
 
 
 @run
-async def test_an_invalid_object_is_a_miss(world):
+async def test_invalid_object_is_a_miss(world):
     world.remote.fill(chain(3))
     world.remote.objects[chain(3)[1], 1] = world.remote.INVALID
     assert world.lookup(chain(3)).is_probing
@@ -207,7 +217,7 @@ async def test_an_invalid_object_is_a_miss(world):
 
 
 @run
-async def test_absent_keys_are_asked_for_once_in_a_while(world):
+async def test_absent_keys_are_probed_once_per_interval(world):
     for _ in range(3):
         world.lookup(chain(2))
         await until(lambda: not world.store._promotions._probing)
@@ -217,22 +227,22 @@ async def test_absent_keys_are_asked_for_once_in_a_while(world):
 
 
 @run
-async def test_each_group_of_a_request_answers_for_itself_under_one_lease(world):
-    one, other = chain(4), chain(4, start=50)
-    world.put([*one, *other[:2]])
+async def test_groups_of_a_request_are_looked_up_separately_under_a_shared_lease(world):
+    first, second = chain(4), chain(4, start=50)
+    world.put([*first, *second[:2]])
     assert await world.store.drain(60)
     for column in range(2):
-        world.remote.objects[other[2], column] = content(other[2], column)
-    assert world.lookup(one) == LookupResult(4, 4)
-    assert world.lookup(other) == LookupResult(2, 2, is_probing=True)
+        world.remote.objects[second[2], column] = content(second[2], column)
+    assert world.lookup(first) == LookupResult(4, 4)
+    assert world.lookup(second) == LookupResult(2, 2, is_probing=True)
     assert world.store.memory.num_leased == 6
-    await until(lambda: world.lookup(other) == LookupResult(3, 3))
+    await until(lambda: world.lookup(second) == LookupResult(3, 3))
     world.store.memory.release(LEASE)
     assert world.store.memory.num_leased == 0
 
 
 @run
-async def test_promotions_take_a_quarter_of_the_arena_at_a_time(world):
+async def test_promotions_use_at_most_a_quarter_of_the_arena(world):
     world.remote.fill(chain(8))
     world.remote.open.clear()
     world.lookup(chain(8))
@@ -242,7 +252,7 @@ async def test_promotions_take_a_quarter_of_the_arena_at_a_time(world):
     await world.until_resident(chain(8))
 
 
-def test_adopted_rows_are_verified_before_they_are_offered():
+def test_adopted_rows_are_verified_before_use():
     async def main() -> None:
         async with World() as world:
             world.put(chain(5))
@@ -253,17 +263,17 @@ def test_adopted_rows_are_verified_before_they_are_offered():
             assert world.lookup(chain(5)) == LookupResult(num_pending=5)
             await world.until_resident(chain(2))
             await until(lambda: not world.store._promotions._pending)
-            found = world.lookup(chain(5))
-            assert (found.num_resident, found.num_pending) == (2, 0)
-            assert found.is_probing  # what is damaged here may be intact below
+            answer = world.lookup(chain(5))
+            assert (answer.num_resident, answer.num_pending) == (2, 0)
+            assert answer.is_probing  # a row damaged in memory may be intact in a lower tier
             assert world.store.memory.stats.verified == 4
             assert world.store.memory.stats.removed[Removal.INVALID] == 1
 
     asyncio.run(main())
 
 
-def test_a_closed_store_is_let_go_by_tiers_that_outlive_it():
-    """The arena gets a store of another format; the tiers stay, and must not keep the old one's index."""
+def test_closed_store_is_released_by_its_tiers():
+    """The tiers outlive a store whose arena is reformatted, and must not keep the old store's index alive."""
 
     async def main() -> weakref.ref[object]:
         async with World(remote=tier) as world:
@@ -279,7 +289,7 @@ def test_a_closed_store_is_let_go_by_tiers_that_outlive_it():
     tier.health.end()
 
 
-def test_close_waits_for_threads_as_long_as_it_may():
+def test_close_waits_for_threads_up_to_its_timeout():
     async def main() -> None:
         world = World()
         await world.store.adopt()
@@ -288,7 +298,7 @@ def test_close_waits_for_threads_as_long_as_it_may():
         world.remote.open.clear()
         world.lookup(chain(1))
         await until(lambda: world.remote.num_waiting)
-        assert not await world.store.close(0.01)  # a disk hangs, say: its thread still has the arena
+        assert not await world.store.close(0.01)  # the thread of a hung tier still uses the arena
         world.remote.open.set()
         assert await world.store.close()
         assert world.remote.num_waiting == 0
@@ -296,7 +306,7 @@ def test_close_waits_for_threads_as_long_as_it_may():
     asyncio.run(main())
 
 
-def test_without_a_remote_tier():
+def test_works_without_lower_tiers():
     async def main() -> None:
         store = TieredStore(PrivateArena(Geometry(SIZE, 1), 4))
         await store.adopt()
@@ -310,28 +320,28 @@ def test_without_a_remote_tier():
     asyncio.run(main())
 
 
-def test_the_loop_runs_while_the_index_is_rebuilt():
+def test_event_loop_runs_while_the_index_is_rebuilt():
     async def main() -> None:
         world = World(num_rows=1000)
-        others = 0
+        num_steps = 0
 
-        async def other() -> None:
-            nonlocal others
+        async def count_steps() -> None:
+            nonlocal num_steps
             while True:
-                others += 1
+                num_steps += 1
                 await asyncio.sleep(0)
 
-        task = asyncio.create_task(other())
+        task = asyncio.create_task(count_steps())
         await world.store.adopt()
         task.cancel()
-        assert others >= 7
+        assert num_steps >= 7
         await world.store.close()
 
     asyncio.run(main())
 
 
 @run
-async def test_drain_is_done_when_all_was_though_more_comes_at_once(world):
+async def test_drain_ignores_later_writes(world):
     world.store._outstanding.add()
     draining = asyncio.create_task(world.store.drain(60))
     await asyncio.sleep(0)

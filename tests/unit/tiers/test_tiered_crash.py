@@ -1,4 +1,4 @@
-"""A real process over a real disk is killed while it writes: what it had drained is there."""
+"""A process with a disk tier is killed while it writes: the rows that it drained are on disk."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.harness.tiered_world import NAMESPACE, NUM_COLUMNS, OWNER, chain, con
 SLOT_BYTES = 1 << 20
 REPEATS = SLOT_BYTES // 4096
 CAPACITY_BYTES = 1 << 30
-NUM_DRAINED = 20  # more than the arena has rows, and then the process is killed in the midst of others
+NUM_DRAINED = 20  # more rows than the arena holds; more follow until the kill
 
 
-async def write_for_ever(folder: str) -> None:
-    """One row after the other; a line for each that was drained."""
+async def write_until_killed(folder: str) -> None:
+    """Write one row after the other, and print a line for each drained row."""
     arena = PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), 16)
     store = TieredStore(arena, {"disk": DiskTier(folder, CAPACITY_BYTES)})
     await store.adopt()
@@ -40,7 +40,7 @@ async def write_for_ever(folder: str) -> None:
         print(number, flush=True)
 
 
-def test_what_was_drained_outlives_the_process(tmp_path):
+def test_drained_rows_survive_a_kill(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.unit.tiers.test_tiered_crash", str(tmp_path)],
         cwd=REPOSITORY,
@@ -50,12 +50,12 @@ def test_what_was_drained_outlives_the_process(tmp_path):
     for _ in range(NUM_DRAINED):
         assert process.stdout.readline()
     process.kill()
-    drained = NUM_DRAINED + len(process.stdout.read().splitlines())
+    num_drained = NUM_DRAINED + len(process.stdout.read().splitlines())
     process.wait()
     disk = DiskTier(Path(tmp_path), CAPACITY_BYTES)
     into = memoryview(bytearray(SLOT_BYTES))
-    assert disk.probe(chain(drained + 1), NUM_COLUMNS) >= drained
-    for key in chain(drained):
+    assert disk.probe(chain(num_drained + 1), NUM_COLUMNS) >= num_drained
+    for key in chain(num_drained):
         for column in range(NUM_COLUMNS):
             assert disk.load(ObjectId(key, column), into, SLOT_BYTES) is not None
             assert into == content(key, column) * REPEATS
@@ -63,4 +63,4 @@ def test_what_was_drained_outlives_the_process(tmp_path):
 
 
 if __name__ == "__main__":
-    asyncio.run(write_for_ever(sys.argv[1]))
+    asyncio.run(write_until_killed(sys.argv[1]))

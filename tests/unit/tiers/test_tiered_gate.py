@@ -1,4 +1,4 @@
-"""Load or recompute: what a tier's rate is, and what is left below because of it."""
+"""Load or recompute: the measured rate of a tier, and the rows that are not promoted because of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.tiered_world import NUM_COLUMNS, SIZE, chain, run, until
 ROW_BYTES = SIZE * NUM_COLUMNS
 
 
-def test_one_reader_s_rate():
+def test_rate_of_a_single_reader():
     rate = Rate()
     assert rate.bytes_per_second(0.0) == 0.0
     rate.begin(10.0)
@@ -21,7 +21,7 @@ def test_one_reader_s_rate():
     assert rate.bytes_per_second(12.0) == 50.0
 
 
-def test_readers_together_are_as_fast_as_they_are_together():
+def test_rate_of_concurrent_readers_is_their_joint_rate():
     rate = Rate()
     rate.begin(0.0)
     rate.begin(0.0)
@@ -30,18 +30,18 @@ def test_readers_together_are_as_fast_as_they_are_together():
     assert rate.bytes_per_second(1.0) == pytest.approx(200, rel=0.06)
 
 
-def test_idle_time_and_loads_that_brought_nothing_do_not_count():
+def test_idle_time_and_failed_loads_do_not_count():
     rate = Rate()
     rate.begin(0.0)
     rate.end(1.0, 100)
     rate.begin(20.0)
-    rate.end(30.0, 0)  # it failed, at its deadline
+    rate.end(30.0, 0)  # the load failed at its deadline
     rate.begin(40.0)
     rate.end(41.0, 100)
     assert rate.bytes_per_second(41.0) == pytest.approx(100)
 
 
-def test_the_last_loads_count_most():
+def test_recent_loads_have_the_largest_weight():
     rate = Rate()
     for second in range(100):
         rate.begin(float(second))
@@ -49,7 +49,7 @@ def test_the_last_loads_count_most():
     assert rate.bytes_per_second(100.0) == pytest.approx(2000, rel=0.15)
 
 
-def test_one_stall_tells_nothing():
+def test_rate_is_uncertain_after_a_single_stall():
     rate = Rate()
     now = 0.0
     for seconds in (0.7, *[0.002] * 100):
@@ -61,10 +61,10 @@ def test_one_stall_tells_nothing():
         rate.begin(now)
         now += 0.05
         rate.end(now, 1)
-    assert rate.is_certain, "slow for a second"
+    assert rate.is_certain, "loads were slow for a second"
 
 
-def test_a_rate_of_long_ago_has_no_say_in_a_new_one():
+def test_new_rate_ignores_loads_of_long_ago():
     rate = Rate()
     rate.begin(0.0)
     rate.end(10.0, 1)
@@ -74,7 +74,7 @@ def test_a_rate_of_long_ago_has_no_say_in_a_new_one():
     assert not rate.is_certain
 
 
-def test_a_rate_of_long_ago_is_not_known():
+def test_rate_expires():
     rate = Rate()
     rate.begin(0.0)
     rate.end(10.0, 1)
@@ -83,22 +83,22 @@ def test_a_rate_of_long_ago_is_not_known():
 
 
 @given(*[st.floats(0, 1e12)] * 2)
-def test_what_is_not_known_is_tried(bytes_per_second, seconds):
+def test_loads_if_a_rate_is_unknown(bytes_per_second, seconds):
     assert should_load(1 << 40, 0.0, seconds)
     assert should_load(1 << 40, bytes_per_second, 0.0)
 
 
-def test_loading_must_win_clearly():
+def test_loads_only_if_clearly_faster_than_recomputing():
     assert should_load(79, 100.0, 1.0)
     assert not should_load(80, 100.0, 1.0)
 
 
 async def measure(world, seconds: float) -> None:
-    """Load one row in so many seconds."""
+    """Load one row in ``seconds`` seconds."""
     world.remote.fill(chain(1, start=900))
     world.remote.held = {"load"}
     world.remote.open.clear()
-    assert world.lookup(chain(1, start=900), "measures").is_probing
+    assert world.lookup(chain(1, start=900), "measurement").is_probing
     await until(lambda: world.remote.num_waiting)
     world.now += seconds
     world.remote.open.set()
@@ -106,20 +106,20 @@ async def measure(world, seconds: float) -> None:
 
 
 @run
-async def test_what_is_faster_computed_is_left_below(world):
+async def test_does_not_promote_rows_faster_to_recompute(world):
     world.remote.fill(chain(3))
     await measure(world, 1.0)
     assert world.lower.bytes_per_second == ROW_BYTES
     assert world.lookup(chain(3), row_seconds=1.2).is_probing
     await until(lambda: world.lower.stats.skipped_slower_than_recompute)
-    found = world.lookup(chain(3), row_seconds=1.2)
-    assert (found.num_pending, found.is_probing) == (0, False)
+    answer = world.lookup(chain(3), row_seconds=1.2)
+    assert (answer.num_pending, answer.is_probing) == (0, False)
     assert world.lower.stats.skipped_slower_than_recompute == 3
-    assert world.remote.calls["load"] == NUM_COLUMNS  # of the measurement
+    assert world.remote.calls["load"] == NUM_COLUMNS  # loads of the measurement only
 
 
 @run
-async def test_a_tier_is_not_passed_by_for_one_slow_load(world):
+async def test_single_slow_load_does_not_stop_promotions(world):
     world.remote.fill(chain(3))
     await measure(world, 0.9)
     assert world.lookup(chain(3), row_seconds=0.001).is_probing
@@ -128,7 +128,7 @@ async def test_a_tier_is_not_passed_by_for_one_slow_load(world):
 
 
 @run
-async def test_another_request_s_engine_may_be_slower(world):
+async def test_decision_uses_the_prefill_rate_of_the_request(world):
     world.remote.fill(chain(3))
     await measure(world, 1.0)
     assert world.lookup(chain(3), "fast", row_seconds=1.2).is_probing
@@ -138,7 +138,7 @@ async def test_another_request_s_engine_may_be_slower(world):
 
 
 @run
-async def test_without_a_prefill_rate_all_is_brought(world):
+async def test_promotes_all_rows_without_a_prefill_rate(world):
     world.remote.fill(chain(3))
     await measure(world, 1000.0)
     await world.until_resident(chain(3))
@@ -146,8 +146,8 @@ async def test_without_a_prefill_rate_all_is_brought(world):
 
 
 @run
-async def test_what_waits_before_does_not_count(world):
-    """Those requests wait for the engine as well: all that arrive together are brought up."""
+async def test_queued_loads_do_not_count(world):
+    """Queued requests wait for the engine, too, so all rows of requests that arrive together are promoted."""
     world.remote.fill(chain(4))
     await measure(world, 1.0)
     world.remote.open.clear()

@@ -1,6 +1,6 @@
 """Joint lookups of several KV groups over memory and two lower tiers, against an oracle.
 
-The oracle is one sentence: what can be hit is the longest hit of what any tier has.
+The oracle: a lookup finds the longest hit over the rows of all tiers.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def content(row_key: bytes, group: KVGroup) -> bytes:
 
 
 class Tier(FakeTier):
-    """Rows of one column, of any length."""
+    """A fake tier for rows of one column and any length."""
 
     def touch(self, keys, num_columns):
         return {row_key for row_key in keys if (row_key, 0) not in self.objects}
 
 
 class GroupWorld:
-    """A store whose rows take one to three slots, over two lower tiers."""
+    """A store over two lower tiers, with rows of one to three slots."""
 
     def __init__(self, names: tuple[str, ...], num_slots: int = NUM_SLOTS) -> None:
         self.groups = tuple(KINDS[name] for name in names)
@@ -93,15 +93,15 @@ class GroupWorld:
             if self.store.memory.is_resident(key(group, chunk))
         }
 
-    async def settled(self, request: str = "r", seconds: float = 2.0) -> LookupResult:
-        """Ask until asking changes nothing more, also of what was absent before."""
+    async def settle(self, request: str = "r", seconds: float = 2.0) -> LookupResult:
+        """Look up until the answer no longer changes, also for rows that were absent before."""
         latest = None
         while True:
-            found = self.store.lookup((LEASE[0], request), self.chains(), is_hint=True)
-            if not found.num_pending and not found.is_probing:
-                if found == latest:
-                    return found
-                latest = found
+            answer = self.store.lookup((LEASE[0], request), self.chains(), is_hint=True)
+            if not answer.num_pending and not answer.is_probing:
+                if answer == latest:
+                    return answer
+                latest = answer
                 self.now += seconds
             await asyncio.sleep(0)
 
@@ -110,28 +110,28 @@ class GroupWorld:
         return longest_hit(self.groups, CHUNK_TOKENS, joined, 0, NUM_CHUNKS)
 
     def needed(self, num_chunks: int) -> set[tuple[int, int]]:
-        return {(self.groups[at].group, chunk) for chunk, at in self.chains().places(num_chunks)}
+        return {(self.groups[index].group, chunk) for chunk, index in self.chains().places(num_chunks)}
 
 
 def run_with(names, residencies, test) -> None:
-    """Run ``test`` over a world whose memory and tiers have these rows."""
+    """Run ``test`` over a world whose memory and tiers hold these rows."""
 
     async def main() -> None:
         world = GroupWorld(names)
         await world.store.adopt()
         try:
             memory, *lower = residencies
-            for at, group in enumerate(world.groups):
+            for index, group in enumerate(world.groups):
                 for chunk in range(NUM_CHUNKS):
-                    if memory[at][chunk]:
+                    if memory[index][chunk]:
                         world.put(group, chunk)
             assert await world.store.drain(60)
             for tier, present in zip(world.tiers, lower, strict=False):
                 tier.objects = {
                     (key(group, chunk), 0): content(key(group, chunk), group)
-                    for at, group in enumerate(world.groups)
+                    for index, group in enumerate(world.groups)
                     for chunk in range(NUM_CHUNKS)
-                    if present[at][chunk]
+                    if present[index][chunk]
                 }
             for tier in world.tiers[len(lower) :]:
                 tier.objects.clear()
@@ -151,13 +151,13 @@ def cases(draw, num_tiers: int):
 
 @settings(max_examples=60)
 @given(cases(num_tiers=2))
-def test_one_tier_below_brings_the_longest_hit_and_no_row_more(case):
+def test_lower_tier_promotes_exactly_the_rows_of_the_longest_hit(case):
     names, residencies = case
 
     async def test(world: GroupWorld) -> None:
         before = world.resident()
         end = world.longest(*residencies)
-        assert await world.settled() == LookupResult(end)
+        assert await world.settle() == LookupResult(end)
         added = world.resident() - before
         assert added == world.needed(end) - before
         assert world.tiers[0].calls["load"] == len(added)
@@ -177,16 +177,16 @@ def test_one_tier_below_brings_the_longest_hit_and_no_row_more(case):
     )
 )
 @given(cases(num_tiers=3))
-def test_two_tiers_below_bring_the_longest_hit_of_all_three(case):
+def test_two_lower_tiers_promote_the_longest_hit_of_all_tiers(case):
     names, residencies = case
 
     async def test(world: GroupWorld) -> None:
         end = world.longest(*residencies)
-        assert (await world.settled()).num_resident == end
-        found = world.store.lookup(LEASE, world.chains(end)) if end else LookupResult()
-        assert found == LookupResult(end, end)
-        for chunk, at in world.chains().places(end):
-            group = world.groups[at]
+        assert (await world.settle()).num_resident == end
+        answer = world.store.lookup(LEASE, world.chains(end)) if end else LookupResult()
+        assert answer == LookupResult(end, end)
+        for chunk, index in world.chains().places(end):
+            group = world.groups[index]
             slot = world.store.memory._rows.slot(world.store.memory._rows.find(key(group, chunk)))
             assert bytes(world.arena_view(slot, group)) == content(key(group, chunk), group)
 
@@ -195,18 +195,17 @@ def test_two_tiers_below_bring_the_longest_hit_of_all_three(case):
 
 @settings(max_examples=30)
 @given(cases(num_tiers=2))
-def test_a_row_that_can_not_be_read_costs_the_ends_that_need_it(case):
-    """A tier says that it has all of them, and some are not valid: the longest hit of the others is
-    brought."""
+def test_unreadable_rows_shorten_the_hit_to_the_readable_rows(case):
+    """The tier claims to hold all rows, but some are invalid: the longest valid hit is promoted."""
     names, (memory, below) = case
 
     async def test(world: GroupWorld) -> None:
         invalid = {}
-        for at, group in enumerate(world.groups):
+        for index, group in enumerate(world.groups):
             for chunk in range(NUM_CHUNKS):
-                if not below[at][chunk]:
+                if not below[index][chunk]:
                     invalid[key(group, chunk), 0] = FakeTier.INVALID
         world.tiers[0].objects |= invalid
-        assert (await world.settled(seconds=0.1)).num_resident == world.longest(memory, below)
+        assert (await world.settle(seconds=0.1)).num_resident == world.longest(memory, below)
 
     run_with(names, [memory, below], test)

@@ -1,4 +1,4 @@
-"""What a hit in memory means below: younger copies, and the first write under ``OnReuse``."""
+"""Effects of a hit in memory on lower tiers: refreshed copies, and the first write under ``OnReuse``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.harness.tiered_world import LEASE, NUM_COLUMNS, World, chain, run, un
 
 
 @run
-async def test_hits_make_the_copies_below_younger_now_and_then(world):
+async def test_hits_refresh_lower_copies_once_per_period(world):
     world.put(chain(3))
     assert await world.store.drain(60)
     for _ in range(2):
@@ -25,7 +25,7 @@ async def test_hits_make_the_copies_below_younger_now_and_then(world):
 
 
 @run
-async def test_copies_are_refreshed_four_times_before_their_tier_would_forget_them(world):
+async def test_copies_are_refreshed_four_times_per_residence(world):
     async def hit(seconds: float) -> None:
         world.now += seconds
         assert world.lookup(chain(1)).num_resident == 1
@@ -42,11 +42,11 @@ async def test_copies_are_refreshed_four_times_before_their_tier_would_forget_th
         await hit(pause - 1)
         assert world.remote.calls["touch"] == touched
         await hit(1)
-        await until(lambda least=touched + 1: world.remote.calls["touch"] == least)
+        await until(lambda num_touches=touched + 1: world.remote.calls["touch"] == num_touches)
 
 
 @run
-async def test_an_unhealthy_tier_is_not_touched_and_hits_go_on(world):
+async def test_unhealthy_tier_is_not_touched_while_hits_continue(world):
     world.put(chain(2))
     assert await world.store.drain(60)
     world.now += REFRESH_SECONDS
@@ -62,17 +62,17 @@ async def test_an_unhealthy_tier_is_not_touched_and_hits_go_on(world):
 
 
 @run
-async def test_what_is_found_in_a_former_place_is_written_to_the_present_one(world):
+async def test_row_on_its_previous_shard_is_written_to_the_current_shard(world):
     world.remote.fill(chain(3))
     world.remote.misplaced = {(chain(3)[1], 1)}
     await world.until_resident(chain(3))
     assert await world.store.drain(20)
     assert not world.remote.misplaced
-    assert world.remote.calls["store"] == NUM_COLUMNS  # of one row
+    assert world.remote.calls["store"] == NUM_COLUMNS  # the columns of one row
     assert world.lower.stats.written == 1
 
 
-def test_rows_are_written_when_they_are_hit_for_the_first_time():
+def test_on_reuse_writes_rows_at_their_first_hit():
     async def main() -> None:
         async with World(admit=Admit.ON_REUSE) as world:
             world.put(chain(4))
@@ -87,7 +87,7 @@ def test_rows_are_written_when_they_are_hit_for_the_first_time():
 
 
 @run
-async def test_a_row_that_is_not_shared_is_not_written_for_a_shared_one_that_is_hit_with_it(world):
+async def test_private_row_is_not_written_with_a_shared_row_of_the_same_hit(world):
     private = b"p" * 64
     world.put([*chain(1), private])
     assert await world.store.drain(60)
@@ -100,7 +100,7 @@ async def test_a_row_that_is_not_shared_is_not_written_for_a_shared_one_that_is_
     assert set(world.remote.touched) == set(chain(1))
 
 
-def test_a_row_that_took_an_unused_one_s_place_is_not_taken_for_it():
+def test_on_reuse_does_not_write_unused_rows_in_reused_slots():
     async def main() -> None:
         async with World(num_rows=8, admit=Admit.ON_REUSE) as world:
             world.put(chain(8))

@@ -1,4 +1,4 @@
-"""A tier whose calls never come back, or a row that no thread can check: nobody else waits for it."""
+"""A tier whose calls never return, or rows that fail verification, do not block other requests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lmcache.tiers.tiered import tier_worker as lower
+from lmcache.tiers.tiered import tier_operations
 from tests.harness.tiered_world import FakeTier, World, chain, run, until
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(lower, "_STUCK_SECONDS", 0.02)
+def short_stuck_limit(monkeypatch):
+    monkeypatch.setattr(tier_operations, "_STUCK_SECONDS", 0.02)
 
 
 @asynccontextmanager
-async def disk_that_hangs(*held: str) -> AsyncIterator[tuple[World, FakeTier]]:
-    """In front of a remote tier that is well and has all rows."""
+async def hanging_disk(*held: str) -> AsyncIterator[tuple[World, FakeTier]]:
+    """Yield a world whose disk hangs in the calls ``held`` and whose remote tier works and holds all rows."""
     disk = FakeTier()
     disk.held = set(held)
     disk.fill(chain(30))
@@ -32,9 +32,9 @@ async def disk_that_hangs(*held: str) -> AsyncIterator[tuple[World, FakeTier]]:
             disk.open.set()
 
 
-def test_a_probe_that_hangs_leaves_its_keys_to_the_next_tier():
+def test_keys_of_a_hung_probe_are_looked_up_in_the_next_tier():
     async def main() -> None:
-        async with disk_that_hangs("probe") as (world, disk):
+        async with hanging_disk("probe") as (world, disk):
             world.lookup(chain(3))
             await until(lambda: disk.num_waiting == 1)
             world.now += 1  # the disk counts as stuck
@@ -45,9 +45,9 @@ def test_a_probe_that_hangs_leaves_its_keys_to_the_next_tier():
     asyncio.run(main())
 
 
-def test_rows_behind_a_load_that_hangs_are_not_pending():
+def test_rows_behind_a_hung_load_are_not_pending():
     async def main() -> None:
-        async with disk_that_hangs("load") as (world, disk):
+        async with hanging_disk("load") as (world, disk):
             world.lookup(chain(30))
             await until(lambda: disk.num_waiting == 2)
             assert world.store.lower["disk"].num_loads == 16  # as many as may be pending
@@ -60,18 +60,18 @@ def test_rows_behind_a_load_that_hangs_are_not_pending():
 
 
 @run
-async def test_an_error_while_rows_are_verified_leaves_none_of_them_pending(world):
+async def test_failed_verification_leaves_no_pending_rows(world):
     world.put(chain(3))
     assert await world.store.drain(60)
     await world.store.close()
-    async with World(arena=world.arena) as again:
+    async with World(arena=world.arena) as restarted:
 
         async def fail(slot: object) -> bool:
             raise MemoryError
 
-        again.store.memory.release_adopted()
+        restarted.store.memory.release_adopted()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(again.store._checksums, "verify", fail)
-            assert again.lookup(chain(3)).num_pending == 3
-            await until(lambda: not again.store._promotions._pending)
-        await again.until_resident(chain(3))
+            patch.setattr(restarted.store._checksums, "verify", fail)
+            assert restarted.lookup(chain(3)).num_pending == 3
+            await until(lambda: not restarted.store._promotions._pending)
+        await restarted.until_resident(chain(3))

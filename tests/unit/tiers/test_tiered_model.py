@@ -1,7 +1,7 @@
-"""The tiered store over a real disk and a remote tier, with faults between any two steps, against an oracle.
+"""Model-based test of the tiered store over a disk and a fake remote tier, with faults between any two steps.
 
-Every key has one content, so whatever is served is right or wrong. The oracle knows what was acknowledged,
-and who holds what.
+Each key has a fixed content, so the test can check all returned bytes. The oracle knows acknowledged rows
+and leases.
 """
 
 from __future__ import annotations
@@ -9,102 +9,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import tempfile
-from pathlib import Path
-from typing import TypeVar
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from lmcache.tiers.base import ObjectId
-from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.contracts import Reserved, Slot
-from lmcache.tiers.stats import WriteSkipped
-from lmcache.tiers.tiered import refresh as hits
-from lmcache.tiers.tiered import tier_worker as lower_module
 from lmcache.tiers.tiered.store import Admit
+from tests.harness.tiered_machine import COLUMNS, KEYS, NUM_QUEUED, NUM_ROWS, TieredStoreMachine
 from tests.harness.tiered_world import (
     OWNER,
     SIZE,
     TIMEOUT_SECONDS,
     FakeTier,
-    FaultyDisk,
-    World,
     chain,
     content,
     until,
 )
 
-T = TypeVar("T")
-
-NUM_ROWS = 16
-NUM_QUEUED = NUM_ROWS // 4  # that a queue of writes takes
-KEYS = chain(32)
-COLUMNS = (0, 1)
-
 parts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 6)).map(lambda p: KEYS[p[0] : p[0] + p[1]])
 tiers = st.sampled_from(["disk", "remote"])
-states = st.sampled_from(["well", "unhealthy", "held", "full"])
+states = st.sampled_from(["healthy", "unhealthy", "held", "full"])
 
 
-class Errors(logging.Handler):
-    """What background work could not tell anybody."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.records: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(self.format(record))
-
-
-class Tiered(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(lower_module, "_OFFER_SECONDS", 0.002)
-        self.patch.setattr(lower_module, "_MAX_OFFER_SECONDS", 0.01)
-        self.patch.setattr(hits, "_PAUSE_SECONDS", 0.001)
-        self.errors = Errors()
-        logging.getLogger("lmcache.tiers").addHandler(self.errors)
-        self.runner = asyncio.Runner()
-        self.folder = Path(tempfile.mkdtemp(prefix="lmc-tiered-"))
-        self.disk = DiskTier(self.folder, 64 << 20)
-        self.tiers: dict[str, FaultyDisk | FakeTier] = {"disk": FaultyDisk(self.disk), "remote": FakeTier()}
-        self.leases: dict[str, dict[bytes, Slot]] = {}
-        self.writes: list[tuple[list[bytes], asyncio.Task[set[WriteSkipped]]]] = []
-        self.acknowledged: set[tuple[bytes, str]] = set()
-        self.damaged: set[tuple[bytes, str]] = set()
-        self.admit = Admit.ALL
-        self.open_world(None)
-
+class TieredMachine(TieredStoreMachine):
     @initialize()
     def fill_all_tiers(self):
         for first in range(0, NUM_ROWS, NUM_QUEUED):
             self.put(KEYS[first : first + NUM_QUEUED], COLUMNS)
             assert self.run(self.world.store.drain(TIMEOUT_SECONDS))
 
-    def run(self, work) -> T:
-        return self.runner.run(asyncio.wait_for(work, TIMEOUT_SECONDS))
-
-    def open_world(self, arena) -> None:
-        async def make() -> World:
-            world = World(NUM_ROWS, arena, self.tiers["disk"], self.admit, remote=self.tiers["remote"])
-            await world.store.adopt()
-            return world
-
-        self.world = self.run(make())
-        for owner in self.world.store.memory.quarantined_owners:
-            self.world.store.memory.end_quarantine(owner)
-        self.world.store.memory.release_adopted()
-
     def teardown(self) -> None:
         try:
             self.settle()
-            self.what_is_hit_is_below()
-            self.everything_came_back()
+            self.check_hit_rows_are_written()
+            self.check_no_row_leaked()
         finally:
             self.heal_all()
             self.run(self.world.store.close())
@@ -114,7 +54,7 @@ class Tiered(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
             logging.getLogger("lmcache.tiers").removeHandler(self.errors)
 
-    # ---- an engine's doings ----
+    # ---- actions of an engine ----
 
     def fill(self, keys: list[bytes], column: int) -> list[Slot]:
         slots = []
@@ -142,26 +82,28 @@ class Tiered(RuleBasedStateMachine):
 
     @rule(keys=parts, name=tiers, state=states)
     def put_and_drain(self, keys, name, state):
-        """When all is drained and no write was given up, what this call completed is below."""
+        """Put rows and drain: if no write was skipped, the lower tiers hold the completed rows."""
         self.change(name, state)
         self.put(keys, (0,))
         reserved = self.reserve(keys, 1)
-        mine = [(key, answer.slot) for key, answer in zip(keys, reserved, strict=True) if answer.slot]
-        for key, slot in mine:
+        reserved_slots = [
+            (key, answer.slot) for key, answer in zip(keys, reserved, strict=True) if answer.slot
+        ]
+        for key, slot in reserved_slots:
             self.world.arena.view(slot.row, 1)[:] = content(key, 1)
 
         async def commit():
             store = self.world.store
-            store.commit([slot for _, slot in mine], 1, OWNER)
-            # A row that left memory since its first column, or had no room then, lacks that one now.
-            completed = [key for key, _ in mine if store.memory.is_resident(key)]
+            store.commit([slot for _, slot in reserved_slots], 1, OWNER)
+            # A row that was evicted since its first column, or got no slot then, lacks that column now.
+            completed = [key for key, _ in reserved_slots if store.memory.is_resident(key)]
             if self.admit is Admit.ALL:
                 self.writes.append((completed, asyncio.create_task(self.drain(store))))
 
         self.run(commit())
 
     async def drain(self, store) -> bool:
-        """Return whether all that is to be written now has been."""
+        """Return whether all pending writes have completed."""
 
         def num_skipped() -> int:
             return sum(lower.stats.writes_skipped.total() for lower in store.lower.values())
@@ -182,15 +124,15 @@ class Tiered(RuleBasedStateMachine):
     )
     def lookup(self, keys, request, chunk_seconds, repeats):
         async def lookup():
-            found = self.world.lookup(keys, request, chunk_seconds)
-            slots = self.world.slots(keys[: found.num_leased])
+            answer = self.world.lookup(keys, request, chunk_seconds)
+            slots = self.world.slots(keys[: answer.num_leased])
             await asyncio.sleep(0.004 if repeats > 1 else 0)
-            return found, slots
+            return answer, slots
 
         for _ in range(repeats):
-            found, slots = self.run(lookup())
-            assert found.num_leased <= found.num_resident <= found.num_expected <= len(keys)
-            assert len(slots) == found.num_leased
+            answer, slots = self.run(lookup())
+            assert answer.num_leased <= answer.num_resident <= answer.num_expected <= len(keys)
+            assert len(slots) == answer.num_leased
             self.leases.setdefault(request, {}).update(zip(keys, slots, strict=False))
 
     @rule(request=st.sampled_from("abc"))
@@ -207,29 +149,29 @@ class Tiered(RuleBasedStateMachine):
         tier.is_full = state == "full"
         (tier.open.clear if state == "held" else tier.open.set)()
 
-    @rule(name=tiers, keys=parts, column=st.integers(0, 1), is_gone=st.booleans(), is_read=st.booleans())
-    def damage(self, name, keys, column, is_gone, is_read):
-        """A tier finds out when it reads an object, not when it is to write it again."""
+    @rule(name=tiers, keys=parts, column=st.integers(0, 1), is_deleted=st.booleans(), is_read=st.booleans())
+    def damage(self, name, keys, column, is_deleted, is_read):
+        """Damage objects; a tier detects the damage when it reads the object."""
         for key in keys:
             self.damaged.add((key, name))
             if name == "disk":
-                self.damage_file(key, column, is_gone)
-            elif is_gone:
+                self.damage_file(key, column, is_deleted)
+            elif is_deleted:
                 self.tiers[name].objects.pop((key, column), None)
             elif (key, column) in self.tiers[name].objects:
                 self.tiers[name].objects[key, column] = FakeTier.INVALID
         if is_read:
             self.restart("lost", self.admit, keys)
 
-    def damage_file(self, key: bytes, column: int, is_gone: bool) -> None:
+    def damage_file(self, key: bytes, column: int, is_deleted: bool) -> None:
         for path in self.folder.rglob(f"{key[32:].hex()}.{column}"):
-            whole = bytearray(path.read_bytes())
-            whole[4096 + 77] ^= 1
-            path.unlink() if is_gone else path.write_bytes(whole)
+            content_bytes = bytearray(path.read_bytes())
+            content_bytes[4096 + 77] ^= 1
+            path.unlink() if is_deleted else path.write_bytes(content_bytes)
 
-    @rule(name=tiers, keys=parts, column=st.integers(0, 1), tells=st.booleans())
-    def lose(self, name, keys, column, tells):
-        """A tier forgets copies: it was restarted, and ``tells`` so as a lost connection would, or evicts."""
+    @rule(name=tiers, keys=parts, column=st.integers(0, 1), reports_restart=st.booleans())
+    def lose_copies(self, name, keys, column, reports_restart):
+        """Delete copies: the tier evicts them, or restarts and reports the restart."""
         for key in keys:
             self.damaged.add((key, name))
             if name == "disk":
@@ -237,30 +179,30 @@ class Tiered(RuleBasedStateMachine):
                     path.unlink()
             else:
                 self.tiers[name].objects.pop((key, column), None)
-        if tells:
+        if reports_restart:
             self.tiers[name].health.restarted()
 
-    @rule(name=tiers, keys=parts, only=st.booleans())
-    def refuse(self, name, keys, only):
-        """From now on a tier takes all but these, or all of them."""
-        self.tiers[name].refused = frozenset(keys if only else ())
+    @rule(name=tiers, keys=parts, is_partial=st.booleans())
+    def refuse(self, name, keys, is_partial):
+        """Let a tier refuse only ``keys``, or no keys."""
+        self.tiers[name].refused = frozenset(keys if is_partial else ())
 
     @rule(seconds=st.sampled_from([0.5, 1.5, 11.0, 700.0]))
     def pass_time(self, seconds):
         self.world.now += seconds
 
     @rule(milliseconds=st.sampled_from([1, 3, 8]))
-    def let_it_work(self, milliseconds):
+    def wait_for_background_work(self, milliseconds):
         self.run(asyncio.sleep(milliseconds / 1000))
 
-    @rule(rows=st.sampled_from(["kept", "torn", "lost"]), admit=st.sampled_from(Admit), keys=parts)
+    @rule(rows=st.sampled_from(["intact", "torn", "lost"]), admit=st.sampled_from(Admit), keys=parts)
     def restart(self, rows, admit, keys):
-        """The engine goes, too: else its leases would be in quarantine. Then it asks for what it had."""
+        """Restart the store and the engine, which looks up its chunks again; its old leases are released."""
         self.heal_all()
         self.run(self.world.store.close())
         self.note_acknowledged()
-        for _, writing in self.writes:
-            writing.cancel()
+        for _, draining in self.writes:
+            draining.cancel()
         if rows == "torn":
             for row in range(0, NUM_ROWS, 2):
                 self.world.arena.view(row, 0)[100] ^= 1
@@ -271,19 +213,19 @@ class Tiered(RuleBasedStateMachine):
 
     def heal_all(self) -> None:
         for name, tier in self.tiers.items():
-            self.change(name, "well")
+            self.change(name, "healthy")
             tier.refused = frozenset()
 
-    # ---- what holds ----
+    # ---- invariants ----
 
     def note_acknowledged(self) -> None:
-        for keys, writing in [write for write in self.writes if write[1].done()]:
-            self.writes.remove((keys, writing))
-            if not writing.cancelled() and writing.result():
+        for keys, draining in [write for write in self.writes if write[1].done()]:
+            self.writes.remove((keys, draining))
+            if not draining.cancelled() and draining.result():
                 self.acknowledged.update((key, name) for key in keys for name in self.tiers)
 
     @invariant()
-    def what_is_leased_is_right(self):
+    def leased_rows_are_right(self):
         for slots in self.leases.values():
             for key, slot in slots.items():
                 for column in COLUMNS:
@@ -294,7 +236,7 @@ class Tiered(RuleBasedStateMachine):
         assert self.errors.records == []
 
     @invariant()
-    def what_is_acknowledged_is_below(self):
+    def acknowledged_rows_are_in_lower_tiers(self):
         self.note_acknowledged()
         into = memoryview(bytearray(SIZE))
         for key, name in self.acknowledged - self.damaged:
@@ -306,21 +248,21 @@ class Tiered(RuleBasedStateMachine):
                     assert self.tiers[name].objects[key, column] == content(key, column)
 
     def settle(self) -> None:
-        """When faults end, all that was begun ends."""
+        """Check that all work ends after the faults end."""
         self.heal_all()
 
         async def end() -> None:
             await until(lambda: self.world.is_idle)
-            await asyncio.gather(*(writing for _, writing in self.writes), return_exceptions=True)
+            await asyncio.gather(*(draining for _, draining in self.writes), return_exceptions=True)
 
         self.run(end())
-        self.what_is_leased_is_right()
-        self.what_is_acknowledged_is_below()
+        self.leased_rows_are_right()
+        self.acknowledged_rows_are_in_lower_tiers()
         for request in "abc":
             self.release(request)
 
     @invariant()
-    def what_is_remembered_is_bounded(self):
+    def remembered_rows_are_bounded(self):
         for lower in self.world.store.lower.values():
             assert len(lower._refused) <= NUM_QUEUED
             assert lower.num_queued <= NUM_QUEUED
@@ -328,43 +270,42 @@ class Tiered(RuleBasedStateMachine):
             assert not lower._refused or lower._is_offering
         assert len(self.world.store._promotions._pending) <= NUM_ROWS
 
-    def what_is_hit_is_below(self) -> None:
-        """Whatever was lost, refused or dropped before: what is in memory, and hit, gets there, and then no
-        more is written."""
+    def check_hit_rows_are_written(self) -> None:
+        """Check that a hit writes each resident row to the lower tiers, and that no more writes follow."""
         store = self.world.store
         self.admit = Admit.ALL
 
         async def end() -> None:
             for key in [key for key in KEYS if store.memory.is_resident(key)]:
-                await until(lambda key=key: self.hit_until_below(key))
+                await until(lambda key=key: self.hit_and_check_written(key))
             await until(lambda: self.world.is_idle)
             counts = []
-            for _ in range(3):  # files that are gone are found out by the first of them
+            for _ in range(3):  # the first round detects deleted files
                 self.world.now += 1000
                 for key in [key for key in KEYS if store.memory.is_resident(key)]:
-                    self.hit_until_below(key)
+                    self.hit_and_check_written(key)
                     await until(lambda: self.world.is_idle)
                 counts.append([tier.calls["store"] for tier in self.tiers.values()])
             assert counts[1] == counts[2]
 
         self.run(end())
 
-    def hit_until_below(self, key: bytes) -> bool:
+    def hit_and_check_written(self, key: bytes) -> bool:
         self.world.now += 1.0
         self.world.lookup([key], "a")
         self.release("a")
         is_in_memory = self.world.store.memory.is_resident(key)
-        is_below = all((key, column) in self.tiers["remote"].objects for column in COLUMNS)
-        return not is_in_memory or (is_below and self.disk.probe([key], len(COLUMNS)) == 1)
+        is_written = all((key, column) in self.tiers["remote"].objects for column in COLUMNS)
+        return not is_in_memory or (is_written and self.disk.probe([key], len(COLUMNS)) == 1)
 
-    def everything_came_back(self) -> None:
-        """No row is leaked: a new chain may take all of them."""
+    def check_no_row_leaked(self) -> None:
+        """Check that no row leaked: a new chain can use all rows."""
         memory = self.world.store.memory
         assert (memory.num_leased, memory.num_quarantined) == (0, 0)
-        self.world.now += 1000  # rows that were never completed are free now
+        self.world.now += 1000  # incomplete rows have timed out
         for column in COLUMNS:
             assert len(self.fill(chain(NUM_ROWS, start=500), column)) == NUM_ROWS
 
 
-Tiered.TestCase.settings = settings(max_examples=15, stateful_step_count=30)
-TestTiered = Tiered.TestCase
+TieredMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=30)
+TestTiered = TieredMachine.TestCase

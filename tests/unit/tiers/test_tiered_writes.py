@@ -1,4 +1,4 @@
-"""The tiered store: what is committed, written through and evicted."""
+"""Commits, write-through and eviction of the tiered store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.harness.tiered_world import LEASE, OWNER, SIZE, chain, content, run, 
 
 
 @run
-async def test_what_is_committed_is_written_through(world):
+async def test_committed_rows_are_written_through(world):
     world.put(chain(4))
     assert await world.store.drain(60)
     assert world.remote.objects == {(k, c): content(k, c) for k in chain(4) for c in range(2)}
@@ -33,7 +33,7 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
 
 
 @run
-async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
+async def test_rows_being_written_are_not_evicted_but_queued_rows_may_be(world):
     world.remote.open.clear()
     world.put(chain(6))
     await until(lambda: world.remote.num_waiting == 2 and world.lower.num_queued == 4)
@@ -47,7 +47,7 @@ async def test_rows_being_written_are_not_evicted_and_queued_ones_may_be(world):
 
 
 @run
-async def test_a_full_remote_refuses_and_is_not_unhealthy(world):
+async def test_full_remote_tier_refuses_rows_but_is_healthy(world):
     world.remote.is_full = True
     world.put(chain(2))
     assert await world.store.drain(60)
@@ -67,13 +67,13 @@ async def test_commit_is_all_or_nothing(world):
 
 
 @run
-async def test_what_was_brought_for_a_request_goes_before_its_head(world):
+async def test_promoted_tail_is_evicted_before_the_head_of_its_request(world):
     world.put(chain(4), request="request")
     assert await world.store.drain(60)
     world.remote.fill(chain(4, start=4))
     world.remote.open.clear()
     assert world.lookup(chain(8)).is_probing
-    world.store.memory.release(LEASE)  # it did not wait for what comes now
+    world.store.memory.release(LEASE)  # the request does not wait for the promotion
     world.remote.open.set()
     await until(lambda: world.lower.stats.promoted == 4)
     world.put(chain(8, start=50), request="fills")
@@ -82,12 +82,12 @@ async def test_what_was_brought_for_a_request_goes_before_its_head(world):
 
 
 @run
-async def test_rows_without_a_request_go_tail_first_call_by_call(world):
+async def test_rows_without_a_request_are_evicted_tail_first_per_call(world):
     world.put(chain(8))
     world.put(chain(8, start=50))
     assert await world.store.drain(60)
-    for left in reversed(range(8)):
-        world.put(chain(1, start=1000 + left))
+    for num_left in reversed(range(8)):
+        world.put(chain(1, start=1000 + num_left))
         assert await world.store.drain(60)
-        assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(left)
+        assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(num_left)
         assert all(map(world.store.memory.is_resident, chain(8, start=50)))

@@ -1,4 +1,4 @@
-"""Rows that are not populated, or were vacated, are of no use to anybody, and none is evicted for them."""
+"""Unusable rows, not populated or vacated: the tier does not reserve, lease or evict rows for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TestUsableRows:
             tier.commit([slot], 0, OWNER)
         return result
 
-    def test_rows_beyond_are_neither_given_nor_leased(self):
+    def test_unusable_rows_are_neither_reserved_nor_leased(self):
         tier = self.tier()
         tier.usable_slots = 2
         assert [self.store(tier, name) for name in (1, 2)] == [Reserved.SLOT] * 2
@@ -32,7 +32,7 @@ class TestUsableRows:
         assert self.store(tier, 3) is Reserved.SLOT
         assert tier.lookup((b"e" * 16, "r"), one_chain([bytes([3]) * 64])).num_resident == 1
 
-    def test_only_what_can_be_used_again_is_evicted_and_only_when_it_is_needed(self):
+    def test_evicts_only_reusable_rows_and_only_when_needed(self):
         tier = self.tier()
         for name in range(8):
             self.store(tier, name)
@@ -52,7 +52,7 @@ class TestUsableRows:
             10,
         ]
 
-    def test_nothing_is_evicted_while_nobody_can_use_a_row(self):
+    def test_evicts_no_row_when_no_row_is_usable(self):
         tier = self.tier(2)
         for name in (1, 2):
             self.store(tier, name)

@@ -1,4 +1,4 @@
-"""Write-through has a second chance: what a lower tier refused, lost or was never given is offered again."""
+"""Repeated write-through: rows that a lower tier refused, lost or never received are offered again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.tiered_world import FakeTier, World, chain, content, run, unt
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch):
+def short_offer_period(monkeypatch):
     monkeypatch.setattr(lower, "_OFFER_SECONDS", 0.005)
     monkeypatch.setattr(lower, "_MAX_OFFER_SECONDS", 0.02)
 
@@ -24,7 +24,7 @@ def written(world: World) -> set[bytes]:
 
 
 async def hit(world: World, keys: list[bytes]) -> None:
-    """Ask as an engine does, and wait until the hit was followed up."""
+    """Look up as an engine does, and wait until the hit is processed."""
     assert world.lookup(keys).num_resident == len(keys)
     await until(lambda: not world.store._refresh._latest)
 
@@ -36,7 +36,7 @@ async def hit_until_written(world: World, keys: list[bytes]) -> None:
 
 
 @run
-async def test_what_a_restarted_tier_lost_is_written_when_it_is_hit(world):
+async def test_hit_writes_rows_lost_by_a_restarted_tier(world):
     world.put(chain(3))
     assert await world.store.drain(60)
     world.remote.is_unhealthy = True
@@ -51,7 +51,7 @@ async def test_what_a_restarted_tier_lost_is_written_when_it_is_hit(world):
 
 
 @run
-async def test_what_was_lost_in_silence_is_written_within_the_refresh_period(world):
+async def test_hit_writes_silently_lost_rows_within_the_refresh_period(world):
     world.put(chain(3))
     assert await world.store.drain(60)
     world.remote.objects.pop((chain(3)[1], 1))
@@ -59,27 +59,27 @@ async def test_what_was_lost_in_silence_is_written_within_the_refresh_period(wor
     await hit(world, chain(3))
     await until(lambda: len(world.remote.objects) == 6)
     assert await world.store.drain(60)
-    assert world.lower.stats.written == 4  # what is there is only touched
+    assert world.lower.stats.written == 4  # present objects are only touched
 
 
 @run
-async def test_a_hit_of_every_group_of_a_request_is_followed_up(world):
-    """They are looked up one after the other, under one lease."""
-    one, other = chain(2), chain(2, start=50)
-    world.put([*one, *other])
+async def test_hits_of_all_groups_of_a_request_are_processed(world):
+    """The groups are looked up separately under the same lease."""
+    first, second = chain(2), chain(2, start=50)
+    world.put([*first, *second])
     assert await world.store.drain(60)
     world.now += REFRESH_SECONDS
-    assert world.lookup(one).num_resident == world.lookup(other).num_resident == 2
-    await until(lambda: set(world.remote.touched) == {*one, *other})
+    assert world.lookup(first).num_resident == world.lookup(second).num_resident == 2
+    await until(lambda: set(world.remote.touched) == {*first, *second})
 
 
 @run
-async def test_what_was_refused_is_written_when_there_is_room_and_nobody_hits_it(world):
+async def test_refused_rows_are_written_without_hits_when_the_tier_has_capacity(world):
     world.remote.is_full = True
     world.put(chain(4))
     assert await world.store.drain(60)
     stores = world.remote.calls["store"]
-    await until(lambda: world.remote.calls["store"] >= stores + 3)  # one row at a time is offered
+    await until(lambda: world.remote.calls["store"] >= stores + 3)  # the worker offers one row at a time
     world.remote.is_full = False
     await until(lambda: written(world) == set(chain(4)))
     assert await world.store.drain(60)
@@ -88,10 +88,10 @@ async def test_what_was_refused_is_written_when_there_is_room_and_nobody_hits_it
 
 
 @run
-async def test_a_row_that_is_always_refused_keeps_nobody_back(world):
-    bad = chain(1)[0]
+async def test_permanently_refused_row_does_not_block_other_rows(world):
+    bad_key = chain(1)[0]
     store = world.remote.store
-    world.remote.store = lambda object_id, *rest: object_id.row_key != bad and store(object_id, *rest)
+    world.remote.store = lambda object_id, *rest: object_id.row_key != bad_key and store(object_id, *rest)
     world.put(chain(4))
     await until(lambda: written(world) == set(chain(4)[1:]))
     world.put(chain(4, start=10))
@@ -100,28 +100,26 @@ async def test_a_row_that_is_always_refused_keeps_nobody_back(world):
 
 
 @run
-async def test_a_row_that_makes_the_tier_unhealthy_keeps_nobody_back(world):
-    """The server closes the connection over it, and answers probes: it is not tried at the head for ever."""
-    bad = chain(1)[0]
+async def test_row_with_unhealthy_store_does_not_block_other_rows(world):
+    """The server closes the connection on the bad row and answers probes; the worker retries it last."""
+    bad_key = chain(1)[0]
     store = world.remote.store
 
-    def poisoned(object_id, *rest):
-        world.remote.is_unhealthy = object_id.row_key == bad
+    def fail_for_bad_key(object_id, *rest):
+        world.remote.is_unhealthy = object_id.row_key == bad_key
         try:
             return store(object_id, *rest)
         finally:
             world.remote.is_unhealthy = False
 
-    world.remote.store = poisoned
+    world.remote.store = fail_for_bad_key
     world.put(chain(4))
     await until(lambda: written(world) == set(chain(4)[1:]))
-    await until(
-        lambda: world.lower.stats.writes_skipped[WriteSkipped.REFUSED]
-    )  # the other writer may be ahead
+    await until(lambda: world.lower.stats.writes_skipped[WriteSkipped.REFUSED])  # another writer may be ahead
 
 
 @run
-async def test_refused_rows_that_left_memory_take_nobody_s_turn(world):
+async def test_evicted_refused_rows_use_no_offer_turns(world):
     offer = lower._OFFER_SECONDS
     world.remote.is_full = True
     world.put(chain(4))
@@ -133,7 +131,7 @@ async def test_refused_rows_that_left_memory_take_nobody_s_turn(world):
             pauses.append(seconds)
         await sleep(seconds)
 
-    await until(lambda: not world.store.num_unwritten)  # none is being offered right now
+    await until(lambda: not world.store.num_unwritten)  # no row is being offered now
     for key in chain(3):
         world.store.memory._rows.remove(key)
     world.remote.is_full = False
@@ -142,11 +140,11 @@ async def test_refused_rows_that_left_memory_take_nobody_s_turn(world):
         await until(lambda: not world.lower._is_offering)
     assert written(world) == {chain(4)[3]}
     assert world.lower.stats.writes_skipped[WriteSkipped.EVICTED] == 3
-    assert len(pauses) <= 1  # of the one that waited already, none is seen
+    assert len(pauses) <= 1  # only the pause that had already begun may be recorded
 
 
 @run
-async def test_what_was_refused_is_bounded(world):
+async def test_number_of_remembered_refused_rows_is_bounded(world):
     world.remote.is_full = True
     world.put(chain(4))
     world.put(chain(12, start=4))
@@ -158,7 +156,7 @@ async def test_what_was_refused_is_bounded(world):
 
 
 @run
-async def test_what_was_dropped_is_written_when_it_is_hit(world):
+async def test_hit_writes_rows_dropped_from_the_queue(world):
     world.remote.open.clear()
     world.put(chain(2))
     await until(lambda: world.remote.num_waiting == 2)
@@ -171,7 +169,7 @@ async def test_what_was_dropped_is_written_when_it_is_hit(world):
 
 
 @pytest.mark.parametrize("admit", Admit)
-def test_what_an_earlier_process_did_not_write_is_written_when_it_is_hit(admit):
+def test_hit_writes_rows_unwritten_by_an_earlier_process(admit):
     async def main() -> None:
         remote = FakeTier()
         remote.is_full = True
@@ -188,7 +186,7 @@ def test_what_an_earlier_process_did_not_write_is_written_when_it_is_hit(admit):
 
 
 @run
-async def test_a_row_that_somebody_wrote_over_is_not_spread(world):
+async def test_corrupted_row_is_not_written_to_lower_tiers(world):
     world.put(chain(2))
     assert await world.store.drain(60)
     world.remote.objects.clear()
@@ -203,7 +201,7 @@ async def test_a_row_that_somebody_wrote_over_is_not_spread(world):
     assert not world.store.memory.is_resident(chain(1)[0])
 
 
-def test_what_was_queued_at_the_end_is_counted_and_the_counts_go_on():
+def test_queued_rows_at_close_are_counted_across_restarts():
     async def main() -> None:
         stats, remote = {"remote": TieredStats()}, FakeTier()
         for _ in range(2):
@@ -218,7 +216,7 @@ def test_what_was_queued_at_the_end_is_counted_and_the_counts_go_on():
 
 
 @run
-async def test_a_short_object_is_a_miss(world):
+async def test_short_object_is_a_miss(world):
     world.remote.fill(chain(2))
     world.remote.objects[chain(2)[1], 1] = b"short"
     assert world.lookup(chain(2)).is_probing
@@ -227,13 +225,13 @@ async def test_a_short_object_is_a_miss(world):
 
 
 @run
-async def test_pending_rows_are_counted_exactly(world):
-    """One row of eight is on its way; those behind it are here."""
+async def test_rows_behind_a_pending_row_count_as_pending(world):
+    """The first of eight rows is being promoted; the other seven are in memory."""
     world.put(chain(7, start=1))
     world.remote.fill(chain(1))
     world.remote.held = {"load"}
     world.remote.open.clear()
     world.lookup(chain(8))
     await until(lambda: world.remote.num_waiting == 1)
-    found = world.lookup(chain(8))
-    assert (found.num_resident, found.num_pending) == (0, 8)
+    answer = world.lookup(chain(8))
+    assert (answer.num_resident, answer.num_pending) == (0, 8)

@@ -1,4 +1,4 @@
-"""What a client may ask although it makes no sense."""
+"""Requests of clients that are valid but make no sense."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store(memory: MemoryTier, number: int, depth: int = 0) -> None:
     memory.commit([reservation.slot], 0, OWNER)
 
 
-def test_a_lease_on_a_key_named_twice_ends_with_its_release(memory):
+def test_lease_on_repeated_key_ends_with_its_release(memory):
     store(memory, 1)
     num_resident, _, _, slots, _ = memory.lookup(LEASE, one_chain([key(1), key(1)]))
     assert num_resident == 2
@@ -39,7 +39,7 @@ def test_a_lease_on_a_key_named_twice_ends_with_its_release(memory):
     assert memory.num_leased == 0
 
 
-def test_a_chunk_deeper_than_can_be_noted_is_stored(memory):
+def test_stores_chunk_deeper_than_the_depth_field(memory):
     store(memory, 1, depth=1 << 32)
     assert memory.lookup(LEASE, one_chain([key(1)])).num_resident == 1
     assert memory.num_used == 1

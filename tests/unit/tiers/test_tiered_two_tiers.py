@@ -1,4 +1,4 @@
-"""The tiered store over two lower tiers: the nearer one is asked first, and neither holds the other."""
+"""The tiered store over two lower tiers: the first is looked up first, and neither delays the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITY_BYTES = 1 << 20
 
 @contextlib.asynccontextmanager
 async def world_with_disk(folder: str | Path) -> AsyncIterator[World]:
-    """A memory tier that is empty, over a disk that may not be."""
+    """Yield a world with an empty memory tier over a disk that may hold rows."""
     disk = DiskTier(folder, CAPACITY_BYTES)
     async with World(disk=disk) as world:
         yield world
@@ -42,7 +42,7 @@ def with_disk(test):
 
 
 @with_disk
-async def test_what_is_committed_is_in_both(world, folder):
+async def test_committed_rows_are_written_to_both_tiers(world, folder):
     world.put(chain(4))
     assert await world.store.drain(60)
     assert set(world.remote.objects) == {(key, column) for key in chain(4) for column in range(2)}
@@ -51,14 +51,14 @@ async def test_what_is_committed_is_in_both(world, folder):
 
 
 @with_disk
-async def test_what_is_on_disk_is_read_from_there_and_the_rest_from_afar(world, folder):
+async def test_rows_on_disk_are_promoted_from_disk_and_other_rows_from_remote(world, folder):
     world.put(chain(3))
     assert await world.store.drain(60)
     world.remote.fill(chain(5))
     async with world_with_disk(Path(tempfile.mkdtemp(dir=folder))) as other:
         other.remote.objects = world.remote.objects
         await other.until_resident(chain(3))
-        assert await other.store.drain(60)  # what came from afar is on the disk now
+        assert await other.store.drain(60)  # rows promoted from the remote tier are on disk now
         assert other.store.lower["disk"].stats.written == 3
         other.store.memory.release(LEASE)
         other.put(chain(16, start=50))
@@ -68,8 +68,8 @@ async def test_what_is_on_disk_is_read_from_there_and_the_rest_from_afar(world, 
         assert other.lower.stats.promoted == 5
 
 
-async def stored_and_evicted(world, keys) -> None:
-    """Rows that only the lower tiers have."""
+async def store_and_evict(world, keys) -> None:
+    """Store rows and evict them from memory, so that only the lower tiers hold them."""
     world.put(keys)
     assert await world.store.drain(60)
     world.store.memory.release(LEASE)
@@ -78,13 +78,13 @@ async def stored_and_evicted(world, keys) -> None:
 
 
 @with_disk
-async def test_one_round_trip_per_tier(world, folder):
-    await stored_and_evicted(world, chain(2))
+async def test_lookup_sends_a_single_probe_per_tier(world, folder):
+    await store_and_evict(world, chain(2))
     world.remote.objects.clear()
     world.remote.fill(chain(4))
     world.remote.held = {"probe"}
     world.remote.open.clear()
-    while world.lookup(chain(6)).num_resident < 2:  # what the disk had is here before the remote tier answers
+    while world.lookup(chain(6)).num_resident < 2:  # rows on disk are resident before the remote tier answers
         assert world.lookup(chain(6)).is_probing
         await asyncio.sleep(0.001)
     world.remote.open.set()
@@ -93,8 +93,8 @@ async def test_one_round_trip_per_tier(world, folder):
 
 
 @with_disk
-async def test_what_is_damaged_on_disk_comes_from_afar(world, folder):
-    await stored_and_evicted(world, chain(3))
+async def test_damaged_rows_on_disk_are_promoted_from_remote(world, folder):
+    await store_and_evict(world, chain(3))
     for path in folder.rglob(f"{chain(2)[1][32:].hex()}.*"):
         damaged = bytearray(path.read_bytes())
         damaged[5000] ^= 1
@@ -105,7 +105,7 @@ async def test_what_is_damaged_on_disk_comes_from_afar(world, folder):
 
 
 @with_disk
-async def test_a_hundred_readers_of_a_missing_chunk_cause_one_read(world, folder):
+async def test_concurrent_lookups_of_a_missing_chunk_load_its_columns_once(world, folder):
     world.remote.fill(chain(1))
     world.remote.held = {"load"}
     world.remote.open.clear()
@@ -117,11 +117,11 @@ async def test_a_hundred_readers_of_a_missing_chunk_cause_one_read(world, folder
     world.remote.open.set()
     await world.until_resident(chain(1))
     assert world.remote.calls["probe"] == 1
-    assert world.remote.calls["load"] == 2  # its two columns
+    assert world.remote.calls["load"] == 2  # the two columns of the row
 
 
 @with_disk
-async def test_requests_that_share_a_tail_bring_it_once(world, folder):
+async def test_requests_with_a_common_tail_promote_the_tail_once(world, folder):
     world.remote.fill(chain(4))
     world.remote.held = {"probe"}
     world.remote.open.clear()
@@ -134,31 +134,31 @@ async def test_requests_that_share_a_tail_bring_it_once(world, folder):
     assert world.lower.stats.promotions_failed == 0
 
 
-def world_of_two() -> World:
+def two_tier_world() -> World:
     world = World(disk=FakeTier())
     world.disk = world.store.lower["disk"]._tier
     return world
 
 
 @pytest.mark.parametrize("first", ["disk", "remote"])
-def test_a_held_tier_holds_no_write_to_the_other(first):
+def test_hung_tier_does_not_delay_writes_to_the_other_tier(first):
     async def main() -> None:
-        async with world_of_two() as world:
-            held, free = getattr(world, first), world.remote if first == "disk" else world.disk
-            held.open.clear()
+        async with two_tier_world() as world:
+            hung, working = getattr(world, first), world.remote if first == "disk" else world.disk
+            hung.open.clear()
             world.put(chain(4))
-            await until(lambda: len(free.objects) == 8)
-            assert not held.objects
-            held.open.set()
+            await until(lambda: len(working.objects) == 8)
+            assert not hung.objects
+            hung.open.set()
             assert await world.store.drain(60)
-            assert held.objects == free.objects
+            assert hung.objects == working.objects
 
     asyncio.run(main())
 
 
-def test_an_unhealthy_disk_is_passed_by():
+def test_unhealthy_disk_is_skipped():
     async def main() -> None:
-        async with world_of_two() as world:
+        async with two_tier_world() as world:
             world.remote.fill(chain(3))
             world.disk.is_unhealthy = True
             await world.until_resident(chain(3))
@@ -166,14 +166,14 @@ def test_an_unhealthy_disk_is_passed_by():
             assert not await world.store.drain(0.01)
             world.disk.is_unhealthy = False
             assert await world.store.drain(60)
-            assert len(world.disk.objects) == 6  # what came from afar waited for it
+            assert len(world.disk.objects) == 6  # writes of promoted rows waited for the disk
 
     asyncio.run(main())
 
 
-def test_a_tier_that_hangs_is_passed_by_until_it_answers():
+def test_hung_tier_is_skipped_until_its_next_answer():
     async def main() -> None:
-        async with world_of_two() as world:
+        async with two_tier_world() as world:
             world.disk.held = {"probe"}
             world.disk.open.clear()
             world.remote.fill(chain(1, start=7))
@@ -193,7 +193,7 @@ def test_a_tier_that_hangs_is_passed_by_until_it_answers():
 
 
 @with_disk
-async def test_rows_are_drained_when_all_tiers_have_them(world, folder):
+async def test_drain_waits_for_all_tiers(world, folder):
     world.remote.held = {"store"}
     world.remote.open.clear()
     world.put(chain(2))
@@ -206,7 +206,7 @@ async def test_rows_are_drained_when_all_tiers_have_them(world, folder):
 
 
 @run
-async def test_what_is_not_written_is_counted_by_its_reason(world):
+async def test_skipped_writes_are_counted_by_reason(world):
     world.fill(chain(1), 0)
     world.remote.is_full = True
     world.put(chain(1, start=1))
@@ -216,14 +216,14 @@ async def test_what_is_not_written_is_counted_by_its_reason(world):
     world.store._labels.clear()
     world.put(chain(1, start=2))
     assert await world.store.drain(60)
-    assert world.remote.objects == {}, "rows of a namespace that is not shared never leave memory"
+    assert world.remote.objects == {}, "rows of a private namespace stay in memory"
 
 
 @run
-async def test_an_unavailable_tier_gets_later_what_was_stored_meanwhile(world):
+async def test_recovered_tier_gets_rows_stored_during_the_outage(world):
     world.remote.is_unhealthy = True
     world.put(chain(1))
-    await until(lambda: not world.lower.is_healthy)  # found out by this very write
+    await until(lambda: not world.lower.is_healthy)  # this write detects the outage
     world.put(chain(1, start=1))
     assert not await world.store.drain(0.01)
     world.remote.is_unhealthy = False
@@ -232,7 +232,7 @@ async def test_an_unavailable_tier_gets_later_what_was_stored_meanwhile(world):
 
 
 @run
-async def test_who_stops_waiting_for_a_write_does_not_stop_it(world):
+async def test_cancelled_drain_does_not_cancel_writes(world):
     world.remote.held = {"store"}
     world.remote.open.clear()
     world.put(chain(2))

@@ -1,5 +1,7 @@
-"""Engines map slot table and shared index for as long as they live: what one of them writes there must
-not become what the sidecar believes."""
+"""Writes of a faulty engine to the slot table or the shared index never mislead the sidecar.
+
+Engines map both as long as they live.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,14 @@ def store(tier, key):
 
 
 def fill(tier, arena):
-    """Store so much that every row is another key's."""
+    """Store new keys until each row holds another key."""
     for number in range(100, 100 + arena.num_rows):
         assert store(tier, row_key(number)).result is Reserved.SLOT
 
 
 @pytest.fixture(params=["key", "generation", "state", "all"])
-def scribble(request, arena):
-    """Writes over what the slot table says of a row."""
+def corrupt(request, arena):
+    """Return a function that overwrites the slot table's entry of a row."""
 
     def write(row):
         entry = arena.table._entries[0]
@@ -60,36 +62,36 @@ def scribble(request, arena):
     return write
 
 
-def test_what_is_evicted_is_forgotten_under_its_own_key(tier, arena, scribble):
-    scribble(store(tier, KEY).slot.row)
+def test_eviction_forgets_the_stored_key(tier, arena, corrupt):
+    corrupt(store(tier, KEY).slot.row)
     fill(tier, arena)
     assert tier.lookup(LEASE, one_chain([KEY])).num_resident == 0
     assert not tier.is_resident(KEY)
     assert store(tier, KEY).result is Reserved.SLOT
 
 
-def test_a_row_is_known_by_what_was_stored(tier, scribble):
+def test_rows_keep_the_stored_key_and_slot(tier, corrupt):
     slot = store(tier, KEY).slot
-    scribble(slot.row)
+    corrupt(slot.row)
     assert tier.lookup(LEASE, one_chain([KEY])).slots == [slot]
     assert tier.pin(slot) == KEY
     assert tier.describe(slot)[0] == KEY
     tier.unpin(slot)
 
 
-def test_a_row_that_no_reader_finds_any_more_is_stored_anew(tier, arena, scribble):
+def test_rows_invisible_to_readers_are_stored_again(tier, arena, corrupt):
     reader = MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
-    scribbled = store(tier, KEY).slot
-    scribble(scribbled.row)
-    anew = store(tier, KEY)
-    assert anew.result is Reserved.SLOT
-    assert anew.slot != scribbled
-    assert reader.find(words(KEY)).slots() == [anew.slot]
+    corrupted = store(tier, KEY).slot
+    corrupt(corrupted.row)
+    second = store(tier, KEY)
+    assert second.result is Reserved.SLOT
+    assert second.slot != corrupted
+    assert reader.find(words(KEY)).slots() == [second.slot]
     reader.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_row_that_one_rank_can_not_read_is_stored_anew_by_all(tmp_path, order):
+def test_rows_unreadable_for_a_rank_are_stored_again_by_all_ranks(tmp_path, order):
     arena = ArenaFile(tmp_path / "arena", CAPACITY)
     arena.format(Geometry(SLOT_BYTES, 2))
     tier = MemoryTier(arena)
@@ -105,11 +107,11 @@ def test_a_row_that_one_rank_can_not_read_is_stored_anew_by_all(tmp_path, order)
     arena.close()
 
 
-@pytest.mark.parametrize("scribble", [0, 0xFF, 0x11])
-def test_an_index_that_was_written_over_shows_again_what_is_stored(tier, arena, scribble):
+@pytest.mark.parametrize("corrupt", [0, 0xFF, 0x11])
+def test_overwritten_index_shows_stored_rows_again(tier, arena, corrupt):
     reader = MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
     before = store(tier, KEY).slot
-    arena.shared_index._buckets[:] = scribble
+    arena.shared_index._buckets[:] = corrupt
     assert not len(reader.find(words(KEY)).rows)
     after = store(tier, OTHER).slot
     assert store(tier, KEY).result is Reserved.EXISTS

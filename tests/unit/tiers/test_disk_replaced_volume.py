@@ -1,4 +1,4 @@
-"""A disk tier whose directory, or volume, is another one after a while."""
+"""A disk tier whose directory or volume is replaced while the tier runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def path(tmp_path):
     return tmp_path / "tier"
 
 
-def test_a_directory_that_is_made_again_is_taken(path):
+def test_uses_recreated_directory_after_a_probe(path):
     tier = open_tier(path)
     store(tier, 1)
     store(tier, 2)
@@ -39,7 +39,7 @@ def test_a_directory_that_is_made_again_is_taken(path):
     tier.close()
 
 
-def test_a_directory_made_again_and_taken_by_somebody_else_is_left_to_them(path):
+def test_does_not_use_recreated_directory_of_another_tier(path):
     tier = open_tier(path)
     shutil.rmtree(path)
     with pytest.raises(TierUnavailableError):
@@ -51,7 +51,7 @@ def test_a_directory_made_again_and_taken_by_somebody_else_is_left_to_them(path)
     tier.close()
 
 
-def test_a_volume_that_is_mounted_anew_is_taken_and_what_lies_below_is_not(volume):
+def test_uses_remounted_volume_but_not_the_mount_point(volume):
     tier = open_tier(volume, 512 << 10)
     store(tier, 1)
     subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
