@@ -5,8 +5,8 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# In an engine's container we are a folder on PYTHONPATH, and what we need lies beside us (tools/payload.py).
-# It goes last, so that it hides nothing the engine brings itself.
+# In an engine's container this package is a folder on PYTHONPATH, and its dependencies are in a folder next
+# to it (tools/payload.py). That folder goes last, so that it hides none of the engine's own packages.
 _bundled = Path(__file__).parent.parent / "lmcache_bundled" / f"cp{sys.version_info[0]}{sys.version_info[1]}"
 if _bundled.is_dir() and str(_bundled) not in sys.path:
     sys.path.append(str(_bundled))

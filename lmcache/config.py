@@ -1,4 +1,4 @@
-"""Configuration and metadata of the library's engine (field order is part of the API)."""
+"""Configuration and metadata of the library's engine. The order of the fields is part of the API."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache import options
+from lmcache.common import options
 from lmcache.logging import init_logger
 
 logger = init_logger(__name__)
 
 _YAML_NULLS = ("~", "null", "Null", "NULL")
-_SWITCH_WORDS = {"1": "true", "yes": "true", "on": "true", "0": "false", "no": "false", "off": "false"}
-_MANY = 1 << 40
+_BOOLEAN_WORDS = {"1": "true", "yes": "true", "on": "true", "0": "false", "no": "false", "off": "false"}
+_NO_LIMIT = 1 << 40
 _REMOTE_URL = re.compile(r".+://.+:\d+")
 _MEMORY = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass
 class LMCacheEngineConfig:
-    """What a user chooses. Constructing it checks nothing; the ``from_…`` methods do."""
+    """User settings of an engine. The ``from_…`` methods check the values; the constructor does not."""
 
     chunk_size: int
-    """Tokens."""
+    """Tokens of a chunk."""
     local_device: str | None
-    """See parse_local_device; None: no local storage."""
+    """Location of the local storage (see ``parse_local_device``), or None for no local storage."""
     max_local_cache_size: float
-    """GiB."""
+    """Capacity of the local storage in GiB."""
     remote_url: str | None
-    """type://host:port; None: no remote storage."""
+    """URL of the remote storage, type://host:port, or None for no remote storage."""
     remote_serde: str | None
-    """One of "torch", "safetensor", "cachegen" or "fast"."""
+    """Serialization format of remote chunks: "torch", "safetensor", "cachegen" or "fast"."""
     pipelined_backend: bool
-    """Overlap fetching and deserialising."""
+    """Whether fetching and deserializing of remote chunks overlap."""
     save_decode_cache: bool
-    """Store chunks made while decoding too."""
+    """Whether chunks that are computed during decoding are stored, too."""
     enable_blending: bool
-    """Reuse the KV of segments that were computed apart (``lmcache.engines.huggingface.BlendedModel``)."""
+    """Whether to reuse KV of separately stored segments (``lmcache.engines.huggingface.BlendedModel``)."""
     blend_recompute_ratio: float
-    """Of the reused tokens of a prompt how many are computed again, 0 to 1."""
+    """Share of a prompt's reused tokens that is recomputed, 0 to 1."""
     blend_min_tokens: int
-    """Shorter prompts are not blended."""
+    """Tokens of the shortest prompt that is blended."""
     blend_separator: str = "[BLEND_SEP]"
-    """What divides a text into segments; it is no part of the prompt."""
+    """Text that separates the segments of a prompt; it is not part of the prompt itself."""
     blend_add_special_in_precomp: bool = False
-    """Compute segments behind the special tokens that the tokenizer puts before every text."""
+    """Whether segments are computed after the special tokens that the tokenizer puts before every text."""
 
     @staticmethod
     def from_defaults(
@@ -66,7 +66,10 @@ class LMCacheEngineConfig:
         blend_separator: str = "[BLEND_SEP]",
         blend_add_special_in_precomp: bool = False,
     ) -> LMCacheEngineConfig:
-        """Take the defaults but for what is given. Raises ValueError for a ``local_device`` that is none."""
+        """Use the defaults for all settings that are not given.
+
+        Raises ValueError for a bad ``local_device``.
+        """
         config = LMCacheEngineConfig(**locals())
         if local_device is not None:
             config.local_device = parse_local_device(local_device)
@@ -82,27 +85,31 @@ class LMCacheEngineConfig:
         pipelined_backend: bool = False,
         save_decode_cache: bool = False,
     ) -> LMCacheEngineConfig:
-        """Take one ``backend`` for all: "cpu", "cuda", file://directory or type://host:port.
+        """Configure one storage, local or remote, named by ``backend``.
 
-        ``persist_path`` is ignored. Raises ValueError for any other backend.
+        ``backend`` is "cpu", "cuda", file://directory or type://host:port; any other value raises ValueError.
+        ``persist_path`` is ignored.
         """
         is_remote = not backend.startswith("file://") and _REMOTE_URL.match(backend) is not None
         device, url = (None, backend) if is_remote else (parse_local_device(backend), None)
-        where = (chunk_size, device, max_local_cache_size, url)
-        return LMCacheEngineConfig.from_defaults(*where, remote_serde, pipelined_backend, save_decode_cache)
+        storage = (chunk_size, device, max_local_cache_size, url)
+        return LMCacheEngineConfig.from_defaults(*storage, remote_serde, pipelined_backend, save_decode_cache)
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
-        """Read a YAML file whose keys are the names of the fields; what it does not name has its default.
+        """Read a YAML file whose keys are the names of the fields; missing fields have defaults.
 
-        The defaults are those of ``from_defaults`` but for ``local_device``, ``remote_url`` and
-        ``remote_serde`` (None) and ``max_local_cache_size`` (20). Unknown keys are said in a warning.
-        Raises OSError when the file can't be read, and ValueError, naming file and key, for what it says.
+        The defaults are those of ``from_defaults``, with four exceptions. ``local_device``, ``remote_url``
+        and ``remote_serde`` default to None, and ``max_local_cache_size`` defaults to 20. Unknown keys are
+        ignored and logged as warnings.
+
+        Raises OSError if the file can't be read, and ValueError, which names file and key, if a value is
+        invalid.
         """
         with open(file_path, "rb") as file:
             content = options.read_yaml(file_path, file.read())
-        for sentence in options.unknown_keys(file_path, content, _READERS):
-            logger.warning("%s", sentence)
+        for warning in options.unknown_keys(file_path, content, _READERS):
+            logger.warning("%s", warning)
         base = LMCacheEngineConfig.from_defaults(
             local_device=None, max_local_cache_size=20, remote_url=None, remote_serde=None
         )
@@ -110,10 +117,10 @@ class LMCacheEngineConfig:
 
     @staticmethod
     def from_env() -> LMCacheEngineConfig:
-        """Read LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_DEVICE and so on; an empty variable counts as unset.
+        """Read one environment variable per field: LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_DEVICE and so on.
 
-        What is not set is as in ``from_defaults(local_device="cpu", remote_url=None, remote_serde=None)``.
-        Raises ValueError, naming the variable.
+        The defaults are those of ``from_defaults(local_device="cpu", remote_url=None, remote_serde=None)``.
+        They apply to unset and empty variables. Raises ValueError, which names the variable.
         """
         base = LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
         return _replaced(base, options.environment(_READERS, os.environ))
@@ -121,55 +128,55 @@ class LMCacheEngineConfig:
 
 @dataclass
 class LMCacheEngineMetadata:
-    """What the engine is, as far as its KV cache depends on it."""
+    """Properties of an engine that determine its KV cache."""
 
     model_name: str
     world_size: int
     worker_id: int
     fmt: str
-    """One of "vllm" or "huggingface"."""
+    """Layout of KV: "vllm" or "huggingface"."""
     kv_dtype: torch.dtype
     kv_shape: tuple[int, int, int, int, int]
-    """(num_layers, 2, chunk_size, num_kv_heads, head_size)."""
+    """Shape of a full chunk: (num_layers, 2, chunk_size, num_kv_heads, head_size)."""
     use_mla: bool = False
 
 
 @dataclass
 class LMCacheMemPoolMetadata:
-    """What fixes a pool's slots and their number."""
+    """Properties of a memory pool: they determine the size and the number of its slots."""
 
     kv_shape: tuple[int, int, int, int, int]
-    """(num_layers, 2, chunk_size, num_kv_heads, head_size)."""
+    """Shape of a full chunk: (num_layers, 2, chunk_size, num_kv_heads, head_size)."""
     kv_dtype: torch.dtype
     max_local_cache_size: float
-    """GiB."""
+    """Capacity in GiB."""
 
 
 class GlobalConfig:
-    """Switches of the whole process."""
+    """Settings of the whole process."""
 
     enable_debug = True
 
     @classmethod
     def set_debug(cls, enable: bool) -> None:
-        """Time connectors and serdes, or don't."""
+        """Switch the timing of connectors and serdes on or off."""
         cls.enable_debug = enable
 
     @classmethod
     def is_debug(cls) -> bool:
-        """Are connectors and serdes timed (a line at level DEBUG per call)?"""
+        """Return whether the duration of each call of a connector or serde is logged at level DEBUG."""
         return cls.enable_debug
 
 
 def _replaced(
     base: LMCacheEngineConfig, source: options.Source, nulls: Collection[str] = ()
 ) -> LMCacheEngineConfig:
-    """Read what a source says into the fields. Empty, or one of ``nulls``, is as if it said nothing.
+    """Return ``base`` with the values of ``source``. Empty values and ``nulls`` count as not set.
 
-    Raises ValueError, which names all that can't be used.
+    Raises ValueError, which names all invalid values.
     """
-    said = {name: value for name, value in source.values.items() if value not in ("", None, *nulls)}
-    values, mistakes = options.read_values(_READERS, [source._replace(values=said)])
+    given = {name: value for name, value in source.values.items() if value not in ("", None, *nulls)}
+    values, mistakes = options.read_values(_READERS, [source._replace(values=given)])
     if mistakes:
         raise ValueError("; ".join(mistakes))
     return dataclasses.replace(base, **values)
@@ -177,14 +184,14 @@ def _replaced(
 
 def _flag(text: str) -> bool:
     word = text.strip().lower()
-    return options.switch(_SWITCH_WORDS.get(word, word))
+    return options.switch(_BOOLEAN_WORDS.get(word, word))
 
 
 def parse_local_device(device: str) -> str:
-    """Read "cpu", "cuda", "cuda:1", or a directory: file://directory or a path with a slash in it.
+    """Parse "cpu", "cuda", "cuda:1", or a directory: file://directory or a path that contains a slash.
 
-    Returns the name of the memory, or a path with a slash. Raises ValueError for anything else: a word that
-    is mistaken for a device must not become a directory of that name.
+    Returns the device name, or a path that contains a slash. Raises ValueError for anything else, so that a
+    misspelled device does not become a directory of that name.
     """
     path = os.path.expanduser(device.removeprefix("file://"))
     if is_memory(device):
@@ -198,26 +205,26 @@ def parse_local_device(device: str) -> str:
 
 
 def is_memory(local_device: str) -> bool:
-    """Does it name memory of the host or of a GPU, and not a directory?"""
+    """Return whether ``local_device`` names memory of the host or of a GPU, not a directory."""
     return _MEMORY.fullmatch(local_device) is not None
 
 
 def _check_remote_url(url: str) -> None:
-    if _REMOTE_URL.match(url) is None:  # not shown: it may hold a password
+    if _REMOTE_URL.match(url) is None:  # the message omits the URL, which may contain a password
         raise ValueError("Invalid remote storage url (write type://host:port)")
 
 
 _READERS: dict[str, options.Reader] = {
-    "chunk_size": options.number(int, 1, _MANY, "a number of tokens: write 1 or more"),
+    "chunk_size": options.number(int, 1, _NO_LIMIT, "a number of tokens: write 1 or more"),
     "local_device": parse_local_device,
-    "max_local_cache_size": options.number(float, 0, _MANY, "a number of GiB: write 0 or more"),
+    "max_local_cache_size": options.number(float, 0, _NO_LIMIT, "a number of GiB: write 0 or more"),
     "remote_url": options.checked(_check_remote_url),
     "remote_serde": str,
     "pipelined_backend": _flag,
     "save_decode_cache": _flag,
     "enable_blending": _flag,
     "blend_recompute_ratio": options.number(float, 0, 1, "a ratio from 0 to 1"),
-    "blend_min_tokens": options.number(int, 0, _MANY, "a number of tokens: write 0 or more"),
+    "blend_min_tokens": options.number(int, 0, _NO_LIMIT, "a number of tokens: write 0 or more"),
     "blend_separator": str,
     "blend_add_special_in_precomp": _flag,
 }

@@ -1,8 +1,9 @@
-"""Names of things: chunk keys, namespaces, tenants. Pure, and the same in every process and on every machine.
+"""Chunk keys, namespaces and tenants. Pure: the results are the same in every process and on every machine.
 
-Every digest here is SHA-256 (or HMAC-SHA-256) of a *pre-image* that starts with a tag of what it names and
-its version, and in which every field has its length in front: two different inputs never make the same
-pre-image. A change of any byte of a pre-image orphans every object stored so far; the golden tests notice it.
+Every digest here is SHA-256 (or HMAC-SHA-256) of a *pre-image*. A pre-image starts with a tag that names the
+kind of digest and its version, and every field is preceded by its length. Two different inputs therefore
+never have the same pre-image. A change of any byte of a pre-image orphans every object stored so far; the
+golden tests detect such changes.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ TENANT_TAG = b"lmcache tenant 1"
 MEDIA_TAG = b"lmcache media 1"
 
 Listed = Union[None, bool, int, float, str, bytes, "Sequence[Listed]", "Mapping[str, Listed]"]
-"""What a namespace may be made of."""
+"""Values that the listing of a namespace may contain."""
 
 
 def chunk_key(
     block_hash: bytes, lora_fingerprint: bytes = b"", cache_salt: str = "", group: int = 0
 ) -> bytes:
-    """Name one chunk (32 bytes).
+    """Return the key of one chunk (32 bytes).
 
-    ``block_hash`` is the engine's hash of the chunk's last block: it folds in all tokens before it. LoRA and
-    salt are named again because engines fold them into their own hash untagged, so that one can pose as the
-    other.
+    ``block_hash`` is the engine's hash of the chunk's last block, which covers all tokens up to its end. The
+    engine's hash also covers LoRA and salt, but without tags, so that one can imitate the other. Therefore
+    the key contains both again.
     """
     return _chunk_key(block_hash, _qualifiers(lora_fingerprint, cache_salt, group))
 
@@ -39,44 +40,46 @@ def chunk_key(
 def chunk_keys(
     block_hashes: Iterable[bytes], lora_fingerprint: bytes = b"", cache_salt: str = "", group: int = 0
 ) -> list[bytes]:
-    """Make the keys of many chunks, each as ``chunk_key`` does: a prompt has hundreds.
+    """Return the keys of many chunks, each as from ``chunk_key``.
 
-    Those made last are remembered: a prompt begins as others did, and a conversation as its last turn.
+    The most recent keys are cached, because many prompts begin alike, and each turn of a conversation begins
+    like the turn before.
     """
     qualifiers = _qualifiers(lora_fingerprint, cache_salt, group)
     return list(map(_chunk_key, block_hashes, itertools.repeat(qualifiers)))
 
 
-@functools.lru_cache(8192)  # some 3 MB
+@functools.lru_cache(8192)  # about 3 MB
 def _chunk_key(block_hash: bytes, qualifiers: bytes) -> bytes:
     return hashlib.sha256(sized(CHUNK_TAG) + sized(block_hash) + qualifiers).digest()
 
 
 def _qualifiers(lora_fingerprint: bytes, cache_salt: str, group: int) -> bytes:
-    """What a chunk's key holds beside its hash, as in the pre-image."""
+    """Return the fields of a chunk's key other than its hash, as in the pre-image."""
     return b"".join(map(sized, (lora_fingerprint, _utf8(cache_salt), _integer(group))))
 
 
 def media_fingerprint(lora_fingerprint: bytes, media: Sequence[bytes]) -> bytes:
-    """Stand in for the LoRA fingerprint in keys of chunks that depend on ``media`` too (digests)."""
+    """Return a substitute for the LoRA fingerprint, for chunks that also depend on ``media`` (digests)."""
     return hashlib.sha256(b"".join(map(sized, (MEDIA_TAG, lora_fingerprint, *media)))).digest()
 
 
 def namespace(listing: Mapping[str, Listed]) -> bytes:
-    """Name the set of all chunks whose bytes are comparable (32 bytes).
+    """Return the name (32 bytes) of the set of all chunks that engines with this ``listing`` can share.
 
-    ``listing`` is everything that makes them so: weights, effective model config, KV dtype, layout, geometry,
-    sizes, hash algorithm. Order of keys does not matter; types do (1, 1.0, True and "1" differ);
-    sequences of one content are equal.
-    Raises TypeError for a value, and for a key, of a type that has no canonical form, naming where it stands.
+    ``listing`` is everything that determines the bytes of KV: weights, effective model config, KV dtype,
+    layout, geometry, sizes, hash algorithm. The order of keys does not matter. Types do: 1, 1.0, True and "1"
+    differ. Sequences with the same items are equal.
+
+    Raises TypeError, which names the place, for a key or value of a type that has no canonical form.
     """
     return hashlib.sha256(sized(NAMESPACE_TAG) + _canonical(listing, "listing")).digest()
 
 
 def tenant(cache_salt: str, secret: bytes = b"") -> bytes:
-    """Return an opaque, stable name of a cache salt for quotas and metrics; empty when there is no salt.
+    """Return an opaque, stable name of a cache salt for quotas and metrics, or b"" without a salt.
 
-    Without a ``secret`` it hides the salt from a glance, not from somebody who can guess salts.
+    Without a ``secret``, anyone who can guess a salt can confirm the guess with this name.
     """
     if not cache_salt:
         return b""
@@ -84,7 +87,7 @@ def tenant(cache_salt: str, secret: bytes = b"") -> bytes:
 
 
 def _canonical(value: object, where: str) -> bytes:
-    """One type letter, then the sized content; containers hold the canonical forms of what is in them."""
+    """Return one type letter and the sized content; containers hold the canonical forms of their items."""
     if value is None:
         return b"n" + sized(b"")
     if isinstance(value, bool):  # before int: True is an int
@@ -114,7 +117,7 @@ def _canonical_items(mapping: Mapping[str, object], where: str) -> bytes:
 
 
 def sized(content: bytes) -> bytes:
-    """Put its length in front, as in every pre-image."""
+    """Return ``content`` preceded by its length, the form of every field of a pre-image."""
     return struct.pack("<Q", len(content)) + content
 
 
@@ -123,5 +126,5 @@ def _integer(value: int) -> bytes:
 
 
 def _utf8(text: str) -> bytes:
-    # Users choose salts: a lone surrogate must not raise, nor fall together with another text.
+    # Users choose salts: a lone surrogate must neither raise nor make two different texts equal.
     return text.encode("utf-8", "surrogatepass")

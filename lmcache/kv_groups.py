@@ -1,16 +1,18 @@
-"""KV groups: layers whose KV lives and is dropped together, and what a hit needs of each kind. Pure.
+"""KV groups: layers whose KV is stored and dropped together, and the KV that a hit needs of each kind. Pure.
 
-A request resumes at ``end``: a token that is the edge of a chunk. What it needs of a group is what attention
-(or the recurrence) will read of the tokens before that edge, by the rules of vLLM's KV cache managers
+A chunk is the cache's unit, a fixed number of tokens. A hit of some leading chunks ends at the token ``end``,
+where the engine starts to compute. Of each group, the hit needs the KV before ``end`` that attention (or the
+recurrence) will read. The rules are those of vLLM's KV cache managers
 (``get_num_skipped_tokens`` in ``v1/core/single_type_kv_cache_manager.py``, 0.32)::
 
     full attention      [0 .................................. end)   all chunks
     sliding window                   [end - window + 1 ...... end)   the last chunks
-    chunked attention                  [end // window * window .. end)   the last, or none
+    chunked attention                  [end // window * window .. end)   the last chunks, or none
     state                                             [end - 1, end)   the last chunk's snapshot
 
-So a chunk's row holds only the blocks that a hit can use (``stored_blocks``), and a hit of a group that is
-not full may lie behind chunks that are not there.
+A **row** is what the cache stores of one chunk in one group. It therefore holds only the blocks that a hit
+can use (``stored_blocks``). A **column** is one rank's part of a row. In a group without full attention, the
+first chunks of a hit may be missing.
 """
 
 from __future__ import annotations
@@ -20,29 +22,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmcache.units import ceil_div
+from lmcache.common.units import ceil_div
 
 
 class GroupKind(enum.Enum):
-    """What is read of the tokens before a point; the values are those of ``kvcache.proto``."""
+    """Kinds of layers, by the earlier tokens that they read. The values are those of ``kvcache.proto``."""
 
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2
     CHUNKED_ATTENTION = 3
-    STATE = 4  # one snapshot holds all that was before: Mamba, linear attention
+    STATE = 4  # one snapshot represents all earlier tokens: Mamba, linear attention
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers whose KV lives and is dropped together."""
+    """Layers whose KV is stored and dropped together."""
 
     group: int
     block_tokens: int
     chunk_bytes: int
-    """Of one column of a chunk's row: ``stored_blocks`` of it. 0: the group stores nothing, has no keys and
-    limits no hit."""
+    """Bytes of one column of a chunk's row (``stored_blocks`` blocks). If 0, the group stores nothing, has no
+    keys and limits no hit."""
     window_tokens: int = 0
-    """The window, with what the engine retains beyond it; the length of an attention chunk; else 0."""
+    """Tokens of the sliding window or of one attention chunk; 0 for other kinds. A sliding window includes
+    tokens that vLLM retains before the window (``extra_retained_tokens``)."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
 
     def __str__(self) -> str:
@@ -51,12 +54,12 @@ class KVGroup:
 
     @property
     def is_full(self) -> bool:
-        """Does a hit need all chunks?"""
+        """Whether a hit needs all chunks of this group."""
         return self.kind is GroupKind.FULL_ATTENTION
 
 
 def first_needed_token(group: KVGroup, end: int) -> int:
-    """Return the first token whose KV is read by who resumes at ``end``; ``end`` itself: none is."""
+    """Return the first token whose KV a hit that ends at ``end`` needs; ``end`` if it needs none."""
     if group.kind is GroupKind.SLIDING_WINDOW:
         return max(0, end - group.window_tokens + 1)
     if group.kind is GroupKind.CHUNKED_ATTENTION:
@@ -65,22 +68,23 @@ def first_needed_token(group: KVGroup, end: int) -> int:
 
 
 def first_needed_chunk(group: KVGroup, num_chunks: int, chunk_tokens: int) -> int:
-    """Return the first chunk that a hit of ``num_chunks`` needs; ``num_chunks``: it needs none."""
+    """Return the first chunk that a hit of ``num_chunks`` needs; ``num_chunks`` if it needs none."""
     if not group.chunk_bytes:
         return num_chunks
     return first_needed_token(group, num_chunks * chunk_tokens) // chunk_tokens
 
 
 def stored_blocks(group: KVGroup, chunk_tokens: int) -> int:
-    """Return how many of a chunk's blocks, its last, its row holds: those that some hit reads."""
+    """Return how many blocks at the end of a chunk its row holds: those that a hit may read."""
     if group.kind is GroupKind.FULL_ATTENTION:
         return chunk_tokens // group.block_tokens
     if group.kind is GroupKind.STATE:
         return 1
-    most = group.window_tokens - 1
-    if group.kind is GroupKind.CHUNKED_ATTENTION:  # before an edge lie these, or fewer, of an attention chunk
-        most = group.window_tokens - math.gcd(group.window_tokens, chunk_tokens)
-    return min(ceil_div(most, group.block_tokens), chunk_tokens // group.block_tokens)
+    max_tokens = group.window_tokens - 1
+    if group.kind is GroupKind.CHUNKED_ATTENTION:
+        # This is the largest distance from the start of an attention chunk to the end of a cache chunk in it.
+        max_tokens = group.window_tokens - math.gcd(group.window_tokens, chunk_tokens)
+    return min(ceil_div(max_tokens, group.block_tokens), chunk_tokens // group.block_tokens)
 
 
 def longest_hit(
@@ -90,10 +94,11 @@ def longest_hit(
     at_least: int,
     at_most: int,
 ) -> int:
-    """Return the largest number of leading chunks, between the bounds, at whose end a request can resume.
+    """Return the longest hit between the bounds, as a number of leading chunks.
 
-    ``residency``: one byte per chunk and group, 0: not there. Chunks before ``at_least`` need not be there:
-    the engine has them (an engine whose own hit ends inside a chunk needs that chunk). ``at_least``: none.
+    ``residency`` has one byte per chunk for each group, 0 if the chunk is missing. The engine itself has the
+    first ``at_least`` chunks as a whole, so they may be missing. The result is ``at_least`` if there is no
+    longer hit.
     """
     pairs = [(group, present) for group, present in zip(groups, residency, strict=True) if group.chunk_bytes]
     num_chunks = max(at_least, min([at_most, *(len(present) for _, present in pairs)]))
@@ -106,7 +111,8 @@ def longest_hit(
         is_settled = True
         for group, present in windows:
             first = max(at_least, first_needed_chunk(group, num_chunks, chunk_tokens))
-            # Who resumes after a hole, but not later than here, needs what is missing there.
+            # Every hit that ends between the missing chunk and num_chunks needs that chunk, too. So the hit
+            # must end before it.
             if (hole := present.rfind(0, first, num_chunks)) >= 0:
                 num_chunks, is_settled = hole, False
     return num_chunks

@@ -1,4 +1,4 @@
-"""Log lines: of the processes of ours (sidecar, operator), and of the library in somebody else's process."""
+"""Logging of this project's processes (sidecar, operator), and of the library in other processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _LIBRARY_FORMAT = "[%(asctime)s] LMCache %(levelname)s: %(message)s [%(name)s] -- %(filename)s:%(lineno)d"
-_MAX_LINES = 60  # of one place in the code
+_MAX_LINES = 60  # per window and place in the code
 _WINDOW_SECONDS = 60.0
 
 
 def set_up(log_format: str, level: str, *filters: logging.Filter) -> None:
-    """Send all lines of this process to standard error, one event each."""
+    """Send all log records of this process to standard error, one line each; tracebacks take more."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(log_format))
     for line_filter in filters:
@@ -24,20 +24,20 @@ def set_up(log_format: str, level: str, *filters: logging.Filter) -> None:
 
 
 def formatter(log_format: str) -> logging.Formatter:
-    """Return what makes lines: text for people, or json for collectors; times are UTC (RFC 3339)."""
-    made: logging.Formatter = _OneLine(_FORMAT)
+    """Return a formatter of log lines: text for people, or json for collectors. Times are UTC (RFC 3339)."""
+    result: logging.Formatter = _OneLine(_FORMAT)
     if log_format == "json":
         from pythonjsonlogger.json import JsonFormatter
 
         names = {"asctime": "time", "levelname": "level", "name": "logger"}
-        made = JsonFormatter(_FORMAT, rename_fields=names)
-    made.converter = time.gmtime
-    made.default_time_format, made.default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
-    return made
+        result = JsonFormatter(_FORMAT, rename_fields=names)
+    result.converter = time.gmtime
+    result.default_time_format, result.default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
+    return result
 
 
 class _OneLine(logging.Formatter):
-    """Whatever a message quotes is no line of its own: only tracebacks follow."""
+    """Formats a record as one line: escapes line breaks in its message. Only tracebacks add lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
@@ -45,34 +45,34 @@ class _OneLine(logging.Formatter):
 
 
 class FloodFilter(logging.Filter):
-    """Lets only so many lines of one place in the code through: whoever provokes them must not fill the disk.
+    """Limits the lines per minute from each place in the code, so that a log flood cannot fill the disk.
 
-    The first line of the next window says how many were left out. Debug lines are not limited.
+    The first line of the next minute says how many lines were omitted. Debug lines are not limited.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # their start, and lines since
+        self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # start, and lines since then
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Is it to be written?"""
+        """Return whether to write this record."""
         place, now = (record.pathname, record.lineno), self._clock()
         start, number = self._windows.get(place, (now, 0))
         if now - start >= _WINDOW_SECONDS:
             if number > _MAX_LINES:
-                record.msg = f"{record.msg} ({number - _MAX_LINES} more lines like this one were left out)"
+                record.msg = f"{record.msg} ({number - _MAX_LINES} more lines like this one were omitted)"
             start, number = now, 0
         self._windows[place] = start, number + 1
         return number < _MAX_LINES or record.levelno < logging.INFO
 
 
 def init_logger(name: str) -> logging.Logger:
-    """Return the logger ``name`` with a handler of its own, not propagating to the root logger.
+    """Return the logger ``name``, which has its own handler and does not propagate to the root logger.
 
-    Its level is LMCACHE_LOG_LEVEL (a level's name, any case), INFO when unset. An unknown name counts as INFO
-    and is said in a warning: a typing error in an environment variable must not keep an engine from starting.
-    Calling it again for the same name returns the same logger and adds nothing.
+    The environment variable LMCACHE_LOG_LEVEL sets its level: the name of a level in any case, INFO by
+    default. An invalid level counts as INFO and is logged as a warning, so that a typing error does not
+    prevent an engine from starting. Further calls for the same name return the same logger.
     """
     logger = logging.getLogger(name)
     if logger.handlers:
@@ -81,9 +81,9 @@ def init_logger(name: str) -> logging.Logger:
     handler.setFormatter(logging.Formatter(_LIBRARY_FORMAT))
     logger.addHandler(handler)
     logger.propagate = False
-    wanted = os.environ.get("LMCACHE_LOG_LEVEL") or "INFO"
-    level = logging.getLevelName(wanted.upper())
+    level_name = os.environ.get("LMCACHE_LOG_LEVEL") or "INFO"
+    level = logging.getLevelName(level_name.upper())
     logger.setLevel(level if isinstance(level, int) else logging.INFO)
     if not isinstance(level, int):
-        logger.warning("LMCACHE_LOG_LEVEL=%r is not a log level; taking INFO", wanted)
+        logger.warning("LMCACHE_LOG_LEVEL=%r is not a log level; using INFO", level_name)
     return logger

@@ -1,4 +1,4 @@
-"""Types that all of the library shares: KV caches, keys, what is known of a chunk on disk."""
+"""Types that the whole library shares: KV caches, keys, metadata of chunks on disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 KVCache = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-"""Per layer (K, V): [num_tokens, num_kv_heads, head_size] in format "vllm", [num_kv_heads, num_tokens,
-head_size] in format "huggingface"."""
+"""(K, V) per layer. K and V are [num_tokens, num_kv_heads, head_size] in format "vllm" and [num_kv_heads,
+num_tokens, head_size] in format "huggingface"."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,7 +20,10 @@ _TOKEN_DIMS = {"vllm": 0, "huggingface": 1}  # of one layer's K or V
 
 
 def token_dim(fmt: str) -> int:
-    """Return which dimension of one layer's K or V counts tokens. Raises ValueError for an unknown format."""
+    """Return the dimension of one layer's K or V that counts tokens.
+
+    Raises ValueError for an unknown format.
+    """
     if fmt not in _TOKEN_DIMS:
         raise ValueError(f"Invalid format: {fmt}")
     return _TOKEN_DIMS[fmt]
@@ -28,10 +31,10 @@ def token_dim(fmt: str) -> int:
 
 @dataclass(frozen=True, order=True)
 class CacheEngineKey:
-    """Name of one chunk: what its bytes belong to, and the hash of its tokens and of all before them.
+    """Key of one chunk: the engine it belongs to, and the hash of all tokens up to the chunk's end.
 
-    Everything that makes bytes comparable beyond these fields (dtype, shape, tokenizer, LoRA) is not in it:
-    the text is that of LMCache 0.1-0.3, byte for byte.
+    Its text is that of LMCache 0.1-0.3, byte for byte. It therefore does not cover dtype, shape, tokenizer or
+    LoRA, although chunks that differ in these are not interchangeable.
     """
 
     fmt: str
@@ -41,40 +44,40 @@ class CacheEngineKey:
     chunk_hash: str
 
     def to_string(self) -> str:
-        """Return "fmt@model@world@worker@hash", the key's name in every remote store."""
+        """Return "fmt@model@world@worker@hash", the name of the chunk in every remote store."""
         return f"{self.fmt}@{self.model_name}@{self.world_size}@{self.worker_id}@{self.chunk_hash}"
 
     @staticmethod
     def from_string(text: str) -> CacheEngineKey:
-        """Read what ``to_string`` wrote; a model's name may hold an "@" (read from both ends).
+        """Parse the text that ``to_string`` returns; the name of the model may contain "@".
 
-        Raises ValueError("Invalid key string…") for anything that ``to_string`` does not write.
+        Raises ValueError("Invalid key string…") for any other text.
         """
         try:
             fmt, *model_parts, world_size, worker_id, chunk_hash = text.split("@")
             key = CacheEngineKey(fmt, "@".join(model_parts), int(world_size), int(worker_id), chunk_hash)
         except ValueError as error:
             raise ValueError(f"Invalid key string: {text!r}") from error
-        if key.to_string() != text:  # too few parts, or a number that int() takes: " 1", "+1", "1_0"
+        if key.to_string() != text:  # too few parts, or a spelling that int() accepts: " 1", "+1", "1_0"
             raise ValueError(f"Invalid key string: {text!r}")
         return key
 
 
 @dataclass
 class DiskCacheMetadata:
-    """What is known of one chunk on disk."""
+    """Metadata of one chunk on disk."""
 
     path: str
     size: int
-    """Bytes."""
+    """Bytes that count against the capacity."""
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
 
 
 def _lmcache_nvtx_annotate(func: Callable[P, T], domain: str = "lmcache") -> Callable[P, T]:
-    """Show calls of ``func`` as ranges "domain.name" in NVIDIA's profilers.
+    """Make calls of ``func`` appear as ranges "domain.name" in NVIDIA's profilers.
 
-    Costs one look at a flag in a process that has not initialised CUDA.
+    In a process that has not initialized CUDA, each call only checks one flag.
     """
 
     @functools.wraps(func)

@@ -1,1 +1,1 @@
-"""CacheBlend: reuse of KV that was stored apart and in another order, a part of its tokens recomputed."""
+"""CacheBlend: prompts reuse separately stored segments in any order, and recompute a part of their tokens."""

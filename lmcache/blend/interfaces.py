@@ -1,4 +1,4 @@
-"""What retrieves KV for blending and what blends it, as the documents of LMCache 0.1 specify both."""
+"""Interfaces of blending, as LMCache 0.1 documents them: retrievers of KV, and executors that blend it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class BlendOutput:
-    """What one layer's attention computes with: a short Q and the whole, blended K and V."""
+    """Input of one layer's attention: Q of the selected tokens, and the blended K and V of all tokens."""
 
     q: torch.Tensor
     """Q of the selected tokens."""
@@ -19,51 +19,51 @@ class BlendOutput:
     v: torch.Tensor
     """V of all tokens."""
     positions: torch.Tensor
-    """Positions of the selected tokens in their inputs."""
+    """Positions of the selected tokens in their prompts."""
     local_indices: torch.Tensor
-    """Where in the fresh Q the selected tokens were: above the layer that selects, where the fresh Q holds
-    only these, 0 to its length."""
+    """Indices of the selected tokens in the fresh Q. After the selecting layer these are all its indices,
+    because the fresh Q then holds only selected tokens."""
     query_start_loc: torch.Tensor | None
-    """Where each request starts in ``q``, and its length at the end. None unless tokens were selected now."""
+    """Start of each request in ``q``, followed by the length of ``q``. None except at the selecting layer."""
 
 
 @dataclass
 class BlendRetrieverResult:
-    """One layer's K and V of all input tokens, as far as they were stored."""
+    """Stored K and V of all input tokens, for one layer."""
 
     k: torch.Tensor | None
-    """None when nothing was retrieved. Rows of tokens that are not valid are undefined."""
+    """Stored K, or None if nothing was retrieved. Rows of tokens that are not valid are undefined."""
     v: torch.Tensor | None
-    """As ``k``."""
+    """Stored V, or None if nothing was retrieved. Rows of tokens that are not valid are undefined."""
     valid_mask: torch.Tensor
-    """int32 ``[num_tokens]``, on the CPU: 1 where the token's K and V were retrieved."""
+    """int32 ``[num_tokens]``, on the CPU: 1 if the token's K and V were retrieved, otherwise 0."""
     original_positions: torch.Tensor
-    """int32 ``[num_tokens]``, on the device of K and V: the position that ``k`` is rotated to; 0 where
-    not valid."""
+    """int32 ``[num_tokens]``, on the device of K and V: the position to which ``k`` is rotated; 0 for tokens
+    that are not valid."""
 
 
 class BlendRetrieverTask(abc.ABC):
-    """A retrieval under way."""
+    """A running retrieval."""
 
     @abc.abstractmethod
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """Wait for one layer's K and V; they are as long as the input tokens of the request."""
+        """Wait for one layer's K and V of all input tokens of the batch, and return them."""
 
 
 class BlendRetriever(abc.ABC):
-    """Retrieves the KV of prompts that are made of segments stored apart."""
+    """Retrieves the KV of prompts that consist of separately stored segments."""
 
     @abc.abstractmethod
     def new_request(self, full_prompts: list[torch.Tensor], indices: list[list[int]]) -> BlendRetrieverTask:
         """Start the retrieval of one batch's KV.
 
-        ``full_prompts`` are token ids ``[num_tokens]``, ``indices`` where in each prompt its second and
-        further segments start.
+        ``full_prompts`` are token ids, ``[num_tokens]`` each. ``indices`` lists, for each prompt, the starts
+        of its second and further segments.
         """
 
 
 class BlendExecutor(abc.ABC):
-    """Blends retrieved K and V with those just computed."""
+    """Blends retrieved K and V with freshly computed K and V."""
 
     @abc.abstractmethod
     def blend(
@@ -80,12 +80,13 @@ class BlendExecutor(abc.ABC):
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        """Blend one layer, before its attention. Call it for the layers 0, 1, 2 and so on.
+        """Blend one layer, before its attention. Call it for the layers in order, starting with 0.
 
-        ``retrieved_k``, ``retrieved_v``, ``valid_mask``, ``original_positions``: a BlendRetrieverResult.
-        ``fresh_q``, ``fresh_k``, ``fresh_v``: just computed, for the tokens that are still selected.
-        ``positions``: of these tokens in their inputs.
-        ``query_start_loc``: where each request starts among **all** tokens, whatever was selected, and their
-        number at the end (number of requests + 1).
-        ``token_dim``: which dimension of Q, K and V counts tokens.
+        - ``retrieved_k``, ``retrieved_v``, ``valid_mask``, ``original_positions``: the fields of a
+          BlendRetrieverResult.
+        - ``fresh_q``, ``fresh_k``, ``fresh_v``: computed by this layer, for the tokens still selected.
+        - ``positions``: the positions of these tokens in their prompts.
+        - ``query_start_loc``: the start of each request among **all** tokens, selected or not, followed by
+          the number of all tokens (length: number of requests + 1).
+        - ``token_dim``: the dimension of Q, K and V that counts tokens.
         """

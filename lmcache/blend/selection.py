@@ -1,8 +1,8 @@
-"""Which tokens of retrieved KV are computed again: the part of blending that trades time for closeness.
+"""Selections of the retrieved tokens that are recomputed: they trade computing time for accuracy.
 
-The KV of a segment that was computed alone lacks what the segments before it would have told its tokens.
-Recomputing a token mends its own K and V, and through them what later tokens read. None of these selections
-makes blended KV exact, but for the one that selects everything.
+A segment that was computed alone has KV without attention to the segments before it. Recomputing a token
+corrects its own K and V, and thereby what later tokens read. Only the selection of all tokens makes blended
+KV exact.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ import torch
 from torch.nn.functional import pad
 
 BEFORE_LAYERS = -1
-"""A selection's ``layer`` when it needs no layer's K or V."""
+"""Value of a selection's ``layer`` if it needs no layer's K or V."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The tokens of one batch of prompts, as far as a selection may look at them; all on one device."""
+    """The tokens of one batch of prompts, with everything that a selection may use.
+
+    All tensors are on one device.
+    """
 
     is_valid: torch.Tensor
-    """bool ``[num_tokens]``: the token's K and V were retrieved. The others are computed in any case."""
+    """bool ``[num_tokens]``: whether the token's K and V were retrieved. Other tokens are always computed."""
     original_positions: torch.Tensor
-    """int64 ``[num_tokens]``: the position within its segment that a token's K was stored at."""
+    """int64 ``[num_tokens]``: the position within its segment at which the token's K was stored."""
     query_start_loc: torch.Tensor
-    """int64 ``[num_requests + 1]``: where each request starts, and the number of tokens."""
+    """int64 ``[num_requests + 1]``: the start of each request, followed by the number of tokens."""
     deviation: torch.Tensor | None = None
-    """float32 ``[num_tokens]``: mean squared difference of retrieved and fresh V at the selection's layer, 0
-    where not valid; None before all layers."""
+    """float32 ``[num_tokens]``: mean squared difference of retrieved and fresh V at the selection's layer; 0
+    for tokens that are not valid; None before all layers."""
     attention: torch.Tensor | None = None
-    """float32 ``[num_tokens]``: how strongly the questions look at each token when everything is reused, the
-    sum over layers of the largest attention weight; None unless the selection ``reads_attention``."""
+    """float32 ``[num_tokens]``: attention of the questions to each token when all KV is reused. It is the sum
+    over layers of the largest attention weight; None unless the selection sets ``reads_attention``."""
 
     @cached_property
     def request(self) -> torch.Tensor:
@@ -44,13 +47,13 @@ class Candidates:
 
     @cached_property
     def shift(self) -> torch.Tensor:
-        """int64 ``[num_tokens]``: by how many positions each token stands further on than it was stored."""
+        """int64 ``[num_tokens]``: each token's position in the prompt minus the position it was stored at."""
         positions = torch.arange(len(self.is_valid), device=self.is_valid.device)
         return positions - self.query_start_loc[self.request] - self.original_positions
 
     @cached_property
     def segments(self) -> list[tuple[int, int, int]]:
-        """(start, end, shift) of each run of valid tokens that were stored side by side."""
+        """(start, end, shift) of each run of valid tokens that were stored consecutively."""
         marks = torch.stack((self.is_valid.long(), self.request, self.shift))
         breaks = (marks[:, 1:] != marks[:, :-1]).any(0).nonzero().flatten() + 1
         bounds = [0, *breaks.tolist(), len(self.is_valid)]
@@ -61,54 +64,58 @@ class Candidates:
 
 
 class Selection(abc.ABC):
-    """Says which tokens are computed again. Write your own by ``select`` alone.
+    """Selects the tokens to recompute. To write your own, implement ``select``.
 
-    It holds no state of a request: one object serves all, from any thread.
+    A selection holds no state of a request, so one object can serve all requests, from any thread.
     """
 
     layer: int = BEFORE_LAYERS
-    """The layer whose retrieved and fresh V are compared; K and V of the layers up to it are computed for all
-    tokens. ``BEFORE_LAYERS``: it compares none, and nothing is computed for tokens that are not selected.
-    """
+    """Layer at which retrieved and fresh V are compared. K and V of the layers up to it are computed for all
+    tokens. With ``BEFORE_LAYERS`` nothing is compared, and nothing is computed for unselected tokens."""
     reads_attention: bool = False
-    """Has the engine to compute first, over reused KV, what is computed in any case, to see what the
-    questions attend to?"""
+    """Whether the selection needs the questions' attention. The engine then first computes all tokens that
+    are not valid, over the reused KV."""
 
     @abc.abstractmethod
     def select(self, tokens: Candidates) -> torch.Tensor:
-        """Return a bool mask ``[num_tokens]``, on the candidates' device. What is not valid is computed
-        whatever it says of it."""
+        """Return a bool mask ``[num_tokens]`` of the tokens to recompute, on the candidates' device.
+
+        Tokens that are not valid are always computed; their value in the mask does not matter.
+        """
 
 
 class _Ranked(Selection):
-    """Of each request's n valid tokens the ``int(n * ratio)`` with the highest score."""
+    """Selects the ``int(n * ratio)`` tokens with the highest score of each request's n valid tokens."""
 
     def __init__(self, ratio: float) -> None:
-        """Raises ValueError for a ratio out of 0 to 1."""
+        """Select the share ``ratio`` of each request's valid tokens.
+
+        Raises ValueError if it is not 0 to 1.
+        """
         if not 0 <= ratio <= 1:
             raise ValueError(f"Invalid recompute_ratio: {ratio} (must be 0 to 1)")
         self.ratio = ratio
 
     @abc.abstractmethod
     def score(self, tokens: Candidates) -> torch.Tensor:
-        """Return float32 ``[num_tokens]``, 0 or more."""
+        """Return the score of each token, float32 ``[num_tokens]``, 0 or more."""
 
     def select(self, tokens: Candidates) -> torch.Tensor:
         return highest(self.score(tokens), tokens, self.ratio)
 
 
 class LargestDeviation(_Ranked):
-    """The tokens whose V deviates most from what it is in this prompt (CacheBlend, Yao et al., EuroSys 2025).
+    """Selects the tokens whose V deviates most from V in this prompt (CacheBlend, Yao et al., EuroSys 2025).
 
-    Costs the first layers for all tokens (with ``layer`` 1, two of them) and one comparison of V. Right when
-    segments lean on one another, and which of their tokens do can't be told from their places.
+    It costs the first layers for all tokens (two layers with ``layer`` 1) and one comparison of V. Use it if
+    segments depend on one another, and the position of a token does not show whether it does.
     """
 
     def __init__(self, ratio: float, layer: int = 1) -> None:
-        """Compute ``ratio`` (0 to 1) of each request's valid tokens again, chosen at ``layer`` (1 or more: in
-        layer 0 V depends on the token alone).
+        """Select the share ``ratio`` (0 to 1) of each request's valid tokens, by their V at ``layer``.
 
-        Raises ValueError for either out of range.
+        ``layer`` is at least 1: in layer 0, V depends on the token alone. Raises ValueError if a value is out
+        of range.
         """
         super().__init__(ratio)
         if layer < 1:
@@ -122,16 +129,18 @@ class LargestDeviation(_Ranked):
 
 
 class FirstTokens(_Ranked):
-    """The first tokens of each segment, the same share of each (EPIC's LegoLink, Hu et al., ICML 2025).
+    """Selects the same share of each segment: its first tokens (EPIC's LegoLink, Hu et al., ICML 2025).
 
-    Costs nothing beyond the tokens themselves: no layer is computed for the others. What it mends is that
-    each segment's first tokens took the part of the prompt's beginning, to which later ones attend strongly.
-    A segment that stands where it was stored has nothing before it, and comes last.
+    It costs only the selected tokens: no layer is computed for the others. Later tokens attend strongly to
+    the beginning of a prompt. In a segment that was computed alone, its first tokens wrongly have that role.
+    A segment at the position at which it was stored has nothing before it, and is selected last.
     """
 
     def score(self, tokens: Candidates) -> torch.Tensor:
-        """Return how near to its segment's start each token is: from 2 (the first) down to 1; at most 1 in a
-        segment that was not moved."""
+        """Return the closeness of each token to the start of its segment, from 2 (first token) down to 1.
+
+        In a segment that was not moved, it is 1 or less.
+        """
         score = torch.zeros(len(tokens.is_valid), device=tokens.is_valid.device)
         for start, end, shift in tokens.segments:
             falling = 1 - torch.arange(end - start, device=score.device) / (end - start)
@@ -140,28 +149,28 @@ class FirstTokens(_Ranked):
 
 
 class MostAttended(_Ranked):
-    """The tokens that the question attends to most, were everything reused.
+    """Selects the tokens to which the question attends most when all KV is reused.
 
-    Costs the question's tokens once more: they are computed first over the reused KV, in all layers, to see
-    their attention (its largest weight among heads and the last 128 of these tokens, summed over layers).
-    Then no layer is computed for tokens that are not selected. Right when the question is short beside its
-    documents: what it does not look at need not be mended. A segment that stands where it was stored comes
-    last.
+    The question's tokens are computed one more time: first over the reused KV, in all layers, to measure
+    their attention. The measure is the largest weight among heads and the last 128 of these tokens, summed
+    over layers. No layer is computed for unselected tokens. Use it if the question is short compared with its
+    documents: tokens that the question ignores need no correction. A segment at the position at which it was
+    stored is selected last.
     """
 
     reads_attention = True
 
     def score(self, tokens: Candidates) -> torch.Tensor:
-        """Return the attention; 0 in a segment that was not moved."""
+        """Return the attention to each token; 0 in a segment that was not moved."""
         assert tokens.attention is not None, "the engine computes the questions' attention first"
         return tokens.attention.where(tokens.shift != 0, 0)
 
 
 class NoTokens(Selection):
-    """None: all retrieved KV is reused as it is, K rotated to its new place.
+    """Selects nothing: all retrieved KV is reused, with K rotated to its new position.
 
-    The cheapest, and a different answer wherever segments lean on one another. Right for segments of which
-    only one matters to the question, and as what others are compared with.
+    This is the cheapest selection, but the answer differs wherever segments depend on one another. Use it if
+    only one segment matters to the question, or as a baseline for comparisons.
     """
 
     def select(self, tokens: Candidates) -> torch.Tensor:
@@ -170,7 +179,7 @@ class NoTokens(Selection):
 
 
 class AllTokens(Selection):
-    """All: a full prefill, bit for bit, that reads stored KV for nothing. Right for comparisons only."""
+    """Selects all tokens: equals a full prefill, bit for bit. Use it for comparisons only."""
 
     def select(self, tokens: Candidates) -> torch.Tensor:
         """Return True for all."""
@@ -178,10 +187,10 @@ class AllTokens(Selection):
 
 
 def highest(score: torch.Tensor, tokens: Candidates, ratio: float) -> torch.Tensor:
-    """Return a bool mask ``[num_tokens]`` of the valid tokens to compute.
+    """Return a bool mask ``[num_tokens]`` of the valid tokens with the highest ``score``.
 
-    Of each request's n valid ones the ``int(n * ratio)`` of the highest ``score`` (float ``[num_tokens]``, 0
-    or more), of equal ones the first. A score that is NaN takes its token out of the ranking.
+    It selects ``int(n * ratio)`` of each request's n valid tokens. ``score`` is float ``[num_tokens]``, 0 or
+    more. Of tokens with equal scores the first are selected. Tokens with a NaN score are not ranked.
     """
     is_valid = tokens.is_valid & ~score.isnan()
     request, starts = tokens.request, tokens.query_start_loc

@@ -1,4 +1,4 @@
-"""The CUDA driver API, thinly: devices, streams, events, pinned memory, memory of other processes, copies.
+"""A thin layer over the CUDA driver API: devices, streams, events, pins, IPC memory, batches of copies.
 
-Nothing here needs torch. ``cuda-bindings`` is imported when the driver is first asked for.
+It does not need torch. ``cuda-bindings`` is imported at the first use of the driver.
 """

@@ -1,4 +1,4 @@
-"""Many pieces of memory copied by one call of the driver, on a stream, with no Python per piece."""
+"""Batches of copies: one call of the driver copies many pieces of memory, without a Python loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from lmcache.cuda.driver import Driver, Stream
 Words = npt.NDArray[np.uint64]
 
 BATCHES_SINCE = 12080
-"""The driver that has ``cuMemcpyBatchAsync``, and the form of it that is used: its last argument but one says
-which piece is wrong. Later drivers keep it.
-"""
+"""First CUDA version with ``cuMemcpyBatchAsync``. This module uses the signature of this version, whose last
+argument but one returns the number of the failed piece. Later drivers still support it."""
 
 _IN_STREAM_ORDER, _IN_ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder
 
@@ -29,7 +28,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: how the source may be read, where memory without a place should be, flags."""
+    """CUmemcpyAttributes: order of reads of the source, location hints for both sides, and flags."""
 
     _fields_ = (
         ("order", ctypes.c_int),
@@ -40,20 +39,21 @@ class _Attributes(ctypes.Structure):
 
 
 class CopyBatch:
-    """Pieces to be copied, in no order among each other: device to host, host to device, or on the device.
+    """Pieces to copy in any order: from device to host, from host to device, or within the device.
 
-    Pieces that continue one another on both sides are joined. Addresses are not checked here: whoever makes a
-    batch answers for them.
+    Pieces that are adjacent on both sides are joined. Addresses are not checked here: the caller is
+    responsible for them.
     """
 
     def __init__(self, to: Words, from_: Words, sizes: Words, edges: Words | None = None) -> None:
-        """``to``, ``from_``: addresses ``[num_pieces]``; ``sizes``: bytes of each, none 0.
+        """``to``, ``from_``: addresses ``[num_pieces]``; ``sizes``: bytes of each piece, more than 0;
+        ``edges``: ascending addresses at which pieces are split, because a copy of pinned memory must lie in
+        one registration (see ``Pins.edges``).
 
-        ``edges``: addresses, ascending, at which pieces are cut: a copy of pinned memory must lie in one
-        registration (see ``Pins.edges``).
+        Raises ValueError if the lengths differ.
         """
         if not len(to) == len(from_) == len(sizes):
-            raise ValueError(f"{len(to)} targets, {len(from_)} sources and {len(sizes)} sizes are no pieces")
+            raise ValueError(f"{len(to)} targets, {len(from_)} sources and {len(sizes)} sizes: not equal")
         pieces = _joined(*(np.ascontiguousarray(words, np.uint64) for words in (to, from_, sizes)))
         if edges is not None and len(edges):
             to, from_, sizes = _cut(*pieces, edges)
@@ -65,9 +65,10 @@ class CopyBatch:
         return len(self.sizes)
 
     def submit(self, stream: Stream, *, is_source_stable: bool = False) -> None:
-        """Queue the copies on ``stream``. Raises CudaError; some pieces may have been queued even so.
+        """Queue the copies on ``stream``.
 
-        ``is_source_stable``: nothing that is queued writes to the sources, so that they may be read at once.
+        ``is_source_stable``: True if no queued work writes to the sources, which may then be read at once.
+        Raises CudaError. Some pieces may be queued nevertheless.
         """
         if not len(self):
             return
@@ -79,17 +80,17 @@ class CopyBatch:
                 self._submit_singly(driver, handle)
                 return
             attributes = _Attributes(order=_IN_ANY_ORDER if is_source_stable else _IN_STREAM_ORDER)
-            first, wrong = _SIZE(0), _SIZE(0)
+            first, failed = _SIZE(0), _SIZE(0)
             code = batch(
                 self.to.ctypes.data, self.from_.ctypes.data, self.sizes.ctypes.data, len(self),
-                ctypes.addressof(attributes), ctypes.addressof(first), 1, ctypes.addressof(wrong), handle,
+                ctypes.addressof(attributes), ctypes.addressof(first), 1, ctypes.addressof(failed), handle,
             )  # fmt: skip
             if code:
-                which = f", piece {wrong.value} of {len(self)}" if wrong.value < len(self) else ""
-                raise driver.error("cuMemcpyBatchAsync", code, which)
+                detail = f", piece {failed.value} of {len(self)}" if failed.value < len(self) else ""
+                raise driver.error("cuMemcpyBatchAsync", code, detail)
 
     def _submit_singly(self, driver: Driver, handle: int) -> None:
-        """For drivers before CUDA 12.8."""
+        """Queue one copy per piece, for drivers before CUDA 12.8."""
         copy: Any = driver.function("cuMemcpyAsync", 4000, ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER)
         for to, from_, size in zip(self.to.tolist(), self.from_.tolist(), self.sizes.tolist(), strict=True):
             if code := copy(to, from_, size, handle):
@@ -97,7 +98,7 @@ class CopyBatch:
 
 
 def _joined(to: Words, from_: Words, sizes: Words) -> tuple[Words, Words, Words]:
-    """Join what is adjacent on both sides."""
+    """Join pieces that are adjacent on both sides."""
     is_new = np.ones(len(sizes), bool)
     is_new[1:] = (to[1:] != to[:-1] + sizes[:-1]) | (from_[1:] != from_[:-1] + sizes[:-1])
     if is_new.all():
@@ -106,16 +107,16 @@ def _joined(to: Words, from_: Words, sizes: Words) -> tuple[Words, Words, Words]
     return to[first], from_[first], np.add.reduceat(sizes, first)
 
 
-def _cut(starts: Words, others: Words, sizes: Words, edges: Words) -> tuple[Words, Words, Words]:
-    """Cut pieces at ``edges`` of their first side."""
+def _cut(starts: Words, opposite: Words, sizes: Words, edges: Words) -> tuple[Words, Words, Words]:
+    """Split pieces at ``edges`` of their first side."""
     ends = starts + sizes
     first = np.searchsorted(edges, starts, "right")
     cuts = np.searchsorted(edges, ends, "left") - first
     if not cuts.any():
-        return starts, others, sizes
+        return starts, opposite, sizes
     piece = np.repeat(np.arange(len(sizes)), cuts + 1)
     number = np.arange(len(piece)) - np.repeat(np.cumsum(cuts + 1) - cuts - 1, cuts + 1)  # within its piece
     edge = first[piece] + number
     begin: Words = np.where(number == 0, starts[piece], edges[edge - 1])
     end = np.where(number == cuts[piece], ends[piece], edges[np.minimum(edge, len(edges) - 1)])
-    return begin, others[piece] + (begin - starts[piece]), end - begin
+    return begin, opposite[piece] + (begin - starts[piece]), end - begin

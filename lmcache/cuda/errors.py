@@ -1,29 +1,28 @@
-"""What can go wrong with a GPU. Pure."""
+"""Errors of the CUDA driver and of GPUs. Pure."""
 
 from __future__ import annotations
 
 
 class CudaUnavailableError(Exception):
-    """There is no usable driver or GPU here; the message says what is missing."""
+    """There is no usable driver or GPU. The message says what is missing."""
 
 
 class DeviceNotVisibleError(CudaUnavailableError):
-    """The GPU exists somewhere, but this process can't see it."""
+    """This process can't see the GPU with the given UUID."""
 
 
 class CudaError(Exception):
     """A call of the driver failed."""
 
     SAME_PID = 201
-    """Of opening a handle: this process has the same process id, as a number, as the one that exported it,
-    be it in another PID namespace. (Also what a call without a context returns.)
-    """
+    """Code of opening a handle in a process with the same process id as the process that exported it, even in
+    another PID namespace. (A call without a context returns the same code.)"""
 
     function: str
     code: int
-    """``CUresult``."""
+    """Value of ``CUresult``."""
     name: str
-    """``CUDA_ERROR_...``"""
+    """Name of the code, ``CUDA_ERROR_...``."""
 
     def __init__(self, function: str, code: int, name: str, detail: str = "") -> None:
         super().__init__(f"{function}: {name} ({code}){detail}")
@@ -31,11 +30,10 @@ class CudaError(Exception):
 
     @property
     def is_sticky(self) -> bool:
-        """Is the context broken? Every later call in it fails, and only the end of the process mends that."""
+        """True if the context is broken: all later calls in it fail until the process ends."""
         return self.code in _STICKY
 
 
 _STICKY = {214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 722, 723, 726}
-"""``CUresult`` of errors after which "the process must be terminated and relaunched" (cuda.h), and of
-those of broken hardware: ECC, NVLink, contained errors.
-"""
+"""Values of ``CUresult`` after which "the process must be terminated and relaunched" (cuda.h), and those of
+broken hardware: ECC, NVLink, contained errors."""

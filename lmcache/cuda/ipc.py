@@ -1,12 +1,12 @@
-"""Device memory of another process, by CUDA's legacy IPC handles of 64 bytes.
+"""Access to device memory of another process, by CUDA's legacy IPC handles of 64 bytes.
 
-What decides how this is used (NVIDIA's documentation, and what NCCL, UCX and LMCache found):
+These facts determine its use. Sources: NVIDIA's documentation, and experience of NCCL, UCX and LMCache.
 
-- A handle is of a whole allocation, whatever address in it was asked for.
+- A handle stands for a whole allocation, whatever address in it was exported.
 - Opening fails with ``CudaError.SAME_PID`` if both processes have the same process id, as a number.
-- A new allocation at a freed address may have the very same handle: a kept mapping proves nothing.
-- A mapping keeps the memory alive when its owner is gone, and a mapping can be written to.
-- Memory of virtual memory management (sleep mode, expandable segments) has no handle.
+- A new allocation at a freed address may have the same handle. So an old mapping may show freed memory.
+- A mapping keeps the memory alive after its owner has ended, and a mapping is writable.
+- Virtual memory (sleep mode, expandable segments) has no handle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lmcache.cuda.driver import Context
 from lmcache.cuda.errors import CudaError
 
 HANDLE_BYTES = 64
-_LAZY_PEER_ACCESS = 1  # the only flags that there are
+_LAZY_PEER_ACCESS = 1  # the only flag that the driver defines
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Exported:
     """Memory that another process can open."""
 
     handle: bytes
-    """Of the allocation."""
+    """IPC handle of the allocation, 64 bytes."""
     base: int
-    """Address of the allocation here."""
+    """Address of the allocation in this process."""
     num_bytes: int
-    """Of the allocation."""
+    """Bytes of the allocation."""
     offset: int
-    """Of the address that was exported, in the allocation."""
+    """Offset of the exported address in the allocation."""
 
 
 def is_exportable(context: Context, address: int) -> bool:
-    """Can ``export`` be expected to work? False also where ``address`` is no device memory."""
+    """Return True if ``address`` is device memory that ``export`` can share."""
     attribute = context.driver.bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
     try:
         return bool(context.call("cuPointerGetAttribute", attribute, address))
@@ -46,7 +46,7 @@ def is_exportable(context: Context, address: int) -> bool:
 
 
 def export(context: Context, address: int) -> Exported:
-    """Raises CudaError."""
+    """Export the allocation that contains ``address``. Raises CudaError."""
     base, num_bytes = context.call("cuMemGetAddressRange", address)
     handle = context.call("cuIpcGetMemHandle", int(base))
     raw = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
@@ -54,23 +54,24 @@ def export(context: Context, address: int) -> Exported:
 
 
 class Mapping:
-    """Another process's allocation, opened here. Made by ``Mappings``."""
+    """An allocation of another process that is mapped here. ``Mappings`` creates it."""
 
     def __init__(self, owner: Mappings, handle: bytes, base: int, num_bytes: int) -> None:
         self._owner, self.handle = owner, handle
         self.base = base
-        """Its address here."""
+        """Address of the allocation in this process."""
         self.num_bytes = num_bytes
-        """What the driver says of it, not what anybody told."""
+        """Bytes of the allocation according to the driver, not according to the peer."""
         self.users = 1
+        """Number of users that have not closed the mapping."""
 
     def close(self) -> None:
-        """One user less; the last one's unmaps it. No copy may be under way. Raises CudaError."""
+        """Remove one user; the last one unmaps the memory. No copy may be running. Raises CudaError."""
         self._owner.close_one(self)
 
 
 class Mappings:
-    """What is open in one context: one mapping per handle, however many users. Thread-safe."""
+    """Open mappings of one context, one per handle with any number of users. Thread-safe."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -81,12 +82,12 @@ class Mappings:
         return len(self._open)
 
     def open(self, handle: bytes) -> Mapping:
-        """Map the allocation of ``handle``, or add a user to its mapping. Close it as often.
+        """Map the allocation of ``handle``, or add a user to its mapping. Each user must close it.
 
-        Raises ValueError when that is no handle; CudaError.
+        Raises ValueError if the handle's length is wrong, and CudaError.
         """
         if len(handle) != HANDLE_BYTES:
-            raise ValueError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, this has {len(handle)}")
+            raise ValueError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
         with self._lock:
             mapping = self._open.get(handle)
             if mapping is not None:

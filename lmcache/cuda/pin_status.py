@@ -1,4 +1,4 @@
-"""How much memory of the host the CUDA driver has pinned. Pure."""
+"""The amount of host memory that the CUDA driver has pinned. Pure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from typing import NamedTuple
 
 
 class PinStatus(NamedTuple):
-    """How much of the memory is pinned."""
+    """The pinned part of a range of memory, and failures to pin it."""
 
     pinned_bytes: int = 0
     num_failures: int = 0
-    """Extents that the driver refused to pin; their copies are slow."""
+    """Number of extents that the driver refused to pin; their copies are slow."""
     problem: str = ""
-    """The driver's first error; empty: there was none."""
+    """The driver's first error; empty if there was none."""
 
     @classmethod
     def total(cls, statuses: Iterable[PinStatus]) -> PinStatus:
-        """Sum up several stretches of memory; the first error stands for all of them."""
-        pinned_bytes, num_failures, problem = 0, 0, ""
-        for status in statuses:
-            pinned_bytes += status.pinned_bytes
-            num_failures += status.num_failures
-            problem = problem or status.problem
-        return cls(pinned_bytes, num_failures, problem)
+        """Sum up several ranges of memory. The total has the first error of all ranges."""
+        parts = list(statuses)
+        problem = next((part.problem for part in parts if part.problem), "")
+        return cls(sum(p.pinned_bytes for p in parts), sum(p.num_failures for p in parts), problem)

@@ -1,4 +1,4 @@
-"""Pinned memory of the host, so that copies need no staging and don't hold up who asks for them."""
+"""Pins host memory, so that the driver copies without a staging buffer and without blocking the caller."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE  # 64 KiB on some hosts
 EXTENT_BYTES = 256 << 20
-"""Registering takes some 0.1 s per GiB: between two extents the thread can be told to stop."""
+"""Default bytes of a registration, which takes about 0.1 s per GiB. The thread can stop between extents."""
 
 
 class Pins:
-    """Registers a stretch of memory extent by extent, in a thread of its own, as it becomes ready.
+    """Registers a range of memory with CUDA extent by extent as it becomes ready, on a thread of its own.
 
-    Copies need not wait for it: what is not registered yet, or can't be, is copied more slowly. Close it
-    before the memory is unmapped.
+    Copies need not wait: memory that is not registered is copied more slowly. Close the pins before the
+    memory is unmapped.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Pins:
         extent_bytes: int = EXTENT_BYTES,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``extent_bytes`` is a multiple of the page.
+        """``extent_bytes``: a multiple of the page size.
 
-        ``on_change`` is called without a lock when the status changed: after a failure, and when the last
-        extent that is ready has been tried. It must not block.
+        ``on_change``: called without a lock when the status has changed, that is after a failure, and when
+        the last ready extent has been tried. It must not block.
         """
         self._context = context
         self._on_change = on_change
@@ -50,31 +50,31 @@ class Pins:
         self._begin, self._end = address, end
         bounds = [*range(begin, end, extent_bytes), end] if begin < end else []
         self.edges: Words = np.array(bounds, np.uint64)
-        """Addresses that no copied piece may lie across; always the same."""
+        """Addresses of all extents' edges, ascending. No copied piece may cross an edge."""
         self.failures = 0
-        """Extents that could not be registered."""
+        """Number of extents that could not be registered."""
         self.problem = ""
-        """Why the first of them could not; empty: none failed."""
+        """Error of the first failed registration; empty if none failed."""
         self.pinned_bytes = 0
-        self._changed = threading.Condition()  # protects what follows
-        self._ready = address
-        self._pinned: dict[int, int] = {}  # first address to end, of extents
+        self._changed = threading.Condition()  # protects the fields below
+        self._ready = address  # end of the ready memory
+        self._pinned: dict[int, int] = {}  # first address -> end, of registered extents
         self._refused: set[int] = set()
-        self._under_way = 0  # the end of the extent that is being registered
+        self._registering_end = 0  # end of the extent that is being registered; 0: none
         self._num_uses = 0
-        self._is_shut = False  # for uses that begin
+        self._is_shut = False  # True: new uses must wait
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def set_ready(self, num_bytes: int) -> None:
-        """The first so many bytes may be touched now; returns at once where it is more than before.
+        """Declare the first ``num_bytes`` bytes as ready. Returns at once if this is more than before.
 
-        Where it is less, nothing may use what lies beyond any more, and none of it is registered when this
-        returns. Raises CudaError when it is, for all that is known.
+        If it is less, the caller must no longer use the rest, and no part of the rest is registered on
+        return. Raises CudaError if a part may still be registered.
         """
         with self._changed:
             self._ready = self._begin + num_bytes
-            self._changed.wait_for(lambda: self._under_way <= self._ready)
+            self._changed.wait_for(lambda: self._registering_end <= self._ready)
             self._changed.notify_all()
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._work, name="lmcache-pin", daemon=True)
@@ -88,12 +88,12 @@ class Pins:
 
     @property
     def status(self) -> PinStatus:
-        """What is pinned now, and what could not be."""
+        """The pinned bytes now, and all failures so far."""
         return PinStatus(self.pinned_bytes, self.failures, self.problem)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Hold this around copies: what is ready, and registered, stays so meanwhile."""
+        """Hold this around copies, so that no registered ready memory is unregistered meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_shut)
             self._num_uses += 1
@@ -105,14 +105,14 @@ class Pins:
                 self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Is everything that is ready registered, or known to be refused, within ``timeout`` seconds?"""
+        """Wait until every ready extent is registered or refused. Returns False after ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: next(self._wanted(), None) is None, timeout)
 
     def close(self) -> None:
-        """Unregister everything; waits for the extent that is being registered.
+        """Unregister all extents. Waits for the extent that is being registered.
 
-        From any thread, as a finalizer comes: also from that which registers, which then ends by itself.
+        A finalizer may call this on any thread, even on the registering thread, which then ends by itself.
         """
         with self._changed:
             self._is_closed = True
@@ -121,17 +121,17 @@ class Pins:
             self._thread.join()
         with self._changed:
             for start in list(self._pinned):
-                with contextlib.suppress(CudaError):  # of a broken context: the process's end does it
+                with contextlib.suppress(CudaError):  # a broken context: the end of the process unregisters
                     self._unpin(start)
 
     def _unpin_one(self) -> bool:
-        """Unregister the last extent if some of it is not ready any more; was there one?"""
+        """Unregister the last extent that is no longer completely ready. Return False if there is none."""
         with self._changed:
             start = max((start for start, end in self._pinned.items() if end > self._ready), default=None)
             if start is None:
                 return False
             try:
-                self._is_shut = start < self._ready  # copies may use its head
+                self._is_shut = start < self._ready  # copies may use the ready part of the extent
                 self._changed.wait_for(lambda: not (self._is_shut and self._num_uses))
                 self._unpin(start)
             finally:
@@ -140,7 +140,7 @@ class Pins:
             return True
 
     def _wanted(self) -> Iterator[tuple[int, int]]:
-        """Extents that are to be registered next."""
+        """Yield (start, end) of the extents that must still be registered, in order."""
         bounds = self.edges.tolist()
         for start, end in itertools.pairwise(bounds):
             if end <= self._ready and start not in self._pinned and start not in self._refused:
@@ -153,22 +153,22 @@ class Pins:
                 if self._is_closed:
                     return
                 start, end = next(self._wanted())
-                self._under_way = end
+                self._registering_end = end
             is_pinned = self._register(start, end - start)
             with self._changed:
-                self._under_way = 0
+                self._registering_end = 0
                 if is_pinned:
                     self._pinned[start] = end
                     self.pinned_bytes += end - start
                     if end > self._ready or self._is_closed:
-                        with contextlib.suppress(CudaError):  # whoever wants it so tries again
+                        with contextlib.suppress(CudaError):  # ``set_ready`` or ``close`` tries again
                             self._unpin(start)
                 else:
                     self._refused.add(start)
                     self.failures += 1
-                is_news = not is_pinned or next(self._wanted(), None) is None
+                has_changed = not is_pinned or next(self._wanted(), None) is None
                 self._changed.notify_all()
-            if is_news:
+            if has_changed:
                 self._on_change()
 
     def _register(self, start: int, num_bytes: int) -> bool:

@@ -1,32 +1,37 @@
-"""Miss-ratio curves: what hit ratio would an LRU cache of any size have had on these accesses? Pure.
+"""Miss-ratio curves: they estimate the hit ratio of an LRU cache of any size from samples of accesses. Pure.
 
-Fixed-size SHARDS (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15): only keys whose
-hash lies under a threshold are tracked; of them the exact stack distance in bytes is known, and divided by
-the sampling rate it estimates that of all keys. When more keys are tracked than wanted, the threshold comes
-down and those above it go, so memory and time are bounded whatever the load.
+The method is fixed-size SHARDS (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15). It
+tracks only keys whose hash is below a threshold, and computes their exact stack distances in bytes. A
+distance divided by the sampling rate estimates the distance among all keys. If too many keys are tracked, the
+threshold is lowered, and the keys above it are forgotten. Memory and time are therefore bounded under any
+load.
 
-**Requests are looked up whole**: a cache looks for all keys of a prompt before it stores any, so a long
-prompt does not push out its own chunks. They are given tail first, as the tiers touch them: a chunk is then
-never nearer than those it depends on, and a hit of the curve is a hit of a whole prefix.
+**Whole requests.** A cache looks up all keys of a prompt before it stores any, so a long prompt does not
+evict its own chunks. Keys are given tail first, in the order in which the tiers touch them. The distance of a
+chunk is thus never smaller than that of the chunks it depends on, and a hit of the curve is a hit of a whole
+prefix.
 
-**Hot keys.** The first chunk of a system prompt is sampled or not, and with it a large share of all accesses:
-sampling alone would be points off. So samplers keep the head of every chain whatever its hash; the few keys
-that turn out hot (Misra-Gries) are tracked apart from the others, with a weight of 1.
+**Hot keys.** Whether the first chunk of a system prompt is sampled decides about a large share of all
+accesses. Sampling alone would therefore be wrong by percentage points. So samplers record the head of every
+chain, regardless of its hash. The few keys that turn out to be hot (Misra-Gries) are tracked separately, with
+weight 1.
 
-**The total is known** (``count_accesses``), and what sampling estimates it to be is not quite it. The error
-of the total tells of the error of the hits: a regression over 16 independent subsamples says how much (a
-control variate, where SHARDS-adj assumes all of it). How much the subsamples differ gives one part of the
-bounds; the other is what they share, a stack whose distances are off by as much as its number of keys.
+**Known total.** The total number of accesses is known (``count_accesses``) and differs from the estimate of
+the sampling. The error of the total indicates the error of the hits. A regression over 16 independent
+subsamples says how strongly (a control variate; SHARDS-adj assumes that the errors are equal). The error
+bounds have two parts. One is the difference between the subsamples. The other is common to all subsamples:
+the distances in their stack are as inaccurate as its number of keys.
 
-**Several caches.** Each stream of lookups has a cache of its own; curves of several can't be merged, so their
-distances are counted into one. A cache that they share is asked last: it has credit for what they missed.
+**Several caches.** Each stream of lookups has its own cache. Curves of several caches can't be merged, so
+their distances are counted in one curve. A shared cache is looked up last: only hits that the streams' own
+caches missed count for it.
 
-**Ghosts.** Keys that no cache holds any more are tracked all the same, up to the largest size asked for:
+**Ghosts.** Keys that no cache holds any more are still tracked, up to the largest size of the curve, because
 misses are samples, too.
 """
 
 from lmcache.curves.curve import MissRatioCurve
-from lmcache.curves.samples import HASHES, Kept, Lookup, Sampler, merged, threshold_of
+from lmcache.curves.samples import HASHES, Lookup, SampledRequest, Sampler, merged, threshold_of
 from lmcache.curves.stack import RecencyStack
 from lmcache.curves.window import Difference, Estimate, Window
 
@@ -34,10 +39,10 @@ __all__ = [
     "HASHES",
     "Difference",
     "Estimate",
-    "Kept",
     "Lookup",
     "MissRatioCurve",
     "RecencyStack",
+    "SampledRequest",
     "Sampler",
     "Window",
     "merged",

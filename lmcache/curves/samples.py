@@ -1,4 +1,4 @@
-"""Which accesses are kept for a curve: what a sampler on the hot path writes down of a request."""
+"""Samples of requests for a curve, and the sampler that records them on the hot path."""
 
 from __future__ import annotations
 
@@ -10,122 +10,127 @@ from itertools import islice
 from typing import NamedTuple
 
 HASHES = 1 << 64
-"""Key hashes are below this, uniformly distributed."""
+"""Exclusive upper bound of key hashes, which are uniformly distributed."""
 
 
 class Lookup(NamedTuple):
-    """The sampled keys of one request: a cache looks for all of them before it touches any."""
+    """The sampled keys of one request. A cache looks up all of them before it touches any."""
 
     time: float
-    """Seconds, of any clock that all samplers share."""
+    """Time in seconds, of any clock that all samplers share."""
     keys: Sequence[int]
-    """Hashes, below HASHES, tail first."""
+    """Hashes of the keys, below HASHES, tail first."""
     num_bytes: int
-    """That each object takes in a cache."""
+    """Bytes of each object in a cache."""
     stream: Hashable = None
-    """Whose cache it is that was asked."""
+    """Identifier of the cache that was looked up."""
 
 
-class Kept(NamedTuple):
-    """What a sampler keeps of one request."""
+class SampledRequest(NamedTuple):
+    """The samples of one request."""
 
     time: float
     """Seconds since 1970."""
     bound: int
-    """Keys below it were sampled, and the head."""
+    """Hash below which keys were sampled; the head of the request was sampled in any case."""
     keys: bytes
-    """8 of each, big end first, tail first."""
+    """The first 8 bytes of each key, big-endian, tail first."""
     tiers: bytes
-    """A letter for each."""
+    """One letter per key: the tier where it was found."""
 
-    def below(self, bound: int) -> Kept:
-        """Return what would have been kept with a lower bound."""
+    def below(self, bound: int) -> SampledRequest:
+        """Return the samples of the same request under a lower bound."""
         if bound >= self.bound:
             return self
-        return Kept(self.time, bound, *_below(bound, self.keys, self.tiers))
+        return SampledRequest(self.time, bound, *_below(bound, self.keys, self.tiers))
 
 
 class Sampler:
-    """What runs on the hot path: a bounded ring of accesses to heads, and to keys under a threshold.
+    """A bounded ring of samples: the heads of requests, and keys below a threshold. Runs on the hot path.
 
-    A request's position is the number of samples before it, those included that left the ring.
+    A request's position is the number of samples before it, including samples that have left the ring.
     """
 
     def __init__(self, rate: float = 1.0, max_samples: int = 1 << 16, kept_seconds: float = 0.0) -> None:
-        """Raise ValueError for a ``rate`` (share of keys) that is not in (0, 1].
+        """Sample the share ``rate`` of all keys. Raises ValueError if it is not in (0, 1].
 
-        ``kept_seconds``: fewer keys are kept, by halves, where requests would leave the ring sooner; and more
-        again where they stay four times as long.
+        If requests would leave the ring before ``kept_seconds``, the sampler halves its rate. If they stay
+        four times as long, it doubles the rate again, up to ``rate``.
         """
         self.num_dropped = 0
-        """Samples that left the ring, which is the position of the first that is there."""
+        """Samples that have left the ring, which is also the position of the first sample in the ring."""
         self.position = 0
-        """Of the next request."""
-        self._ring: deque[Kept] = deque()
-        self._starts: deque[int] = deque()  # their positions
+        """Position of the next request."""
+        self._ring: deque[SampledRequest] = deque()
+        self._starts: deque[int] = deque()  # positions of the requests in the ring
         self._max_samples, self._kept_seconds = max_samples, kept_seconds
-        self._share = 1.0  # of the rate that was asked for
+        self._rate_factor = 1.0  # of the requested rate
         self.rate = rate
 
     @property
     def rate(self) -> float:
-        """Share of keys that is kept of requests from now on."""
+        """Share of keys that is sampled from now on."""
         return self.bound / HASHES
 
     @rate.setter
     def rate(self, rate: float) -> None:
-        self._asked = rate
-        self.bound = threshold_of(rate * self._share)
+        self._requested_rate = rate
+        self.bound = threshold_of(rate * self._rate_factor)
 
     def record(self, time: float, keys: bytes, tiers: bytes) -> None:
-        """Note a request; 8 bytes of each key, big end first, tail first, and a letter where it was found."""
+        """Sample a request.
+
+        ``keys`` has 8 bytes per key, big-endian, tail first. ``tiers`` has one letter per key: the tier where
+        it was found.
+        """
         if not tiers:
             return
-        kept, tiers = _below(self.bound, keys, tiers)
-        self._ring.append(Kept(time, self.bound, kept, tiers))
+        sampled_keys, tiers = _below(self.bound, keys, tiers)
+        self._ring.append(SampledRequest(time, self.bound, sampled_keys, tiers))
         self._starts.append(self.position)
         self.position += len(tiers)
         while self.position - self.num_dropped > self._max_samples:
             oldest, _ = self._ring.popleft(), self._starts.popleft()
             self.num_dropped += len(oldest.tiers)
-            # Those that were kept by another bound tell nothing of this one.
+            # Requests that were sampled with another bound don't show how long this one lets them stay.
             if self._kept_seconds and oldest.bound == self.bound:
                 self._adapt(time - oldest.time)
 
     def _adapt(self, seconds: float) -> None:
-        # One key of each request is always kept: a ring full of requests does not get any longer.
+        # One key of each request is always sampled, so a lower rate does not help if the ring is full of
+        # these.
         if 0 <= seconds < self._kept_seconds and 2 * len(self._ring) < self._max_samples:
-            self._share = max(self._share / 2, 1 / 1024)
+            self._rate_factor = max(self._rate_factor / 2, 1 / 1024)
         elif seconds > 4 * self._kept_seconds:
-            self._share = min(self._share * 2, 1.0)
-        self.rate = self._asked
+            self._rate_factor = min(self._rate_factor * 2, 1.0)
+        self.rate = self._requested_rate
 
-    def since(self, position: int) -> tuple[int, list[Kept]]:
-        """Return the position of the first request from ``position`` on, and what is kept of all of them."""
-        at = bisect_left(self._starts, position)
-        num_kept = len(self._starts) - at
-        first = self._starts[at] if num_kept else self.position
-        return first, list(islice(reversed(self._ring), num_kept))[::-1]  # mostly few are asked for
+    def since(self, position: int) -> tuple[int, list[SampledRequest]]:
+        """Return the samples of all requests from ``position`` on, and the position of the first of them."""
+        index = bisect_left(self._starts, position)
+        num_requests = len(self._starts) - index
+        first = self._starts[index] if num_requests else self.position
+        return first, list(islice(reversed(self._ring), num_requests))[::-1]  # most calls need few requests
 
 
 def _below(bound: int, keys: bytes, tiers: bytes) -> tuple[bytes, bytes]:
-    """Keys below the bound, and the last, with their tiers."""
+    """Return the keys below the bound and the last key (the head), with their tiers."""
     if bound >= HASHES:
         return keys, tiers
     low, last = bound.to_bytes(8, "big"), len(tiers) - 1
-    first = low[0]  # most keys differ in the first byte
-    kept = [at for at, byte in enumerate(keys[:-8:8]) if byte <= first and keys[8 * at : 8 * at + 8] < low]
-    kept.append(last)
-    return b"".join([keys[8 * at : 8 * at + 8] for at in kept]), bytes([tiers[at] for at in kept])
+    first = low[0]  # comparing the first byte is enough for most keys
+    chosen = [i for i, byte in enumerate(keys[:-8:8]) if byte <= first and keys[8 * i : 8 * i + 8] < low]
+    chosen.append(last)
+    return b"".join([keys[8 * i : 8 * i + 8] for i in chosen]), bytes([tiers[i] for i in chosen])
 
 
 def merged(streams: Iterable[Iterable[Lookup]]) -> Iterable[Lookup]:
-    """Merge what several samplers kept, each in the order of time, into one."""
+    """Merge the lookups of several samplers, each in the order of time, into one sequence."""
     return heapq.merge(*streams, key=lambda lookup: lookup.time)
 
 
 def threshold_of(rate: float) -> int:
-    """Return below what hashes are sampled. Raises ValueError."""
+    """Return the hash below which keys are sampled at this rate. Raises ValueError."""
     if not 0 < rate <= 1:
-        raise ValueError(f"rate {rate}: the share of keys that is sampled lies in (0, 1]")
+        raise ValueError(f"rate {rate}: the share of sampled keys must be more than 0 and at most 1")
     return max(1, int(rate * HASHES))

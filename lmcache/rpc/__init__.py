@@ -1,1 +1,1 @@
-"""Engine to sidecar: the messages (``kvcache.proto``), the generated code and a typed client."""
+"""Protocol between engine and sidecar: messages (``kvcache.proto``), generated code and a typed client."""

@@ -1,8 +1,8 @@
-"""One Attach stream, from connecting to its end.
+"""One Attach stream, from its connection to its end.
 
-Two threads serve it: the client's reads the replies, and gRPC's own pulls the requests, which is where
-extents are faulted in ahead of the first copies (a copy that comes sooner faults for itself). The engine's
-threads make the unary calls of the session that comes out of it.
+Two threads serve the stream. The client's thread reads the replies. A thread of gRPC pulls the requests, and
+maps new extents before the first copies need them (an earlier copy causes the page faults itself). The
+engine's threads make the unary calls of the resulting session.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import SidecarUnavailableError
-from lmcache.rpc.hello import ClientHello, TransferOffer
-from lmcache.rpc.session import Copies, Session, StoreCopier
+from lmcache.rpc.hello import ClientHello
+from lmcache.rpc.open_copies import OpenCopies
+from lmcache.rpc.session import Session, StoreCopier
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache.tiers.memory.slots import ENTRY_BYTES
 
 _ATTACH_SECONDS = 2.0
-"""Until the answer to Hello; a frozen sidecar accepts connections but says nothing."""
+"""Longest wait for the answer to Hello: a frozen sidecar accepts connections but does not answer."""
 
 _NO_ANSWER = f"the sidecar did not answer within {_ATTACH_SECONDS:g} s: is it frozen?"
 
 _POPULATE_BYTES = 256 << 20
-"""Faulted in at once, a few 10 ms each: between two of these the stream has its say."""
+"""Bytes that are mapped at once, in a few 10 ms. Between two of these steps the stream can send."""
 
 _MAX_PROBLEM_BYTES = 512
+"""Largest size of the reported error about pinned memory."""
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", service.MAX_MESSAGE_BYTES),
@@ -46,16 +48,17 @@ _CHANNEL_OPTIONS = [
 
 
 OnRows: TypeAlias = Callable[[npt.NDArray[np.uint8], int, bool], None]
+"""Called with a worker's column, its number of ready rows, and whether no older column is in use."""
 
 
 class Attachment:
-    """One stream and its session. ``run`` is called once; ``cancel`` ends it from any thread, at any time."""
+    """One stream and its session. Call ``run`` once. Any thread may call ``cancel`` at any time to end it."""
 
     def __init__(
         self,
         socket_path: str,
         hello: pb.Hello,
-        copies: Copies,
+        copies: OpenCopies,
         pending_releases: set[str],
         on_rows: OnRows | None = None,
     ) -> None:
@@ -66,24 +69,26 @@ class Attachment:
         self._copies = copies
         self._pending_releases = pending_releases
         self._stream: Any = None
-        self._changed = threading.Condition()  # protects everything below
+        self._changed = threading.Condition()  # protects the fields below
         self._epoch = 0
         self._column: MappedColumn | None = None
         self._ready_rows = 0
         self._mapped_rows = 0
         self._drained = False
-        self._round = 0  # to be answered
-        self._takes_pinned = False  # the sidecar does
+        self._round = 0  # number of the sidecar's request to give up rows, until it is answered
+        self._takes_pinned = False  # True: the sidecar understands reports of pinned memory
         self._pins: PinStatus | None = None
         self._reported_pins: PinStatus | None = None
         self._over = False
-        self._reason = ""  # why we ended it
+        self._reason = ""  # why this client ended the stream
 
     def run(self, on_session: Callable[[Session], None]) -> None:
-        """Attach, hand over the session, return when the stream ended.
+        """Attach, pass the session to ``on_session``, and return when the stream has ended.
 
-        Raises grpc.RpcError (refused, connection lost), SidecarUnavailableError (``cancel`` was given a
-        reason), ArenaError or OSError (the arena can't be mapped).
+        Raises:
+            grpc.RpcError: the sidecar refused the client, or the connection was lost.
+            SidecarUnavailableError: ``cancel`` was called with a reason.
+            ArenaError, OSError: the arena can't be mapped.
         """
         with grpc.insecure_channel(f"unix:{self._socket_path}", options=_CHANNEL_OPTIONS) as channel:
             attach = channel.stream_stream(
@@ -96,7 +101,7 @@ class Attachment:
             attach_timeout.daemon = True
             attach_timeout.start()
             try:
-                if self._over:  # cancelled before there was a stream
+                if self._over:  # ``cancel`` was called before the stream existed
                     return
                 attached = next(stream).attached
                 attach_timeout.cancel()
@@ -119,7 +124,7 @@ class Attachment:
                 self.cancel()
 
     def cancel(self, reason: str = "") -> None:
-        """End the stream."""
+        """End the stream, for a reason that ``run`` reports."""
         with self._changed:
             self._reason = self._reason or ("" if self._over else reason)
             self._over = True
@@ -128,19 +133,19 @@ class Attachment:
             self._stream.cancel()
 
     def report_pins(self, status: PinStatus) -> None:
-        """Tell the sidecar how much is pinned, if it understands that."""
+        """Report how much memory is pinned, if the sidecar understands such reports."""
         with self._changed:
             self._pins = status
             self._changed.notify()
 
     def wake(self) -> None:
-        """Look again whether the copies of older sessions are drained."""
+        """Check again whether the copies of older sessions have ended."""
         with self._changed:
             self._changed.notify()
 
     def _begin(self, channel: grpc.Channel, attached: pb.Attached) -> Session:
         path = Path(attached.arena_path)
-        if not path.exists():  # mounted elsewhere in this container
+        if not path.exists():  # this container mounts the directory elsewhere
             path = Path(self._socket_path).parent / path.name
         num_rows, table = attached.num_rows, attached.table_offset
         column = None
@@ -148,7 +153,7 @@ class Attachment:
             column = MappedColumn(
                 path, table, attached.column_offset, attached.slot_bytes, num_rows, attached.slots_per_frame
             )
-        first_table = table - self._hello.column * num_rows * ENTRY_BYTES  # the index speaks of column 0
+        first_table = table - self._hello.column * num_rows * ENTRY_BYTES  # the index refers to column 0
         index = MappedIndex(path, first_table, num_rows, attached.index_offset, attached.index_buckets)
         with self._changed:
             self._epoch, self._column = attached.epoch, column
@@ -168,25 +173,18 @@ class Attachment:
     def _extend(self, extents: pb.Extents) -> None:
         with self._changed:
             if extents.round:
-                self._copies.mark()  # none that begins from now on uses rows beyond
+                self._copies.mark()  # later copies use no row after the ready ones
             self._ready_rows = max(extents.ready_rows, 0 if extents.round else self._ready_rows)
             self._round = extents.round
             self._changed.notify()
 
     def _requests(self) -> Iterator[pb.AttachRequest]:
-        """Everything the client says on this stream."""
+        """Yield all messages of the client on this stream."""
         yield pb.AttachRequest(hello=self._hello)
+        duties = self._must_drain, self._must_release_extents, self._must_populate, self._must_report_pins
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._over
-                        or self._must_drain()
-                        or self._must_let_go()
-                        or self._must_populate()
-                        or self._must_report_pins()
-                    )
-                )
+                self._changed.wait_for(lambda: self._over or any(is_due() for is_due in duties))
                 if self._over:
                     return
             if self._must_drain():
@@ -197,32 +195,32 @@ class Attachment:
                 yield pb.AttachRequest(pinned=self._pinned_message())
                 continue
             try:
-                round_ = self._let_go() if self._must_let_go() else self._populate()
-            except Exception as error:  # gRPC would call it "Exception iterating requests!"
+                round_ = self._release_extents() if self._must_release_extents() else self._populate()
+            except Exception as error:  # gRPC would report only "Exception iterating requests!"
                 return self.cancel(str(error))
             if round_:
-                yield pb.AttachRequest(let_go=pb.LetGo(round=round_))
+                yield pb.AttachRequest(extents_released=pb.ExtentsReleased(round=round_))
 
-    def _let_go(self) -> int:
-        """Touch no rows any more that are not ready; return the round in which that was asked for."""
+    def _release_extents(self) -> int:
+        """Stop using rows that are not ready. Return the round of the sidecar's request."""
         with self._changed:
             round_, self._round = self._round, 0
             self._mapped_rows = min(self._mapped_rows, self._ready_rows)
-        self._show()
+        self._report_rows()
         return round_
 
     def _populate(self) -> int:
-        """Map some more rows."""
+        """Map some more rows. Return 0, because there is no round to answer."""
         ready_rows = self._ready_rows
         if self._column is not None and self._mapped_rows < ready_rows:
             rows_at_once = max(1, _POPULATE_BYTES // self._column.slots.shape[1])
             end = min(ready_rows, self._mapped_rows + rows_at_once)
             self._column.populate(self._mapped_rows, end)
             self._mapped_rows = end
-            self._show()
+            self._report_rows()
         return 0
 
-    def _show(self) -> None:
+    def _report_rows(self) -> None:
         if self._on_rows is not None and self._column is not None:
             self._on_rows(self._column.slots, self._mapped_rows, self._drained)
 
@@ -234,50 +232,28 @@ class Attachment:
     def _must_report_pins(self) -> bool:
         return self._takes_pinned and self._pins != self._reported_pins
 
-    def _must_let_go(self) -> bool:
-        return self._round > 0 and self._drained and self._copies.marked_left
+    def _must_release_extents(self) -> bool:
+        return self._round > 0 and self._drained and self._copies.are_marked_closed
 
     def _must_drain(self) -> bool:
-        return self._epoch > 0 and not self._drained and self._copies.drained
+        return self._epoch > 0 and not self._drained and self._copies.is_drained
 
     def _must_populate(self) -> bool:
         return self._column is not None and self._mapped_rows < self._ready_rows
 
 
 def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
-    """As it goes over the wire."""
-    groups = [
-        pb.KVGroup(**asdict(group) | {"kind": pb.KVGroup.Kind.Name(group.kind.value)})
-        for group in hello.groups
-    ]
+    """Return the Hello message of a client."""
+    fields = asdict(hello)
+    groups = [group | {"kind": group["kind"].value} for group in fields.pop("groups")]
+    geometry = {name: fields.pop(name) for name in ("chunk_tokens", "num_columns")}
     return pb.Hello(
         protocol_version=service.PROTOCOL_VERSION,
         client_version=lmcache.__version__,
         client_uuid=client_uuid,
-        engine_uuid=hello.engine_uuid,
         pid=os.getpid(),
         uid=os.getuid(),
-        role=pb.Role.Name(hello.role.value),
-        namespace=hello.namespace,
-        private_reason=hello.private_reason,
-        geometry=pb.Geometry(chunk_tokens=hello.chunk_tokens, num_columns=hello.num_columns, groups=groups),
-        column=hello.column,
-        model=hello.model,
-        transfer=_offer_message(hello.transfer),
-        can_let_go=True,
-        kv_bytes=hello.kv_bytes,
-    )
-
-
-def _offer_message(offer: TransferOffer) -> pb.TransferOffer:
-    return pb.TransferOffer(
-        gpu_uuid=offer.gpu_uuid,
-        allocations=[pb.DeviceAllocation(**allocation._asdict()) for allocation in offer.allocations],
-        groups=[
-            pb.GroupPages(
-                **pages._asdict() | {"layers": [pb.LayerPages(**at._asdict()) for at in pages.layers]}
-            )
-            for pages in offer.groups
-        ],
-        refusal=offer.refusal,
+        geometry=pb.Geometry(groups=groups, **geometry),
+        can_release_extents=True,
+        **fields | {"role": hello.role.value},
     )

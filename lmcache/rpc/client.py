@@ -1,4 +1,4 @@
-"""The engine's end of the wire: a sync, thread-safe, torch-free client of one sidecar.
+"""A synchronous, thread-safe client of one sidecar, for engines. It does not need torch.
 
 ::
 
@@ -6,9 +6,9 @@
     client.start()                      # returns at once; attaches and re-attaches in the background
     session = client.session            # None while detached
     if session is not None:
-        found = session.lookup("request-1", [(0, row_keys)])
+        result = session.lookup("request-1", [(0, row_keys)])
 
-Nothing here blocks longer than its deadline, and every failure is a ``SidecarError``.
+No call blocks longer than its deadline, and every failure is a ``SidecarError``.
 """
 
 from __future__ import annotations
@@ -25,43 +25,32 @@ from collections.abc import Callable
 
 import grpc
 
-from lmcache.backoff import Backoff
+from lmcache.common.backoff import Backoff
 from lmcache.cuda.pin_status import PinStatus
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc import service
 from lmcache.rpc.attachment import Attachment, OnRows, hello_message
 from lmcache.rpc.errors import SidecarError
-from lmcache.rpc.hello import ClientHello, Role, TransferOffer
+from lmcache.rpc.hello import ClientHello
 from lmcache.rpc.lockfile import LockFile
-from lmcache.rpc.session import Copies, Scheduled, Session, bounded
-
-__all__ = [
-    "ClientHello",
-    "KVGroup",
-    "OnRows",
-    "Role",
-    "Scheduled",
-    "Session",
-    "SidecarClient",
-    "TransferOffer",
-]
+from lmcache.rpc.open_copies import OpenCopies
+from lmcache.rpc.session import Session, bounded
 
 logger = logging.getLogger(__name__)
 
 _BACKOFF = Backoff(0.05, 2.0, jitter=0.5)
 _PROTOCOL_BACKOFF = Backoff(30.0, 30.0, jitter=0.5)
-"""Against another protocol version only an upgrade helps."""
+"""Slow retries after a mismatch of protocol versions, which only an upgrade resolves."""
 
 _STABLE_SECONDS = 10.0
-"""A session that lasted so long was a good one: the next attempt comes soon."""
+"""Duration after which a session counts as successful: the next attempt then starts without back-off."""
 
 _CLOSE_SECONDS = 2.0
 
 
 class SidecarClient:
-    """Keeps one client attached to a sidecar that may be absent, slow, frozen or restarted at any time.
+    """Keeps a client attached to a sidecar, which may be absent, slow, frozen or restarted at any time.
 
-    Forked children see a detached client. ``close`` runs at interpreter exit if it was not called before.
+    In a forked child, the client is detached. ``close`` runs at interpreter exit if it was not called before.
     """
 
     def __init__(
@@ -72,13 +61,19 @@ class SidecarClient:
         on_change: Callable[[], None] | None = None,
         on_rows: OnRows | None = None,
     ) -> None:
-        """``on_change`` is called from the background thread when ``session`` became another; it must not
-        block. ``on_rows`` gets this worker's column of the arena, ``[num_rows, slot_bytes]``, how many
-        leading rows may be touched, and whether no copy of an older column goes on; from another background
-        thread whenever that changed. When it returns, no device has other rows pinned (of an older column,
-        none where no copy goes on), or it raises.
+        """Create a detached client; ``start`` attaches it.
 
-        Raises ValueError when ``socket_path`` is longer than the system takes.
+        Args:
+            socket_path: UNIX socket of the sidecar.
+            hello: identity of this client.
+            on_change: called on the background thread after ``session`` has changed. Must not block.
+            on_rows: called on another background thread whenever its arguments change. These are this
+                worker's column of the arena ``[num_rows, slot_bytes]``, the number of leading rows that may
+                be accessed, and whether no copy of an older column is running. On return, no device may have
+                other rows of this column pinned, nor rows of an older column without running copies.
+                Otherwise it must raise.
+
+        Raises ValueError if the system can't use a ``socket_path`` of this length.
         """
         service.check_socket_path(socket_path)
         client_uuid = uuid.uuid4().bytes
@@ -88,8 +83,8 @@ class SidecarClient:
         self._on_rows = on_rows
         self._pid = os.getpid()
         self._lock_file = LockFile(service.lock_path(socket_path, client_uuid))
-        self._copies = Copies(self._wake)
-        self._pending_releases: set[str] = set()  # ids of requests whose release did not arrive yet
+        self._copies = OpenCopies(self._wake)
+        self._pending_releases: set[str] = set()  # ids whose release has not reached the sidecar yet
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-attach", daemon=True)
         self._attachment: Attachment | None = None
@@ -98,7 +93,7 @@ class SidecarClient:
         self._pins: PinStatus | None = None
 
     def start(self) -> None:
-        """Start attaching in the background. Returns at once, whatever the sidecar does."""
+        """Start attaching in the background. Returns at once."""
         atexit.register(self.close)
         self._thread.start()
 
@@ -109,15 +104,15 @@ class SidecarClient:
 
     @property
     def detached_reason(self) -> str:
-        """One sentence why there is no session; empty while there is one."""
+        """Why there is no session, in one sentence; empty while there is a session."""
         return "" if self.session is not None else self._reason
 
     def release_later(self, request_id: str) -> None:
-        """Let a lease end with the next release or attach, where there is nobody to call now."""
+        """End a lease with the next release or attach. Use this while there is no session."""
         self._pending_releases.add(bounded(request_id))
 
     def report_pins(self, status: PinStatus) -> None:
-        """Tell the sidecar how much of this worker's column is pinned, now and whenever it attaches."""
+        """Report how much of this worker's column is pinned, now and after every attach."""
         self._pins = status
         if (attachment := self._attachment) is not None:
             attachment.report_pins(status)
@@ -125,7 +120,7 @@ class SidecarClient:
     def close(self) -> None:
         """Detach, release the record lock and remove its file. Idempotent; waits at most 2 s.
 
-        While a ``copying`` block is open the lock stays with the process: its slots can't be given away yet.
+        While a ``copying`` block is open, the process holds the lock: its slots must not be reused yet.
         """
         if os.getpid() != self._pid or self._closing.is_set():
             return
@@ -135,7 +130,7 @@ class SidecarClient:
             attachment.cancel()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_SECONDS)
-        if self._copies.idle and not self._thread.is_alive():
+        if self._copies.is_idle and not self._thread.is_alive():
             self._lock_file.release()
 
     def _run(self) -> None:
@@ -149,27 +144,26 @@ class SidecarClient:
                 reason = error.details() or error.code().name
                 if service.reason_of(error) == service.REASON_PROTOCOL:
                     backoff = _PROTOCOL_BACKOFF
-                _let_go(error)
-            except Exception as error:  # this thread must outlive whatever a broken file system comes up with
+                _clear_frames(error)
+            except Exception as error:  # this thread must survive any error, such as of a broken file system
                 reason = str(error)
-                _let_go(error)
+                _clear_frames(error)
             self._detached(reason)
             num_failures = 1 if time.monotonic() - started > _STABLE_SECONDS else num_failures + 1
             self._closing.wait(backoff.seconds(num_failures))
 
     def _attach(self) -> None:
-        """Serve one stream to its end."""
+        """Serve one stream until it ends."""
         if not os.path.exists(self._socket_path):
             raise OSError(f"no socket at {self._socket_path}: is the sidecar up and its directory mounted?")
         self._lock_file.acquire()
-        attachment = Attachment(
+        attachment = self._attachment = Attachment(
             self._socket_path, self._hello, self._copies, self._pending_releases, self._on_rows
         )
-        self._attachment = attachment
-        if (pins := self._pins) is not None:  # else report_pins() sees this attachment
+        if (pins := self._pins) is not None:  # a later report_pins() finds this attachment
             attachment.report_pins(pins)
         try:
-            if not self._closing.is_set():  # else close() has not seen this attachment
+            if not self._closing.is_set():  # close() may not have found this attachment
                 attachment.run(self._attached)
         finally:
             self._attachment = None
@@ -184,7 +178,7 @@ class SidecarClient:
 
     def _detached(self, reason: str) -> None:
         if reason != self._reason and not self._closing.is_set():
-            logger.warning("Not attached to the sidecar, going on without it: %s", reason)
+            logger.warning("Not attached to the sidecar, continuing without it: %s", reason)
         self._reason = reason
         if self._session is not None:
             self._session = None
@@ -195,11 +189,11 @@ class SidecarClient:
             attachment.wake()
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Clear what an error's frames refer to.
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the references that an error's frames hold.
 
-    gRPC raises the stream itself, which they refer to: such a circle keeps the session and its mapping of the
-    arena, with all that a GPU's driver has pinned of it, until a garbage collection. Engines put that off.
+    gRPC raises the stream itself, and the frames refer to the stream. This cycle would keep the session, its
+    mapping of the arena and the pinned memory alive until a garbage collection, which engines postpone.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -1,14 +1,14 @@
-"""What a call to the sidecar can raise.
+"""Errors that a call to the sidecar can raise.
 
 ::
 
     SidecarError
-    ├── SidecarUnavailableError   no answer: the call may or may not have been done
-    ├── StaleSessionError         the session's epoch is over: take the client's present session
-    └── RpcRefusedError           the sidecar said no and changed nothing; the message says what to do
-        └── EngineCopiesError     the sidecar does not copy stores (any more): copy them yourself
+    ├── SidecarUnavailableError   no answer: the call may or may not have been carried out
+    ├── StaleSessionError         the session's epoch is over: use the client's present session
+    └── RpcRefusedError           the sidecar refused the call and changed nothing; see the message
+        └── EngineCopiesError     the sidecar can't copy stores: the engine must copy them
 
-A caller that only wants to go on without the cache catches ``SidecarError``.
+To continue without the cache after any of them, catch ``SidecarError``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import grpc
 
 
 class SidecarError(Exception):
-    """Base of everything that a session's calls raise."""
+    """Base of all errors that a session's calls raise."""
 
 
 class SidecarUnavailableError(SidecarError):
-    """No answer: detached, deadline passed or connection lost. The call may or may not have been done."""
+    """The sidecar did not answer: no connection, or a missed deadline. It may have carried out the call."""
 
 
 class StaleSessionError(SidecarError):
-    """The session's epoch is over. Nothing was done; take the client's present session."""
+    """The session's epoch is over, and the call changed nothing. Use the client's present session."""
 
 
 class RpcRefusedError(SidecarError):
@@ -38,5 +38,7 @@ class RpcRefusedError(SidecarError):
 
 
 class EngineCopiesError(RpcRefusedError):
-    """The sidecar can't read this client's GPU memory, and the message says why: the engine copies from now
-    on, these slots, too."""
+    """The sidecar can't read this client's GPU memory; the message gives the reason.
+
+    The engine must copy these slots and all later ones.
+    """

@@ -1,84 +1,86 @@
-"""Who a client is: what it tells the sidecar first. Pure; ``attachment`` puts it on the wire."""
+"""Identity of a client, which it sends to the sidecar first. Pure; ``attachment`` makes the message."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lmcache.kv_groups import KVGroup
 
 
 class Role(enum.Enum):
-    """What a client does; the values are those of ``kvcache.proto``."""
+    """Role of a client in its engine; the values are those of ``kvcache.proto``."""
 
     SCHEDULER = 1  # looks up and releases, maps nothing
     WORKER = 2  # one rank: reserves, copies, commits
 
 
-class Allocation(NamedTuple):
-    """One allocation of device memory; the fields are those of ``kvcache.proto``, here and below."""
+@dataclass(frozen=True)
+class Allocation:
+    """One allocation of device memory. All fields in this module are those of ``kvcache.proto``."""
 
     ipc_handle: bytes
-    """64 bytes, as the driver gave them."""
+    """The driver's IPC handle, 64 bytes."""
     num_bytes: int
-    """From the allocation's base on."""
+    """Bytes of the allocation, from its base."""
 
 
-class LayerPages(NamedTuple):
-    """Where one layer's pages are: block ``n``'s begins at ``offset + n * block_stride``."""
+@dataclass(frozen=True)
+class LayerPages:
+    """Place of one layer's pages: the page of block ``n`` begins at ``offset + n * block_stride``."""
 
     allocation: int
-    """Its position among the offer's allocations."""
+    """Position of the allocation in the offer's list."""
     offset: int
     page_bytes: int
     block_stride: int
 
 
-class GroupPages(NamedTuple):
-    """Where the blocks of one KV group are."""
+@dataclass(frozen=True)
+class GroupPages:
+    """Place of the blocks of one KV group."""
 
     group: int
     num_blocks: int
     blocks_per_row: int
-    """That a stored row of this group holds."""
+    """Number of blocks that a row of this group holds."""
     layers: tuple[LayerPages, ...]
-    """In the order in which a slot holds the pages of a block."""
+    """Layers in the order in which a slot holds the pages of a block."""
 
 
 @dataclass(frozen=True)
 class TransferOffer:
-    """Where a worker's KV lies, for the sidecar to read."""
+    """Place of a worker's KV, for the sidecar to read."""
 
     gpu_uuid: str = ""
-    """``GPU-...`` or ``MIG-...``; empty: the KV is in host memory."""
+    """UUID of the GPU, ``GPU-...`` or ``MIG-...``; empty: the KV is in host memory."""
     allocations: tuple[Allocation, ...] = ()
-    """None: the memory can't be shared."""
+    """Allocations that hold the KV; empty if they can't be shared."""
     groups: tuple[GroupPages, ...] = ()
-    """Each group that stores something."""
+    """Places of each group that stores rows."""
     refusal: str = ""
-    """Why the memory can't be shared."""
+    """Reason why the memory can't be shared."""
 
 
 @dataclass(frozen=True)
 class ClientHello:
-    """Who the client is; the same for all its sessions."""
+    """Identity of a client, the same for all its sessions."""
 
     role: Role
     engine_uuid: bytes
     """16 bytes, the same in all processes of one engine instance."""
     namespace: bytes
-    """32 bytes, see lmcache/keys.py."""
+    """Namespace of the engine's keys, 32 bytes, see lmcache/keys.py."""
     chunk_tokens: int
     groups: tuple[KVGroup, ...]
     num_columns: int = 1
-    """Ranks whose KV differs."""
+    """Number of ranks whose KV differs."""
     column: int = 0
-    """This rank's; 0 for the scheduler."""
+    """Column of this rank; 0 for the scheduler."""
     private_reason: str = ""
-    """Not empty: keys mean nothing outside this engine process; memory tier only."""
+    """Why keys are valid in this engine process only; its KV is then only in the memory tier. Else empty."""
     model: str = ""
     transfer: TransferOffer = TransferOffer()
-    """A worker's; what the sidecar may read of the KV."""
+    """A worker's KV that the sidecar may read."""
     kv_bytes: int = 0
-    """Of a worker's own KV cache; 0: not said."""
+    """Bytes of a worker's own KV cache; 0: unknown."""

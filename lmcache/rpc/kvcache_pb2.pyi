@@ -37,16 +37,16 @@ EXISTS: Reservation
 BUSY: Reservation
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "drained", "let_go", "pinned")
+    __slots__ = ("hello", "drained", "extents_released", "pinned")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
-    LET_GO_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_RELEASED_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     drained: Drained
-    let_go: LetGo
+    extents_released: ExtentsReleased
     pinned: Pinned
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., let_go: _Optional[_Union[LetGo, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., extents_released: _Optional[_Union[ExtentsReleased, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("attached", "extents", "copier")
@@ -59,7 +59,7 @@ class AttachReply(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., copier: _Optional[_Union[StoreCopier, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes", "can_let_go")
+    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes", "can_release_extents")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
@@ -74,7 +74,7 @@ class Hello(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CAN_LET_GO_FIELD_NUMBER: _ClassVar[int]
+    CAN_RELEASE_EXTENTS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_version: str
     client_uuid: bytes
@@ -89,8 +89,8 @@ class Hello(_message.Message):
     model: str
     transfer: TransferOffer
     kv_bytes: int
-    can_let_go: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., can_let_go: bool = ...) -> None: ...
+    can_release_extents: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., can_release_extents: bool = ...) -> None: ...
 
 class Geometry(_message.Message):
     __slots__ = ("chunk_tokens", "num_columns", "groups")
@@ -216,7 +216,7 @@ class Extents(_message.Message):
     round: int
     def __init__(self, ready_rows: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
-class LetGo(_message.Message):
+class ExtentsReleased(_message.Message):
     __slots__ = ("round",)
     ROUND_FIELD_NUMBER: _ClassVar[int]
     round: int
@@ -267,14 +267,22 @@ class LookupRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., tenant: _Optional[bytes] = ..., scheduled: _Optional[_Union[Scheduled, _Mapping]] = ...) -> None: ...
 
 class Scheduled(_message.Message):
-    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens")
+    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens", "num_prompt_tokens", "num_engine_tokens", "first_blocks", "block_tokens")
     NUM_ENGINE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENGINE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_engine_chunks: int
     num_hit_chunks: int
     num_loaded_tokens: int
-    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ...) -> None: ...
+    num_prompt_tokens: int
+    num_engine_tokens: int
+    first_blocks: bytes
+    block_tokens: int
+    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_engine_tokens: _Optional[int] = ..., first_blocks: _Optional[bytes] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class GroupKeys(_message.Message):
     __slots__ = ("group", "keys")

@@ -1,4 +1,4 @@
-"""What both ends of the wire must agree on beside the messages: names, limits, versions, where files lie."""
+"""Agreements of client and sidecar apart from the messages: names, limits, versions and paths of files."""
 
 from __future__ import annotations
 
@@ -16,48 +16,51 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.memory.contracts import Slot
 
 PROTOCOL_VERSION = 4
-"""Changes when an old peer would misread a message; fields are otherwise only ever added."""
+"""Version of the protocol, which changes if an old peer would misread a message; new fields don't count."""
 
 SERVICE = "lmcache.kvcache.v1.KVCache"
 
 DEFAULT_SOCKET = "/run/lmcache/kvcache.sock"
-"""Where the sidecar listens unless told otherwise; ``LMCACHE_SOCKET`` overrides it on both sides."""
+"""Default path of the sidecar's socket. ``LMCACHE_SOCKET`` overrides it on both sides."""
 
 MAX_SOCKET_PATH_BYTES = 107
-"""``sun_path`` is 108 bytes with its terminating zero."""
+"""Longest path of a UNIX socket: ``sun_path`` has 108 bytes, including its terminating zero."""
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Larger messages are refused by gRPC itself with RESOURCE_EXHAUSTED."""
+"""Largest message. gRPC refuses larger ones with RESOURCE_EXHAUSTED."""
 
 MAX_KEYS_PER_CALL = 256
-"""Handlers take time in proportion to their keys (a Reserve of so many about 4 ms) while all others wait: who
-has more makes several calls."""
+"""Largest number of keys or slots in a call; clients split longer lists. A Reserve of this size takes about
+4 ms, while all other clients wait."""
 
 MAX_KEYS_PER_LOOKUP = 4096
-"""Of all groups together: whether a window's rows are there depends on where the hit ends, so a Lookup is not
-cut into several. They take about 1 ms; what is beyond is not looked up."""
+"""Largest number of keys in a Lookup, of all groups together; the sidecar takes about 1 ms for them. A Lookup
+is not split, because the rows that a window needs depend on the end of the hit. Later keys are ignored."""
+
+NAME_BYTES, MAX_FIRST_BLOCKS = 8, 63
+"""Bytes of a block's hash in Scheduled.first_blocks, and the largest number of blocks."""
 
 MAX_REQUEST_ID_BYTES = 256
 
 REASON_METADATA = "lmcache-reason"
-"""Trailing metadata of a refused call, for the reasons that a client acts upon."""
+"""Trailing metadata of a refused call, with the reasons that a client acts on."""
 
 REASON_ATTACH_AGAIN = "attach-again"
-"""The epoch is over or the client is not attached: only a new Attach helps."""
+"""The epoch is over, or the client is not attached: the client must attach again."""
 
 REASON_ENGINE_COPIES = "engine-copies"
-"""The sidecar can't read the client's GPU memory (any more): the engine's own copier takes over at once."""
+"""The sidecar can't read the client's GPU memory: the engine must copy, from now on."""
 
 REASON_PROTOCOL = "protocol"
-"""The peers' protocol versions differ: only an upgrade helps, so there is no hurry to try again."""
+"""The protocol versions differ: only an upgrade helps, so clients retry slowly."""
 
 
 _SLOT = struct.Struct("<QQ")
 SLOT_BYTES = _SLOT.size
-"""Of a slot in a message: row and generation."""
+"""Bytes of a slot in a message: row and generation."""
 
 BLOCK_BYTES = 4
-"""Of a block's number in a message."""
+"""Bytes of a block's number in a message."""
 
 
 class Method(NamedTuple):
@@ -69,7 +72,7 @@ class Method(NamedTuple):
 
     @property
     def path(self) -> str:
-        """What goes over the wire."""
+        """Path of the call in gRPC."""
         return f"/{SERVICE}/{self.name}"
 
 
@@ -84,7 +87,7 @@ ATTACH_PATH = f"/{SERVICE}/Attach"
 
 
 def pack_slots(slots: Iterable[Slot]) -> bytes:
-    """Slots as they go over the wire. Raises ValueError for what is no slot."""
+    """Encode slots for a message. Raises ValueError if one is out of range."""
     try:
         return b"".join(itertools.starmap(_SLOT.pack, slots))
     except struct.error as error:
@@ -92,12 +95,12 @@ def pack_slots(slots: Iterable[Slot]) -> bytes:
 
 
 def unpack_slots(packed: bytes) -> list[Slot]:
-    """The slots of a message; its length is a multiple of ``SLOT_BYTES``."""
+    """Decode the slots of a message, whose length must be a multiple of ``SLOT_BYTES``."""
     return list(map(Slot._make, _SLOT.iter_unpack(packed)))
 
 
 def check_socket_path(path: str) -> None:
-    """Raise ValueError when the system can't address a UNIX socket at ``path``."""
+    """Raise ValueError if the system can't address a UNIX socket at ``path``."""
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_SOCKET_PATH_BYTES:
         raise ValueError(
@@ -107,16 +110,16 @@ def check_socket_path(path: str) -> None:
 
 
 def locks_directory(socket_path: str) -> Path:
-    """Directory of the clients' lock files; the sidecar makes it."""
+    """Return the directory of the clients' lock files, which the sidecar creates."""
     return Path(socket_path).parent / "clients"
 
 
 def lock_path(socket_path: str, client_uuid: bytes) -> Path:
-    """The file on which a client holds a POSIX record lock for as long as it lives."""
+    """Return the path of the file on which a client holds a POSIX record lock as long as it is alive."""
     return locks_directory(socket_path) / f"{client_uuid.hex()}.lock"
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """What a refused call carries under REASON_METADATA; empty if nothing."""
+    """Return the reason of a refused call from REASON_METADATA; empty if there is none."""
     metadata = cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ())
     return next((value for key, value in metadata if key == REASON_METADATA), "")

@@ -1,4 +1,4 @@
-"""The library's own remote store: ``python -m lmcache.server host port [storage]``, reached by lm://."""
+"""The library's own remote store, for lm:// URLs. Start it with ``python -m lmcache.server host port``."""
 
 from lmcache.server.server import LMCacheServer
 

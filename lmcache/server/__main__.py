@@ -1,4 +1,4 @@
-"""``python -m lmcache.server``, also installed as ``lmcache_server``."""
+"""The program ``python -m lmcache.server``, which is also installed as ``lmcache_server``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmcache.tiers.errors import TierError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; exits with a sentence when it can't start."""
+    """Run the server until SIGTERM or SIGINT. If it can't start, exit with an error message."""
     options = _parse(arguments)
     try:
         server = LMCacheServer(
@@ -35,36 +35,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _stop_at_signals(server: LMCacheServer) -> None:
-    """In a thread that is told by a socket: Python runs no handler while the main thread is in accept()."""
-    told, telling = socket.socketpair()
-    telling.setblocking(False)
-    signal.set_wakeup_fd(telling.detach())  # open as long as the process lives
+    """Stop the server at SIGTERM or SIGINT.
+
+    A thread waits for signals on a socket, because Python runs no handler while the main thread is in
+    accept().
+    """
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach())  # stays open until the process ends
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
     def wait() -> None:
-        while told.recv(1):
+        while receiver.recv(1):
             server.stop()
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("lmcache_server", description="Keep KV chunks for engines (lm://).")
+    parser = argparse.ArgumentParser("lmcache_server", description="Store KV chunks for engines (lm://).")
     add = parser.add_argument
-    add("host", help="address to listen on; there is no authentication: keep it private")
-    add("port", type=int, help="0: one that is free")
+    add("host", help="address to listen on; use a private one, because there is no authentication")
+    add("port", type=int, help="port to listen on; 0 chooses a free one")
     add("storage", nargs="?", default="cpu", help='"cpu" (memory, the default) or a directory')
-    add("--max-size-gb", type=float, help="GiB kept (default: 5 of memory, half of a directory's volume)")
+    add("--max-size-gb", type=float, help="GiB to store (default: 5 in memory, half of a directory's volume)")
     add(
         "--max-object-mb",
         type=int,
         default=1024,
-        help="MiB of the largest object taken, and of all that are on their way together (default: 1024)",
+        help="MiB of the largest object, and of all incomplete objects together (default: 1024)",
     )
-    add("--max-clients", type=int, default=256, help="connections at a time (default: 256)")
-    add("--timeout-seconds", type=float, default=30, help="of one message; 1 s more per MiB (default: 30)")
-    add("--idle-seconds", type=float, default=600, help="until a silent client is put off (default: 600)")
+    add("--max-clients", type=int, default=256, help="largest number of connections (default: 256)")
+    add("--timeout-seconds", type=float, default=30, help="per message, plus 1 s per MiB (default: 30)")
+    add("--idle-seconds", type=float, default=600, help="disconnect clients idle for so long (default: 600)")
     return parser.parse_args(arguments)
 
 

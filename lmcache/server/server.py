@@ -1,11 +1,13 @@
-"""A server of the lm:// protocol (``lmcache.protocol``): a thread per client.
+"""A server of the lm:// protocol (``lmcache.protocol``), with one thread per client.
 
-**What a peer may do.** Anything: a head that is none, an unknown command or a length out of bounds is
-answered with code 400 and the end of the connection; a payload is stored when it is complete, so a client
-that dies in the middle changes nothing; a message that takes too long ends its connection, and so does
-silence for ``idle_seconds``. Payloads that are not complete yet take ``max_object_bytes`` at most, those of
-all clients together: others wait. There are at most ``max_clients``: of those that ask nothing at the moment
-the one that has been silent longest makes room for a new one.
+The server is safe against faulty clients:
+
+- After an invalid head, an unknown command or a length out of bounds, it replies with code 400 and closes the
+  connection.
+- It stores a payload only when it is complete. A client that dies during a transfer changes nothing.
+- It closes a connection if a message takes too long, or if the client is idle for ``idle_seconds``.
+- The incomplete payloads of all clients together have at most ``max_object_bytes``; further transfers wait.
+- It serves at most ``max_clients`` clients. A new client replaces the client that has been idle longest.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from lmcache.tiers.header import Buffer
 logger = init_logger(__name__)
 
 _GRACE_SECONDS = 10.0  # for replies that are being sent when the server stops
-_ROOM_SECONDS = 1.0  # for a client that is to make room for another
-_PAUSE_SECONDS = 0.1  # when the system has no descriptor or memory for another connection
+_REPLACE_SECONDS = 1.0  # for a client to disconnect when another one replaces it
+_PAUSE_SECONDS = 0.1  # if the system has no descriptor or memory for another connection
 
 
 class LMCacheServer:
-    """Listens from the moment it is made; ``run`` serves. ``port`` is the real one (0 picks one).
+    """A server that listens as soon as it is created; ``run`` serves clients.
 
-    ``device``: "cpu" or a directory. Raises OSError when it can't listen, and what CreateStorageBackend
-    raises.
+    ``device`` is "cpu" or a directory. If the argument ``port`` is 0, the system chooses a free port; the
+    attribute ``port`` is the actual one. Raises OSError if the server can't listen, and the exceptions of
+    ``CreateStorageBackend``.
     """
 
     def __init__(
@@ -52,12 +55,13 @@ class LMCacheServer:
         self._timeout = timeout_seconds
         self._idle_seconds = idle_seconds
         self._is_stopping = False
-        self._unfinished = _Room(max_object_bytes)
+        self._incomplete = _Budget(max_object_bytes)
         self._changed = threading.Condition()
         # protected by _changed
         self._clients: set[Stream] = set()
-        self._idle: dict[Stream, None] = {}  # of these, who asks nothing; the longest silent first
-        self._listener = socket.create_server((host, port), family=_family(host, port), backlog=128)
+        self._idle: dict[Stream, None] = {}  # clients without a running request, the longest idle first
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
         try:
             self.data_store = CreateStorageBackend(device, max_size_gb, max_object_bytes)
@@ -66,7 +70,7 @@ class LMCacheServer:
             raise
 
     def run(self) -> None:
-        """Serve until ``stop``; then let clients finish what they began, and close the storage."""
+        """Serve clients until ``stop``. Then complete running requests, and close the storage."""
         try:
             while not self._is_stopping:
                 self._accept()
@@ -74,9 +78,9 @@ class LMCacheServer:
             self._finish()
 
     def stop(self) -> None:
-        """Let ``run`` return. May be called by any thread."""
+        """Make ``run`` return. Thread-safe."""
         self._is_stopping = True
-        with contextlib.suppress(OSError):  # has ended already
+        with contextlib.suppress(OSError):  # the listener is closed already
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
 
     def _accept(self) -> None:
@@ -84,9 +88,9 @@ class LMCacheServer:
             connection, _ = self._listener.accept()
             stream = Stream(connection, self._timeout)
             threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
-        except (OSError, RuntimeError) as error:  # RuntimeError: there can't be another thread
+        except (OSError, RuntimeError) as error:  # RuntimeError: no further thread can be started
             if not self._is_stopping:
-                logger.warning("can't take another client: %s", error)
+                logger.warning("Cannot accept another client: %s", error)
                 time.sleep(_PAUSE_SECONDS)
 
     def _finish(self) -> None:
@@ -99,31 +103,35 @@ class LMCacheServer:
 
     def _serve(self, stream: Stream) -> None:
         try:
-            is_welcome = self._welcome(stream)
-            while is_welcome and self._wait(stream) and self._answer(stream):
+            is_admitted = self._admit(stream)
+            while is_admitted and self._wait(stream) and self._answer(stream):
                 pass
         except (OSError, MemoryError) as error:
-            logger.info("a client is gone: %s", error)
+            logger.info("Closed the connection to a client: %s", error)
         finally:
             stream.close()
             with self._changed:
                 self._clients.discard(stream)
                 self._changed.notify_all()
 
-    def _welcome(self, stream: Stream) -> bool:
+    def _admit(self, stream: Stream) -> bool:
+        """Register a new client, if necessary in place of an idle one.
+
+        Returns False if there are too many clients.
+        """
         with self._changed:
             if len(self._clients) >= self._max_clients and self._idle:
-                silent = next(iter(self._idle))
-                del self._idle[silent]
-                silent.end_reading()
-                self._changed.wait_for(lambda: len(self._clients) < self._max_clients, _ROOM_SECONDS)
-            is_welcome = len(self._clients) < self._max_clients and not self._is_stopping
-            if is_welcome:
+                longest_idle = next(iter(self._idle))
+                del self._idle[longest_idle]
+                longest_idle.end_reading()
+                self._changed.wait_for(lambda: len(self._clients) < self._max_clients, _REPLACE_SECONDS)
+            is_admitted = len(self._clients) < self._max_clients and not self._is_stopping
+            if is_admitted:
                 self._clients.add(stream)
-            return is_welcome
+            return is_admitted
 
     def _wait(self, stream: Stream) -> bool:
-        """Wait for a request. False: none will come."""
+        """Wait for a request. Returns False if the client is idle for too long or disconnects."""
         with self._changed:
             self._idle[stream] = None
         try:
@@ -133,36 +141,39 @@ class LMCacheServer:
                 self._idle.pop(stream, None)
 
     def _answer(self, stream: Stream) -> bool:
-        """Serve one request. False: it was none."""
+        """Receive and answer one request. Returns False if it was invalid."""
         try:
             request = ClientMetaMessage.deserialize(stream.receive(ClientMetaMessage.packlength()))
             if request.length > self._max_object_bytes:
-                raise ValueError(f"an object of {request.length} bytes is too large")
+                raise ValueError(f"an object of {request.length} bytes exceeds {self._max_object_bytes}")
             if request.command == Constants.CLIENT_PUT:
-                with self._unfinished.taken(request.length, 2 * self._timeout):  # others end first
+                with self._incomplete.reserve(request.length, 2 * self._timeout):  # transfers end sooner
                     self.data_store.put(request.key, stream.receive(request.length))
             else:
-                _reply(stream, self._found(request))
+                _reply(stream, self._result(request))
         except ValueError as error:
-            logger.warning("a client is refused: %s", error)
+            logger.warning("Refused a request and closed its connection: %s", error)
             _reply(stream, None)
             return False
         return True
 
-    def _found(self, request: ClientMetaMessage) -> Buffer | None:
-        """Return what to reply with; None: no. Raises ValueError for an unknown command."""
+    def _result(self, request: ClientMetaMessage) -> Buffer | None:
+        """Return the payload of the reply, or None for a failure.
+
+        Raises ValueError for an unknown command.
+        """
         if request.command == Constants.CLIENT_GET:
             return self.data_store.get(request.key)
         if request.command == Constants.CLIENT_EXIST:
             return b"" if self.data_store.contains(request.key) else None
         if request.command == Constants.CLIENT_LIST:
-            listed = "\n".join(self.data_store.list_keys()).encode()
-            return listed if len(listed) <= MAX_LENGTH else None
-        raise ValueError(f"there is no command {request.command}")
+            key_list = "\n".join(self.data_store.list_keys()).encode()
+            return key_list if len(key_list) <= MAX_LENGTH else None
+        raise ValueError(f"unknown command {request.command}")
 
 
-class _Room:
-    """Bytes that several may take parts of."""
+class _Budget:
+    """A number of bytes that several threads share."""
 
     def __init__(self, num_bytes: int) -> None:
         self._changed = threading.Condition()
@@ -170,14 +181,14 @@ class _Room:
         self.num_waiting = 0
 
     @contextlib.contextmanager
-    def taken(self, num_bytes: int, seconds: float) -> Iterator[None]:
-        """Take a part for the ``with`` block; raises ValueError when there is not so much in time."""
+    def reserve(self, num_bytes: int, seconds: float) -> Iterator[None]:
+        """Reserve bytes for the ``with`` block. Raises ValueError if they are not free within ``seconds``."""
         with self._changed:
             self.num_waiting += 1
             is_free = self._changed.wait_for(lambda: self.num_free >= num_bytes, seconds)
             self.num_waiting -= 1
             if not is_free:
-                raise ValueError(f"there is no room for {num_bytes} bytes: too much is on its way")
+                raise ValueError(f"no memory for {num_bytes} bytes: too many transfers are incomplete")
             self.num_free -= num_bytes
         try:
             yield
@@ -192,7 +203,3 @@ def _reply(stream: Stream, payload: Buffer | None) -> None:
         stream.send(ServerMetaMessage(Constants.SERVER_FAIL, 0).serialize())
     else:
         stream.send(ServerMetaMessage(Constants.SERVER_SUCCESS, len(payload)).serialize(), payload)
-
-
-def _family(host: str, port: int) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

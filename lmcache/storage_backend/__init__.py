@@ -1,4 +1,4 @@
-"""The library's storage backends: thin torch faces over the storage core."""
+"""The library's storage backends: thin adapters between torch tensors and the storage core."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ __all__ = ["CreateStorageBackend"]
 def CreateStorageBackend(
     config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, dst_device: str = "cuda"
 ) -> LMCBackendInterface:
-    """Build what ``config`` speaks of; chunks come back on ``dst_device`` (the CPU when there is no CUDA).
+    """Create the storage backend that ``config`` describes.
 
-    ``local_device`` (``config.parse_local_device``): memory or a directory; with a ``remote_url`` as well:
-    both together. Raises ValueError("Invalid configuration…") when there is neither, and for a
-    ``local_device`` that is none.
+    ``local_device`` (see ``config.parse_local_device``) gives a backend in memory or in a directory, and
+    ``remote_url`` a remote one. If both are set, the result combines them. Retrieved chunks are on
+    ``dst_device``, or on the CPU if CUDA is not available.
+
+    Raises ValueError("Invalid configuration…") if neither is set, and ValueError for an invalid
+    ``local_device``.
     """
-    # Imported when asked for: who needs no remote storage needs none of its packages.
+    # Imports are local, so that a program without remote storage does not need the packages for it.
     pool = LMCacheMemPoolMetadata(metadata.kv_shape, metadata.kv_dtype, config.max_local_cache_size)
     match config:
         case LMCacheEngineConfig(local_device=None, remote_url=None):

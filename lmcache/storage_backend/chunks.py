@@ -1,4 +1,4 @@
-"""Chunks on their way into a backend, and what the library calls them in the storage core."""
+"""Chunks before they are stored in a backend, and their names in the storage core."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from lmcache.utils import CacheEngineKey
 
 @dataclass(frozen=True)
 class ChunkSource:
-    """What room a chunk needs, and how to fill that room.
+    """The shape and dtype of a chunk, and a function that writes the chunk into memory.
 
-    Holds no bytes of its own, so a chunk that nobody needs is never built, and one that somebody needs is
-    written once, straight to where it stays.
+    It holds no bytes of its own. A chunk that is stored already is therefore never built. Any other chunk is
+    written once, straight to its final place.
     """
 
     shape: Sequence[int]
     dtype: torch.dtype
     device: torch.device
-    """Where the bytes are now."""
+    """Device of the source tensors."""
     copy_into: Callable[[torch.Tensor], object]
-    """Fills a contiguous tensor of this shape and dtype."""
+    """Function that fills a contiguous tensor of this shape and dtype."""
 
     @classmethod
     def of(cls, chunk: torch.Tensor) -> ChunkSource:
-        """Take a chunk that is one tensor, of any layout."""
-        return cls(chunk.shape, chunk.dtype, chunk.device, lambda room: tensors.copy(room, chunk))
+        """Return a source for a chunk that is one tensor, of any layout."""
+        return cls(chunk.shape, chunk.dtype, chunk.device, lambda target: tensors.copy(target, chunk))
 
     @classmethod
     def of_layers(cls, parts: Sequence[torch.Tensor]) -> ChunkSource:
-        """Take the K and V of each layer in turn; they become [num_layers, 2, …]."""
+        """Return a source for the K and V of each layer in turn, which become [num_layers, 2, …]."""
         shape = (len(parts) // 2, 2, *parts[0].shape)
         return cls(shape, parts[0].dtype, parts[0].device, partial(_copy_layers, parts))
 
@@ -50,36 +50,39 @@ class ChunkSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_tensor(self) -> torch.Tensor:
-        """Return the chunk as a tensor of its own, on the device where it is."""
+        """Return the chunk as a new tensor on the device of its source."""
         chunk = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self.copy_into(chunk)
         return chunk
 
 
-def _copy_layers(parts: Sequence[torch.Tensor], room: torch.Tensor) -> None:
-    for target, part in zip(room.flatten(0, 1).unbind(), parts, strict=True):
-        tensors.copy(target, part)
+def _copy_layers(parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    for target_part, part in zip(target.flatten(0, 1).unbind(), parts, strict=True):
+        tensors.copy(target_part, part)
 
 
 class RowNames:
-    """Names chunks of one cache. Caches that differ in dtype or shape never share a name."""
+    """Derives row keys from the library's keys.
+
+    Caches that differ in dtype or shape never share a row key.
+    """
 
     def __init__(self, kv_dtype: torch.dtype, kv_shape: Sequence[int]) -> None:
         @functools.lru_cache(maxsize=64)
         def namespace(fmt: str, model: str, world_size: int, worker_id: int) -> bytes:
-            what: dict[str, keys.Listed] = {"fmt": fmt, "dtype": str(kv_dtype), "shape": list(kv_shape)}
-            return keys.namespace({**what, "model": model, "world_size": world_size, "worker_id": worker_id})
+            kv: dict[str, keys.Listed] = {"fmt": fmt, "dtype": str(kv_dtype), "shape": list(kv_shape)}
+            return keys.namespace({**kv, "model": model, "world_size": world_size, "worker_id": worker_id})
 
         self._namespace = namespace
 
     def __call__(self, key: CacheEngineKey) -> RowKey:
-        """Return the name of a chunk: its namespace, and the SHA-256 of its hash's text."""
+        """Return the row key of a chunk: its namespace, and the SHA-256 of its hash's text."""
         namespace = self._namespace(key.fmt, key.model_name, key.world_size, key.worker_id)
         return namespace + hashlib.sha256(key.chunk_hash.encode()).digest()
 
 
 Keys: TypeAlias = Sequence[CacheEngineKey]
-"""Of one prompt's chunks, in their order."""
+"""Keys of the chunks of one prompt, in order."""
 
 Chunks: TypeAlias = Iterable[tuple[CacheEngineKey, ChunkSource]]
-"""To be put: made one by one as they are asked for."""
+"""Chunks to put; they may be generated one by one."""

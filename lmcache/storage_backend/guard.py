@@ -1,4 +1,8 @@
-"""What stands before memory and media: their faults are values, and closed means closed."""
+"""Protection around storage: turns faults of a medium into values, and refuses use after closing.
+
+A medium is a disk or a remote server. Its **circuit** is a circuit breaker (``lmcache.tiers.circuit``). After
+a fault, the circuit is open until a probe of the medium succeeds.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from lmcache.tiers.errors import TierUnavailableError
 T = TypeVar("T")
 D = TypeVar("D")
 
-_GRACE_SECONDS = 10.0  # for calls that a medium holds up
+_GRACE_SECONDS = 10.0  # for calls that wait for a medium
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class FaultLog:
-    """Counts faults, and writes a line about the first and then at most one every ten seconds."""
+    """Counts faults, and logs at most one of them every ten seconds."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_faults = 0
@@ -29,19 +33,19 @@ class FaultLog:
         self._lock = threading.Lock()  # protects the count and the time
         self._next_line = float("-inf")
 
-    def note(self, what: str, error: object = "") -> None:
-        """Count one fault; ``what`` says what was lost by it."""
+    def note(self, effect: str, error: object = "") -> None:
+        """Count one fault; ``effect`` is the start of the log line, such as "A chunk was dropped"."""
         with self._lock:
             self.num_faults += 1
             if self._clock() < self._next_line:
                 return
             self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
         reason = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
-        self._logger.warning("%s: %s (%d faults so far)", what, reason, self.num_faults)
+        self._logger.warning("%s: %s (%d faults so far)", effect, reason, self.num_faults)
 
 
 class UseGate:
-    """Lets users in until it is closed; closing waits until those inside have left."""
+    """Allows the use of a resource until it is closed; closing waits for running uses."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,7 +54,7 @@ class UseGate:
 
     @contextmanager
     def enter(self) -> Iterator[bool]:
-        """Keep things as they are inside the ``with`` block. Gives False when it is closed: they are gone."""
+        """Prevent closing during the ``with`` block. Yields False if closed: don't use the resource then."""
         with self._changed:
             is_open = not self._is_closed
             self._num_inside += is_open
@@ -63,43 +67,47 @@ class UseGate:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody in any more, and wait, ten seconds at most, for those inside."""
+        """Allow no further use, and wait up to ten seconds for running uses."""
         with self._changed:
             self._is_closed = True
             self._changed.wait_for(lambda: self._num_inside == 0, _GRACE_SECONDS)
 
 
 class Guard(UseGate):
-    """A medium that is unavailable costs one time-out: while its circuit is open nothing is asked of it."""
+    """Runs operations on a medium.
+
+    While its circuit is open it runs none, so an outage costs one time-out.
+    """
 
     def __init__(self, circuit: Circuit, faults: FaultLog) -> None:
         super().__init__()
         self._circuit = circuit
         self._faults = faults
 
-    def call(self, what: str, operation: Callable[[], T], otherwise: D) -> T | D:
-        """Return what ``operation`` returns, or ``otherwise`` after a fault, while the circuit is open, and
-        once it is closed; all are counted.
+    def call(self, name: str, operation: Callable[[], T], default: D) -> T | D:
+        """Return the result of ``operation``, or ``default`` if it fails or must not run.
 
-        OSError and TierUnavailableError are faults of the medium, all others are of this key or value: no
-        fault of a cache may end an inference, and a connector may be somebody else's.
+        It must not run while the circuit is open, or after ``close``. Each of these cases counts as a fault.
+        All exceptions are caught, because no cache failure may end an inference. A user's own connector to a
+        remote store may raise any of them. OSError and TierUnavailableError are faults of the medium and open
+        the circuit; all others concern only this key or value.
         """
         with self.enter() as may_use:
             if not may_use or self._circuit.is_open:
-                self._faults.note(f"{what} was not tried", "there are no answers at present")
-                return otherwise
+                self._faults.note(f"{name} was not tried", "the storage is unavailable or closed")
+                return default
             try:
                 result = operation()
             except Exception as error:
-                self._faults.note(f"{what} failed", error)
-                # A tier opens its circuit itself.
+                self._faults.note(f"{name} failed", error)
+                # The operation of a tier has opened the circuit before it raised the error.
                 if isinstance(error, (OSError, TierUnavailableError)) and not self._circuit.is_open:
                     self._circuit.failure()
-                return otherwise
+                return default
             self._circuit.success()
             return result
 
     def close(self) -> None:
-        """End the probes, and wait for operations that are under way; nothing is asked any more."""
+        """End the circuit's probes, wait for running operations, and run no more."""
         self._circuit.end()
         super().close()

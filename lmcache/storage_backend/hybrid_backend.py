@@ -1,4 +1,4 @@
-"""Local and remote storage together: written through, read through."""
+"""Local storage backed by remote storage: puts write through to both, gets read through."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from lmcache.utils import CacheEngineKey
 
 
 class LMCHybridBackend(LMCBackendInterface):
-    """Puts go to both, always waiting for the local one. What only the remote one has is kept locally when it
-    is read. Nothing is fetched before it is asked for."""
+    """Combines local and remote storage.
+
+    A put stores the chunk in both, and always waits for the local one. A get that finds a chunk only in the
+    remote storage also stores it locally. Nothing is prefetched.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,7 @@ class LMCHybridBackend(LMCBackendInterface):
         mpool_metadata: LMCacheMemPoolMetadata,
         dst_device: str = "cuda",
     ) -> None:
-        """Build both; raises what they raise, with nothing left over."""
+        """Create both backends. If one raises, its exception is passed on and the other is closed."""
         super().__init__(usable_device(dst_device))
         self.local_store = create_local_backend(config, metadata, mpool_metadata, dst_device)
         try:
@@ -38,35 +41,40 @@ class LMCHybridBackend(LMCBackendInterface):
             raise
 
     def contains(self, key: CacheEngineKey) -> bool:
-        """Does one of them have the chunk?"""
+        """Return whether either storage has the chunk."""
         return self.local_store.contains(key) or self.remote_store.contains(key)
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
-        """Return the chunk on ``dst_device``, from wherever it is; None: a miss."""
+        """Return the chunk on ``dst_device`` from either storage, or None for a miss."""
         return next(self._read_through([key], None))
 
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterator[torch.Tensor | None]:
-        """Yield one answer per key, in their order; who stops asking at the first miss has nothing fetched
-        behind it, but for what a pipelined remote backend fetches ahead."""
+        """Yield the chunk of each key in order, or None for a miss.
+
+        If you stop at the first miss, no later chunk is fetched, except those that a pipelined remote backend
+        fetches ahead.
+        """
         return self._read_through(keys, None)
 
     def put(self, key: CacheEngineKey, value: torch.Tensor, blocking: bool = True) -> None:
-        """Put the chunk locally now, and remotely now or, when not ``blocking``, soon; the tensor must not be
-        changed until then."""
+        """Store the chunk locally at once, and remotely at once or, without ``blocking``, in the background.
+
+        The caller must not change the tensor until both are done.
+        """
         self.local_store.put(key, value, blocking=True)
         self.remote_store.put(key, value, blocking=blocking)
 
     def close(self) -> None:
-        """Finish what is queued, and close both."""
+        """Complete queued puts, and close both storages."""
         try:
             self.remote_store.close()
         finally:
             self.local_store.close()
 
-    # ---- what the engine calls ----
+    # ---- methods for the engine ----
 
     def prefix_length(self, keys: Keys) -> int:
-        """See LMCBackendInterface. A chunk that both lack ends the prefix, whichever has those behind it."""
+        """See LMCBackendInterface. The prefix ends at the first chunk that both storages lack."""
         length = 0
         while length < len(keys):
             num_local = self.local_store.prefix_length(keys[length:])
@@ -82,8 +90,7 @@ class LMCHybridBackend(LMCBackendInterface):
 
     @contextlib.contextmanager
     def prefix(self, keys: Keys, request: Hashable = None) -> Iterator[list[torch.Tensor]]:
-        """See LMCBackendInterface. The leading chunks that are local are not copied; the others are kept
-        locally as they come."""
+        """See LMCBackendInterface. Local chunks are not copied; fetched chunks are also stored locally."""
         with self.local_store.prefix(keys, request) as chunks:
             for chunk in self._read_through(keys[len(chunks) :], request):
                 if chunk is None:
@@ -93,21 +100,21 @@ class LMCHybridBackend(LMCBackendInterface):
 
     def put_chunks(self, chunks: Chunks, blocking: bool = True, request: Hashable = None) -> int:
         """See LMCBackendInterface."""
-        everything = list(chunks)
-        self.local_store.put_chunks(everything, True, request)
-        return self.remote_store.put_chunks(everything, blocking, request)
+        all_chunks = list(chunks)
+        self.local_store.put_chunks(all_chunks, True, request)
+        return self.remote_store.put_chunks(all_chunks, blocking, request)
 
     def _read_through(
         self, keys: Iterable[CacheEngineKey], request: Hashable
     ) -> Iterator[torch.Tensor | None]:
-        """Yield one answer per key, in their order. What was here and can't be read is fetched, too."""
-        asked, missing = itertools.tee((key, self.local_store.contains(key)) for key in keys)
-        remote = iter(self.remote_store.batched_get(key for key, is_here in missing if not is_here))
-        for key, is_here in asked:
-            chunk = self.local_store.get(key) if is_here else None
+        """Yield the chunk of each key, or None for a miss. Also fetches local chunks that can't be read."""
+        lookups, missing = itertools.tee((key, self.local_store.contains(key)) for key in keys)
+        remote = iter(self.remote_store.batched_get(key for key, is_local in missing if not is_local))
+        for key, is_local in lookups:
+            chunk = self.local_store.get(key) if is_local else None
             if chunk is None:
-                chunk = self.remote_store.get(key) if is_here else next(remote)
-                # A put that came while this was fetched is newer.
+                chunk = self.remote_store.get(key) if is_local else next(remote)
+                # If the chunk was put during the fetch, that one is newer.
                 if chunk is not None and not self.local_store.contains(key):
                     self.local_store.put_chunks([(key, ChunkSource.of(chunk))], request=request)
             yield chunk

@@ -1,4 +1,4 @@
-"""Chunks in the memory of this process, on the host or on the GPU."""
+"""Storage of chunks in the memory of this process, on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from lmcache.common.units import ceil_div
 from lmcache.config import (
     LMCacheEngineConfig,
     LMCacheEngineMetadata,
@@ -28,7 +29,6 @@ from lmcache.storage_backend.mem_pool import KVObj, TorchArena
 from lmcache.storage_backend.tensors import usable_device
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.local import LocalStore
-from lmcache.units import ceil_div
 from lmcache.utils import CacheEngineKey
 
 __all__ = ["LMCLocalBackend", "LMCLocalDiskBackend", "LocalBackendEndSignal", "save_disk"]
@@ -37,11 +37,11 @@ logger = init_logger(__name__)
 
 
 class LocalBackendEndSignal:
-    """Of the LMCache 0.1-0.3 API: nothing uses it."""
+    """Unused; part of the LMCache 0.1-0.3 API."""
 
 
 class _Contents(NamedTuple):
-    """What the bytes of a row are: written while the row is being filled, read while it is pinned."""
+    """Describes the bytes of a row. Written while the row is being filled, read while it is pinned."""
 
     key: CacheEngineKey
     shape: Sequence[int]
@@ -49,11 +49,11 @@ class _Contents(NamedTuple):
 
 
 class LMCLocalBackend(EvictingBackend):
-    """Chunks are kept as they are given: dtype and shape may be any whose bytes fit.
+    """Stores chunks in memory, unchanged; any dtype and shape whose bytes fit is allowed.
 
-    ``metadata`` says what a full chunk is; a shorter one takes less. ``evictor.MAX_CACHE_SIZE`` (bytes) may
-    be lowered, not raised above the memory that was taken at the start: ``mpool``. Another evictor may be
-    assigned (``EvictingBackend``).
+    ``metadata`` gives the size of a full chunk; a shorter chunk needs less. You may lower
+    ``evictor.MAX_CACHE_SIZE`` (bytes), but not raise it above the initial memory (``mpool``). You may assign
+    another evictor (see ``EvictingBackend``).
     """
 
     _is_memory = True
@@ -61,22 +61,22 @@ class LMCLocalBackend(EvictingBackend):
     def __init__(
         self, config: LMCacheEngineConfig, metadata: LMCacheMemPoolMetadata, dst_device: str = "cuda"
     ) -> None:
-        """Take ``metadata.max_local_cache_size`` GiB on ``config.local_device``.
+        """Reserve ``metadata.max_local_cache_size`` GiB on ``config.local_device``.
 
-        Raises RuntimeError when ``dst_device`` is none, and MemoryError.
+        Raises RuntimeError if ``dst_device`` is not a device, and MemoryError.
         """
         super().__init__(dst_device, logger, metadata)
         device = usable_device(config.local_device or "cpu")
         self.mpool = TorchArena.for_chunks(self._chunk_bytes, self._limit.MAX_CACHE_SIZE, device)
-        # Of these there are as many as have room, wherever others lie: chunks never cross a multiple of it.
+        # Chunks never cross a multiple of _full_bytes. So the arena can hold this many of them in any order.
         num_slots = ceil_div(self._chunk_bytes, self.mpool.geometry.slot_bytes)
         self._full_bytes = self.mpool.geometry.slot_bytes << (num_slots - 1).bit_length()
         self._store = LocalStore(self.mpool)
-        self._contents: dict[int, _Contents] = {}  # of rows by their first slot; those of free rows are stale
-        self._gate = UseGate()  # of the memory
+        self._contents: dict[int, _Contents] = {}  # by a row's first slot; entries of free rows are stale
+        self._gate = UseGate()  # keeps the memory from being released while it is used
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
-        """Return a copy on ``dst_device``; None: a miss."""
+        """Return a copy of the chunk on ``dst_device``, or None for a miss."""
         with self.prefix([key]) as chunks:
             return self._copy_of(chunks[0]) if chunks else None
 
@@ -85,7 +85,7 @@ class LMCLocalBackend(EvictingBackend):
         self._outputs.close()
         self.mpool.close()
 
-    # ---- what the engine calls ----
+    # ---- methods for the engine ----
 
     def prefix_length(self, keys: Keys) -> int:
         """See LMCBackendInterface."""
@@ -95,11 +95,11 @@ class LMCLocalBackend(EvictingBackend):
     def touch(self, keys: Keys, request: Hashable) -> None:
         """See LMCBackendInterface."""
         with self._pinned(keys, request):
-            pass  # what was pinned is used
+            pass  # pinning counts as a use
 
     @contextlib.contextmanager
     def prefix(self, keys: Keys, request: Hashable = None) -> Iterator[list[torch.Tensor]]:
-        """Give the leading chunks where they lie: nothing is copied, and nothing evicts them meanwhile."""
+        """Yield the leading stored chunks in place, without a copy. They are not evicted meanwhile."""
         with self._pinned(keys, request) as rows:
             yield [self._tensor(row) for row in rows]
 
@@ -108,41 +108,41 @@ class LMCLocalBackend(EvictingBackend):
         with self._gate.enter() as is_open:
             names = list(map(self._names, keys)) if is_open else []
             with self._store.pin_prefix(names, request) as rows:
-                self._used(keys[: len(rows)])
+                self._note_use(keys[: len(rows)])
                 yield [row for row, _ in rows]
 
     def _put(self, key: CacheEngineKey, source: ChunkSource, request: Hashable) -> None:
         def fill(row: int) -> None:
             self._contents[row] = _Contents(key, source.shape, source.dtype)
-            room = self._tensor(row)
-            source.copy_into(room)
-            tensors.synchronize(room)
+            target = self._tensor(row)
+            source.copy_into(target)
+            tensors.synchronize(target)
 
         self._puts.supersede(key)
         put = partial(self._store.put, self._names(key), source.num_bytes, fill, request=request)
         with self._gate.enter() as is_open:
             if not is_open:
-                self._faults.note("A chunk was dropped", "closed")
+                self._faults.note("A chunk was dropped", "the backend is closed")
             elif not self._admit(key, source, put):
-                self._faults.note("A chunk was dropped", f"no room for its {source.num_bytes} bytes")
+                self._faults.note("A chunk was dropped", f"no free memory for its {source.num_bytes} bytes")
 
     def _tensor(self, row: int) -> torch.Tensor:
-        """Return a pinned row's bytes as what they are."""
+        """Return a pinned row's bytes as a tensor of the chunk's shape and dtype."""
         _, shape, dtype = self._contents[row]
         return self.mpool.tensor(row, shape, dtype)
 
     def _copy_of(self, chunk: torch.Tensor) -> torch.Tensor:
-        own = self._outputs.empty(chunk.shape, chunk.dtype, self.dst_device)
-        tensors.copy(own, chunk)
-        tensors.synchronize(own)
-        return own
+        output = self._outputs.empty(chunk.shape, chunk.dtype, self.dst_device)
+        tensors.copy(output, chunk)
+        tensors.synchronize(output)
+        return output
 
     # ---- eviction ----
 
     def _num_bytes(self) -> int:
         return self._store.num_bytes
 
-    def _lowered_room(self, num_bytes: int) -> float | None:
+    def _lowered_limit(self, num_bytes: int) -> float | None:
         limit = self._limit.MAX_CACHE_SIZE
         return limit - num_bytes if self._store.capacity_bytes > limit else None
 
@@ -153,12 +153,12 @@ class LMCLocalBackend(EvictingBackend):
         self._store.remove(name)
 
     def _entries(self) -> Iterator[tuple[CacheEngineKey, KVObj]]:
-        known = {self._names(contents.key): contents for contents in list(self._contents.values())}
-        in_order = (known[name] for name in self._victims() if name in known)
+        by_name = {self._names(contents.key): contents for contents in list(self._contents.values())}
+        in_order = (by_name[name] for name in self._victims() if name in by_name)
         return ((contents.key, self._entry(*contents)) for contents in in_order)
 
     def _entry(self, key: CacheEngineKey, shape: Sequence[int], dtype: torch.dtype) -> KVObj:
-        data = torch.empty(tuple(shape), dtype=dtype, device="meta")  # what it is, without its bytes
+        data = torch.empty(tuple(shape), dtype=dtype, device="meta")  # shape and dtype without bytes
         return KVObj(0, max(self._full_bytes, data.nbytes), data)
 
     def _end_eviction(self) -> None:
@@ -171,9 +171,9 @@ def create_local_backend(
     pool: LMCacheMemPoolMetadata,
     dst_device: str,
 ) -> LMCLocalBackend | LMCLocalDiskBackend:
-    """Return the backend of ``config.local_device``: memory, or a directory.
+    """Return the backend for ``config.local_device``: memory, or a directory.
 
-    A directory belongs to one process: of several workers each has one inside it.
+    A directory belongs to one process. If there are several workers, each uses its own subdirectory.
     """
     device = parse_local_device(config.local_device or "")
     if is_memory(device):

@@ -1,4 +1,4 @@
-"""Chunks in a directory, found again after a restart."""
+"""Storage of chunks in a directory, where they survive a restart."""
 
 from __future__ import annotations
 
@@ -25,59 +25,60 @@ from lmcache.utils import CacheEngineKey, DiskCacheMetadata
 
 logger = init_logger(__name__)
 
-_MIN_KNOWN = 1024
-_FILE_OVERHEAD_BYTES = 8192  # header, trailer, and the rest of the last block
+_MIN_KNOWN_KEYS = 1024
+_FILE_OVERHEAD_BYTES = 8192  # header, trailer, and the unused part of the last block
 
 
 class LMCLocalDiskBackend(EvictingBackend):
-    """Chunks are kept as they are given: any shape whose bytes fit, any dtype of a container.
+    """Stores chunks in a directory, unchanged.
 
-    One file per chunk, checksummed; files of other makers are left alone. What a blocking put has written
-    survives the process being killed. ``evictor.MAX_CACHE_SIZE`` (bytes) may be lowered, not raised. Another
-    evictor may be assigned (``EvictingBackend``); files of earlier processes that were not read since go
-    before anything that it knows of.
+    Any shape whose bytes fit and any dtype of a container is allowed. Each chunk is one file with a checksum.
+    The backend does not touch other programs' files. A chunk of a blocking put survives a crash of the
+    process. You may lower ``evictor.MAX_CACHE_SIZE`` (bytes), but not raise it. You may assign another
+    evictor (see ``EvictingBackend``). It does not see files of earlier processes until they are read; such
+    files are evicted before all others.
     """
 
     def __init__(
         self, config: LMCacheEngineConfig, metadata: LMCacheMemPoolMetadata, dst_device: str = "cuda"
     ) -> None:
-        """Use the directory ``config.local_device``, made when it isn't there, for at most
-        ``metadata.max_local_cache_size`` GiB.
+        """Store up to ``metadata.max_local_cache_size`` GiB in the directory ``config.local_device``.
 
-        Raises ValueError when there is no directory, RuntimeError when ``dst_device`` is none, and DiskError
-        when the directory can't be used.
+        Creates the directory if it does not exist. Raises ValueError if ``local_device`` is not a directory,
+        RuntimeError if ``dst_device`` is not a device, and DiskError if the directory is unusable.
         """
         super().__init__(dst_device, logger, metadata)
         directory = parse_local_device(config.local_device or "cpu")
         if is_memory(directory):
             raise ValueError("a disk backend needs a directory as local_device")
-        # A directory only tells names: these are the keys of those that this process wrote or read, and the
-        # number of the engine's call in which it last did.
+        # The tier lists only row keys. This dictionary adds the keys of all chunks that this process wrote or
+        # read, and the number of the engine's call that last did so.
         self._known: dict[RowKey, tuple[CacheEngineKey, int]] = {}
         self._num_calls = 0
-        self._max_known = _MIN_KNOWN
+        self._max_known = _MIN_KNOWN_KEYS
         self._capacity = self._bytes_on_disk()
         self._directory, self._tier = _open_tier(directory, self._capacity)
         self._guard = Guard(self._tier.health, self._faults)
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
-        """Return the chunk on ``dst_device``; None: a miss, or a put that is not finished."""
+        """Return the chunk on ``dst_device``, or None for a miss or if its put is not complete."""
         chunk = self._read(key)
         if chunk is not None:
-            self._used([key])
+            self._note_use([key])
         return chunk
 
     def _read(self, key: CacheEngineKey) -> torch.Tensor | None:
         name = self._names(key)
-        room = self._outputs.empty([self._chunk_bytes + DESCRIPTION_BYTES], torch.uint8)
-        into = room.numpy().data
-        loaded = self._guard.call("A read", lambda: self._tier.load(ObjectId(name, 0), into), None)
-        chunk = None if loaded is None else _chunk_in(room[: loaded.length])
+        buffer = self._outputs.empty([self._chunk_bytes + DESCRIPTION_BYTES], torch.uint8)
+        target = buffer.numpy().data
+        loaded = self._guard.call("A read", lambda: self._tier.load(ObjectId(name, 0), target), None)
+        chunk = None if loaded is None else _chunk_in(buffer[: loaded.length])
         if chunk is None:
-            if loaded is not None:  # of another version, say: who sees that it is there would never put it
-                self._faults.note("A file can't be read as a chunk, and is removed")
+            if loaded is not None:
+                # The file may have another version. If it stayed, the chunk would never be put again.
+                self._faults.note("A file was removed", "it does not contain a chunk")
                 self._guard.call("A removal", lambda: self._remove(name), None)
-            with self._deciding:  # somebody may have put it since
+            with self._evictor_lock:  # another thread may have put the chunk since
                 if not self.contains(key):
                     self._forget(key)
             return None
@@ -85,18 +86,17 @@ class LMCLocalDiskBackend(EvictingBackend):
         return chunk.to(self.dst_device)
 
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterable[torch.Tensor | None]:
-        """Yield one answer per key, in their order, each read only when it is asked for."""
+        """Yield the chunk of each key in order, or None for a miss. Reads each chunk when you ask for it."""
         self._num_calls += 1
         return map(self.get, keys)
 
     def remove(self, key: CacheEngineKey) -> None:
-        """See EvictingBackend; a fault is counted."""
-        self._puts.supersede(key)  # also while the disk is unavailable
+        """See EvictingBackend. A fault of the disk is counted."""
+        self._puts.supersede(key)  # this must happen even if the disk is unavailable
         self._guard.call("A removal", lambda: super(LMCLocalDiskBackend, self).remove(key), None)
 
     def buffer_sweeper(self) -> None:
-        """Give memory that is kept for the next results back to the system. (No put holds memory beyond its
-        end, so that is all there is to sweep.)"""
+        """Release the memory that is cached for future results. Puts hold no memory after they end."""
         self._outputs.clear()
 
     def _release(self) -> None:
@@ -104,19 +104,19 @@ class LMCLocalDiskBackend(EvictingBackend):
         self._outputs.close()
         self._tier.close()
 
-    # ---- what the engine calls ----
+    # ---- methods for the engine ----
 
     def prefix_length(self, keys: Keys) -> int:
         """See LMCBackendInterface."""
         names = list(map(self._names, keys))
-        return self._guard.call("A look", lambda: self._tier.probe(names, 1), 0)
+        return self._guard.call("A lookup", lambda: self._tier.probe(names, 1), 0)
 
     def touch(self, keys: Keys, request: Hashable) -> None:
-        """See LMCBackendInterface. On a disk, what is used at about the same time goes tail first."""
+        """See LMCBackendInterface. The disk evicts chunks of about the same age tail first."""
         names = list(map(self._names, keys))
         self._num_calls += 1
         self._guard.call("A touch", lambda: self._tier.touch(names, 1), None)
-        self._used(keys)
+        self._note_use(keys)
 
     @contextlib.contextmanager
     def prefix(self, keys: Keys, request: Hashable = None) -> Iterator[list[torch.Tensor]]:
@@ -128,22 +128,27 @@ class LMCLocalDiskBackend(EvictingBackend):
             if chunk is None:
                 break
             chunks.append(chunk)
-        self._used(keys[: len(chunks)])
+        self._note_use(keys[: len(chunks)])
         yield chunks
 
     def _bytes_on_disk(self) -> int:
-        """Return what the limit's number of full chunks takes: what files need beside them is not the user's
-        concern."""
+        """Return the bytes on disk for as many full chunks as the limit allows.
+
+        The user's limit counts only bytes of chunks, not the overhead of files.
+        """
         limit = int(self._limit.MAX_CACHE_SIZE)
         return limit + limit // self._chunk_bytes * _FILE_OVERHEAD_BYTES
 
-    def _lowered_room(self, num_bytes: int) -> float | None:
+    def _lowered_limit(self, num_bytes: int) -> float | None:
         capacity = self._bytes_on_disk()
         return capacity - num_bytes - _FILE_OVERHEAD_BYTES if capacity < self._capacity else None
 
     def _victims(self) -> list[RowKey]:
-        """Return all rows, the one used in the earliest call first; the tier's own order, which has the tail
-        of a chain before its head, is too coarse for a small part of its capacity."""
+        """Return all rows, least recent call first.
+
+        The tier's own order (tail of a chain before its head) is too coarse for a limit far below its
+        capacity.
+        """
         known = dict(self._known)
         return sorted(self._tier.keys(), key=lambda name: known[name][1] if name in known else 0)
 
@@ -154,12 +159,12 @@ class LMCLocalDiskBackend(EvictingBackend):
         def replace() -> None:
             if source.num_bytes > self._chunk_bytes:
                 raise ValueError(f"{source.num_bytes} bytes are more than a full chunk")
-            # The chunk's bytes, which begin where memory is aligned, and what they are.
+            # The description is behind the chunk's bytes, so that these are aligned.
             content = self._outputs.empty([source.num_bytes + DESCRIPTION_BYTES], torch.uint8)
             source.copy_into(content[:-DESCRIPTION_BYTES].view(source.dtype).view(tuple(source.shape)))
             payload = content.numpy().data
             payload[-DESCRIPTION_BYTES:] = describe(source.dtype, source.shape, source.num_bytes)
-            self._remove(name)  # a store leaves what is there
+            self._remove(name)  # the tier's store does not replace an existing object
             label = key.to_string().encode()[:MAX_LABEL_BYTES]
 
             def put() -> bool:
@@ -169,20 +174,20 @@ class LMCLocalDiskBackend(EvictingBackend):
                 return is_stored
 
             if not self._admit(key, source, put):
-                raise ValueError("there is no room")
+                raise ValueError("the chunk does not fit, or the evictor refused it")
 
         self._guard.call("A write", replace, None)
 
     def _remember(self, name: RowKey, key: CacheEngineKey) -> None:
         self._known[name] = key, self._num_calls
         if self._chunks is not None:
-            with self._deciding:  # somebody may have evicted it since
+            with self._evictor_lock:  # another thread may have evicted the chunk since
                 if key not in self._chunks and self._tier.probe([name], 1):
                     self._chunks[key] = self._entry(key)
         if len(self._known) > self._max_known:
-            here = set(self._tier.keys())
-            self._known = {name: use for name, use in list(self._known.items()) if name in here}
-            self._max_known = 2 * len(self._known) + _MIN_KNOWN
+            stored = set(self._tier.keys())
+            self._known = {name: use for name, use in list(self._known.items()) if name in stored}
+            self._max_known = 2 * len(self._known) + _MIN_KNOWN_KEYS
 
     # ---- eviction ----
 
@@ -190,7 +195,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         return self._tier.used_bytes
 
     def _entries(self) -> Iterator[tuple[CacheEngineKey, DiskCacheMetadata]]:
-        # Until the index is built, the tier names none.
+        # Until its index is built, the tier returns no keys.
         names = self._tier.keys() if self._tier.indexed.is_set() else list(self._known)
         keys = [self._known[name][0] for name in names if name in self._known]
         return ((key, self._entry(key)) for key in keys)
@@ -202,7 +207,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         size = None if shape is None else torch.Size(shape)
         return DiskCacheMetadata(path, self._chunk_bytes, size, dtype)
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _make_room(self, num_bytes: int) -> bool:
         def unknown() -> list[RowKey]:
             known, names = set(map(self._names, self._chunks or ())), self._tier.keys()
             return [name for name in names if name not in known]
@@ -214,7 +219,7 @@ class LMCLocalDiskBackend(EvictingBackend):
 
 
 def save_disk(path: str, kv_chunk: torch.Tensor) -> None:
-    """Write a chunk as a safetensors file whose one tensor is "kv_chunk"; ``path`` is replaced at once."""
+    """Write a chunk to ``path`` as a safetensors file with one tensor, "kv_chunk". Replaces it atomically."""
     directory, name = os.path.split(path)
     with tempfile.NamedTemporaryFile(dir=directory or ".", prefix=f".{name}.", delete=False) as file:
         temporary = file.name
@@ -228,7 +233,7 @@ def save_disk(path: str, kv_chunk: torch.Tensor) -> None:
 
 
 def _open_tier(directory: str, capacity_bytes: int) -> tuple[str, DiskTier]:
-    """A directory belongs to one engine: others that want it at the same time have one inside it each."""
+    """Open a tier in ``directory``, or in a subdirectory if another engine uses ``directory`` already."""
     number, path = 1, directory
     while True:
         try:
@@ -236,15 +241,13 @@ def _open_tier(directory: str, capacity_bytes: int) -> tuple[str, DiskTier]:
         except DirectoryInUseError:
             number += 1
             path = os.path.join(directory, f"engine-{number}")
-            logger.warning(
-                "%s belongs to another engine: this one has %s, a cache of its own", directory, path
-            )
+            logger.warning("Another engine uses %s; this engine uses a cache of its own: %s", directory, path)
 
 
 def _chunk_in(content: torch.Tensor) -> torch.Tensor | None:
-    """Return the chunk in a file's bytes, a view; None when they are none."""
+    """Return the chunk in a file's bytes, as a view, or None if they are not a chunk."""
     try:
         _, dtype, shape = described(content[-DESCRIPTION_BYTES:].numpy().data)
         return content[:-DESCRIPTION_BYTES].view(dtype).view(shape)
-    except (ValueError, RuntimeError):  # no description, or of something else
+    except (ValueError, RuntimeError):  # the description is missing or does not match
         return None

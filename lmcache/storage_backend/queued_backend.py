@@ -1,4 +1,4 @@
-"""What the backends have in common that may leave puts to a thread."""
+"""Common base of the backends that can run puts in a background thread."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ MAX_QUEUED_BYTES = 1 << 30
 
 
 class QueuedBackend(LMCBackendInterface):
-    """Any thread may use it. A fault is a miss, or a chunk that is dropped; it is counted and said."""
+    """A thread-safe backend with a queue of puts.
+
+    A fault is counted and logged, and is a miss or a dropped chunk.
+    """
 
     def __init__(self, dst_device: str, logger: logging.Logger, *, waits: bool) -> None:
-        """``waits``: puts that are not waited for do wait while the queue is full; else they are dropped.
+        """Create the queue. While it is full, puts wait if ``waits`` is set, and are dropped otherwise.
 
-        Raises RuntimeError when ``dst_device`` is no device.
+        Raises RuntimeError if ``dst_device`` is not a device.
         """
         super().__init__(usable_device(dst_device))
         self._faults = FaultLog(logger)
@@ -36,15 +39,18 @@ class QueuedBackend(LMCBackendInterface):
 
     @property
     def num_faults(self) -> int:
-        """Puts that were dropped, and operations that failed or were not tried after a failure."""
+        """Number of dropped puts, failed operations, and operations not tried after a failure."""
         return self._faults.num_faults
 
     def contains(self, key: CacheEngineKey) -> bool:
-        """Is the chunk here? Does not count as using it; False also when that can't be known."""
+        """Return whether the chunk is stored; False if the storage is unavailable.
+
+        Does not count as a use.
+        """
         return self.prefix_length([key]) == 1
 
     def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """Put one chunk, in place of the one that is there or queued."""
+        """Put one chunk; it replaces a stored or queued one."""
         (self.put_blocking if blocking else self.put_nonblocking)(key, kv_chunk)
 
     @abc.abstractmethod
@@ -52,85 +58,97 @@ class QueuedBackend(LMCBackendInterface):
         """Put one chunk now."""
 
     def put_nonblocking(self, key: CacheEngineKey, kv_chunk: torch.Tensor) -> None:
-        """Leave the put to a thread; the tensor must not be changed any more."""
+        """Put one chunk in the background. The caller must not change the tensor afterwards."""
         self._puts.push(key, kv_chunk, partial(self.put_blocking, key, kv_chunk))
 
     def put_worker(self) -> None:
-        """Do nothing: of the LMCache 0.1-0.3 API. An executor's thread puts what is queued."""
+        """Do nothing; part of the LMCache 0.1-0.3 API. An executor's thread runs the queued puts."""
 
     def close(self) -> None:
-        """Put what is queued, end the threads, then give everything back; only the first call does anything.
+        """Complete queued puts, wait for running calls, end the threads, and release all resources.
 
-        Calls that are under way are waited for. After it nothing is here: everything is a miss, and puts are
-        dropped and counted.
+        Afterwards every lookup is a miss, and puts are dropped and counted. Further calls of ``close`` do
+        nothing.
         """
         if self._puts.close():
             self._release()
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """End what else runs, and give back memory, files and connections."""
+        """End further threads, and release memory, files and connections."""
 
 
 class _Put(NamedTuple):
     key: CacheEngineKey
     num_bytes: int
     wait: Callable[[], object]
-    """Until the chunk's bytes are there."""
+    """Function that waits until the GPU has written the chunk's bytes."""
     put: Callable[[], object]
+    """Function that stores the chunk."""
 
 
 class PutQueue:
-    """A queue bounded in bytes, and one thread that puts and outlives every error.
+    """A queue of puts that is bounded in bytes, and one thread that runs them. Errors don't end the thread.
 
-    The thread starts with the first put. When the process ends normally (``sys.exit`` in a signal's handler
-    included) what is queued is put first: an executor sees to both.
+    The thread starts with the first put. If the process ends normally (including ``sys.exit`` in a signal
+    handler), queued puts run first. The executor guarantees both.
     """
 
     def __init__(self, faults: FaultLog, *, waits: bool) -> None:
-        """``waits``: a put waits while the queue is full, otherwise it is dropped and counted."""
+        """Create an empty queue.
+
+        While it is full, puts wait if ``waits`` is set, or are dropped and counted.
+        """
         self._faults = faults
         self._waits = waits
         self._executor = ThreadPoolExecutor(1, "put worker")
         self._changed = threading.Condition()
         # protected by _changed
         self._queued: deque[_Put] = deque()
-        self._num_bytes = 0  # queued, or being put
-        self._putting: tuple[CacheEngineKey, int] | None = None  # and the thread that does
+        self._num_bytes = 0  # queued or being put
+        self._running: tuple[CacheEngineKey, int] | None = None  # key being put, and the putting thread
         self._closed = False
 
     def push(self, key: CacheEngineKey, chunk: torch.Tensor, put: Callable[[], object]) -> None:
-        """Have ``put`` called, which puts ``chunk``; the tensor must not be changed any more."""
+        """Queue ``put``, a function that stores ``chunk``.
+
+        The caller must not change the tensor afterwards.
+        """
         new = _Put(key, chunk.nbytes, _when_written(chunk), put)
         with self._changed:
             if self._waits:
                 self._changed.wait_for(lambda: not self._is_full(new))
             try:
                 if self._is_full(new):
-                    raise Full("no room in the put queue")
-                self._executor.submit(self._put_next)  # comes for nothing when the put was superseded
-            except (Full, RuntimeError) as error:  # it is closed, or there can't be a thread
+                    raise Full("the put queue is full")
+                self._executor.submit(self._put_next)  # finds an empty queue if the put was superseded
+            except (Full, RuntimeError) as error:  # RuntimeError: closed, or no thread can be started
                 self._faults.note("A chunk was dropped", error)
                 return
             self._queued.append(new)
             self._num_bytes += new.num_bytes
 
     def supersede(self, key: CacheEngineKey) -> None:
-        """Forget what is queued under the key, and wait for the end of its put if that has begun: what the
-        caller is about to do is newer. The put itself, which may call this, is not held up."""
+        """Remove queued puts of the key, and wait for a running one: the caller's operation is newer.
+
+        A running put may call this for its own key; the call then returns immediately.
+        """
         if self._num_bytes == 0:
             return
         with self._changed:
-            if self._putting == (key, threading.get_ident()):
+            if self._running == (key, threading.get_ident()):
                 return
-            kept = [queued for queued in self._queued if queued.key != key]
+            remaining = [queued for queued in self._queued if queued.key != key]
             self._num_bytes -= sum(queued.num_bytes for queued in self._queued if queued.key == key)
-            self._queued = deque(kept)
+            self._queued = deque(remaining)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._putting is None or self._putting[0] != key)
+            self._changed.wait_for(lambda: self._running is None or self._running[0] != key)
 
     def close(self) -> bool:
-        """Put what is queued, and end the thread; later puts are dropped. False: it was closed before."""
+        """Run all queued puts, and end the thread; later puts are dropped.
+
+        Returns False if already closed.
+        """
         with self._changed:
             is_first, self._closed = not self._closed, True
             self._changed.notify_all()
@@ -138,7 +156,7 @@ class PutQueue:
         return is_first
 
     def _is_full(self, new: _Put) -> bool:
-        # A chunk larger than the bound goes through alone.
+        # A chunk larger than the bound is accepted if the queue is empty.
         return not self._closed and 0 < self._num_bytes > MAX_QUEUED_BYTES - new.num_bytes
 
     def _put_next(self) -> None:
@@ -146,7 +164,7 @@ class PutQueue:
             if not self._queued:
                 return
             queued = self._queued.popleft()
-            self._putting = queued.key, threading.get_ident()
+            self._running = queued.key, threading.get_ident()
         try:
             queued.wait()
             queued.put()
@@ -154,12 +172,15 @@ class PutQueue:
             self._faults.note("A chunk was dropped", error)
         with self._changed:
             self._num_bytes -= queued.num_bytes
-            self._putting = None
+            self._running = None
             self._changed.notify_all()
 
 
 def _when_written(chunk: torch.Tensor) -> Callable[[], object]:
-    """Return what waits for the GPU work that is to write the chunk: the thread has a stream of its own."""
+    """Return a function that waits for the GPU work that writes the chunk.
+
+    The wait is needed because the putting thread uses another CUDA stream.
+    """
     if not chunk.is_cuda:
         return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

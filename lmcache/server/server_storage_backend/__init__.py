@@ -1,4 +1,4 @@
-"""Where the server keeps its objects."""
+"""The server's storage backends: memory or a directory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MEMORY_GB = 5.0
 def CreateStorageBackend(
     device: str, max_size_gb: float | None = None, max_object_bytes: int = 1 << 30
 ) -> LMSBackendInterface:
-    """Make the storage that ``device`` names: "cpu" for memory, else a directory.
+    """Create the storage for ``device``: "cpu" for memory, otherwise a directory.
 
-    ``max_size_gb`` (GiB) is 5 in memory and half of the directory's volume if not given. Raises ValueError
-    for "cuda" and for a size that is none, OSError and ``lmcache.tiers.disk.files.DiskError`` for a directory
-    that can't be used.
+    ``max_size_gb`` is the capacity in GiB. Its default is 5 in memory, or half of the directory's volume.
+    Raises ValueError for "cuda" and for an invalid size. Raises OSError or
+    ``lmcache.tiers.disk.files.DiskError`` if the directory is unusable.
     """
     if max_size_gb is not None and not 0 < max_size_gb < 1 << 30:
-        raise ValueError(f"{max_size_gb} GiB is not a size")
+        raise ValueError(f"{max_size_gb} GiB is not a size: write a positive number of GiB")
     if device.startswith("cuda"):
         raise ValueError('storage "cuda" is not supported: write cpu, or a directory')
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""What a storage of the server is."""
+"""The interface of the server's storage backends."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from lmcache.tiers.header import Buffer
 
 
 class LMSBackendInterface(abc.ABC):
-    """Objects by key, bounded in bytes; thread-safe. A fault of the medium is a miss, said in the log."""
+    """A thread-safe store of objects by key, bounded in bytes.
+
+    A fault of the medium is a miss, and is logged.
+    """
 
     @abc.abstractmethod
     def put(self, key: str, kv_chunk_bytes: Buffer) -> None:
-        """Keep these bytes, which must not change any more, in place of what is there. One that does not
-        fit is dropped."""
+        """Store an object, or replace it. An object that does not fit is dropped.
+
+        The caller must not change the bytes afterwards.
+        """
 
     @abc.abstractmethod
     def contains(self, key: str) -> bool:
-        """Is it there? Costs the same however many there are."""
+        """Return whether the object is stored. The cost does not depend on the number of objects."""
 
     @abc.abstractmethod
     def get(self, key: str) -> Buffer | None:
-        """Return the bytes, which must not be changed; None: a miss."""
+        """Return the object, or None for a miss. The caller must not change the bytes."""
 
     @abc.abstractmethod
     def list_keys(self) -> list[str]:
-        """Return all keys."""
+        """Return the keys of all objects."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""

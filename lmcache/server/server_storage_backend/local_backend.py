@@ -1,4 +1,4 @@
-"""Objects in the server's memory, or in a directory."""
+"""Storage of the server's objects in memory, or in a directory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import HeaderError, TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES, Buffer, Header, checksum, parse
 
-_OVERHEAD_BYTES = 512  # of one object beside its bytes: key, entry, allocation
+_OVERHEAD_BYTES = 512  # per object: key, dictionary entry, allocation
 _NAMESPACE = namespace({"what": "objects of lm://"})
 _INDEX_SECONDS = 30.0
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class LMSLocalBackend(LMSBackendInterface):
-    """The received buffers themselves, the one used least recently evicted first.
+    """Stores the received buffers themselves, and evicts the least recently used ones first.
 
-    Not over an arena: objects may have any size, and are neither copied in nor out. What is being sent stays
-    alive by being referred to.
+    It does not use an arena: objects may have any size, and are not copied. An evicted object stays in memory
+    while it is being sent.
     """
 
     def __init__(self, capacity_bytes: int = 5 << 30) -> None:
         self._capacity = capacity_bytes
-        self._lock = threading.Lock()  # protects what follows
-        self.dict: OrderedDict[str, Buffer] = OrderedDict()  # the next victim first
-        self.num_bytes = 0  # of memory, overhead included
+        self._lock = threading.Lock()  # protects the attributes below
+        self.dict: OrderedDict[str, Buffer] = OrderedDict()  # the next victim is first
+        self.num_bytes = 0  # bytes of memory, including the overhead
 
     def put(self, key: str, kv_chunk_bytes: Buffer) -> None:
         """See LMSBackendInterface."""
@@ -73,9 +73,9 @@ class LMSLocalBackend(LMSBackendInterface):
 
 
 class LMSLocalDiskBackend(LMSBackendInterface):
-    """A disk tier in the directory ``path``: whole objects with checksums, found again after a restart.
+    """Stores objects with checksums in the directory ``path``, where they survive a restart.
 
-    The key's text is the label of its object. Raises DiskError when the directory can't be used.
+    The text of the key is the label of its object. Raises DiskError if the directory is unusable.
     """
 
     def __init__(self, path: str, capacity_bytes: int = 5 << 30, max_object_bytes: int = 1 << 30) -> None:
@@ -84,11 +84,12 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         self._tier = DiskTier(path, capacity_bytes)
 
     def put(self, key: str, kv_chunk_bytes: Buffer) -> None:
-        """See LMSBackendInterface. Done when the object would outlive this process."""
+        """See LMSBackendInterface. Returns when the object would survive a crash of this process."""
         row, payload = _row_key(key), memoryview(kv_chunk_bytes)
 
-        with contextlib.suppress(TierUnavailableError):  # the circuit has said it
-            # The tier keeps what has the name already: right for the same bytes, which is the usual case.
+        with contextlib.suppress(TierUnavailableError):  # the circuit logs it
+            # The tier does not replace an object of the same name. So an object with other bytes is removed
+            # first.
             header = self._header(row)
             if header is not None and header.checksum != checksum(payload):
                 self._tier.remove(ObjectId(row, 0))
@@ -102,7 +103,7 @@ class LMSLocalDiskBackend(LMSBackendInterface):
 
     def get(self, key: str) -> Buffer | None:
         """See LMSBackendInterface."""
-        # Only reserved: the kernel gives pages for what is read. Aligned, so that O_DIRECT can be used.
+        # The kernel provides pages only for bytes that are read. The memory is aligned, as O_DIRECT requires.
         target = memoryview(mmap.mmap(-1, self._max_object_bytes, flags=_RESERVED))
         with contextlib.suppress(TierUnavailableError):
             loaded = self._tier.load(ObjectId(_row_key(key), 0), target)
@@ -110,7 +111,10 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         return None
 
     def list_keys(self) -> list[str]:
-        """See LMSBackendInterface. Reads the head of every file, after a start once the index is built."""
+        """See LMSBackendInterface.
+
+        Reads the header of every file; after a start, waits for the index first.
+        """
         self._tier.indexed.wait(_INDEX_SECONDS)
         rows = self._tier.keys()
         headers = [self._header(row) for row in rows if row.startswith(_NAMESPACE)]

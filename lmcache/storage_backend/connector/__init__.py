@@ -1,4 +1,4 @@
-"""Connectors to remote stores, chosen by URL."""
+"""Connectors to remote stores, and their selection by URL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass
 class ParsedRemoteURL:
-    """Where a remote store is, and who we are there."""
+    """The parts of a remote store's URL: type, addresses and credentials."""
 
     connector_type: str
     hosts: list[str]
@@ -44,23 +44,23 @@ class ParsedRemoteURL:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the URL says beyond hosts and ports, as arguments of redis-py's clients."""
-        said = {"db": self.database, "username": self.username, "password": self.password}
-        return {name: value for name, value in said.items() if value}
+        """Database, user and password, if given, as arguments of redis-py's clients."""
+        options = {"db": self.database, "username": self.username, "password": self.password}
+        return {name: value for name, value in options.items() if value}
 
 
 def parse_remote_url(url: str) -> ParsedRemoteURL:
-    """Read type://[[user]:password@]host:port[,host:port…][/database], user and password percent-encoded.
+    """Parse type://[[user]:password@]host:port[,host:port…][/database].
 
-    An IPv6 address stands in brackets. Raises ValueError; its message never holds the URL, in which there may
-    be a password.
+    User and password are percent-encoded. An IPv6 address is in brackets. Raises ValueError; its message
+    never contains the URL, which may contain a password.
     """
     connector_type, separator, rest = url.partition("://")
     userinfo, _, location = rest.rpartition("@")
     nodes, _, database = location.partition("/")
     username, _, password = userinfo.partition(":")
     if not connector_type or not separator or not database.isascii() or not (database or "0").isdigit():
-        raise ValueError("Invalid remote url: write type://host:port, and for Redis a database's number")
+        raise ValueError("Invalid remote url: write type://host:port, or for Redis type://host:port/database")
     try:
         endpoints = [Endpoint.parse(node, default_port=0) for node in nodes.split(",")]
     except ValueError as error:
@@ -76,10 +76,11 @@ def parse_remote_url(url: str) -> ParsedRemoteURL:
 
 
 def CreateConnector(url: str, device: str | None = None) -> RemoteConnector[Any]:
-    """Make the connector that ``url`` names; it connects when it is first used.
+    """Create the connector for ``url``. It connects at its first use.
 
-    redis:// and rediss:// (one server), redis-sentinel://, redis-cluster://, lm:// (``lmcache.server``).
-    ``device`` is for connectors of tensors, of which there is none yet. Raises ValueError.
+    Supported types: redis:// and rediss:// (one server), redis-sentinel://, redis-cluster://, and lm://
+    (``lmcache.server``). ``device`` is reserved for connectors of tensors and has no effect. Raises
+    ValueError for an invalid or unsupported URL.
     """
     parsed = parse_remote_url(url)
     connector = _create(parsed, list(zip(parsed.hosts, parsed.ports, strict=True)))
@@ -97,7 +98,7 @@ def _create(parsed: ParsedRemoteURL, nodes: list[tuple[str, int]]) -> RemoteConn
     if kind == "lm":
         return LMCServerConnector(*nodes[0])
 
-    # redis-py is an extra, and takes a moment to import.
+    # redis-py is an optional dependency and slow to import.
     from lmcache.storage_backend.connector import redis_connector
 
     if kind in ("redis", "rediss"):
@@ -108,4 +109,4 @@ def _create(parsed: ParsedRemoteURL, nodes: list[tuple[str, int]]) -> RemoteConn
         return redis_connector.RedisSentinelConnector(nodes, **options)
     if kind == "redis-cluster":
         return redis_connector.RedisClusterConnector(nodes, **options)
-    raise ValueError(f"Unknown connector type {kind!r}")
+    raise ValueError(f"Unknown connector type {kind!r}: use redis, rediss, redis-sentinel, redis-cluster, lm")

@@ -1,9 +1,9 @@
-"""What a connector to a remote store is.
+"""The interface of connectors to remote stores.
 
-**Faults.** When the store can't be reached or does not answer, methods raise ConnectionError (Python's own)
-within the connector's deadlines. When it answers that it won't (no room, no right, a key it can't hold), they
-raise ValueError. Nothing else; a miss is None or False. The remote backend is the layer that turns both into
-a miss or a counted drop, so that no fault reaches the engine.
+**Faults.** If the store can't be reached or does not answer, methods raise Python's ConnectionError within
+the connector's deadlines. If the store refuses a request (no capacity, no permission, an unsupported key),
+they raise ValueError. They raise nothing else. A miss is None or False. The remote backend turns both
+exceptions into a miss or a counted drop, so that no fault reaches the engine.
 """
 
 from __future__ import annotations
@@ -25,55 +25,57 @@ T = TypeVar("T")
 
 
 class ConnectorType(Enum):
-    """What a connector takes and returns."""
+    """Type of the values that a connector stores and returns."""
 
     BYTES = 1
     TENSOR = 2
 
 
 class RemoteConnector(abc.ABC, Generic[V]):
-    """A store of values by key text (``CacheEngineKey.to_string()``). Thread-safe; every method may block,
-    and may raise ConnectionError and ValueError (see the module)."""
+    """A thread-safe store of values by the text of their keys (``CacheEngineKey.to_string()``).
+
+    Every method may block, and may raise ConnectionError or ValueError. The module's docstring says when.
+    """
 
     @abc.abstractmethod
     def exists(self, key: str) -> bool:
-        """Is there a value?"""
+        """Return whether the store has a value for the key."""
 
     @abc.abstractmethod
     def get(self, key: str) -> V | None:
-        """Return the value; None: a miss."""
+        """Return the value, or None for a miss."""
 
     @abc.abstractmethod
     def set(self, key: str, obj: V) -> None:
-        """Store the value; it is stored when this returns."""
+        """Store the value, and return when it is stored."""
 
     @abc.abstractmethod
     def list(self) -> list[str]:
-        """Return the names of all values, each once, whoever has put them there."""
+        """Return the keys of all values in the store, each once, including those of other programs."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close connections; the threads that used them must have ended."""
+        """Close all connections. The threads that used them must have ended."""
 
     def exists_many(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Return ``exists`` of each key, in one round trip where the store offers that."""
+        """Return ``exists`` of each key, in one round trip if the store supports that."""
         return [self.exists(key) for key in keys]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[V | None]:
-        """Return ``get`` of each key, in one round trip where the store offers that."""
+        """Return ``get`` of each key, in one round trip if the store supports that."""
         return [self.get(key) for key in keys]
 
 
 class RemoteBytesConnector(RemoteConnector[bytes]):
-    """Values are opaque bytes: a serde makes them."""
+    """A connector whose values are opaque bytes, converted by a serde."""
 
 
 class RemoteTensorConnector(RemoteConnector[torch.Tensor]):
-    """Values are tensors; there is no serde."""
+    """A connector whose values are tensors, without a serde."""
 
 
 class RemoteConnectorDebugWrapper(RemoteConnector[Any]):
-    """Says at level DEBUG how long each call of another connector took."""
+    """Logs the duration of each call of another connector at level DEBUG."""
 
     def __init__(self, connector: RemoteConnector[Any]) -> None:
         self.connector = connector
@@ -115,7 +117,7 @@ class RemoteConnectorDebugWrapper(RemoteConnector[Any]):
 
 
 def check_connector_type(connector: RemoteConnector[Any]) -> ConnectorType:
-    """Return what the connector takes; raises ValueError when it is of neither kind."""
+    """Return the type of a connector's values. Raises ValueError for an unknown type."""
     if isinstance(connector, RemoteConnectorDebugWrapper):
         return check_connector_type(connector.connector)
     if isinstance(connector, RemoteBytesConnector):

@@ -1,4 +1,4 @@
-"""lm://: the library's own server (``lmcache.server``)."""
+"""Connector for lm://, the library's own server (``lmcache.server``)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from lmcache.tiers.circuit import Circuit
 from lmcache.utils import CacheEngineKey
 
 _CONNECT_SECONDS = 2.0
-_TIMEOUT_SECONDS = 3.0  # of one message; longer payloads have longer (protocol.Stream)
-_MAX_AT_ONCE = 8  # requests that fit one packet: legacy servers take what one recv() brings for a whole one
+_TIMEOUT_SECONDS = 3.0  # per message; protocol.Stream adds time for large payloads
+_MAX_BATCH = 8  # requests that fit one packet: servers of LMCache 0.1-0.3 need a request in one recv()
 
 
 class LMCServerConnector(RemoteBytesConnector):
-    """One connection, made when it is first needed and again when it broke.
+    """A connector with one connection, which it opens at the first use and reopens after a failure.
 
-    A lock is held from a request's first byte to its reply's last, so that threads never read each other's
-    replies. A key that the protocol has no room for goes by another name (``wire_name``).
+    A lock is held from the first byte of a request to the last byte of its reply, so that threads never read
+    each other's replies. A key that is too long for the protocol is replaced by a shorter name
+    (``wire_name``).
 
-    After a failure calls fail at once until the server can be connected to again.
+    After a failure, all calls fail immediately until a probe can connect to the server again.
     """
 
     def __init__(self, host: str, port: int, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
@@ -43,10 +44,10 @@ class LMCServerConnector(RemoteBytesConnector):
         return self._call(_head(Constants.CLIENT_GET, key))
 
     def set(self, key: str, obj: bytes) -> None:
-        """See RemoteConnector. PUT has no reply: an EXIST right behind it says whether it was stored."""
+        """See RemoteConnector. PUT has no reply, so an EXIST request after it checks the result."""
         put = _head(Constants.CLIENT_PUT, key, memoryview(obj).nbytes)
         if self._call(put, obj, _head(Constants.CLIENT_EXIST, key)) is None:
-            raise ValueError(f"the server did not take {key!r}: no room")
+            raise ValueError(f"the server did not take {key!r}: the object does not fit its storage")
 
     def list(self) -> list[str]:
         """See RemoteConnector."""
@@ -63,31 +64,31 @@ class LMCServerConnector(RemoteBytesConnector):
 
     def close(self) -> None:
         """See RemoteConnector."""
-        self._circuit.end()  # else a probe would connect again
+        self._circuit.end()  # otherwise a probe would connect again
         with self._lock:
-            self._hang_up()
+            self._disconnect()
 
     def _call_many(self, command: int, keys: Sequence[str]) -> Sequence[bytes | None]:
         answers: Sequence[bytes | None] = []
-        for start in range(0, len(keys), _MAX_AT_ONCE):
-            heads = [_head(command, key) for key in keys[start : start + _MAX_AT_ONCE]]
+        for start in range(0, len(keys), _MAX_BATCH):
+            heads = [_head(command, key) for key in keys[start : start + _MAX_BATCH]]
             answers = [*answers, *self._exchange(b"".join(heads), num_replies=len(heads))]
         return answers
 
     def _call(self, *request: bytes) -> bytes | None:
-        """Send a request and return what its reply carries; None: the reply says no."""
+        """Send a request and return the payload of its reply, or None if the reply is a failure."""
         return self._exchange(*request, num_replies=1)[0]
 
     def _exchange(self, *requests: bytes, num_replies: int) -> Sequence[bytes | None]:
         self._check()
         with self._lock:
-            self._check()  # who had the lock may have found out
+            self._check()  # another thread may have failed while this one waited for the lock
             try:
                 stream = self._connected()
                 stream.send(*requests)
                 answers = [_receive_reply(stream) for _ in range(num_replies)]
             except (OSError, ValueError) as error:
-                self._hang_up()
+                self._disconnect()
                 self._circuit.failure()
                 raise ConnectionError(f"lm server {self._address[0]}:{self._address[1]}: {error}") from error
             self._circuit.success()
@@ -95,36 +96,39 @@ class LMCServerConnector(RemoteBytesConnector):
 
     def _check(self) -> None:
         if self._circuit.is_open:
-            raise ConnectionError("the server is unavailable since a failure a moment ago")
+            raise ConnectionError("the lm server is unavailable after a failure; it is being probed")
 
     def _probe(self) -> None:
         with self._lock:
             self._connected()
 
     def _connected(self) -> Stream:
-        # A server that restarted, or answers what nobody asked, is noticed before a request is lost on it.
+        # A restarted server, or an unexpected reply, is detected here, before a request is lost.
         if self._stream is not None and not self._stream.is_quiet():
-            self._hang_up()
+            self._disconnect()
         if self._stream is None:
             connection = socket.create_connection(self._address, _CONNECT_SECONDS)
             self._stream = Stream(connection, self._timeout)
         return self._stream
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
 
 def wire_name(key: str) -> str:
-    """Return what a chunk's key is called on the wire: itself, or with a digest in place of the model's name
-    when it is longer than the protocol allows (the path of a snapshot, say)."""
+    """Return the name of a chunk's key in the protocol.
+
+    This is the key itself. If the key is too long for the protocol, for example because the model's name is a
+    path, a digest replaces the name of the model.
+    """
     if len(key.encode()) <= MAX_KEY_LENGTH:
         return key
     try:
         chunk = CacheEngineKey.from_string(key)
     except ValueError:
-        return key  # which the protocol refuses
+        return key  # the protocol refuses this key later
     digest = hashlib.sha256(chunk.model_name.encode()).hexdigest()[:32]
     return dataclasses.replace(chunk, model_name=f"sha256-{digest}").to_string()
 
@@ -134,9 +138,9 @@ def _head(command: int, key: str, length: int = 0) -> bytes:
 
 
 def _receive_reply(stream: Stream) -> bytes | None:
-    """Raises ValueError for what is no reply."""
+    """Receive a reply; return its payload, or None for a failure. Raises ValueError for an invalid reply."""
     reply = ServerMetaMessage.deserialize(stream.receive(ServerMetaMessage.packlength()))
     if reply.code not in (Constants.SERVER_SUCCESS, Constants.SERVER_FAIL):
-        raise ValueError(f"unexpected reply {reply.code}")
+        raise ValueError(f"unexpected status code {reply.code} in a reply")
     payload = stream.receive(reply.length)
     return payload if reply.code == Constants.SERVER_SUCCESS else None

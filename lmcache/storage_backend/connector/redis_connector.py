@@ -1,9 +1,9 @@
-"""Redis and Valkey: alone, behind Sentinel, as a Cluster. One value per chunk.
+"""Connectors for Redis and Valkey: one server, Sentinel, or Cluster. Each chunk is one value.
 
-Of redis-py's client only get, set, exists, scan and close are used, and pipeline if it has one, so that any
-object that offers these will do. Its classes are looked up in the module when a connector is made, and get a
-time-out where they take one. ``rediss://`` trusts the system's authorities, and those in the file that
-SSL_CERT_FILE names.
+The connectors use only get, set, exists, scan and close of redis-py's client, and pipeline if it exists. Any
+object with these methods can replace the client. The classes of redis-py are looked up when a connector is
+created, and get a time-out if they accept one. ``rediss://`` trusts the system's certificate authorities and
+those in the file SSL_CERT_FILE.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _redis: Any = redis  # many of its signatures are untyped
 
 _TIMEOUTS = {
     "socket_connect_timeout": 2.0,
-    "socket_timeout": 3.0,  # seconds, of one read or write
-    # Once more for a connection that broke while idle, but not after a time-out: that costs a request enough.
+    "socket_timeout": 3.0,  # seconds, for one read or write
+    # Retry once if a connection broke while idle. A time-out is not retried, because it already cost enough.
     "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
 }
 _SCAN = {"count": 1000}
 
 
 class _ClientConnector(RemoteBytesConnector):
-    """Everything over a client of redis-py, which ``connect`` makes when it is first needed."""
+    """A connector that uses a client of redis-py. ``connect`` creates the client at the first use."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
@@ -76,7 +76,7 @@ class _ClientConnector(RemoteBytesConnector):
             self.connection.close()
 
     def _batch(self, command: str, keys: Sequence[str]) -> Sequence[Any]:
-        """Send a command per key, in one round trip if the client can (MGET can't span a Cluster's slots)."""
+        """Send one command per key, in one round trip if possible (MGET can't span a Cluster's slots)."""
         if len(keys) < 2 or not hasattr(self.connection, "pipeline"):
             return [getattr(self.connection, command)(key) for key in keys]
         with self.connection.pipeline(transaction=False) as pipeline:
@@ -87,7 +87,7 @@ class _ClientConnector(RemoteBytesConnector):
 
     def _scan(self) -> Iterable[bytes | str]:
         scan = self.connection.scan
-        options = _taken_by(scan, _SCAN)
+        options = _accepted_by(scan, _SCAN)
         cursor, names = scan(cursor=0, **options)
         yield from names
         while cursor != 0:
@@ -96,34 +96,35 @@ class _ClientConnector(RemoteBytesConnector):
 
 
 class RedisConnector(_ClientConnector):
-    """One server; ``options`` are further arguments of ``redis.Redis`` (db, username, password, ssl)."""
+    """Connects to one server. ``options`` are arguments of ``redis.Redis`` (db, username, password, ssl)."""
 
     def __init__(self, host: str, port: int, **options: Any) -> None:
-        options = _taken_by(_redis.Redis, _TIMEOUTS) | options
+        options = _accepted_by(_redis.Redis, _TIMEOUTS) | options
         client = _redis.Redis(host=host, port=port, **options)
         super().__init__(lambda: client)
 
 
 class RedisSentinelConnector(_ClientConnector):
-    """The master that Sentinel names, for reads too: a replica may not have yet what was just written.
+    """Connects to the master that Sentinel names. Reads use the master, too, because replicas lag behind.
 
-    The service is REDIS_SERVICE_NAME (mymaster), the time-out REDIS_TIMEOUT seconds (1). ``options`` are
-    arguments of the master's client. Raises ValueError for a REDIS_TIMEOUT that is not a number.
+    Two environment variables configure it: REDIS_SERVICE_NAME (default: mymaster) is the service, and
+    REDIS_TIMEOUT (default: 1) the time-out in seconds. ``options`` are arguments of the master's client.
+    Raises ValueError if REDIS_TIMEOUT is not a number.
     """
 
     def __init__(self, hosts_and_ports: Sequence[tuple[str, int]], **options: Any) -> None:
         timeout = float(os.environ.get("REDIS_TIMEOUT") or 1)
         sentinel = _redis.Sentinel(list(hosts_and_ports), socket_timeout=timeout)
         service = os.environ.get("REDIS_SERVICE_NAME") or "mymaster"
-        timeouts = _taken_by(sentinel.master_for, _TIMEOUTS) | {"socket_timeout": timeout}
+        timeouts = _accepted_by(sentinel.master_for, _TIMEOUTS) | {"socket_timeout": timeout}
         client = sentinel.master_for(service, **timeouts, **options)
         super().__init__(lambda: client)
 
 
 class RedisClusterConnector(_ClientConnector):
-    """A Cluster, found from any of the given nodes at the first call: redis-py connects at once.
+    """Connects to a Cluster through any of the given nodes, at the first call.
 
-    Nothing is tried again: its client would do so after a time-out, too.
+    Nothing is retried, because redis-py's client for clusters would also retry after a time-out.
     """
 
     def __init__(self, hosts_and_ports: Sequence[tuple[str, int]], **options: Any) -> None:
@@ -132,7 +133,7 @@ class RedisClusterConnector(_ClientConnector):
         super().__init__(lambda: _redis.RedisCluster(startup_nodes=nodes, **timeouts, **options))
 
     def _scan(self) -> Iterable[bytes | str]:
-        yield from self.connection.scan_iter(**_SCAN)  # a cursor per node
+        yield from self.connection.scan_iter(**_SCAN)  # it has one cursor per node
 
 
 def _text(name: bytes | str) -> str:
@@ -143,13 +144,13 @@ def _guarded(call: Callable[[], T]) -> T:
     try:
         return call()
     except redis.ResponseError as error:
-        raise ValueError(f"Redis refuses: {error}") from error
+        raise ValueError(f"Redis refuses the request: {error}") from error
     except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
         raise ConnectionError(f"Redis: {error}") from error
 
 
-def _taken_by(call: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return those options that ``call`` has parameters for."""
+def _accepted_by(call: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for which ``call`` has parameters."""
     parameters = inspect.signature(call).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in options.items() if takes_any or name in parameters}
+    accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in options.items() if accepts_any or name in parameters}

@@ -1,4 +1,4 @@
-"""Evictors: which chunks of a backend's dictionary go when room is needed."""
+"""Evictors: they choose the chunks that a backend removes when it needs memory."""
 
 from lmcache.storage_backend.evictor.base_evictor import BaseEvictor, DummyEvictor, PutStatus
 from lmcache.storage_backend.evictor.lru_evictor import LRUEvictor

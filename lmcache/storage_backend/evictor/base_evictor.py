@@ -1,4 +1,4 @@
-"""What an evictor is. It orders its caller's dictionary and says which keys go; it holds no chunk itself."""
+"""The interface of evictors. An evictor orders its caller's dictionary and chooses the keys to remove."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from lmcache.logging import init_logger
 from lmcache.storage_backend.mem_pool import KVObj
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
 
-logger = init_logger(__name__)  # of the LMCache 0.1-0.3 API
+logger = init_logger(__name__)  # part of the LMCache 0.1-0.3 API
 
 Key: TypeAlias = CacheEngineKey | str
 CacheDict: TypeAlias = "OrderedDict[Any, Any]"
-"""Key -> KVObj, DiskCacheMetadata, tensor or bytes; the next victim first."""
+"""Dictionary of keys to KVObj, DiskCacheMetadata, tensor or bytes, the next victim first."""
 
 
 class PutStatus(Enum):
-    """May the chunk be put?"""
+    """An evictor's answer whether a chunk may be put."""
 
     LEGAL = 1
-    ILLEGAL = 2  # it would not fit even if all others went
+    ILLEGAL = 2  # the chunk would not fit even if all others were removed
 
 
 class BaseEvictor(abc.ABC):
-    """Not thread-safe: called under the lock that protects the dictionary."""
+    """Chooses victims. Not thread-safe: the caller must hold the lock that protects the dictionary."""
 
     @abc.abstractmethod
     def update_on_get(self, key: Key, cache_dict: CacheDict) -> None:
-        """The chunk under ``key`` was used."""
+        """Note that the chunk under ``key`` was used."""
 
     @abc.abstractmethod
     def update_on_put(self, cache_dict: CacheDict, cache_size: int) -> tuple[list[Key], PutStatus]:
-        """A chunk of ``cache_size`` bytes is about to be put.
+        """Choose the chunks to evict before a put of ``cache_size`` bytes.
 
-        Returns the keys that the caller must remove from ``cache_dict`` first, and whether it may put at all.
+        Returns the keys that the caller must first remove from ``cache_dict``, and whether it may put the
+        chunk.
         """
 
     def get_size(self, kv_obj: torch.Tensor | bytes | bytearray | KVObj | DiskCacheMetadata) -> int:
-        """Return the bytes that ``kv_obj`` takes; raises Exception for any other type."""
+        """Return the bytes of ``kv_obj``. Raises Exception for any other type."""
         if isinstance(kv_obj, torch.Tensor):
             return kv_obj.numel() * kv_obj.element_size()
         if isinstance(kv_obj, (bytes, bytearray)):
@@ -53,11 +54,11 @@ class BaseEvictor(abc.ABC):
 
 
 class DummyEvictor(BaseEvictor):
-    """Evicts nothing and allows everything."""
+    """An evictor that evicts nothing and allows every put."""
 
     def update_on_get(self, key: Key, cache_dict: CacheDict) -> None:
         """Do nothing."""
 
     def update_on_put(self, cache_dict: CacheDict, cache_size: int) -> tuple[list[Key], PutStatus]:
-        """Allow it."""
+        """Allow the put without victims."""
         return [], PutStatus.LEGAL

@@ -1,4 +1,4 @@
-"""Least recently used first."""
+"""The evictor that removes the least recently used chunks first."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from lmcache.storage_backend.evictor.base_evictor import BaseEvictor, CacheDict,
 
 
 class LRUEvictor(BaseEvictor):
-    """Keeps the dictionary in order of use and its bytes within ``MAX_CACHE_SIZE``.
+    """Keeps the dictionary in order of use, and its bytes within ``MAX_CACHE_SIZE``.
 
-    The dictionary's order is the only order there is. ``current_cache_size`` (bytes) counts along; when the
-    dictionary's length shows that something else than the puts allowed here has happened to it (an overwrite,
-    a removal, a put that failed after it was allowed), it is counted again at the next put. So a put costs
-    O(victims), and O(entries) only after one of these.
+    ``current_cache_size`` (bytes) is updated by each put. The evictor compares the length of the dictionary
+    with the expected length. If they differ, the caller overwrote or removed a chunk, or a put failed after
+    it was allowed. The next put then counts all bytes again. A put thus costs O(victims), or O(entries) after
+    such a change.
     """
 
     def __init__(self, max_cache_size: float = 10.0) -> None:
-        """Take the capacity in GiB."""
-        self.MAX_CACHE_SIZE = int(max_cache_size * 1024**3)  # bytes; users set it
+        """Set the capacity in GiB."""
+        self.MAX_CACHE_SIZE = int(max_cache_size * 1024**3)  # bytes; users may set it
         self.current_cache_size = 0
-        self._num_expected = 0  # entries, once the last put was done
+        self._num_expected = 0  # entries after the last put
 
     def update_on_get(self, key: Key, cache_dict: CacheDict) -> None:
-        """Make the chunk the last to go; KeyError when it isn't there."""
+        """Make the chunk the last victim. Raises KeyError if it is not in the dictionary."""
         cache_dict.move_to_end(key)
 
     def update_on_put(self, cache_dict: CacheDict, cache_size: int) -> tuple[list[Key], PutStatus]:
-        """Choose victims from the front until ``cache_size`` more bytes fit."""
+        """Choose victims from the front of the dictionary, until ``cache_size`` more bytes fit."""
         if cache_size > self.MAX_CACHE_SIZE:
             return [], PutStatus.ILLEGAL
         if len(cache_dict) != self._num_expected:

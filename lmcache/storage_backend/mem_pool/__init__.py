@@ -1,4 +1,4 @@
-"""Pools: memory for chunks on the host or on the GPU, as tensors."""
+"""Memory pools for chunks, as tensors on the host or on a GPU."""
 
 from lmcache.storage_backend.mem_pool.local_pool import (
     BasePool,

@@ -1,4 +1,4 @@
-"""Pools of chunk-sized memory: of the LMCache 0.1-0.3 API; our own backends stand on ``TorchArena``."""
+"""Memory pools of the LMCache 0.1-0.3 API. The library's own backends use ``TorchArena``."""
 
 from __future__ import annotations
 
@@ -9,41 +9,45 @@ from dataclasses import dataclass
 
 import torch
 
+from lmcache.common.units import ceil_div
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.mem_pool.torch_arena import TorchArena
 from lmcache.storage_backend.tensors import usable_device
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME, FrameAllocator
-from lmcache.units import ceil_div
 
 
 @dataclass
 class KVObj:
-    """Memory for one chunk, taken from a pool."""
+    """Memory for one chunk, allocated from a pool."""
 
     chunk_idx: int
-    """Names it within its pool."""
+    """Identifier within its pool."""
     size: int
-    """Bytes that it takes of the pool."""
+    """Bytes allocated in the pool."""
     data: torch.Tensor
-    """Of the chunk's shape and dtype, over the pool's memory."""
+    """Tensor of the chunk's shape and dtype in the pool's memory."""
 
 
 class BasePool(abc.ABC):
-    """Memory for chunks; thread-safe."""
+    """A thread-safe pool of memory for chunks."""
 
     @abc.abstractmethod
     def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
-        """Take memory for a chunk of this shape and dtype; nothing is copied. None: none is left."""
+        """Allocate memory for a chunk of this shape and dtype, without copying it.
+
+        Returns None if memory is exhausted.
+        """
 
     @abc.abstractmethod
     def free(self, kv_obj: KVObj) -> None:
-        """Give back what ``allocate`` gave; its ``data`` must not be used any more."""
+        """Release memory from ``allocate``. The caller must not use its ``data`` afterwards."""
 
 
 class LocalPool(BasePool):
-    """Chunks of any layout, short ones taking only what they need, in ``metadata.max_local_cache_size`` GiB.
+    """A pool of ``metadata.max_local_cache_size`` GiB for chunks of any layout.
 
-    ``size_per_chunk`` is the bytes of a full chunk, ``max_chunk_num`` how many of those fit (at least one).
+    Short chunks need less memory. ``size_per_chunk`` is the bytes of a full chunk. ``max_chunk_num`` is the
+    number of full chunks that fit, at least one.
     """
 
     device = "cpu"
@@ -53,17 +57,17 @@ class LocalPool(BasePool):
         self.size_per_chunk = math.prod(metadata.kv_shape) * self._dtype.itemsize
         capacity_bytes = int(metadata.max_local_cache_size * 1024**3)
         self._arena = TorchArena.for_chunks(self.size_per_chunk, capacity_bytes, usable_device(self.device))
-        block = 1 << (self._num_slots(self.size_per_chunk) - 1).bit_length()  # they begin at powers of two
+        block = 1 << (self._num_slots(self.size_per_chunk) - 1).bit_length()  # chunks are aligned to this
         self.max_chunk_num = self._arena.num_rows // block
-        self._lock = threading.Lock()  # protects what follows
+        self._lock = threading.Lock()  # protects the attributes below
         self._slots = FrameAllocator(self._arena.num_rows, SLOTS_PER_FRAME)
-        self._taken: set[int] = set()  # rows
+        self._allocated: set[int] = set()  # rows
 
     def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
-        """See BasePool. A chunk that is larger than a full one is an AssertionError; one of another dtype a
-        TypeError, since copying into the pool would round it silently.
+        """See BasePool. Raises Exception("Mempool allocation failed…") instead of returning None.
 
-        Raises Exception("Mempool allocation failed…") instead of returning None.
+        Raises AssertionError for a chunk that is larger than a full one. Raises TypeError for another dtype,
+        because copying into the pool would silently round values.
         """
         num_bytes = kv_chunk.numel() * self._dtype.itemsize
         if kv_chunk.dtype != self._dtype:
@@ -74,17 +78,17 @@ class LocalPool(BasePool):
             row = self._slots.allocate(num_slots, self._slots.num_frames)
             if row is None:
                 return self._exhausted()
-            self._taken.add(row)
+            self._allocated.add(row)
             first_slot = self._slots.first_slot(row)
         data = self._arena.tensor(first_slot, kv_chunk.shape, self._dtype)
         return KVObj(row, num_slots * self._arena.geometry.slot_bytes, data)
 
     def free(self, kv_obj: KVObj) -> None:
-        """See BasePool; raises ValueError for what is free already."""
+        """See BasePool. Raises ValueError if the memory is already free."""
         with self._lock:
-            if kv_obj.chunk_idx not in self._taken:
-                raise ValueError(f"chunk {kv_obj.chunk_idx} is not taken")
-            self._taken.remove(kv_obj.chunk_idx)
+            if kv_obj.chunk_idx not in self._allocated:
+                raise ValueError(f"chunk {kv_obj.chunk_idx} is not allocated: it was freed before")
+            self._allocated.remove(kv_obj.chunk_idx)
             self._slots.free(kv_obj.chunk_idx)
 
     def _num_slots(self, num_bytes: int) -> int:
@@ -95,17 +99,17 @@ class LocalPool(BasePool):
 
 
 class LocalCPUPool(LocalPool):
-    """Host memory, pinned where CUDA is available."""
+    """A pool of host memory, which is pinned if CUDA is available."""
 
 
 class LocalCPUBufferPool(LocalCPUPool):
-    """Host memory for chunks on their way: exhaustion is a value."""
+    """A pool of host memory for chunks in transit. If it is exhausted, ``allocate`` returns None."""
 
     def _exhausted(self) -> None:
         return None
 
 
 class LocalGPUPool(LocalPool):
-    """Memory of the current CUDA device, or of the host where there is none."""
+    """A pool of memory of the current CUDA device, or of the host if CUDA is not available."""
 
     device = "cuda"

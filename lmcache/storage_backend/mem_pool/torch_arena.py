@@ -1,4 +1,4 @@
-"""An arena whose memory is a tensor's: on the host, pinned where there is CUDA, or on a GPU."""
+"""An arena whose memory is a tensor: on the host (pinned if CUDA is available), or on a GPU."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 
 import torch
 
+from lmcache.common.units import ceil_div, round_up
 from lmcache.logging import init_logger
 from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.slots import SlotTable
 from lmcache.tiers.pages import PAGE_BYTES
-from lmcache.units import ceil_div, round_up
 
 logger = init_logger(__name__)
 
-_PIN_BYTES = 64 << 20  # at once: as long as the kernel takes to clear these pages, which it must anyway
+_PIN_BYTES = 64 << 20  # pinned at once; clearing these pages takes as long, and is needed anyway
 
 
 class TorchArena:
-    """``num_slots`` slots for a ``LocalStore`` or a pool; ``tensor(row, …)`` is the memory of one row.
+    """An arena of ``num_slots`` slots for a ``LocalStore`` or a pool.
 
-    A row is numbered by its first slot and never crosses a frame (``lmcache.tiers.memory.allocator``). Host
-    memory is taken, and pinned when CUDA is available, piece by piece as rows in it are first used; a piece
-    that can't be pinned works too, with slower copies. A GPU's memory is taken at once. Raises RuntimeError
-    (torch's OutOfMemoryError is one) or MemoryError when there is not that much.
+    A row is numbered by its first slot, and never crosses a frame (``lmcache.tiers.memory.allocator``). Host
+    memory is allocated (and pinned if CUDA is available) piece by piece, when rows are first used. A piece
+    that can't be pinned still works, with slower copies. Memory on a GPU is allocated at once.
+
+    Raises MemoryError, or RuntimeError such as torch's OutOfMemoryError, if memory is insufficient.
     """
 
     first_generation = 1
@@ -51,30 +52,32 @@ class TorchArena:
 
     @classmethod
     def for_chunks(cls, chunk_bytes: int, capacity_bytes: int, device: str = "cpu") -> TorchArena:
-        """Make an arena in which a full chunk takes a frame, of about ``capacity_bytes``, at least one chunk.
+        """Create an arena of about ``capacity_bytes``, for at least one chunk. A full chunk takes one frame.
 
-        Slots are whole pages, so that of chunks below 64 KiB a frame holds several.
+        Slots are whole pages. If chunks are smaller than 64 KiB, a frame holds several.
         """
         slot_bytes = round_up(ceil_div(chunk_bytes, SLOTS_PER_FRAME), PAGE_BYTES)
         num_slots = max(capacity_bytes // slot_bytes, ceil_div(chunk_bytes, slot_bytes))
         return cls(Geometry(slot_bytes, num_columns=1), num_slots, device)
 
     def tensor(self, row: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the row's memory as a contiguous tensor on ``device``, not the caller's own: it is valid for
-        as long as the row is leased or reserved."""
+        """Return the row's memory as a contiguous tensor on ``device``.
+
+        The arena owns the memory; the tensor is valid while the row is leased or reserved.
+        """
         start = row * self.geometry.slot_bytes
         end = start + math.prod(shape) * dtype.itemsize
         self._pins.pin(start)
         return self._memory[start:end].view(dtype).view(tuple(shape))
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
-        """See ``lmcache.tiers.memory.contracts.Arena``; raises TypeError for memory on a GPU."""
+        """See ``lmcache.tiers.memory.contracts.Arena``. Raises TypeError for memory on a GPU."""
         if self._host is None:
-            raise TypeError("memory on a GPU can't be viewed from the host")
+            raise TypeError("memory on a GPU has no view on the host")
         return self._host.view(row, column, length)
 
     def close(self) -> None:
-        """Give the memory back; no tensor of it may be in use any more."""
+        """Release the memory. No tensor of the arena may be in use any more."""
         self._pins.close()
         del self._memory
         if self._host is not None:
@@ -82,30 +85,30 @@ class TorchArena:
 
 
 class _Pins:
-    """Registers host memory with CUDA, in pieces of whole frames: a copy must not cross two of them."""
+    """Pins host memory in pieces of whole frames, because no copy may cross two pieces."""
 
     def __init__(self, memory: torch.Tensor, frame_bytes: int) -> None:
         self._address, self._num_bytes = memory.data_ptr(), memory.numel()
         self._piece_bytes = round_up(_PIN_BYTES, frame_bytes)
-        self._lock = threading.Lock()  # protects what follows
-        self._cudart: Any = None  # nothing (more) is pinned
+        self._lock = threading.Lock()  # protects the attributes below
+        self._cudart: Any = None  # None: nothing is pinned, now or later
         if memory.device.type == "cpu" and torch.cuda.is_available():
             self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._seen: set[int] = set()  # pieces
+        self._tried: set[int] = set()  # pieces
         self._pinned: list[int] = []  # addresses
 
     def pin(self, offset: int) -> None:
-        """Pin the piece in which ``offset`` lies, if that was not tried yet."""
+        """Pin the piece that contains ``offset``, if that was not tried yet."""
         piece = offset // self._piece_bytes
-        if self._cudart is None or piece in self._seen:
+        if self._cudart is None or piece in self._tried:
             return
         with self._lock:
-            if self._cudart is not None and piece not in self._seen:
-                self._seen.add(piece)
+            if self._cudart is not None and piece not in self._tried:
+                self._tried.add(piece)
                 self._pin(piece * self._piece_bytes)
 
     def close(self) -> None:
-        """Give back what was pinned."""
+        """Unpin all pieces."""
         with self._lock:
             for address in self._pinned:
                 self._cudart.cudaHostUnregister(address)
@@ -118,4 +121,4 @@ class _Pins:
         if status == 0:
             self._pinned.append(self._address + start)
         else:
-            logger.warning("can't pin %d bytes of host memory (CUDA error %d): copies are slow", size, status)
+            logger.warning("Can't pin %d bytes of host memory (CUDA error %d): copies are slow", size, status)

@@ -1,4 +1,4 @@
-"""Serdes: tensors to bytes for a remote store, and back. ``CreateSerde`` makes both sides of one."""
+"""Serdes: conversion of tensors to bytes for a remote store, and back."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LEGACY_READERS = {"torch": legacy.read_torch, "safetensor": legacy.read_safeten
 def CreateSerde(
     serde_type: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata
 ) -> tuple[Serializer, Deserializer]:
-    """Make both sides of the serde "torch", "safetensor", "cachegen" or "fast".
+    """Create serializer and deserializer of the serde "torch", "safetensor", "cachegen" or "fast".
 
-    Tensors come back as ``metadata.kv_dtype``. Raises ValueError for any other name.
+    The deserializer returns tensors of ``metadata.kv_dtype``. Raises ValueError for any other name.
     """
     if serde_type not in _SERIALIZERS:
         raise ValueError(f"Invalid serde type: {serde_type!r} (write {', '.join(_SERIALIZERS)})")

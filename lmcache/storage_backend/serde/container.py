@@ -1,8 +1,8 @@
 """The container around every payload that the library writes to a remote store.
 
-What stands in front of a payload says all that its reader needs, and is checked before anything is allocated.
-Whose payload it is does not stand there: a container may be **bound** to a label (a key, say), and then its
-checksum holds for a reader who names the same label only.
+The header before the payload describes the payload completely, and is checked before any memory is allocated.
+The header does not contain the key of the payload. Instead, a container may be **bound** to a label, such as
+a key: its checksum is then correct only for a reader that gives the same label.
 
 ======  =====  ==================================================================
 offset  bytes  field (little-endian)
@@ -20,7 +20,7 @@ offset  bytes  field (little-endian)
 80             the payload
 ======  =====  ==================================================================
 
-Bytes 0 to 55 describe a tensor by themselves: the disk backend keeps them behind each chunk.
+Bytes 0 to 55 alone describe a tensor. The disk backend writes them after each chunk.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ DTYPES = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 )
-"""Dtypes of tensors that can be stored; the order is part of the format."""
+"""Dtypes of tensors that can be stored. Their order is part of the format."""
 
 _FIELDS = struct.Struct("<8sHBBB3xQ8I")
 _ZEROS = slice(13, 16)
 _CHECK_BYTES = 16
 DESCRIPTION_BYTES = _FIELDS.size
-"""Length of what a header says of its payload: 56."""
+"""Bytes of the description in a header: 56."""
 _END_MARK = DESCRIPTION_BYTES + _CHECK_BYTES
 HEADER_BYTES = _END_MARK + len(MAGIC)
-"""Length of a header: 80."""
+"""Bytes of a header: 80."""
 
-# torch itself can't describe a tensor whose dimensions multiply to more than 2**63, not even an empty one.
+# torch can't represent a tensor whose dimensions multiply to more than 2**63, not even an empty one.
 _MAX_EXTENT = 1 << 62
 
-_MIN_HUGE_BYTES = 4 << 20  # two huge pages: one of them is whole
+_MIN_HUGE_BYTES = 4 << 20  # twice a huge page, so that at least one huge page is inside
 
 _BYTES_OF_SIZE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -84,11 +84,11 @@ _ADDRESS_OF_BYTES = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(
 
 
 class ContainerError(ValueError):
-    """The bytes are not a container, or not an undamaged one; the message says what is wrong."""
+    """Raised if bytes are not a container, or are damaged; the message gives the reason."""
 
 
 class Kind(enum.IntEnum):
-    """What a payload is."""
+    """Form of a payload."""
 
     RAW = 1  # the elements, contiguous, in the order of the dimensions
     SAFETENSORS = 2  # a safetensors file with one tensor, "tensor_bytes"
@@ -96,7 +96,7 @@ class Kind(enum.IntEnum):
 
 
 class Container(NamedTuple):
-    """A container that was checked; ``payload`` is a view of the bytes that were parsed."""
+    """A verified container. ``payload`` is a view of the parsed bytes."""
 
     kind: Kind
     dtype: torch.dtype
@@ -107,9 +107,9 @@ class Container(NamedTuple):
 def pack(
     kind: Kind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[Buffer], label: bytes = b""
 ) -> bytes:
-    """Return a container whose payload is ``parts`` one after another, bound to ``label`` if that is given.
+    """Return a container whose payload is the concatenation of ``parts``, bound to ``label`` if given.
 
-    Raises ValueError for dtypes and shapes that the format does not hold.
+    Raises ValueError for a dtype or shape that the format does not support.
     """
     payload_bytes = sum(len(part) for part in parts)
     fields = describe(dtype, shape, payload_bytes, kind, label)
@@ -135,16 +135,16 @@ def describe(
 
 
 def described(fields: Buffer) -> tuple[Kind, torch.dtype, tuple[int, ...]]:
-    """Read what ``describe`` returned. Raises ContainerError."""
+    """Parse the bytes that ``describe`` returns. Raises ContainerError."""
     if len(fields) != DESCRIPTION_BYTES:
-        raise ContainerError(f"a description has {DESCRIPTION_BYTES} bytes, not {len(fields)}")
+        raise ContainerError(f"a description must have {DESCRIPTION_BYTES} bytes, not {len(fields)}")
     magic, _, kind, dtype, num_dims, _, *dims = _FIELDS.unpack(fields)
     if magic != MAGIC:
         raise ContainerError("wrong magic: not a container, or a damaged one")
     if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS:
         raise ContainerError(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
     if any(dims[num_dims:]) or any(fields[_ZEROS]):
-        raise ContainerError("bytes that should be zero are not")
+        raise ContainerError("reserved bytes are not zero")
     shape = tuple(dims[:num_dims])
     if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _MAX_EXTENT:
         raise ContainerError(f"shape {shape} is too large")
@@ -152,10 +152,10 @@ def described(fields: Buffer) -> tuple[Kind, torch.dtype, tuple[int, ...]]:
 
 
 def _new_bytes(size: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
-    """A bytes object that is not filled yet, and its memory, to fill it before anybody else sees it.
+    """Return an uninitialized bytes object and its memory, which the caller fills before anyone else uses it.
 
-    The interpreter's C API allows this; all that Python itself offers, ``b"".join`` say, holds the GIL while
-    it copies.
+    The interpreter's C API allows this. Python's own functions, such as ``b"".join``, hold the GIL during the
+    copy.
     """
     blob = _BYTES_OF_SIZE(None, size)
     memory = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(_ADDRESS_OF_BYTES(blob)))
@@ -164,27 +164,29 @@ def _new_bytes(size: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
 
 
 def _prefer_huge_pages(memory: npt.NDArray[np.uint8]) -> None:
-    # Page by page, the kernel's clearing of fresh memory takes four times as long as everything else.
+    # With small pages, the kernel takes four times as long to clear fresh memory as everything else takes.
     if memory.nbytes >= _MIN_HUGE_BYTES:
         prefer_huge_pages(memory)
 
 
 def is_container(blob: Buffer) -> bool:
-    """Was this meant to be a container? Legacy bytes were not.
+    """Return whether the bytes are a container, possibly damaged; False for values of LMCache 0.1-0.3.
 
-    The magic stands at both ends of the header, so that damage to one of them, or a cut, does not turn a
-    container into legacy bytes.
+    The magic is at both ends of the header. A container with one damaged magic, or a truncated one, is
+    therefore not taken for an old value.
     """
     view = memoryview(blob)
     return MAGIC.startswith(bytes(view[: len(MAGIC)])) or bytes(view[_END_MARK:HEADER_BYTES]) == MAGIC
 
 
 def parse(blob: Buffer, label: bytes = b"") -> Container:
-    """Check a container and take it apart, without a copy. Raises ContainerError, also for one that is bound
-    to another label, and for one that is not bound when ``label`` is given."""
+    """Verify and parse a container, without a copy.
+
+    Raises ContainerError, also if the container is bound to another label, or to none if ``label`` is given.
+    """
     view = memoryview(blob)
     if len(view) < HEADER_BYTES:
-        raise ContainerError(f"{len(view)} bytes are no container: its header has {HEADER_BYTES}")
+        raise ContainerError(f"{len(view)} bytes are not a container: its header alone has {HEADER_BYTES}")
     fields, payload = view[:DESCRIPTION_BYTES], view[HEADER_BYTES:]
     magic, version, _, _, _, payload_bytes, *_ = _FIELDS.unpack(fields)
     if magic != MAGIC or view[_END_MARK:HEADER_BYTES] != MAGIC:
@@ -194,7 +196,7 @@ def parse(blob: Buffer, label: bytes = b"") -> Container:
     if payload_bytes != len(payload):
         raise ContainerError(f"payload has {len(payload)} bytes, not {payload_bytes}")
     if view[DESCRIPTION_BYTES:_END_MARK] != _check(fields, payload, label):
-        raise ContainerError("checksum does not fit: damaged, or the value of another key")
+        raise ContainerError("the checksum is wrong: the value is damaged, or belongs to another key")
     return Container(*described(fields), payload)
 
 
@@ -207,21 +209,21 @@ def _check(fields: Buffer, payload: Buffer, label: bytes) -> bytes:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor on any device as contiguous bytes; a view where that is possible."""
+    """Return the elements of a tensor on any device as contiguous bytes, without a copy if possible."""
     return _memory_of(tensor.detach().to("cpu").contiguous()).data
 
 
 def tensor_from_bytes(payload: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Copy bytes into a new tensor on the CPU. Raises ContainerError when their number does not fit."""
+    """Copy bytes to a new tensor on the CPU. Raises ContainerError if their number does not fit the shape."""
     if math.prod(shape) * dtype.itemsize != len(payload):
-        raise ContainerError(f"{len(payload)} bytes are no {dtype} tensor of shape {tuple(shape)}")
+        raise ContainerError(f"{len(payload)} bytes do not fit a {dtype} tensor of shape {tuple(shape)}")
     tensor = empty_tensor(dtype, shape)
     np.copyto(_memory_of(tensor), np.frombuffer(payload, np.uint8))
     return tensor
 
 
 def empty_tensor(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A new tensor on the CPU with undefined elements."""
+    """Return a new, uninitialized tensor on the CPU."""
     tensor = torch.empty(shape, dtype=dtype)
     _prefer_huge_pages(_memory_of(tensor))
     return tensor

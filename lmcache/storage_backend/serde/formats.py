@@ -1,9 +1,13 @@
-"""The serdes: one reader of every container, and a writer for each form of a payload.
+"""The serdes: one deserializer for all containers, and one serializer for each kind of payload.
 
-What LMCache 0.1 to 0.3 wrote is read, too, not the reverse: "torch" writes a raw container and not
-``torch.save``'s archive, which took ten times as long and which a reader can't check. Their bytes of "fast"
-are not read: they had neither a shape nor a checksum, so that anything would have passed. Those of "cachegen"
-were pickled.
+A **serde** converts a chunk's tensor to bytes and back. The bytes are a **container**: a header, and a
+payload of one of three kinds: raw, safetensors or cachegen. A **label**, such as the chunk's key, may bind a
+container: only a reader with the same label can read it.
+
+The serdes "torch" and "safetensor" also read values of LMCache 0.1-0.3. LMCache 0.1-0.3 can't read values of
+this version. "torch" writes a raw container instead of the archive of ``torch.save``, which took ten times as
+long and has no checksum. Old values of "fast" are not read, because they have neither a shape nor a checksum,
+and old values of "cachegen" because they are pickled.
 """
 
 from __future__ import annotations
@@ -30,12 +34,13 @@ from lmcache.tiers.header import Buffer
 from lmcache.utils import token_dim
 
 BINS = 32
-"""Upstream takes 32 for the first layers and 16 after. 32 for all keeps answers four times as close (mean KL
-divergence of the next token) for 30 % more bytes: docs/reference/serde.md."""
+"""Number of quantization levels. The original CacheGen uses 32 for the first layers and 16 after them.
+Compared with it, 32 for all layers take 30 % more bytes and divide the mean KL divergence of the next token
+by four (docs/reference/serde.md)."""
 
 
 class ContainerDeserializer(Deserializer):
-    """Reads every container, whichever serde wrote it, and the legacy bytes that ``read_legacy`` reads."""
+    """Reads containers of all serdes, and values of LMCache 0.1-0.3 that ``read_legacy`` supports."""
 
     def __init__(
         self, dtype: torch.dtype, read_legacy: Callable[[Buffer], torch.Tensor] | None = None
@@ -53,7 +58,7 @@ class ContainerDeserializer(Deserializer):
 
 
 class RawSerializer(Serializer):
-    """Tensor to a container with its elements as they are: one copy and one checksum."""
+    """Writes a container with the unchanged elements of a tensor: one copy and one checksum."""
 
     @timed
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
@@ -62,8 +67,10 @@ class RawSerializer(Serializer):
 
 
 class SafetensorsSerializer(Serializer):
-    """Tensor to a container with ``{"tensor_bytes": tensor}``: behind its header is a safetensors file, which
-    any tool reads."""
+    """Writes a container whose payload is a safetensors file with one tensor, "tensor_bytes".
+
+    If you remove the container's header, any tool can read the file.
+    """
 
     @timed
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
@@ -73,26 +80,36 @@ class SafetensorsSerializer(Serializer):
 
 
 class CacheGenSerializer(Serializer):
-    """KV [L, 2, T, H, D] ("vllm") or [L, 2, H, T, D] ("huggingface") to a container; lossy.
+    """Writes a container with lossy compressed KV.
 
-    With ``largest`` the largest magnitude of a token's K (or V) in one layer, every element x comes back
-    within ``largest / (bins - 2)`` of its value, plus the rounding of its dtype.
+    KV is [L, 2, T, H, D] in format "vllm" and [L, 2, H, T, D] in format "huggingface". Let ``largest`` be the
+    largest magnitude of a token's K (or V) in one layer. The error of each element is then at most
+    ``largest / (bins - 2)``, plus the rounding of its dtype.
     """
 
     def __init__(
         self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, bins: int = BINS
     ) -> None:
-        """Raises ValueError for an unknown ``metadata.fmt``, or ``bins`` that is not 4, 8, 16 … 256."""
+        """Quantize to ``bins`` levels: a power of two from 4 to 256.
+
+        Raises ValueError for other ``bins`` and for an unknown ``metadata.fmt``.
+        """
         self._token_axis = 2 + token_dim(metadata.fmt)
         if bins not in (1 << power for power in range(2, 9)):
             raise ValueError(f"bins must be a power of two from 4 to 256, not {bins}")
         self.bins = bins
-        self.num_raw = 0  # chunks that were stored raw, because the codec can't hold their values
+        self.num_raw = 0  # chunks stored without compression, because the codec can't encode them
 
     @timed
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
-        """Encode a chunk. What can't be encoded (not finite, integers, 8-bit floats, empty, other shapes) is
-        stored raw, without loss, and counted in ``num_raw``. Raises ValueError as Serializer does."""
+        """Encode a chunk.
+
+        Chunks that can't be encoded are stored raw, without loss, and counted in ``num_raw``. These are
+        chunks with infinite or NaN values, integers, 8-bit floats, no elements, or a shape that is not that
+        of KV.
+
+        Raises ValueError for a dtype that no container supports, or for more than 8 dimensions.
+        """
         if is_encodable(t.dtype, t.shape):
             output = CacheGenEncoderOutput.encode(t, self._token_axis, self.bins)
             if output is not None:
@@ -114,13 +131,16 @@ def _read(bs: Buffer, label: bytes) -> torch.Tensor:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Raises ContainerError rather than let a value be clipped, become infinite or change its meaning."""
+    """Return the tensor as ``dtype``.
+
+    Raises ContainerError if a value would be clipped or become infinite.
+    """
     if tensor.dtype == dtype:
         return tensor
     if not (tensor.is_floating_point() and dtype.is_floating_point):
         raise ContainerError(f"{tensor.dtype} is not cast to {dtype}")
     exact, cast = tensor.double(), tensor.to(dtype)
-    # Infinity is beyond every maximum, but a dtype that has it keeps it.
+    # Infinity is larger than every maximum, but it is valid if the dtype can represent it.
     if bool(((exact.abs() > torch.finfo(dtype).max) & (cast.double() != exact)).any()):
         raise ContainerError(f"values are too large for {dtype}")
     return cast

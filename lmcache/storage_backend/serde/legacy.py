@@ -1,6 +1,6 @@
-"""Readers of what lmcache 0.1 to 0.3 wrote. Nothing writes these formats any more.
+"""Readers of the formats that LMCache 0.1-0.3 wrote. This version does not write them.
 
-The bytes come from the network: whatever is wrong with them is a ContainerError, and no code in them runs.
+The bytes come from the network. Every mistake in them is a ContainerError, and no code in them runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from lmcache.tiers.header import Buffer
 TENSOR_NAME = "tensor_bytes"
 """Name of the one tensor in a safetensors payload."""
 
-# What torch.save of one tensor refers to. torch.load(weights_only=True) allows more: bytearray(10**12), say.
+# Names that torch.save of one tensor uses. torch.load(weights_only=True) alone allows more, for example
+# bytearray(10**12).
 _TENSOR_GLOBALS = re.compile(
     r"torch(\.storage)? \w+Storage|torch (float|bfloat|u?int)\w+|torch\._utils _rebuild_tensor_v[23]"
     r"|collections OrderedDict"
@@ -27,40 +28,42 @@ _TENSOR_GLOBALS = re.compile(
 
 
 def read_safetensors(blob: Buffer) -> torch.Tensor:
-    """Read ``{"tensor_bytes": tensor}``. Raises ContainerError."""
+    """Read a safetensors file with one tensor, "tensor_bytes". Raises ContainerError."""
     try:
         tensors = safetensors.torch.load(bytes(blob))
         return tensors[TENSOR_NAME]
-    except Exception as error:  # the parser's errors have no class in common
+    except Exception as error:  # the parser's errors have no common base class
         raise ContainerError(f"not a safetensors file with {TENSOR_NAME}: {error}") from error
 
 
 def read_torch(blob: Buffer) -> torch.Tensor:
-    """Read what ``torch.save(tensor)`` wrote. Raises ContainerError, also for anything but one dense
-    tensor."""
+    """Read a file of ``torch.save(tensor)``.
+
+    Raises ContainerError for any content except one dense tensor.
+    """
     file = io.BytesIO(blob)
     try:
         _check_archive(file, len(blob))
         tensor = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the parsers' errors have no class in common
+    except Exception as error:  # the parsers' errors have no common base class
         raise ContainerError(f"not a tensor written by torch.save: {error}") from error
-    # Strides of 0 make a few bytes a tensor of any size.
+    # With strides of 0, a few bytes could claim to be a tensor of any size.
     if not isinstance(tensor, torch.Tensor) or tensor.numel() * tensor.itemsize > len(blob):
         raise ContainerError("not a dense tensor written by torch.save")
     return tensor.detach().clone()
 
 
 def _check_archive(file: io.BytesIO, length: int) -> None:
-    """Raise ValueError unless reading the archive takes no more memory than its bytes, and makes a tensor."""
+    """Raise ValueError if reading would need more memory than the bytes, or create other objects."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("torch.save does not compress")
+            raise ValueError("an entry is compressed, which torch.save does not do")
         if sum(entry.file_size for entry in entries) > length:
-            raise ValueError("parts overlap")
+            raise ValueError("entries overlap")
         (program,) = (entry for entry in entries if entry.filename.endswith("/data.pkl"))
         for opcode, argument, _ in pickletools.genops(archive.read(program)):
             is_name = opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL")
             if is_name and not _TENSOR_GLOBALS.fullmatch(str(argument)):
-                raise ValueError(f"{argument} is no part of a tensor")
+                raise ValueError(f"it refers to {argument}, which is not part of a tensor")
     file.seek(0)

@@ -1,4 +1,4 @@
-"""What every serde offers. A serde turns the tensor of a chunk into bytes for a remote store, and back."""
+"""The interface of serdes. A serde converts the tensor of a chunk to bytes for a remote store, and back."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ T = TypeVar("T")
 
 
 class Serializer(abc.ABC):
-    """Tensor to bytes."""
+    """Converts tensors to bytes."""
 
     @abc.abstractmethod
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
-        """Return a container with the tensor (any strides, any device), which is not changed; bound to
-        ``label`` if that is given (``container``).
+        """Return a container with the tensor, which may have any strides and be on any device.
 
-        Raises ValueError for a dtype that ``container.DTYPES`` does not list, or more than 8 dimensions.
+        If ``label`` is given, the container is bound to it (see ``container``). Raises ValueError for a dtype
+        that ``container.DTYPES`` does not list, or for more than 8 dimensions.
         """
 
 
 class Deserializer(abc.ABC):
-    """Bytes to tensor."""
+    """Converts bytes to tensors."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     @abc.abstractmethod
     def from_bytes(self, bs: Buffer, label: bytes = b"") -> torch.Tensor:
-        """Return a tensor of ``dtype`` on the CPU that owns its memory and may be written, in inference mode
-        or not.
+        """Return a writable tensor of ``dtype`` on the CPU that owns its memory, also in inference mode.
 
-        What has another dtype is cast if both are floating point and every finite value is in its range.
-        Raises ContainerError for everything that can't be read, or not be cast, and for a container that is
-        not bound to ``label``; legacy bytes, which nothing binds, are read whatever it is.
+        A tensor of another dtype is cast if both dtypes are floating point and every finite value is in
+        range.
+
+        Raises ContainerError if the bytes can't be read or cast, or if the container is not bound to
+        ``label``. Bytes of LMCache 0.1-0.3 have no label and are read with any ``label``.
         """
 
 
 def timed(function: Callable[P, T]) -> Callable[P, T]:
-    """Log, at level DEBUG, how long each call took, while ``GlobalConfig`` says so."""
+    """Log the duration of each call at level DEBUG, if ``GlobalConfig.is_debug()``."""
 
     @functools.wraps(function)
     def timed_call(*args: P.args, **kwargs: P.kwargs) -> T:

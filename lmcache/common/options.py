@@ -1,9 +1,9 @@
-"""Options as people write them, in a YAML file, a variable or a flag.
+"""Parsing of options from YAML files, environment variables and flags.
 
-A **reader** makes a value of an option's text, and raises ValueError that says what is wrong with the text
-and what to write instead. All sources go through the same readers, so a mistake reads the same wherever it
-was made, but for the source's own name of the option in front. Nothing here repeats a whole file: there may
-be a password in it.
+A **reader** converts the text of an option to a value. It raises ValueError, which says what is wrong with
+the text and what to write instead. All sources use the same readers, so a mistake has the same message
+everywhere, after the source's name of the option. No message quotes a whole file, because a file may contain
+a password.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import field, fields
 from typing import Any, NamedTuple, TypeAlias
 
 Reader: TypeAlias = Callable[[str], Any]
@@ -18,18 +19,18 @@ Reader: TypeAlias = Callable[[str], Any]
 ENV_PREFIX = "LMCACHE_"
 
 _NUMBER = re.compile(r"-?[0-9]*\.?[0-9]*(e[-+]?[0-9]+)?")
-"""Its signs only: Python would also take ``1_0``, blanks and the digits of any script."""
+"""Spelling of a number. Stricter than Python, which also accepts ``1_0``, blanks and digits of any script."""
 
 
 def number(kind: type[int] | type[float], low: float, high: float, what: str) -> Reader:
-    """Make a reader of numbers from ``low`` to ``high``; ``what`` completes "… is not"."""
+    """Return a reader of numbers from ``low`` to ``high``; its message is "… is not" and ``what``."""
 
     def read_number(text: str) -> float:
         try:
             value = kind(text) if _NUMBER.fullmatch(text) else kind(low) - 1
         except ValueError:
             value = kind(low) - 1
-        if not low <= value <= high:  # NaN neither
+        if not low <= value <= high:  # also refuses NaN
             raise ValueError(f"{text!r} is not {what}")
         return value
 
@@ -37,14 +38,14 @@ def number(kind: type[int] | type[float], low: float, high: float, what: str) ->
 
 
 def switch(text: str) -> bool:
-    """Read true or false."""
+    """Parse true or false."""
     if text not in ("true", "false"):
         raise ValueError(f"{text!r} is not true or false")
     return text == "true"
 
 
 def one_of(*choices: str) -> Reader:
-    """Make a reader of a few words."""
+    """Return a reader that accepts only ``choices``."""
 
     def read_word(text: str) -> str:
         if text not in choices:
@@ -55,7 +56,7 @@ def one_of(*choices: str) -> Reader:
 
 
 def checked(check: Callable[[str], object]) -> Reader:
-    """Make a reader of text that ``check`` raises no ValueError for."""
+    """Return a reader of text for which ``check`` does not raise ValueError."""
 
     def read_text(text: str) -> str:
         check(text)
@@ -64,31 +65,41 @@ def checked(check: Callable[[str], object]) -> Reader:
     return read_text
 
 
+def setting(default: object, reader: Reader, /, **metadata: object) -> Any:
+    """Return a dataclass field whose value ``reader`` parses."""
+    return field(default=default, metadata={"reader": reader, **metadata})
+
+
+def readers_of(settings: type[Any]) -> dict[str, Reader]:
+    """Return the readers of a dataclass whose fields are made by ``setting``, by the fields' names."""
+    return {declared.name: declared.metadata["reader"] for declared in fields(settings)}
+
+
 class Source(NamedTuple):
-    """One place where options stand."""
+    """One source of options, such as a file."""
 
     name_of: Callable[[str], str]
-    """What an option is called there."""
+    """Function that returns the source's name of an option."""
     values: Mapping[str, object]
-    """What it says, by the options' own names; None: nothing."""
+    """Values by the options' own names; None if an option is not set."""
 
 
 def variable_of(name: str) -> str:
-    """Return the environment's name of an option."""
+    """Return the name of the environment variable of an option."""
     return ENV_PREFIX + name.upper()
 
 
 def environment(names: Iterable[str], environ: Mapping[str, str]) -> Source:
-    """Return the options that environment variables set."""
+    """Return the environment variables of the options ``names`` as a source."""
     return Source(variable_of, {name: environ.get(variable_of(name)) for name in names})
 
 
 def read_values(
     readers: Mapping[str, Reader], sources: Collection[Source]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the options that are set, and a sentence for each that can't be used.
+    """Return the values of all options that are set, and one message for each invalid value.
 
-    Of several sources the first that has an option counts.
+    If several sources set an option, the first one counts.
     """
     values: dict[str, Any] = {}
     mistakes: list[str] = []
@@ -107,28 +118,31 @@ def read_values(
 
 
 def read_yaml(path: str, content: str | bytes) -> dict[str, Any]:
-    """Return a file's keys and values as they are written: readers know what they mean. Raises ValueError."""
-    import yaml  # a twentieth of the sidecar's start, for those who have a file
+    """Return the keys and values of a YAML file as text, which readers then parse. Raises ValueError."""
+    import yaml  # imported late: the import takes a twentieth of the sidecar's start, and few need it
 
     try:
-        loaded = yaml.load(content, yaml.BaseLoader)  # makes nothing but text
+        loaded = yaml.load(content, yaml.BaseLoader)  # this loader creates only text, lists and dictionaries
     except (yaml.YAMLError, RecursionError) as error:
-        # The parser's own words may quote the file, which may hold a password.
+        # The parser's message may quote the file, which may contain a password.
         mark = getattr(error, "problem_mark", None)
-        where = f", look at line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path} is not YAML{where}") from None
+        place = f", look at line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path} is not YAML{place}") from None
     if not isinstance(loaded or {}, dict):
         raise ValueError(f"{path} must hold keys and values, as in 'memory_size: 4Gi'")
     return loaded or {}
 
 
 def unknown_keys(path: str, keys: Iterable[str], known: Collection[str]) -> Iterator[str]:
-    """Sentences; a key that is no word may be anything, even a secret on the wrong side of a colon."""
+    """Yield one message for each key that is not in ``known``.
+
+    A key with unusual characters is not quoted, because it may be a secret on the wrong side of a colon.
+    """
     for key in keys:
         if key in known:
             continue
         if not re.fullmatch(r"[\w-]{1,64}", key):
-            yield f"{path}: a key that is no word is ignored"
+            yield f"{path}: a key with characters other than letters, digits, _ and - is ignored"
             continue
         nearest = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

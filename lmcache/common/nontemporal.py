@@ -1,9 +1,9 @@
-"""Copies many pieces of memory in one call, without the GIL and past the caches.
+"""Copies of many pieces of memory in one call, without the GIL and past the processor's caches.
 
-An ordinary store reads the line that it is about to overwrite: copying a byte moves three over the memory
-bus, and one thread fills the bus. *Non-temporal* stores don't read it. glibc's memcpy uses them only for
-pieces far larger than a block of KV, numpy and torch never do. So the loop is compiled here, by the LLVM that
-every vLLM brings along (llvmlite, of numba).
+An ordinary store instruction first reads the cache line that it overwrites. Copying one byte thus moves three
+bytes over the memory bus, and one thread saturates the bus. *Non-temporal* stores do not read the line.
+glibc's memcpy uses them only for pieces far larger than a block of KV; numpy and torch never use them. This
+module therefore compiles its own copy loop, with the LLVM that every vLLM installs (llvmlite, through numba).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LINE = 64
 """Bytes of a cache line. Target addresses must be multiples of it."""
 
 _STREAMS, _LINES = 4, 2
-"""A piece is copied at several places in turn, some lines at each: memory answers in parallel then."""
+"""Positions at which a piece is copied in turn, and lines per turn: so memory works in parallel."""
 
 PIECE_BYTES = _STREAMS * _LINES * LINE
-"""Sizes must be multiples of it."""
+"""Bytes of which the size of each piece must be a multiple."""
 
 Words = npt.NDArray[np.uint64]
 
 Copy = Callable[[Words, Words, Words], None]
-"""``copy(to, from_, sizes)``: addresses and bytes of each piece. Returns when all bytes are there."""
+"""``copy(to, from_, sizes)`` takes the addresses and bytes of each piece. It returns when all are copied."""
 
-_FENCE = "call void @llvm.x86.sse.sfence()"  # x86 orders non-temporal stores by this alone
+_FENCE = "call void @llvm.x86.sse.sfence()"  # on x86, only this fence orders non-temporal stores
 
 _SOURCE = """
 DECLARE
@@ -99,7 +99,7 @@ def _source() -> str:
 
 
 def make_copy() -> Copy | None:
-    """Compile the loop for this machine (some 20 ms); None where that is not possible."""
+    """Compile the copy loop for this machine (about 20 ms); None if that is not possible."""
     try:
         import llvmlite.binding as llvm
 
@@ -114,7 +114,7 @@ def make_copy() -> Copy | None:
         function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, ctypes.c_size_t)(
             engine.get_function_address("copy")
         )
-    except Exception:  # not installed, another one than we know, or memory must not be executed
+    except Exception:  # llvmlite is missing or has another API, or the system forbids executable memory
         return None
 
     def copy(to: Words, from_: Words, sizes: Words, _engine: Any = engine) -> None:

@@ -1,4 +1,4 @@
-"""Sizes: as people and Kubernetes write them, and counted in whole units. Pure."""
+"""Parsing, formatting and rounding of sizes, as people and Kubernetes write them. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
-"""What is taken for a size wherever somebody writes one: a custom resource, a file, a flag."""
+"""Pattern of a size in every place where users write one: a custom resource, a file, a flag."""
 
 _SUFFIXES = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "": Decimal(1)}
 _SUFFIXES |= {suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", 1)}
@@ -17,7 +17,7 @@ _QUANTITY = re.compile(
 
 
 def parse_quantity(value: object) -> Decimal:
-    """Return the number that a Kubernetes quantity stands for: ``64Gi``, ``500m``, 2. Raises ValueError."""
+    """Return the value of a Kubernetes quantity such as ``64Gi``, ``500m`` or 2. Raises ValueError."""
     match = _QUANTITY.fullmatch(str(value))
     if match is None:
         raise ValueError(f"{value!r} is not a quantity such as 64Gi or 500m")
@@ -26,7 +26,7 @@ def parse_quantity(value: object) -> Decimal:
 
 
 def quantity_equal(left: object, right: object) -> bool:
-    """Do two spellings mean the same amount? False if one of them is no quantity."""
+    """Return whether two spellings mean the same amount; False if one of them is not a quantity."""
     try:
         return parse_quantity(left) == parse_quantity(right)
     except ValueError:
@@ -34,7 +34,11 @@ def quantity_equal(left: object, right: object) -> bool:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size: ``4Gi``, ``512Mi``, ``1.5G``, ``1048576``. Raises ValueError."""
+    """Return the bytes of a size such as ``4Gi``, ``512Mi``, ``1.5G`` or ``1048576``.
+
+    Raises ValueError. Its message recommends binary units only, although ``k``, ``M``, ``G`` and ``T`` are
+    valid.
+    """
     num_bytes = int(parse_quantity(text)) if re.fullmatch(SIZE_PATTERN, text) else 0
     if num_bytes <= 0:
         raise ValueError(
@@ -43,8 +47,9 @@ def parse_size(text: str) -> int:
     return num_bytes
 
 
-def format_size(num_bytes: int) -> str:
-    """The largest binary unit, with at most two digits after the point: ``1.5Gi``."""
+def format_size(num_bytes: float) -> str:
+    """Format a size for messages and status, with at most two decimals: ``1.5Gi``."""
+    num_bytes = round(num_bytes)
     for unit, factor in (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f}".rstrip("0").rstrip(".") + unit
@@ -52,15 +57,15 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_mebibytes(num_bytes: int) -> str:
-    """Bytes as a quantity, rounded up to whole MiB."""
+    """Format a size for a Kubernetes object. Rounds up to whole MiB: the object never gets less memory."""
     return f"{ceil_div(num_bytes, 2**20)}Mi"
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """How many times does the divisor go into the number, the last time maybe not whole?"""
+    """Return ``number / divisor``, rounded up."""
     return -(-number // divisor)
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
     return ceil_div(number, multiple) * multiple

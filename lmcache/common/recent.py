@@ -1,4 +1,4 @@
-"""A dictionary that remembers what was set last, and no more than so many keys. Pure."""
+"""A bounded dictionary of the keys that were set most recently. Pure: no I/O and no locks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """The ``capacity`` keys that were set last, the oldest first; what is read keeps its age.
+    """Dictionary of the ``capacity`` keys that were set most recently, oldest first.
 
-    For what is known about keys of others, whose number nothing bounds: to forget the oldest costs a little
-    work.
+    Reads don't change the order. Use it for facts about an unbounded number of keys, if a forgotten fact
+    costs only a little extra work.
     """
 
     def __init__(self, capacity: int) -> None:

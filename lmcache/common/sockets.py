@@ -1,9 +1,9 @@
-"""A connected socket, with a deadline for each message.
+"""A connected socket with a deadline for each message.
 
-Bytes go straight between the kernel and the caller's memory, and the GIL is free meanwhile. Sockets are
-blocking ones whose time-out the kernel keeps (``SO_RCVTIMEO``, ``SO_SNDTIMEO``): with Python's own time-outs
-each read would return after one packet, with ``MSG_WAITALL`` one call takes a whole message. The kernel
-bounds one wait and the deadline bounds them all, since a peer may send byte by byte.
+Bytes move straight between the kernel and the caller's memory, without the GIL. The sockets are blocking, and
+the kernel enforces the time-out (``SO_RCVTIMEO``, ``SO_SNDTIMEO``). With Python's own time-outs each read
+would return after one packet; with ``MSG_WAITALL`` one call receives a whole message. The kernel's time-out
+limits one call. The deadline limits all calls for a message, because a peer may send it byte by byte.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ S = TypeVar("S", int, bytes)
 
 
 class Stream:
-    """A TCP or UNIX socket, used by one thread at a time.
+    """A TCP or UNIX socket for one thread at a time.
 
-    Raises OSError (TimeoutError, ConnectionError), and is of no use then. Time runs from ``start``.
+    Methods raise OSError (TimeoutError, ConnectionError); the stream is unusable afterwards. Call ``start``
+    before each message: the deadline counts from there.
     """
 
     def __init__(self, connection: socket.socket, timeout_seconds: float) -> None:
@@ -33,22 +34,22 @@ class Stream:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def start(self, more_seconds: float = 0.0) -> None:
-        """Give all that follows the time-out, and so many seconds more."""
+        """Start the deadline of a message: the time-out plus ``more_seconds``."""
         self._seconds = self._timeout + more_seconds
         self._deadline = time.monotonic() + self._seconds
 
     def send_all(self, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Send all of the buffers, without joining them."""
+        """Send all buffers, without joining them."""
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         while views:
             views = _rest(views, self._in_time(self._send, views))
 
     def receive_some(self, limit: int) -> bytes:
-        """Return what has come, at most ``limit`` bytes."""
+        """Receive at least one byte and at most ``limit`` bytes."""
         return self._in_time(self._socket.recv, limit)
 
     def receive_all(self, num_bytes: int) -> bytes:
-        """Return exactly so many bytes; memory beyond what came is only reserved, not taken."""
+        """Receive exactly ``num_bytes`` bytes. Memory for bytes not received yet is reserved but not used."""
         parts: list[bytes] = []
         while num_bytes:
             parts.append(self._in_time(self._socket.recv, num_bytes, socket.MSG_WAITALL))
@@ -56,10 +57,10 @@ class Stream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def fill(self, views: Sequence[memoryview]) -> None:
-        """Receive into all of these, in order."""
-        left = [view for view in views if len(view)]
-        while left:
-            left = _rest(left, self._in_time(self._receive_into, left))
+        """Receive until all ``views`` are full, in order."""
+        unfilled = [view for view in views if len(view)]
+        while unfilled:
+            unfilled = _rest(unfilled, self._in_time(self._receive_into, unfilled))
 
     def close(self) -> None:
         """Close the connection."""
@@ -81,17 +82,17 @@ class Stream:
         try:
             if time.monotonic() > self._deadline:
                 raise TimeoutError
-            done = call(*arguments)
+            result = call(*arguments)
         except (BlockingIOError, TimeoutError):
             raise TimeoutError(f"no complete message within {round(self._seconds, 1)} s") from None
-        if not done:
+        if not result:
             raise ConnectionResetError("the peer closed the connection")
-        return done
+        return result
 
 
-def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of these when so many bytes of them are done."""
+def _rest(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return ``views`` without their first ``num_bytes`` bytes."""
     views = list(views)
-    while views and done >= len(views[0]):
-        done -= len(views.pop(0))
-    return [views[0][done:], *views[1:]] if done else views
+    while views and num_bytes >= len(views[0]):
+        num_bytes -= len(views.pop(0))
+    return [views[0][num_bytes:], *views[1:]] if num_bytes else views

@@ -1,0 +1,1 @@
+"""Helpers that every part may use and that do not depend on the cache."""

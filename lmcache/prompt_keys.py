@@ -1,0 +1,72 @@
+"""Keys of the chunks of a prompt, in the format of LMCache 0.1-0.3.
+
+A prompt is cut into chunks of ``chunk_size`` tokens; the last chunk may be shorter. A chunk's hash is the
+SHA-256 of the previous chunk's hash (hex) and of its own tokens as little-endian 64-bit integers. A short
+last chunk therefore has a key of its own, and a longer prompt cannot reuse it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from lmcache.config import LMCacheEngineMetadata
+from lmcache.utils import CacheEngineKey
+
+
+class PromptKeys:
+    """Converts the tokens of a prompt to the keys of its chunks."""
+
+    def __init__(self, metadata: LMCacheEngineMetadata, chunk_size: int) -> None:
+        """Use chunks of ``chunk_size`` tokens; ``metadata`` gives the other fields of each key."""
+        self.metadata = metadata
+        self.chunk_size = chunk_size
+        self._init_hash = ""  # the hash before a prompt's first chunk
+
+    def _make_key(self, chunk_hash: str, fmt: str) -> CacheEngineKey:
+        metadata = self.metadata
+        return CacheEngineKey(fmt, metadata.model_name, metadata.world_size, metadata.worker_id, chunk_hash)
+
+    def _get_init_hash(self) -> str:
+        return self._init_hash
+
+    def _hash(self, tokens: torch.Tensor, prefix_hash: str) -> str:
+        """Return the hash (hex) of one chunk [num_tokens] that follows ``prefix_hash``."""
+        return _digest(_token_bytes(tokens), prefix_hash)
+
+    def _chunk_tokens(self, tokens: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Cut tokens [num_tokens] into chunks; the last one may be shorter."""
+        return (tokens[start : start + self.chunk_size] for start in range(0, len(tokens), self.chunk_size))
+
+    def _prefix_hash(self, token_chunks: Iterable[torch.Tensor], num_skip_chunk: int = 0) -> list[str]:
+        """Return the hashes of all chunks after the first ``num_skip_chunk``."""
+        return self._chain(map(_token_bytes, token_chunks))[num_skip_chunk:]
+
+    def _chain(self, chunks: Iterable[memoryview]) -> list[str]:
+        hashes = itertools.accumulate(
+            chunks, lambda before, chunk: _digest(chunk, before), initial=self._get_init_hash()
+        )
+        return list(hashes)[1:]
+
+    def _keys(self, tokens: torch.Tensor) -> list[CacheEngineKey]:
+        """Return the keys of all chunks; tokens on a GPU are copied once."""
+        all_bytes = _token_bytes(tokens)
+        step = self.chunk_size * (len(all_bytes) // len(tokens) if len(tokens) else 1)
+        chunks = (all_bytes[start : start + step] for start in range(0, len(all_bytes), step))
+        return [self._make_key(chunk_hash, self.metadata.fmt) for chunk_hash in self._chain(chunks)]
+
+
+def _digest(chunk: memoryview, prefix_hash: str) -> str:
+    digest = hashlib.sha256(prefix_hash.encode("ascii"))
+    digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _token_bytes(tokens: torch.Tensor) -> memoryview:
+    """Return the bytes to hash for tokens: integers of any width are hashed as 64-bit integers."""
+    if not tokens.is_floating_point():
+        tokens = tokens.to(torch.int64)
+    return memoryview(tokens.cpu().numpy().tobytes())
